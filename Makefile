@@ -1,0 +1,40 @@
+# Every target sets up what it needs: a virtual environment inside the clone, made once, remade when the pins change.
+VENV ?= .venv
+RUN := $(VENV)/bin
+export HF_HUB_OFFLINE ?= 1
+export PYTHONUNBUFFERED := 1
+
+.PHONY: venv demo demo-pretrained test test-all check bench clean
+
+venv:
+	@requirements/install.sh $(VENV)
+
+demo: venv models/tiny/config.json  ## a tiny model learns to copy, asynchronously: make demo ARGS="replay.max_staleness=0"
+	$(RUN)/streamrl train configs/quickstart.yaml $(ARGS) --fresh
+
+demo-pretrained: venv models/smollm2-135m/config.json  ## SmolLM2-135M learns one-digit sums
+	$(RUN)/streamrl train configs/pretrained.yaml $(ARGS) --fresh
+
+models/tiny/config.json: | venv
+	$(RUN)/python -m launch.tiny_model models/tiny
+
+models/smollm2-135m/config.json: | venv
+	$(RUN)/python -m launch.smollm2 models/smollm2-135m
+
+test: venv  ## the tests, with the real SGLang, ZeroMQ and Megatron-Core
+	$(RUN)/python -m pytest -m "not slow"
+
+test-all: venv  ## the slow ones too
+	$(RUN)/python -m pytest
+
+check: venv  ## lint, format, types
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+bench: venv models/tiny/config.json  ## every benchmark in its quick form
+	$(RUN)/python -m benchmarks.stream --quick
+	$(RUN)/python -m benchmarks.end_to_end --quick
+
+clean:  ## everything that was made here, except run folders
+	rm -rf $(VENV) models

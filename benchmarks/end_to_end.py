@@ -1,0 +1,118 @@
+"""The whole circle, synchronous (bound 0) against asynchronous (bound 2): tokens a second, idle fractions, staleness.
+
+Both modes run on one SGLang server that stays up, one after the other, several times; every figure is the
+median over the repeats, with the smallest and largest beside it. The ratio is taken inside each repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from streamrl import config_file
+from streamrl.engine.server import Server
+from streamrl.observe.metrics import read_metrics
+
+WARM_UP = 3  # first steps of a run that no figure counts: caches fill, the pipeline of groups is still empty
+RUN_TIMEOUT = 600.0  # seconds that one run may take
+MODES = {"sync": 0, "async": 2}  # name: replay.max_staleness
+
+FIGURES = {
+    "tokens/s generated": lambda rows: _rate(rows, "tokens/generated"),
+    "tokens/s trained": lambda rows: _rate(rows, "tokens/trained"),
+    "steps/s": lambda rows: len(rows) / sum(row["time/step"] for row in rows),
+    "idle learner": lambda rows: _share(rows, "idle/learner"),
+    "idle generator": lambda rows: _share(rows, "idle/generator"),
+    "staleness p50": lambda rows: float(np.percentile([row["staleness/mean"] for row in rows], 50)),
+    "staleness p95": lambda rows: float(max(row["staleness/p95"] for row in rows)),
+    "staleness max": lambda rows: float(max(row["staleness/max"] for row in rows)),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
+    parser.add_argument("--quick", action="store_true", help="short runs (20 steps instead of 100)")
+    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats, at least 5 for a ratio")
+    parser.add_argument("--json", type=Path, help="write the figures of every run here")
+    parser.add_argument("override", nargs="*", metavar="key=value", help="keys of the configuration")
+    options = parser.parse_args()
+    steps = 20 if options.quick else 100
+
+    with tempfile.TemporaryDirectory() as folder, _server(options, Path(folder)) as address:
+        runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+        for repeat in range(options.repeats):
+            for mode, bound in MODES.items():
+                name = f"{mode}-{repeat}"
+                overrides = [*options.override, f"run.folder={folder}", f"run.name={name}", f"run.steps={steps}"]
+                overrides += [f"replay.max_staleness={bound}", f"generate.attach=[{address}]", "generate.workers=1"]
+                overrides += ["generate.probes=0", "publish.keep_every=0", "observe.console=false"]
+                runs[mode].append(_run(options.config, overrides, Path(folder) / name))
+    _print(runs, steps)
+    if options.json:
+        options.json.write_text(json.dumps({"steps": steps, "cpus": os.cpu_count(), "runs": runs}, indent=1) + "\n")
+    return 0
+
+
+@contextmanager
+def _server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """One SGLang server for all runs, so that its start is in no figure."""
+    config = config_file.load(options.config, options.override)
+    server = Server(config, folder, index=0)
+    server.start()
+    try:
+        server.wait_ready()
+        yield server.address
+    finally:
+        server.stop()
+
+
+def _run(config: Path, overrides: Sequence[str], run_folder: Path) -> dict[str, float]:
+    """One run in processes of its own; the figures of its steps after the warm-up."""
+    command = [sys.executable, "-m", "streamrl.cli", "train", str(config), *overrides]
+    done = subprocess.run(command, timeout=RUN_TIMEOUT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    rows = list(read_metrics(run_folder))[WARM_UP:]
+    return {name: figure(rows) for name, figure in FIGURES.items()}
+
+
+def _rate(rows: Sequence[dict[str, float]], key: str) -> float:
+    return sum(row[key] for row in rows) / sum(row["time/step"] for row in rows)
+
+
+def _share(rows: Sequence[dict[str, float]], key: str) -> float:
+    """The mean of a fraction of the time, each step weighted by its length."""
+    return float(np.average([row[key] for row in rows], weights=[row["time/step"] for row in rows]))
+
+
+def _print(runs: dict[str, list[dict[str, float]]], steps: int) -> None:
+    repeats = len(next(iter(runs.values())))
+    table = Table(title=f"{repeats} interleaved repeats of {steps} steps: median (smallest .. largest)")
+    for column in ("", "sync, bound 0", "async, bound 2", "async / sync"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name in FIGURES:
+        synchronous, asynchronous = ([run[name] for run in runs[mode]] for mode in MODES)
+        ratios = [after / before for before, after in zip(synchronous, asynchronous, strict=True) if before]
+        rated = name.startswith(("tokens", "steps")) and len(ratios) >= 5
+        table.add_row(name, _spread(synchronous), _spread(asynchronous), _spread(ratios) if rated else "")
+    Console(width=120).print(table)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{np.median(values):.4g} ({min(values):.4g} .. {max(values):.4g})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

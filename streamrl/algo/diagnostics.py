@@ -1,0 +1,143 @@
+"""What a step's tokens looked like: sums that add up over micro batches and ranks, and the metrics they make.
+
+    per-token values ──bucket_sums──▶ sums [buckets] ──merge──▶ sums of the step ──finish──▶ metrics
+
+A sum is a float64 tensor with one entry a staleness bucket. All are added, except keys `max/...`, of
+which the largest counts: over micro batches (`merge`) and over ranks (all_reduce with SUM or MAX).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from streamrl.algo.importance import LOG_RATIO_BOUND, Weights
+
+BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
+"""Staleness in learner steps, doubling in width: the suffix of a metric that one bucket has."""
+
+_LAST_OF_BUCKET = (0, 1, 2, 4, 8)
+_MAX = "max/"
+_MASKED_BY = "masked_by/"
+
+
+def off_policy_values(log_rho: Tensor) -> dict[str, Tensor]:
+    """Per-token values of how far n tokens are off-policy, from rho = sg(pi) / mu itself.
+
+    log_rho: float [n], before any weight, clip or mask. What is squared or put under exp is clamped to
+    +-20; the mean and the largest |log rho| are of the difference itself, so that a saturated clamp shows.
+    """
+    log_rho = log_rho.double()
+    clamped = log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    rho = clamped.exp()
+    return {
+        "rho": rho,
+        "rho_squared": rho.square(),
+        "kl_k1": -clamped,
+        "kl_k3": rho - 1 - clamped,
+        "log_ratio": log_rho.abs(),
+        "max/log_ratio": log_rho.abs(),
+    }
+
+
+def weight_values(applied: Weights, mask: str) -> dict[str, Tensor]:
+    """Per-token values of what was applied to n tokens; `mask` is the rule that masked (`config.mask`)."""
+    weight = applied.weight.double()
+    values = {"weight": weight, "weight_squared": weight.square(), "masked": applied.masked}
+    if mask != "none":
+        values[_MASKED_BY + mask] = applied.masked
+    return values
+
+
+def bucket_sums(values: Mapping[str, Tensor], staleness: Tensor) -> dict[str, Tensor]:
+    """Each value summed (`max/...`: its largest) over the tokens of every staleness bucket: float64 [6].
+
+    values: [n] each, of any dtype, without gradient, >= 0 under `max/`; staleness: int64 [n], learner steps.
+    """
+    bucket = torch.bucketize(staleness, torch.tensor(_LAST_OF_BUCKET, device=staleness.device))
+    sums = {}
+    for key, value in values.items():
+        zero = torch.zeros(len(BUCKETS), dtype=torch.float64, device=staleness.device)
+        if key.startswith(_MAX):
+            sums[key] = zero.scatter_reduce(0, bucket, value.double(), reduce="amax")
+        else:
+            sums[key] = zero.index_add(0, bucket, value.double())
+    return sums
+
+
+def merge(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The sums of several micro batches as one. Raises ValueError when their keys differ."""
+    merged: dict[str, Tensor] = {}
+    for part in parts:
+        if merged and merged.keys() != part.keys():
+            raise ValueError(f"sums with different keys: {sorted(merged.keys() ^ part.keys())}")
+        for key, value in part.items():
+            if key not in merged:
+                merged[key] = value
+            else:
+                merged[key] = torch.maximum(merged[key], value) if key.startswith(_MAX) else merged[key] + value
+    return merged
+
+
+def finish(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The metrics of one learner step from the sums of all its micro batches and ranks.
+
+    A name alone is over all tokens; `NAME/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+` are over the tokens of
+    that staleness and are there only when the bucket has trained tokens. n counts the trained tokens whose
+    mu is finite; a mean or share over n = 0 tokens is 0.
+
+    - `loss/total`: the loss that was minimised, all terms; a bucket has its part, the parts add up to it.
+    - `loss/kl`: mean KL(pi || pi_ref), 0 without a reference policy. Not `offpolicy/kl`, which is to mu.
+    - `loss/entropy`: mean entropy of pi, nats, the term itself without its weight; absent if not measured.
+    - `loss/clip_low`, `/clip_high`, `/clip_dual`: share of n with r < 1 - eps_low and A < 0, with
+      r > 1 + eps_high and A > 0, with the dual clip's bound active.
+    - `offpolicy/ess`: effective sample size (sum rho)^2 / (n sum rho^2), in (0, 1].
+    - `offpolicy/kl`, `/kl_k1`: KL(mu || pi) by k3 = rho - 1 - log rho and by k1 = -log rho, nats a token.
+    - `offpolicy/log_ratio_mean`, `/log_ratio_max`: |log rho|.
+    - `weights/ess`: the effective sample size of w; `weights/masked`, `weights/masked_RULE`: share of n.
+    - `tokens/trained`: tokens in the denominator; `tokens/dropped`: those of them whose mu is not finite.
+    """
+    table = torch.stack(list(sums.values())).tolist()
+    rows = dict(zip(sums, table, strict=True))
+    metrics = _metrics({key: max(row) if key.startswith(_MAX) else sum(row) for key, row in rows.items()})
+    for index, bucket in enumerate(BUCKETS):
+        column = {key: row[index] for key, row in rows.items()}
+        if column["trained"] > 0:
+            metrics |= {f"{name}/{bucket}": value for name, value in _metrics(column).items()}
+    return metrics
+
+
+def _metrics(total: Mapping[str, float]) -> dict[str, float]:
+    def mean(key: str) -> float:
+        return _share(total[key], total["measured"])
+
+    metrics = {
+        "loss/total": total["loss"],
+        "loss/kl": 0.0,
+        "loss/clip_low": mean("clip_low"),
+        "loss/clip_high": mean("clip_high"),
+        "loss/clip_dual": mean("clip_dual"),
+        "offpolicy/ess": _effective_sample_size(total["rho"], total["rho_squared"], total["measured"]),
+        "offpolicy/kl": mean("kl_k3"),
+        "offpolicy/kl_k1": mean("kl_k1"),
+        "offpolicy/log_ratio_mean": mean("log_ratio"),
+        "offpolicy/log_ratio_max": total["max/log_ratio"],
+        "weights/ess": _effective_sample_size(total["weight"], total["weight_squared"], total["measured"]),
+        "weights/masked": mean("masked"),
+        "tokens/trained": total["trained"],
+        "tokens/dropped": total["dropped"],
+    }
+    if "entropy" in total:
+        metrics["loss/entropy"] = mean("entropy")
+    rules = [key for key in total if key.startswith(_MASKED_BY)]
+    return metrics | {f"weights/masked_{key.removeprefix(_MASKED_BY)}": mean(key) for key in rules}
+
+
+def _effective_sample_size(total: float, squares: float, count: float) -> float:
+    return _share(total * total, count * squares)
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

@@ -1,0 +1,169 @@
+"""The command line: one thin function a command, exit codes 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from streamrl import __version__, config_file
+from streamrl.config import Config
+from streamrl.config_file import ConfigError
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"{self.prog}: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Returns the exit code."""
+    options = _parse(arguments)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    try:
+        return int(options.command(options))
+    except ConfigError as error:
+        print(f"streamrl: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = config_file.load(options.config, options.override)
+    from streamrl import supervisor
+
+    return supervisor.Supervisor(config, supervisor.prepare(config, fresh=options.fresh)).run()
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from streamrl.replay import service
+
+    return service.main(*_role(options))
+
+
+def _generator(options: argparse.Namespace) -> int:
+    from streamrl.generate import worker
+
+    return worker.main(*_role(options), options.index)
+
+
+def _learner(options: argparse.Namespace) -> int:
+    from streamrl.learner import role
+
+    return role.main(*_role(options))
+
+
+def _audit(options: argparse.Namespace) -> int:
+    run_folder = _run_folder(options)
+    from streamrl.lab import audit
+
+    return audit.main(run_folder, options.tolerance)
+
+
+def _retrain(options: argparse.Namespace) -> int:
+    run_folder = _run_folder(options)
+    from streamrl.lab import retrain
+
+    return retrain.main(run_folder, options.output, options.steps)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from streamrl.lab import doctor
+
+    return doctor.main()
+
+
+def _role(options: argparse.Namespace) -> tuple[Config, Path]:
+    """The configuration and run folder of a role: an existing run, or one made from a configuration."""
+    from streamrl import supervisor
+    from streamrl.lifeline import end_with
+
+    if (options.config is None) == (options.run is None):
+        raise ConfigError("a role takes either CONFIG [key=value ...] or --run RUN; allowed: one of the two")
+    if options.run is None:
+        config = config_file.load(options.config, options.override)
+        folder = supervisor.prepare(config, fresh=False)
+    else:
+        folder = _run_folder(options)
+        config = config_file.load(folder / "config.yaml")
+    if options.lifeline:
+        end_with(options.lifeline, grace=config.run.stop_timeout)
+    return config, folder
+
+
+def _run_folder(options: argparse.Namespace) -> Path:
+    if not (options.run / "config.yaml").exists():
+        raise ConfigError(f"{options.run}: no run folder (config.yaml is missing); allowed: a folder that `train` made")
+    return Path(options.run)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; overrides may also stand behind a flag, where argparse leaves them over."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and ("override" not in options or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.override += rest
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="streamrl", description="Asynchronous off-policy streaming RL for language models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+
+    train = _command(commands, "train", _train, "start a run on this machine, or resume it")
+    _add_config(train, optional=False)
+    train.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start anew")
+
+    for name, function, text in (
+        ("replay", _replay, "the replay service of a run"),
+        ("generator", _generator, "one generator worker of a run, with its SGLang server"),
+        ("learner", _learner, "one rank of the learner (start it under torchrun)"),
+    ):
+        role = _command(commands, name, function, text)
+        _add_config(role, optional=True)
+        role.add_argument("--run", type=Path, help="run folder, instead of CONFIG")
+        role.add_argument("--lifeline", type=int, action="append", metavar="PID", help="end when this process ends")
+        if name == "generator":
+            role.add_argument("--index", type=int, default=0, help="number of the worker")
+
+    audit = _command(commands, "audit", _audit, "check a run's guarantees from what it recorded")
+    audit.add_argument("run", type=Path, help="run folder")
+    audit.add_argument("--tolerance", type=float, help="largest log-prob difference (1e-4 in float32, stated in bfloat16)")
+
+    retrain = _command(commands, "retrain", _retrain, "train the learner again from a run's recorded groups")
+    retrain.add_argument("run", type=Path, help="run folder")
+    retrain.add_argument("--output", type=Path, required=True, help="new folder for metrics and checkpoints")
+    retrain.add_argument("--steps", type=int, help="learner steps (default: all that are recorded)")
+
+    _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, *, optional: bool) -> None:
+    parser.add_argument("config", type=Path, nargs="?" if optional else None, help="YAML file")
+    parser.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
+    parser.epilog = f"keys, defaults, [allowed values]:\n{config_file.describe()}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

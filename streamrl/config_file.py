@@ -1,0 +1,224 @@
+"""Reading a configuration: YAML and `key=value` overrides in, a checked `Config` out, or one clear line.
+
+>>> load(None, ["replay.max_staleness=0"]).replay.slots
+8
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from streamrl.config import Config, Section
+
+
+class ConfigError(ValueError):
+    """A configuration that is refused; its text is the one line that the user reads."""
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML with the scalars of version 1.2: `off` and `no` are words, `1e-6` is a number, no key stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Yaml.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+    list("-+.0123456789"),
+)
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read the YAML file at `path` (None: the defaults), apply `key=value` overrides in order, check.
+
+    Raises ConfigError with one line that names the key's path, the value, what is allowed and the
+    nearest known key.
+    """
+    tree = {} if path is None else _read(path)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{override!r} is not an override; allowed: key=value, such as replay.max_staleness=0")
+        _set(tree, key, _parse(text, where=key))
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error.errors()[0])) from None
+
+
+def save(config: Config, path: Path) -> None:
+    """Write every key of `config` to `path`, so that `load(path)` gives it back."""
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+
+
+def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key of the tree with its dotted path, in the order of the tree; sections themselves are left out."""
+    for name, field in section.model_fields.items():
+        if _is_section(field.annotation):
+            yield from fields(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, field
+
+
+def describe() -> str:
+    """The reference of all keys: path, what is allowed, default, meaning."""
+    lines = []
+    for path, field in fields():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        lines.append(f"  {path}={_text(default)}\n      {field.description} [{allowed(field)}]")
+    return "\n".join(lines)
+
+
+def changed(old: Config, new: Config) -> list[str]:
+    """The dotted paths whose values differ between two configurations."""
+    return [path for path, _ in fields() if value_at(old, path) != value_at(new, path)]
+
+
+def value_at(config: Config, path: str) -> Any:
+    """The value at a dotted path."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field accepts, in words: `whole number >= 1`, `one of fifo, windowed`."""
+    text = _type_words(field.annotation)
+    bounds = [
+        f"{sign} {bound:g}"
+        for item in field.metadata
+        for kind, name, sign in ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
+        if isinstance(item, kind) and isinstance(bound := getattr(item, name), int | float)
+    ]
+    bounds += [f"matching {pattern}" for item in field.metadata if (pattern := getattr(item, "pattern", None))]
+    return " ".join([text, " and ".join(bounds)]).strip()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        tree = _parse(path.read_text(), where=str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; allowed: a YAML file, such as configs/quickstart.yaml") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds {_text(tree)}; allowed: a mapping of {', '.join(Config.model_fields)}")
+    return tree
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Yaml)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}; allowed: YAML") from None
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for depth, name in enumerate(parents):
+        child = tree.setdefault(name, {})
+        if not isinstance(child, dict):
+            path = ".".join(parents[: depth + 1])
+            raise ConfigError(f"{key}: {path} is {_text(child)} and has no keys; allowed: {path}=VALUE")
+        tree = child
+    tree[last] = value
+
+
+def _one_line(error: ErrorDetails) -> str:
+    """The first complaint of pydantic, as the line that the user reads."""
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "value_error":  # a rule between keys: its text names them, relative to its section
+        return ".".join(filter(None, [path, str(error["ctx"]["error"])]))
+    given = _text(error["input"])
+    if error["type"] == "extra_forbidden":
+        section, _ = _locate(error["loc"][:-1])
+        nearest = _nearest(path)
+        hint = f"; nearest known key: {nearest}" if nearest else ""
+        return f"{path}: unknown key (given {given}); allowed: {', '.join(section.model_fields)}{hint}"
+    section, field = _locate(error["loc"])
+    if field is None:
+        return f"{path}: {given} is not allowed; allowed: a mapping of {', '.join(section.model_fields)}"
+    name = ".".join(str(part) for part in error["loc"][: _depth(error["loc"])])
+    return f"{name}: {given} is not allowed ({field.description}); allowed: {allowed(field)}; nearest known key: {name}"
+
+
+def _locate(loc: Sequence[int | str]) -> tuple[type[Section], FieldInfo | None]:
+    """The section and, unless `loc` is a section itself, the field that an error's place names."""
+    section: type[Section] = Config
+    for part in loc:
+        field = section.model_fields[str(part)]
+        if not _is_section(field.annotation):
+            return section, field
+        section = field.annotation
+    return section, None
+
+
+def _depth(loc: Sequence[int | str]) -> int:
+    """How many parts of `loc` name sections and their field (what follows is inside the field's value)."""
+    section: type[Section] = Config
+    for depth, part in enumerate(loc):
+        field = section.model_fields[str(part)]
+        if not _is_section(field.annotation):
+            return depth + 1
+        section = field.annotation
+    return len(loc)
+
+
+def _nearest(path: str) -> str | None:
+    known = [name for name, _ in fields()]
+    leaf = path.rpartition(".")[2]
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    close = same_leaf or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _type_words(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        words = ", ".join(_text(value) for value in arguments)
+        return words if len(arguments) == 1 else f"one of {words}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_words(part) for part in arguments)
+    if origin is tuple:
+        return f"a list of {_type_words(arguments[0])}"
+    if origin is dict:
+        return "a mapping"
+    words = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
+    return words[annotation]
+
+
+def _text(value: Any) -> str:
+    """A value as it would stand in YAML, on one line."""
+    if isinstance(value, Path | str):
+        return str(value) or "''"
+    if isinstance(value, tuple):
+        value = list(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

@@ -1,0 +1,112 @@
+"""Stand-ins for GPU packages that SGLang imports on every machine and never runs on a CPU.
+
+SGLang imports `triton`, `torchvision` and `sgl_kernel` unconditionally; on a CPU machine they are
+absent (no build, or a gigabyte for nothing). `install` makes `import` find an inert module for
+each name that is really absent; an installed package is never replaced.
+
+An inert module answers whatever an import or a decorator at module level does with it: attributes
+are further inert modules (`triton.language`), capitalised ones are empty classes (`triton.Config`),
+and calling it gives the function back undecorated (`@triton.jit`, `@triton.autotune(...)`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+ABSENT_ON_CPU = ("triton", "torchvision", "sgl_kernel")
+
+
+class _InertClass(type):
+    """A class such as `triton.Config`: takes any argument, and every attribute is a name."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__()
+
+
+class _InertModule(types.ModuleType):
+    """A module that takes part in imports, decorations and annotations, and does nothing."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__file__ = __file__
+        self.__version__ = "0.0.0"  # the oldest of all: no feature of a newer release is assumed
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full = f"{self.__name__}.{name}"
+        value = _InertClass(name, (), {"__module__": self.__name__}) if name[0].isupper() else importlib.import_module(full)
+        setattr(self, name, value)
+        return value
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and callable(args[0]):
+            return args[0]
+        return _undecorated
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __contains__(self, item: object) -> bool:
+        return False  # without it, torch's `"cpu" in triton.backends.backends` iterates for ever
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: object) -> _InertModule:
+        return self
+
+    def __or__(self, other: object) -> _InertModule:
+        return self  # annotations such as `tl.tensor | None`
+
+    __ror__ = __or__
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the stand-ins; last on `sys.meta_path`, so that everything real comes first."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = frozenset(names)
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.partition(".")[0] not in self.names:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        module = _InertModule(spec.name)
+        if spec.name == "triton":  # the two that are called, with numbers, when SGLang's modules load
+            module.cdiv = lambda a, b: -(a // -b)
+            module.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        return
+
+
+def install(names: Sequence[str] = ABSENT_ON_CPU) -> tuple[str, ...]:
+    """Make each of `names` importable that is not installed. Returns those that got a stand-in."""
+    absent = tuple(name for name in names if importlib.machinery.PathFinder.find_spec(name) is None)
+    known = {name for finder in sys.meta_path if isinstance(finder, _Finder) for name in finder.names}
+    if missing := [name for name in absent if name not in known]:
+        sys.meta_path.append(_Finder(missing))
+    return absent
+
+
+def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function

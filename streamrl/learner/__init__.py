@@ -1,0 +1,1 @@
+"""The learner: Megatron-Core model, packed steps, checkpoints and Hugging Face conversion."""

@@ -1,0 +1,141 @@
+"""Log-probs of taken tokens and entropies, straight from hidden states, without ever holding all logits.
+
+The output layer, the temperature, the softmax and both results are one autograd function: it works in
+chunks of tokens, keeps one number a token for the backward pass, and computes the logits there again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHUNK_BYTES = 256 << 20
+"""Bytes of the float32 logits of one chunk: large enough for efficient products, small beside a model."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Targets:
+    """Which tokens of a packed row are asked for: the log-prob of a token is read one position before it.
+
+    Example: the row [5, 6, 7] with prompt [5, 6] and output [7, 2] has `positions=[1, 2], tokens=[7, 2]`.
+    """
+
+    positions: Tensor  # int64 [N], places in the packed row whose hidden state predicts the token
+    tokens: Tensor  # int64 [N]
+    temperature: float
+    entropy_gradient: bool = False  # whether the loss has an entropy term
+
+
+def token_logprobs(
+    hidden: Tensor, weight: Tensor, targets: Targets, vocabulary: int, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """`log softmax(hidden weight^T / temperature)` at the targets, and the entropy of each distribution.
+
+    hidden: [N, hidden], a row for each target; weight: this tensor-parallel rank's rows of the output layer,
+    pads included: only the first `vocabulary` rows over all ranks of `group` are part of the softmax.
+    Returns two float32 [N], in nats; the entropies have a gradient only if `targets.entropy_gradient`.
+    """
+    first = group.rank() * weight.size(0)
+    rows = max(0, min(weight.size(0), vocabulary - first))
+    real = weight if rows == weight.size(0) else weight[:rows]
+    chunk = max(1, CHUNK_BYTES // (4 * max(1, rows)))
+    return _TokenLogprobs.apply(hidden, real, targets, _Shard(first, group, chunk))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    first: int  # first token id of this rank's rows
+    group: dist.ProcessGroup  # tensor-parallel
+    chunk: int  # tokens
+
+    def reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+        if self.group.size() > 1:
+            dist.all_reduce(tensor, operation, group=self.group)
+        return tensor
+
+    def locate(self, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Which tokens have their row on this rank (bool [n]), and where (int64 [n], 0 for the others)."""
+        local = tokens - self.first
+        here = (local >= 0) & (local < rows)
+        return here, local.where(here, 0)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Forward keeps hidden states, weight and two numbers a token: log-sum-exp and entropy.
+
+    With p = softmax(z), z = hidden weight^T / T: d logprob / dz = onehot - p, and
+    d entropy / dz = -p (log p + entropy).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Targets, shard: _Shard) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs, entropy, log_sums = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
+        for begin in range(0, len(hidden), shard.chunk):
+            part = slice(begin, begin + shard.chunk)
+            logits = _logits(hidden[part], weight, targets.temperature)
+            peak = shard.reduce(_row_peak(logits), dist.ReduceOp.MAX)
+            logits -= peak[:, None]
+            here, local = shard.locate(targets.tokens[part], len(weight))
+            taken = _pick(logits, local).where(here, 0)
+            exponents = logits.exp()
+            sums = torch.stack([exponents.sum(1), exponents.mul_(logits).sum(1), taken])
+            total, weighted, taken = shard.reduce(sums, dist.ReduceOp.SUM)
+            log_total = total.log()
+            logprobs[part] = taken - log_total
+            entropy[part] = log_total - weighted / total
+            log_sums[part] = log_total + peak
+        ctx.save_for_backward(hidden, weight, log_sums, entropy)
+        ctx.targets, ctx.shard = targets, shard
+        if not targets.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+        hidden, weight, log_sums, entropy = ctx.saved_tensors
+        targets, shard = ctx.targets, ctx.shard
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad = torch.zeros_like(weight, dtype=logprobs_grad.dtype)
+        for begin in range(0, len(hidden), shard.chunk):
+            part = slice(begin, begin + shard.chunk)
+            log_p = _logits(hidden[part], weight, targets.temperature).sub_(log_sums[part, None])
+            scale = logprobs_grad[part, None]
+            if targets.entropy_gradient and entropy_grad is not None:
+                scale = scale + entropy_grad[part, None] * (log_p + entropy[part, None])
+            grad = log_p.exp_().mul_(scale).neg_()
+            here, local = shard.locate(targets.tokens[part], len(weight))
+            if len(weight):
+                grad.scatter_add_(1, local[:, None], logprobs_grad[part].where(here, 0)[:, None])
+            grad = grad.div_(targets.temperature).to(hidden.dtype)
+            hidden_grad[part] = grad @ weight
+            if weight_grad.dtype == grad.dtype:
+                weight_grad.addmm_(grad.t(), hidden[part])
+            else:
+                weight_grad += grad.t() @ hidden[part]
+        # Each rank saw its share of the vocabulary; the hidden states are the same on all.
+        shard.reduce(hidden_grad, dist.ReduceOp.SUM)
+        return hidden_grad, weight_grad.to(weight.dtype), None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """At least float32 [n, rows], a fresh tensor: the product in the model's dtype, as the generator computes it."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return (hidden @ weight.t()).to(wide).div_(temperature)
+
+
+def _row_peak(logits: Tensor) -> Tensor:
+    if logits.size(1) == 0:  # a rank whose rows are pads alone
+        return logits.new_full((len(logits),), -torch.inf)
+    return logits.amax(1)
+
+
+def _pick(logits: Tensor, columns: Tensor) -> Tensor:
+    """logits[i, columns[i]]; zeros on a rank whose rows are pads alone."""
+    if logits.size(1) == 0:
+        return logits.new_zeros(len(logits))
+    return logits.gather(1, columns[:, None]).squeeze(1)

@@ -1,0 +1,197 @@
+"""The learner's role: asks for batches, trains, publishes, checkpoints, and writes one metrics row a step.
+
+    wait for a batch ──▶ train ──▶ every k steps: offer to the publisher ──▶ checkpoint when due ──▶ again
+
+Rank 0 talks to the replay service and tells the other ranks what to do next; while it waits it says so
+once a `learner.tick`, so that no collective runs into its timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+from streamrl.config import Config
+from streamrl.learner.batch_metrics import batch_metrics
+from streamrl.learner.batches import BatchSource, Delivery, ServiceBatches
+from streamrl.learner.trainer import Trainer
+from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.metrics import MetricsWriter
+from streamrl.observe.sinks import open_sinks
+from streamrl.publish.publisher import Publisher
+from streamrl.stream.address import replay_address
+
+log = logging.getLogger(__name__)
+
+
+class StopSignal:
+    """SIGTERM as a flag: the learner ends after the step that it is in, with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.given = False
+        signal.signal(signal.SIGTERM, self._set)
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self.given = True
+
+
+def main(config: Config, run_folder: Path) -> int:
+    """One rank, from start or resume to the end of the run. Returns 0, also when it was asked to stop."""
+    stop = StopSignal()
+    trainer = Trainer(config, run_folder)
+    try:
+        trainer.restore_or_start()
+        if trainer.rank != 0:
+            _follow(trainer)
+        else:
+            _lead(config, run_folder, trainer, stop)
+    finally:
+        trainer.close()
+    return 0
+
+
+def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) -> None:
+    """Rank 0: opens what the run needs, runs the loop, closes it in order."""
+    address = replay_address(config, run_folder)
+    events = EventLog(event_path(run_folder, "learner"), "learner-0")
+    source = ServiceBatches(address, config, trainer.version)
+    publisher = Publisher(address, config, run_folder, trainer.version, events)
+    metrics = MetricsWriter(run_folder, open_sinks(config, run_folder))
+    metrics.truncate_after(trainer.version.step)
+    try:
+        LeadLoop(config, trainer, source, publisher, metrics, events, stop).run()
+    finally:
+        metrics.close()
+        publisher.close()
+        source.close()
+        events.close()
+
+
+class LeadLoop:
+    """Rank 0's loop over the steps of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        trainer: Trainer,
+        source: BatchSource,
+        publisher: Publisher | None,
+        metrics: MetricsWriter,
+        events: EventLog,
+        stop: StopSignal,
+    ) -> None:
+        self.config = config
+        self.trainer = trainer
+        self.source = source
+        self.publisher = publisher
+        self.metrics = metrics
+        self.events = events
+        self.stop = stop
+
+    def run(self) -> None:
+        """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish and save."""
+        self._publish()
+        self.events.emit("ready", version=str(self.trainer.version))
+        saved = self.trainer.version.step
+        while self.trainer.version.step < self.config.run.steps:
+            began = time.monotonic()
+            delivery = self._wait()
+            if delivery.kind == "stop":
+                break
+            row = self._train(delivery, began)
+            if self._due(self.config.publish.every) or self._is_last():
+                row["time/publish"] = self._publish()
+            if self.config.checkpoint.every and self._due(self.config.checkpoint.every):
+                self._save()
+                saved = self.trainer.version.step
+            row["time/step"] = time.monotonic() - began
+            self.metrics.write(_with_rates(row))
+        if self.trainer.version.step > saved:
+            self._save()
+        self._end()
+
+    def _wait(self) -> Delivery:
+        """The next batch, or the wish to stop; the other ranks hear once a tick that nothing is there yet."""
+        step = self.trainer.version.step
+        with self.events.span("learner.wait", step=step):
+            while True:
+                delivery = self.source.next(step, self.config.learner.tick)
+                if self.stop.given:
+                    delivery = Delivery("stop")
+                if delivery.kind != "nothing":
+                    return delivery
+                self.trainer.broadcast("wait")
+
+    def _train(self, delivery: Delivery, began: float) -> dict[str, float]:
+        """One learner step on a delivered batch; returns its metrics row without the totals."""
+        assert delivery.batch is not None
+        waited = time.monotonic() - began
+        self.trainer.broadcast("train")
+        with self.events.span("learner.step", step=delivery.batch.step):
+            trained = self.trainer.train_step(delivery.batch)
+        self.source.trained(self.trainer.version)
+        return {
+            "step": self.trainer.version.step,
+            "version": self.trainer.version.step,
+            "time": time.time(),
+            "time/wait": waited,
+            "time/publish": 0.0,
+            **batch_metrics(delivery.batch),
+            **delivery.stats,
+            **trained,
+        }
+
+    def _publish(self) -> float:
+        """Hand the weights to the publisher. Returns the seconds that training stood still for it."""
+        if self.publisher is None:
+            return 0.0
+        began = time.monotonic()
+        self.trainer.broadcast("export")
+        with self.events.span("learner.offer", version=str(self.trainer.version)):
+            self.publisher.offer(self.trainer.version, self.trainer.export())
+        return time.monotonic() - began
+
+    def _save(self) -> None:
+        self.trainer.broadcast("save")
+        with self.events.span("learner.save", step=self.trainer.version.step):
+            self.trainer.save()
+
+    def _end(self) -> None:
+        """Tell the ranks, let the last version arrive, tell the service whether the run is complete."""
+        self.trainer.broadcast("end")
+        complete = self.trainer.version.step >= self.config.run.steps
+        if complete and self.publisher is not None:
+            self.publisher.wait(self.config.publish.timeout)
+        self.source.end(self.trainer.version if complete else None)
+
+    def _due(self, every: int) -> bool:
+        return self.trainer.version.step % every == 0
+
+    def _is_last(self) -> bool:
+        return self.trainer.version.step >= self.config.run.steps
+
+
+def _follow(trainer: Trainer) -> None:
+    """The other ranks do as rank 0 says."""
+    while (command := trainer.broadcast(None)) != "end":
+        if command == "train":
+            trainer.train_step(None)
+        elif command == "export":
+            for _ in trainer.export():
+                continue
+        elif command == "save":
+            trainer.save()
+
+
+def _with_rates(row: dict[str, float]) -> dict[str, float]:
+    """Add what follows from the totals of a step: tokens a second and the idle fractions."""
+    seconds = max(row["time/step"], 1e-9)
+    return {
+        **row,
+        "tokens/generated_per_s": row["tokens/generated"] / seconds,
+        "tokens/trained_per_s": row["tokens/trained"] / seconds,
+        "idle/learner": row["time/wait"] / seconds,
+    }

@@ -1,0 +1,90 @@
+"""Processes that never outlive the ones that need them, and process trees that end as a whole.
+
+A role watches the process that started it through a pidfd: the kernel reports its end even after
+kill -9, to any descendant, with nothing inherited and nothing polled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterable
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+
+def watch(pids: Iterable[int], on_death: Callable[[int], None]) -> None:
+    """Call `on_death(pid)` once, from a daemon thread, when the first of `pids` has ended.
+
+    A process that has already ended counts as ended now. Linux only (pidfd_open, kernel 5.3).
+    """
+    fds: dict[int, int] = {}
+    for pid in set(pids):
+        try:
+            fds[os.pidfd_open(pid)] = pid
+        except ProcessLookupError:
+            on_death(pid)
+            return
+
+    def wait() -> None:
+        poller = select.poll()
+        for fd in fds:
+            poller.register(fd, select.POLLIN)
+        fd, _ = poller.poll()[0]
+        on_death(fds[fd])
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def end_with(pids: Iterable[int], grace: float) -> None:
+    """End this process when one of `pids` ends: SIGTERM to itself, and after `grace` seconds its whole tree.
+
+    The process's own SIGTERM handler is its way to end cleanly; the second stage needs none.
+    """
+
+    def on_death(pid: int) -> None:
+        log.warning("process %d, which started this one, has ended: ending too", pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if not threading.Event().wait(grace):
+            end_tree(os.getpid(), timeout=0, include_root=False)
+            os._exit(1)
+
+    watch(pids, on_death)
+
+
+def end_tree(pid: int, timeout: float, *, include_root: bool = True) -> None:
+    """End process `pid` and all its descendants: SIGTERM to the root, `timeout` seconds, SIGKILL to what is left."""
+    try:
+        root = psutil.Process(pid)
+        tree = [*root.children(recursive=True), root] if include_root else root.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    if timeout > 0 and include_root:
+        _signal(root, signal.SIGTERM)
+        _, tree = psutil.wait_procs(_with_new_children(tree), timeout)
+    for process in _with_new_children(tree):
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(tree, timeout=10)
+
+
+def _with_new_children(tree: list[psutil.Process]) -> list[psutil.Process]:
+    """`tree` and whatever its members have started since it was listed."""
+    found = {process.pid: process for process in tree}
+    for process in tree:
+        try:
+            found.update({child.pid: child for child in process.children(recursive=True)})
+        except psutil.NoSuchProcess:
+            continue
+    return list(found.values())
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return

@@ -1,0 +1,1 @@
+"""The bounded buffer between generation and training, its journal and its service."""

@@ -1,0 +1,161 @@
+"""Who generates: the live workers, their credit, their servers' versions, and who gets the next ticket.
+
+Pure, like the buffer: it is told what was said and when, and answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from streamrl.replay.buffer import Buffer
+from streamrl.stream.messages import Heartbeat, ServerState
+from streamrl.types import PolicyVersion, Ticket
+
+SILENCE = 10
+# heartbeats without a word after which a worker counts as lost; one is easily late on a machine that is
+# loading weights, ten in a row are not.
+
+
+@dataclass(slots=True)
+class Worker:
+    """One generator worker, as far as the service knows it."""
+
+    name: str
+    identity: bytes  # of its socket
+    heard: float  # seconds, on the service's clock
+    servers: dict[str, ServerState]
+    failed: dict[str, PolicyVersion] = field(default_factory=dict)  # servers that missed a version
+    capacity: int = 0
+    lost: bool = False  # silent for too long; a word from it brings it back
+    busy: _BusyMeter = field(default_factory=lambda: _BusyMeter())  # noqa: PLW0108  defined below
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        """The newest weights on a server that can be trusted with a ticket."""
+        healthy = [state.version for name, state in self.servers.items() if name not in self.failed]
+        return max(healthy, default=None)
+
+
+class Workers:
+    """The workers of a run, by name and by the identity of their sockets."""
+
+    def __init__(self, heartbeat: float) -> None:
+        """`heartbeat` is the seconds between two heartbeats of a worker."""
+        self._silence = SILENCE * heartbeat
+        self._by_name: dict[str, Worker] = {}
+        self._by_identity: dict[bytes, Worker] = {}
+
+    @property
+    def live(self) -> list[Worker]:
+        return [worker for worker in self._by_name.values() if not worker.lost]
+
+    @property
+    def servers(self) -> tuple[ServerState, ...]:
+        """Every server of a live worker."""
+        return tuple(state for worker in self.live for state in worker.servers.values())
+
+    def join(self, name: str, identity: bytes, servers: tuple[ServerState, ...], now: float) -> Worker | None:
+        """A Hello. Returns the worker of the same name that it replaces, if that was another process."""
+        states = {state.name: state for state in servers}
+        before = self._by_name.get(name)
+        if before is not None and before.identity == identity:
+            before.servers, before.heard, before.lost = states, now, False
+            before.failed = {server: version for server, version in before.failed.items() if server in states}
+            return None
+        if before is not None:
+            del self._by_identity[before.identity]
+        worker = Worker(name, identity, now, states)
+        self._by_name[name] = self._by_identity[identity] = worker
+        return before
+
+    def hear(self, identity: bytes, now: float) -> Worker | None:
+        """A word from this peer: its worker, which lives. None for a peer that is no worker."""
+        worker = self._by_identity.get(identity)
+        if worker is not None:
+            worker.heard, worker.lost = now, False
+        return worker
+
+    def leave(self, worker: Worker) -> None:
+        """A Bye."""
+        self._by_name.pop(worker.name, None)
+        self._by_identity.pop(worker.identity, None)
+
+    def silent(self, now: float) -> list[Worker]:
+        """Workers that became lost now."""
+        fresh = [worker for worker in self.live if now - worker.heard > self._silence]
+        for worker in fresh:
+            worker.lost = True
+        return fresh
+
+    def applied(self, worker: Worker, server: str, version: PolicyVersion) -> bool:
+        """A server reports its weights. False for a server that the worker never named."""
+        state = worker.servers.get(server)
+        if state is None:
+            return False
+        worker.servers[server] = ServerState(name=server, version=version, world_size=state.world_size)
+        if server in worker.failed and version >= worker.failed[server]:
+            del worker.failed[server]
+        return True
+
+    def all_at(self, version: PolicyVersion) -> bool:
+        """Does every server of a live worker generate with `version` or newer? Failed ones are not waited for."""
+        return all(
+            state.version >= version and state.version.incarnation == version.incarnation
+            for worker in self.live
+            for name, state in worker.servers.items()
+            if name not in worker.failed
+        )
+
+    def owner(self, server: str) -> Worker | None:
+        """The live worker that commands this server."""
+        return next((worker for worker in self.live if server in worker.servers), None)
+
+    def busy(self) -> float:
+        """Mean busy fraction of the live workers since the last call."""
+        fractions = [worker.busy.fraction() for worker in self.live]
+        return sum(fractions) / len(fractions) if fractions else 0.0
+
+
+def assign(buffer: Buffer, workers: list[Worker], now: float) -> dict[str, list[Ticket]]:
+    """Issue every ticket that may be issued now, by name of the worker that gets it.
+
+    A worker takes part while its credit lasts and its newest trusted weights suffice for the next ticket.
+    Of those, the one with the smallest share of its credit in use gets it, so that the groups of a step
+    spread over all servers instead of queueing at the first.
+    """
+    granted: dict[str, list[Ticket]] = {}
+    ready = {
+        worker.name: (worker, newest)
+        for worker in workers
+        if (newest := worker.newest) is not None and worker.capacity > buffer.held(worker.name)
+    }
+    while ready:
+        name = min(ready, key=lambda name: (buffer.held(name) / ready[name][0].capacity, name))
+        worker, newest = ready[name]
+        ticket = buffer.issue(name, newest, now)
+        if ticket is not None:
+            granted.setdefault(name, []).append(ticket)
+        if ticket is None or buffer.held(name) >= worker.capacity:
+            del ready[name]
+    return granted
+
+
+class _BusyMeter:
+    """The share of time with a request running, between heartbeats."""
+
+    def __init__(self) -> None:
+        self._from: tuple[float, float] | None = None  # (time, busy seconds) where the interval began
+        self._to: tuple[float, float] | None = None
+        self._last = 0.0
+
+    def hear(self, heartbeat: Heartbeat, now: float) -> None:
+        self._to = (now, heartbeat.busy)
+        self._from = self._from or self._to
+
+    def fraction(self) -> float:
+        """Since the last call; the last value again when no heartbeat came in between."""
+        if self._from is None or self._to is None or self._to[0] <= self._from[0]:
+            return self._last
+        share = (self._to[1] - self._from[1]) / (self._to[0] - self._from[0])
+        self._last, self._from = min(1.0, max(0.0, share)), self._to
+        return self._last

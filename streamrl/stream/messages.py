@@ -1,0 +1,254 @@
+"""What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
+
+A message is one frame: a msgpack map `{"v": 1, "kind": "credit", ...fields}`. Groups and batches
+carry further frames (`stream/codec.py`). `decode` checks the type of every field, so that whatever
+it returns can be used without a second look.
+
+    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Bye
+    service   ─▶ worker    Tickets Accepted Refused Publish Stop
+    learner   ─▶ service   Hello Next Progress Finished Bye
+    service   ─▶ learner   BatchHeader (+ groups) Stop
+    publisher ─▶ service   Hello Announce Publish Bye
+    service   ─▶ publisher Roster Applied PublishFailed Stop
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from streamrl.types import PolicyVersion, Ticket
+
+PROTOCOL = 1  # raised by every change that an older peer would misread
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]  # whole numbers that also survive a trip through JSON
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, Meta(max_length=4096)]
+Seconds = Annotated[float, Meta(ge=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+Buffer = bytes | bytearray | memoryview
+Role = Literal["generator", "learner", "publisher"]
+TicketKey = tuple[Count, Count]  # (group_id, attempt)
+
+
+class MalformedMessage(ValueError):
+    """A message that cannot be used. `ticket` is its (group_id, attempt) where that could be read."""
+
+    def __init__(self, reason: str, ticket: tuple[int, int] | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.ticket = ticket
+
+
+def _kind(class_name: str) -> str:
+    """`PublishFailed` -> `publish_failed`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", class_name).lower()
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag=_kind):
+    """One header frame. Immutable; fields are given by keyword."""
+
+    v: int = PROTOCOL
+
+
+class Versioned(Message, frozen=True, kw_only=True):
+    """A message about one set of weights."""
+
+    version: PolicyVersion
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+
+
+class ServerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One SGLang server as its worker knows it."""
+
+    name: Name  # unique in the run
+    version: PolicyVersion  # of the weights that it generates with now
+    world_size: Positive = 1  # ranks of the server, all of which join a weight transfer
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """The first word of every peer; a worker repeats it when its set of servers changes.
+
+    A learner's `version` is the step that it trains next and its incarnation: tickets begin there.
+    """
+
+    role: Role
+    name: Name  # unique among the live peers of a role; a new peer of the same name replaces the old
+    servers: tuple[ServerState, ...] = ()
+    version: PolicyVersion | None = None  # needed from learner and publisher
+
+    def __post_init__(self) -> None:
+        if self.version is not None:
+            _check_version(self.version)
+        elif self.role != "generator":
+            raise ValueError(f"hello of a {self.role} without its version")
+
+
+class Bye(Message, frozen=True, kw_only=True):
+    """The last word of every peer. A worker's open tickets are issued again at once."""
+
+
+class Stop(Message, frozen=True, kw_only=True):
+    """The run is over, or this peer cannot take part: end, after a Bye."""
+
+    reason: Reason
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """How many tickets a worker holds at most, those that it has now included; 0 drains it.
+
+    It is a level, not a grant: said once after Hello, and again only when it changes. The service
+    counts every ticket that it sent against it until the group is back (or the ticket is lost).
+    """
+
+    capacity: Count
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """A worker lives: sent every `generate.heartbeat` seconds."""
+
+    tickets: tuple[TicketKey, ...] = ()  # what it is generating
+    busy: Seconds = 0.0  # seconds with at least one server request running, since the worker's start
+    generated: Count = 0  # tokens, since the worker's start
+
+
+class Applied(Versioned, frozen=True, kw_only=True):
+    """`server` generates with `version` from now on."""
+
+    server: Name
+
+
+class PublishFailed(Versioned, frozen=True, kw_only=True):
+    """`server` did not get `version`, and gets no tickets until it reports that version applied."""
+
+    server: Name
+    reason: Reason
+
+
+class Tickets(Message, frozen=True, kw_only=True):
+    """The right to generate these groups."""
+
+    tickets: tuple[Ticket, ...]
+
+
+class Accepted(Message, frozen=True, kw_only=True):
+    """The group is in the buffer: the worker may forget it."""
+
+    group_id: Count
+    attempt: Count
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The group is not in the buffer and never will be under this attempt: the worker drops it."""
+
+    group_id: Count
+    attempt: Count
+    reason: Reason
+
+
+class Publish(Versioned, frozen=True, kw_only=True):
+    """Update `server` to `version`; the manifest belongs to the transport and is passed on untouched."""
+
+    server: Name
+    manifest: dict[str, Any]
+
+
+class Announce(Versioned, frozen=True, kw_only=True):
+    """`version` exists: it is the newest that servers can be updated to."""
+
+
+class Roster(Message, frozen=True, kw_only=True):
+    """Every live server; sent to the publisher at its Hello and at every change."""
+
+    servers: tuple[ServerState, ...]
+
+
+class Next(Message, frozen=True, kw_only=True):
+    """The learner asks for the groups of `step`. The answer comes when they are complete."""
+
+    step: Count
+
+
+class BatchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the learner cannot know by itself, for its metrics."""
+
+    tokens_generated: Count  # in the groups that were accepted since the last batch
+    generator_busy: Fraction  # mean over the workers of the time with a request running, since the last batch
+    groups: Count  # accepted and not yet delivered
+    bytes: Count  # of their frames
+
+
+class BatchHeader(Message, frozen=True, kw_only=True):
+    """Frame 0 of a batch; two frames for each of its groups follow."""
+
+    step: Count
+    groups: Positive
+    stats: BatchStats
+
+
+class Progress(Versioned, frozen=True, kw_only=True):
+    """The learner has made `version`: its step is trained."""
+
+
+class Finished(Versioned, frozen=True, kw_only=True):
+    """The run is complete with `version`: the last step is trained."""
+
+
+_WORKER = (Hello, Credit, Heartbeat, Applied, PublishFailed, Tickets, Accepted, Refused, Bye, Stop)
+_LEARNER = (Next, Progress, Finished, BatchHeader, Announce, Publish, Roster)
+_DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_WORKER, *_LEARNER)}
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    """The two fields that every header has, read before anything else is believed."""
+
+    v: int
+    kind: str
+
+
+_ENVELOPE = msgspec.msgpack.Decoder(_Envelope)
+
+
+def encode(message: Message) -> bytes:
+    """The header frame. Raises TypeError where a manifest holds something that msgpack cannot say."""
+    return _ENCODER.encode(message)
+
+
+def decode(frame: Buffer) -> Message:
+    """Read a header frame. Raises MalformedMessage with the reason on anything that is not a known message."""
+    kind = read_kind(frame)
+    if kind not in _DECODERS:
+        raise MalformedMessage(f"unknown kind {kind[:64]!r}")
+    return parse(_DECODERS[kind], frame, kind)
+
+
+def read_kind(frame: Buffer) -> str:
+    """The kind of a header frame of this protocol version. Raises MalformedMessage."""
+    envelope = parse(_ENVELOPE, frame, "header")
+    if envelope.v != PROTOCOL:
+        raise MalformedMessage(f"protocol version {envelope.v}, this process speaks {PROTOCOL}")
+    return envelope.kind
+
+
+def parse(decoder: msgspec.msgpack.Decoder, frame: Buffer, what: str) -> Any:
+    """Decode by a typed decoder; every way in which a frame can be wrong becomes MalformedMessage."""
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"{what}: {error}") from error
+
+
+def _check_version(version: PolicyVersion) -> None:
+    if not (0 <= version.step < 2**31 and 0 <= version.incarnation < 2**31):
+        raise ValueError(f"policy version {version} is out of range")

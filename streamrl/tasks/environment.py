@@ -1,0 +1,136 @@
+"""What a task is: prompts by index, and groups of scored rollouts through an inference handle.
+
+    Prompt ──▶ Inference.generate ──▶ n Completions ──▶ score ──▶ n Rollouts
+
+An environment knows nothing of tickets, versions or the learner. A task of one turn gives `prompt` and
+`score`; a task of several turns, or with tools, overrides `rollout_group` and keeps the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypedDict
+
+import numpy as np
+
+from streamrl.types import VersionSpan
+
+log = logging.getLogger(__name__)
+
+EXACT = "exact"
+# The reward part that every task gives: 1.0 for a wholly right answer, else 0.0. The pass rate is its mean.
+
+FAILED = "failed"
+# The reward part that is 1.0 for a rollout whose scorer raised; absent from all others.
+
+
+class Message(TypedDict):
+    """One turn of a conversation, in the form that chat templates take."""
+
+    role: str  # system | user | assistant | tool
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """One question: either plain text or messages for the model's chat template.
+
+    Example: `Prompt(index=7, text="c a f =", answer="c a f")`.
+    """
+
+    index: int  # counts up through the epochs of the task's prompts
+    text: str | None = None  # tokenised as it is
+    messages: tuple[Message, ...] | None = None  # rendered by the chat template, with a generation prompt
+    answer: str | None = None  # the right answer, where the task has one
+    metadata: dict[str, Any] = field(default_factory=dict)  # whatever the task's own scorer needs
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.messages is None):
+            raise ValueError(f"prompt {self.index} needs either text or messages, not both or neither")
+
+    @property
+    def content(self) -> str | list[Message]:
+        """What `Inference.generate` takes."""
+        return self.text if self.text is not None else list(self.messages or ())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Completion:
+    """One answer of the policy, token by token."""
+
+    text: str  # decoded output, without special tokens
+    prompt_ids: np.ndarray  # int32 [P]
+    output_ids: np.ndarray  # int32 [T], with the end token where there is one
+    logprobs: np.ndarray  # float32 [T], behaviour log-probs, as sampled
+    spans: tuple[VersionSpan, ...]  # cover 0..T
+    finish_reason: str  # stop | length | abort
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """What one answer is worth."""
+
+    reward: float  # finite
+    parts: dict[str, float] = field(default_factory=dict)  # named contributions and measures, for the metrics
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rollout:
+    """A completion with its reward; `failure` says why the scorer could not judge it (the reward is then 0)."""
+
+    completion: Completion
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    failure: str | None = None
+
+
+class Inference(Protocol):
+    """The handle to the policy that an environment is given."""
+
+    async def generate(self, prompt: str | list[Message], n: int, **sampling: Any) -> list[Completion]:
+        """`n` answers to one prompt. `sampling` overrides the configured sampling (`max_new_tokens=...`)."""
+        ...
+
+
+class Environment(ABC):
+    """A source of prompts and the judge of their answers.
+
+    >>> environment = build_task(config.task, seed=1, split="train")
+    >>> rollouts = await environment.rollout_group(inference, environment.prompt(0), n=8)
+    """
+
+    @abstractmethod
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of `index` >= 0: the same one for the same task, seed and split, on any machine."""
+
+    @abstractmethod
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Judge one answer. May raise: the sample then gets reward 0 and is counted."""
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        """One turn: `n` answers, each scored on its own. Errors of `inference` propagate, those of a scorer do not."""
+        completions = await inference.generate(prompt.content, n)
+        return await self.score_all(prompt, completions)
+
+    async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+        """Score each completion; a scorer that raises costs its sample the reward, never the run."""
+        return list(await asyncio.gather(*(self._rollout(prompt, completion) for completion in completions)))
+
+    async def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
+        try:
+            score = await self.score(prompt, completion)
+            if not math.isfinite(score.reward):
+                raise ValueError(f"reward is {score.reward}, a finite number is needed")
+        except Exception as error:  # the policy for foreign scorers: count, log, go on
+            failure = f"{type(error).__name__}: {error}"
+            log.warning("prompt %d: scoring %.80r failed: %s", prompt.index, completion.text, failure)
+            return Rollout(completion=completion, reward=0.0, parts={FAILED: 1.0}, failure=failure)
+        return Rollout(completion=completion, reward=score.reward, parts=score.parts)
+
+    async def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
+        """Let go of what the environment holds (processes, files). May be called twice."""

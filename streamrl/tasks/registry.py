@@ -1,0 +1,32 @@
+"""Task names and the environments behind them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from streamrl.config import TaskConfig
+from streamrl.tasks.arguments import parse_arguments
+from streamrl.tasks.environment import Environment
+
+# A task's libraries are loaded only where the task is used: those of reasoning_gym and jsonl take a second each.
+# ruff: noqa: PLC0415
+
+
+def build_task(config: TaskConfig, seed: int, split: Literal["train", "probe"]) -> Environment:
+    """The environment of `config`. No prompt of the probe split occurs in the train split of the same task.
+
+    Raises ValueError, with one line that begins with `task.args.KEY`, for arguments that do not fit.
+    """
+    match config.name:
+        case "copy" | "successor":
+            from streamrl.tasks.strings import Strings, StringsArguments
+
+            return Strings(config.name, parse_arguments(StringsArguments, config.args), seed, split)
+        case "reasoning_gym":
+            from streamrl.tasks.reasoning_gym import ReasoningGym, ReasoningGymArguments
+
+            return ReasoningGym(parse_arguments(ReasoningGymArguments, config.args), seed, split)
+        case "jsonl":
+            from streamrl.tasks.jsonl import Jsonl, JsonlArguments
+
+            return Jsonl(parse_arguments(JsonlArguments, config.args), seed, split)

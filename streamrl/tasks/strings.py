@@ -1,0 +1,78 @@
+"""The tasks `copy` and `successor`: short strings that a tiny model learns from random weights in minutes.
+
+copy       "c a f =" ──▶ "c a f"
+successor  "c a f =" ──▶ "d b g"     (the last symbol is followed by the first)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from streamrl.tasks.arguments import TaskArguments
+from streamrl.tasks.environment import EXACT, Completion, Environment, Prompt, Score
+from streamrl.tasks.order import item_at, permute
+
+
+class StringsArguments(TaskArguments):
+    """Arguments of `copy` and `successor`."""
+
+    length: int = Field(3, ge=1, le=64, description="symbols of a string")
+    alphabet: str = Field("abcdefgh", min_length=2, description="the symbols, in order; each a word of the tokenizer")
+
+    @model_validator(mode="after")
+    def _symbols_differ(self) -> StringsArguments:
+        if len(set(self.alphabet)) < len(self.alphabet) or set(self.alphabet) & set("= "):
+            raise ValueError(
+                f"alphabet: {self.alphabet!r} is not allowed; allowed: different symbols, no '=', no space"
+            )
+        return self
+
+
+class Strings(Environment):
+    """All strings of one length over an alphabet, in a new order each epoch.
+
+    Reward: the share of the length + 1 answer tokens that are right at their place, the end included.
+    """
+
+    def __init__(self, rule: Literal["copy", "successor"], arguments: StringsArguments, seed: int, split: str) -> None:
+        self._rule = rule
+        self._length = arguments.length
+        self._alphabet = arguments.alphabet
+        self._seed = seed
+        self._all = len(self._alphabet) ** self._length
+        held_out = min(max(1, round(arguments.held_out * self._all)), self._all - 1)
+        self._first, self.size = (0, held_out) if split == "probe" else (held_out, self._all - held_out)
+        # The order by which strings are parted does not depend on the seed: every run has the same probes.
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt `index`; one epoch has `size` of them."""
+        place = self._first + item_at(index, self.size, self._seed)
+        code = permute(place, self._all, key="split")
+        symbols = self._symbols(code)
+        return Prompt(index=index, text=" ".join([*symbols, "="]), answer=" ".join(self._answer(symbols)))
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        target = (prompt.answer or "").split()
+        given = completion.text.split()
+        right = sum(wanted == symbol for wanted, symbol in zip(target, given, strict=False))
+        ended = completion.finish_reason == "stop" and len(given) == len(target)
+        return Score(
+            reward=(right + ended) / (len(target) + 1),
+            parts={EXACT: float(ended and right == len(target))},
+        )
+
+    def _symbols(self, code: int) -> list[str]:
+        """The string whose number, in base len(alphabet), is `code`."""
+        symbols = []
+        for _ in range(self._length):
+            code, digit = divmod(code, len(self._alphabet))
+            symbols.append(self._alphabet[digit])
+        return symbols
+
+    def _answer(self, symbols: list[str]) -> list[str]:
+        if self._rule == "copy":
+            return symbols
+        following = dict(zip(self._alphabet, self._alphabet[1:] + self._alphabet[0], strict=True))
+        return [following[symbol] for symbol in symbols]

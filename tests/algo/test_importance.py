@@ -1,0 +1,135 @@
+"""Importance weights: each choice against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from streamrl.algo.importance import (
+    bounded_exp,
+    importance_weights,
+    log_ratio_to_behaviour,
+    mask_edges,
+    proximal_logprobs,
+    weight_cap,
+)
+from streamrl.config import AlgoConfig
+
+LOG = math.log
+# Two samples: ratios 4 and 0.5 (product 2, geometric mean sqrt 2), then 0.25, 1 and 2 (product 0.5).
+RHO = [4.0, 0.5, 0.25, 1.0, 2.0]
+SAMPLE = torch.tensor([0, 0, 1, 1, 1])
+FRESH = torch.zeros(5, dtype=torch.int64)
+AGED = torch.tensor([0, 2, 1, 3, 1])
+
+
+def weights(staleness=FRESH, rho=RHO, **keys):
+    config = AlgoConfig(**keys)
+    return importance_weights(torch.tensor(rho, dtype=torch.float64).log(), staleness, SAMPLE, 2, config)
+
+
+def test_weight_none_is_one_for_both_proximal_policies():
+    for proximal in ("behaviour", "interpolate"):
+        assert weights(AGED, weight="none", proximal=proximal).weight.tolist() == [1.0] * 5
+
+
+def test_behaviour_divides_the_token_weight_by_the_ratio_so_that_only_the_cap_acts():
+    assert weights(weight="token").weight.tolist() == pytest.approx([0.5, 1, 1, 1, 1])
+
+
+def test_behaviour_with_sequence_weight_caps_the_product_for_all_tokens_of_the_sample():
+    assert weights(weight="sequence", weight_cap=1.6).weight.tolist() == pytest.approx([0.8, 0.8, 1, 1, 1])
+
+
+def test_a_weight_that_f_leaves_alone_is_exactly_one():
+    assert weights(weight="token", weight_cap=4.0).weight.tolist() == [1.0] * 5
+
+
+def test_the_cap_tightens_with_the_staleness_of_the_token():
+    config = AlgoConfig(weight_cap=3.0, weight_gamma=0.5)
+    assert weight_cap(AGED, torch.float64, config).tolist() == pytest.approx([3.0, 1.5, 2.0, 1.25, 2.0])
+    rho = [4.0] * 5
+    expected = [3 / 4, 1.5 / 4, 2 / 4, 1.25 / 4, 2 / 4]
+    assert weights(AGED, rho, weight_cap=3.0, weight_gamma=0.5).weight.tolist() == pytest.approx(expected)
+
+
+def test_the_cap_on_a_product_reads_the_oldest_token_of_the_sample():
+    result = weights(AGED, [4.0] * 5, weight="sequence", weight_cap=3.0, weight_gamma=0.5)
+    expected = [1.5 / 16] * 2 + [1.25 / 64] * 3
+    assert result.weight.tolist() == pytest.approx(expected)
+
+
+def test_interpolate_moves_the_proximal_policy_from_mu_towards_pi_with_age():
+    mu = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64)
+    log_rho = torch.tensor([0.6, 0.6, -0.9], dtype=torch.float64)
+    staleness = torch.tensor([0, 2, 1])
+    interpolated = proximal_logprobs(mu, log_rho, staleness, AlgoConfig(proximal="interpolate"))
+    assert interpolated.tolist() == pytest.approx([-1.0, -0.6, -2.45])
+    assert torch.equal(proximal_logprobs(mu, log_rho, staleness, AlgoConfig()), mu)
+
+
+def test_interpolate_weighs_by_the_truncated_ratio_of_the_proximal_policy_to_mu():
+    expected = [1.0, 0.5 ** (2 / 3), 0.25**0.5, 1.0, 2.0**0.5]
+    result = weights(AGED, proximal="interpolate", weight_cap=1.3).weight
+    assert result.tolist() == pytest.approx([min(value, 1.3) for value in expected])
+
+
+def test_interpolate_with_sequence_weight_multiplies_those_ratios():
+    product = [0.5 ** (2 / 3)] * 2 + [0.25**0.5 * 2.0**0.5] * 3
+    result = weights(AGED, proximal="interpolate", weight="sequence").weight
+    assert result.tolist() == pytest.approx(product)
+
+
+def test_the_default_edges_are_those_of_the_rule_and_configured_ones_replace_them():
+    assert mask_edges(AlgoConfig(mask="token")) == (0.5, 5.0)
+    assert mask_edges(AlgoConfig(mask="sequence")) == (0.5, 2.0)
+    assert mask_edges(AlgoConfig(mask="geometric")) == (0.99, 1.01)
+    assert mask_edges(AlgoConfig(mask="token", mask_low=0.0)) == (0.0, 5.0)
+    assert mask_edges(AlgoConfig(mask="token", mask_high=3.0)) == (0.5, 3.0)
+
+
+def test_each_mask_reads_its_own_aggregate_and_keeps_its_edges():
+    assert weights(mask="token").masked.tolist() == [False, False, True, False, False]
+    assert weights(mask="token", mask_high=3.9).masked.tolist() == [True, False, True, False, False]
+    assert weights(mask="sequence", mask_low=0.55, mask_high=2.1).masked.tolist() == [False] * 2 + [True] * 3
+    assert weights(mask="geometric", mask_low=0.7, mask_high=1.5).masked.tolist() == [False] * 5
+    assert weights(mask="geometric", mask_low=0.7, mask_high=1.4).masked.tolist() == [True] * 2 + [False] * 3
+    assert weights(mask="geometric", mask_low=0.8, mask_high=1.5).masked.tolist() == [False] * 2 + [True] * 3
+
+
+def test_a_masked_token_weighs_nothing_and_the_mask_reads_the_ratio_before_the_cap():
+    result = weights(mask="token", mask_high=3.0, weight_cap=2.0)
+    assert result.masked.tolist() == [True, False, True, False, False]
+    assert result.weight.tolist() == [0.0, 1.0, 0.0, 1.0, 1.0]
+
+
+def test_the_mask_of_interpolate_reads_the_proximal_ratio():
+    # pi / mu = 4 is inside 0.5..5 and 0.25 is outside; at staleness 1 the proximal ratio 0.5 is on the edge.
+    assert not weights(AGED, proximal="interpolate", mask="token", mask_low=0.499).masked.any()
+
+
+def test_the_discount_multiplies_by_lambda_to_the_staleness_of_the_token():
+    assert weights(AGED, weight="none", discount=0.5).weight.tolist() == [1.0, 0.25, 0.5, 0.125, 0.5]
+
+
+def test_log_ratios_are_clamped_to_20_before_exp():
+    assert bounded_exp(torch.tensor([1e9, -1e9, 20.5], dtype=torch.float64)).tolist() == pytest.approx(
+        [math.exp(20), math.exp(-20), math.exp(20)]
+    )
+
+
+def test_the_product_is_clamped_after_the_sum_and_not_before_it():
+    log_rho = torch.tensor([30.0, -29.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    config = AlgoConfig(mask="sequence", mask_low=math.e - 1e-6, mask_high=math.e + 1e-6)
+    result = importance_weights(log_rho, FRESH, SAMPLE, 2, config)
+    assert result.masked.tolist() == [False, False, True, True, True]
+
+
+def test_log_rho_carries_no_gradient_and_is_finite_where_the_difference_overflows():
+    logprobs = torch.tensor([-3e38, 3e38, LOG(0.5)], requires_grad=True)
+    log_rho = log_ratio_to_behaviour(logprobs, torch.tensor([3e38, -3e38, LOG(0.25)]))
+    assert not log_rho.requires_grad
+    assert log_rho.isfinite().all()
+    assert log_rho[2].item() == pytest.approx(LOG(2.0))

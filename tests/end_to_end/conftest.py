@@ -1,0 +1,140 @@
+"""Real runs in processes of their own, on a tiny model: SGLang generates, Megatron-Core trains, ZeroMQ between."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.observe.metrics import read_metrics
+
+DEADLINE = 240.0  # seconds; a start of SGLang on two busy cores may take one of them
+STEPS = 8
+CONFIG = """
+run: {{name: run, folder: {folder}, steps: {steps}, stop_timeout: 30, start_timeout: 180}}
+model: {{path: {model}}}
+task: {{name: copy}}
+generate: {{group_size: 4, groups_in_flight: 8, probes: 1, sampling: {{max_new_tokens: 8}}}}
+replay: {{groups_per_step: 4, max_staleness: 2}}
+learner: {{optimizer: {{lr: 1.0e-3}}}}
+publish: {{keep_every: 1}}
+checkpoint: {{every: 4}}
+"""
+
+
+@dataclass
+class Run:
+    """One `streamrl train` process and its run folder."""
+
+    folder: Path
+    command: list[str]
+    process: subprocess.Popen[str] | None = None
+    descendants: set[int] = field(default_factory=set)
+    shared_memory: set[str] = field(default_factory=set)
+
+    def start(self, *overrides: str) -> "Run":
+        self.shared_memory = set(os.listdir("/dev/shm"))
+        self.process = subprocess.Popen(
+            [*self.command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        return self
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code and output."""
+        output, _ = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, output
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Until `condition` holds; notes every descendant on the way."""
+        deadline = time.monotonic() + DEADLINE
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, "condition did not come true"
+            self.note_descendants()
+            time.sleep(0.1)
+        self.note_descendants()
+
+    def note_descendants(self) -> None:
+        self.descendants |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+
+    def steps(self) -> int:
+        return len(list(read_metrics(self.folder))) if (self.folder / "metrics.jsonl").exists() else 0
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def assert_nothing_is_left(self, within: float = 40.0) -> None:
+        """No descendant lives, no shared memory was added, nobody listens at the run's address."""
+        assert self.descendants, "no descendant was seen"
+        deadline = time.monotonic() + within
+        while alive := [pid for pid in self.descendants if _alive(pid)]:
+            assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive if _alive(pid)]
+            time.sleep(0.1)
+        assert set(os.listdir("/dev/shm")) <= self.shared_memory
+        port = int((self.folder / "replay.address").read_text().rpartition(":")[2])
+        assert port not in {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    subprocess.run([sys.executable, "-m", "launch.tiny_model", str(folder)], check=True, timeout=DEADLINE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Run]]:
+    """A run that is ready to start; what it leaves behind at the end of the tests is ended by its id."""
+    runs: list[Run] = []
+
+    def make(steps: int = STEPS) -> Run:
+        folder = tmp_path_factory.mktemp("runs")
+        file = folder / "config.yaml"
+        file.write_text(CONFIG.format(folder=folder, steps=steps, model=tiny_model))
+        runs.append(Run(folder / "run", [sys.executable, "-m", "streamrl.cli", "train", str(file)]))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        if run.process and run.process.poll() is None:
+            run.process.kill()
+    for pid in {pid for run in runs for pid in run.descendants if _alive(pid)}:
+        psutil.Process(pid).kill()
+
+
+@pytest.fixture(scope="session")
+def finished_run(make_run: Callable[..., Run]) -> Run:
+    """An asynchronous run that came to its end."""
+    run = make_run().start()
+    code, output = run.finish()
+    assert code == 0, output
+    return run
+
+
+@pytest.fixture(scope="session")
+def resumed_run(make_run: Callable[..., Run]) -> Run:
+    """A run that was interrupted by SIGINT in the middle and resumed by the same command."""
+    run = make_run(steps=30).start()
+    run.wait_for(lambda: run.steps() >= 3)
+    run.interrupt()
+    code, output = run.finish()
+    assert code == 130, output
+    run.assert_nothing_is_left()
+    interrupted = run.steps()
+    assert 3 <= interrupted < 30
+    code, output = run.start().finish()
+    assert code == 0, output
+    return run

@@ -1,0 +1,153 @@
+"""The whole loop on real parts: what a run leaves in its folder, and that its guarantees hold."""
+
+import json
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl import cli
+from streamrl.observe.metrics import read_metrics
+from streamrl.replay.journal import BatchRecord, Journal, read_journal, recorded_batches
+from streamrl.stream.codec import decode_group, encode_group
+from streamrl.types import PolicyVersion
+
+DESIGN_KEYS = """step version time reward/mean reward/std pass_rate signal_rate tokens/generated tokens/trained
+tokens/generated_per_s tokens/trained_per_s staleness/mean staleness/p95 staleness/max loss/total loss/kl
+loss/entropy loss/clip_low loss/clip_high offpolicy/ess offpolicy/kl offpolicy/log_ratio_max weights/ess
+weights/masked grad_norm lr length/mean length/p95 time/step time/wait time/forward_backward time/optimizer
+time/publish idle/learner idle/generator buffer/groups buffer/bytes""".split()
+
+
+def test_a_finished_run_has_one_row_a_step_with_every_metric(finished_run):
+    rows = list(read_metrics(finished_run.folder))
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    for row in rows:
+        assert set(DESIGN_KEYS) <= row.keys()
+        assert row["staleness/max"] <= 2
+        assert row["tokens/trained"] > 0
+        assert row["grad_norm"] > 0
+
+
+def test_generation_goes_on_while_the_learner_trains(finished_run):
+    assert max(row["staleness/max"] for row in read_metrics(finished_run.folder)) >= 1
+
+
+def test_a_finished_run_folder_holds_what_the_design_names(finished_run):
+    folder = finished_run.folder
+    assert json.loads((folder / "environment.json").read_text())["packages"]["sglang"]
+    assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step_4", "step_8"}
+    times = [json.loads(line)["time"] for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert times == sorted(times)
+    assert len(list((folder / "logs").glob("*.log"))) >= 4
+    assert (folder / "reward.png").stat().st_size > 0
+
+
+def test_the_audit_of_a_finished_run_covers_every_trained_token(finished_run, capsys):
+    assert cli.main(["audit", str(finished_run.folder)]) == 0
+    trained = sum(row["tokens/trained"] for row in read_metrics(finished_run.folder))
+    assert f"tokens audited {trained}, tokens trained {trained}" in capsys.readouterr().out
+
+
+def test_the_audit_fails_when_one_stamp_is_wrong(finished_run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(finished_run.folder, copy)
+    _forge_one_stamp(copy / "journal", finished_run.folder / "journal")
+    assert cli.main(["audit", str(copy)]) == 1
+    assert "differ from their stamped version" in capsys.readouterr().out
+
+
+def test_the_audit_fails_when_a_group_is_trained_twice(finished_run, tmp_path, capsys):
+    copy = tmp_path / "run"
+    shutil.copytree(finished_run.folder, copy)
+    shutil.rmtree(copy / "journal")
+    journal = Journal(copy / "journal")
+    for record in read_journal(finished_run.folder / "journal"):
+        if isinstance(record, BatchRecord):
+            ids = record.group_ids if record.step != 5 else (*record.group_ids[:-1], record.group_ids[0])
+            journal.append_batch(record.step, ids)
+        else:
+            journal.append_group((record.header, record.arena))
+    journal.close()
+    assert cli.main(["audit", str(copy)]) == 1
+    assert "not the 4 that strict order gives" in capsys.readouterr().out
+
+
+def test_training_again_from_the_record_gives_the_same_weights_bit_for_bit(finished_run, tmp_path, capsys):
+    digests = []
+    for name in ("once", "twice"):
+        assert cli.main(["retrain", str(finished_run.folder), "--output", str(tmp_path / name)]) == 0
+        output = capsys.readouterr().out
+        assert "bit for bit" in output
+        digests.append(next(line for line in output.splitlines() if "sha256" in line))
+    assert digests[0] == digests[1]
+
+
+def test_an_interrupted_and_resumed_run_equals_the_uninterrupted_one_given_the_same_groups(
+    resumed_run, tmp_path, capsys
+):
+    rows = list(read_metrics(resumed_run.folder))
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert cli.main(["audit", str(resumed_run.folder)]) == 0
+    incarnations = {
+        span.version.incarnation
+        for batch in recorded_batches(resumed_run.folder / "journal")
+        for sample in batch.samples
+        for span in sample.spans
+    }
+    assert incarnations == {0, 1}
+    assert cli.main(["retrain", str(resumed_run.folder), "--output", str(tmp_path / "again")]) == 0
+    assert "bit for bit" in capsys.readouterr().out
+
+
+def test_staleness_0_is_synchronous_and_two_ranks_train_it(make_run, capsys):
+    run = make_run(steps=4)
+    code, output = run.start("replay.max_staleness=0", "learner.ranks=2").finish()
+    assert code == 0, output
+    rows = list(read_metrics(run.folder))
+    assert [row["staleness/max"] for row in rows] == [0] * 4
+    assert cli.main(["audit", str(run.folder)]) == 0
+
+
+def test_kill_9_of_the_supervisor_leaves_nothing_behind(make_run):
+    run = make_run(steps=1000).start()
+    run.wait_for(lambda: run.steps() >= 1)
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait()
+    run.assert_nothing_is_left(within=60.0)
+
+
+def test_a_role_that_cannot_start_is_reported_with_the_last_lines_of_its_log(make_run):
+    run = make_run()
+    code, output = run.start("generate.server_args={no_such_flag: 1}").finish()
+    assert code == 1
+    assert "generator-0 ended with" in output
+    assert "no-such-flag" in output or "no_such_flag" in output
+
+
+def test_a_run_folder_refuses_a_changed_key_that_would_alter_its_data(finished_run, tmp_path, capsys):
+    config = finished_run.command[-1]
+    assert cli.main(["train", config, "generate.group_size=8"]) == 2
+    assert "generate.group_size: 8 differs from 4" in capsys.readouterr().err
+
+
+def _forge_one_stamp(target: Path, source: Path) -> None:
+    """Write the journal again with the last consumed group's first sample stamped with the version before its own."""
+    last = list(recorded_batches(source))[-1].groups[-1].group_id
+    shutil.rmtree(target)
+    journal = Journal(target)
+    for record in read_journal(source):
+        if isinstance(record, BatchRecord):
+            journal.append_batch(record.step, record.group_ids)
+            continue
+        group = decode_group(record.header, record.arena)
+        if group.group_id == last:
+            sample = group.samples[0]
+            spans = tuple(
+                replace(span, version=PolicyVersion(span.version.step - 1, span.version.incarnation))
+                for span in sample.spans
+            )
+            group = replace(group, samples=(replace(sample, spans=spans), *group.samples[1:]))
+        journal.append_group(encode_group(group, 1 << 28))
+    journal.close()
+

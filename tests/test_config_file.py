@@ -1,0 +1,117 @@
+"""Bad input is refused with exit code 2 and one line: which key, what was given, what is allowed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl import cli, config_file
+from streamrl.config import Config
+from streamrl.config_file import ConfigError
+
+# (override, what the line must say)
+BAD = [
+    ("replay.max_stalenes=0", ["replay.max_stalenes: unknown key (given 0)", "nearest known key: replay.max_staleness"]),
+    ("learner.lr=1e-3", ["learner.lr: unknown key", "nearest known key: learner.optimizer.lr"]),
+    ("bananas=1", ["bananas: unknown key (given 1)", "allowed: run, model, task"]),
+    ("learner.ranks=0", ["learner.ranks: 0", "whole number >= 1"]),
+    ("learner.ranks=1.5", ["learner.ranks: 1.5", "whole number >= 1"]),
+    ("learner.ranks=two", ["learner.ranks: two", "whole number >= 1"]),
+    ("replay.max_staleness=-1", ["replay.max_staleness: -1", "number >= 0"]),
+    ("replay.max_staleness=.nan", ["replay.max_staleness: .nan", "number >= 0"]),
+    ("replay.order=random", ["replay.order: random", "allowed: fifo"]),
+    ("observe.wandb=on", ["observe.wandb: on", "one of off, offline, online"]),
+    ("observe.console=perhaps", ["observe.console: perhaps", "true or false"]),
+    ("publish.every=9", ["publish.every: 9 would deadlock", "allowed: up to 3"]),
+    ("algo.aggregation=sequence_sum_norm", ["algo.norm_length", "is needed by aggregation=sequence_sum_norm"]),
+    ("algo.eps_low=1.5", ["algo.eps_low: 1.5", "number >= 0 and <= 1"]),
+    ("generate.sampling.top_p=0.9", ["generate.sampling.top_p: 0.9", "changes the behaviour policy's support"]),
+    ("generate.attach=3", ["generate.attach: 3", "a list of text"]),
+    ("model.dtype=float16", ["model.dtype: float16", "one of float32, bfloat16"]),
+    ("model.trust_remote_code=true", ["model.trust_remote_code: true", "allowed: false"]),
+    ("run.name=a/b", ["run.name: a/b", "matching"]),
+    ("run.name.x=3", ["run.name.x: run.name is bad and has no keys", "allowed: run.name=VALUE"]),
+    ("replay=3", ["replay: 3", "a mapping of address, order"]),
+    ("learner.optimizer.lr=[1,", ["learner.optimizer.lr: not YAML"]),
+    ("replay.max_staleness", ["is not an override; allowed: key=value"]),
+]
+
+
+@pytest.mark.parametrize(("override", "said"), BAD)
+def test_a_bad_configuration_ends_with_exit_code_2_and_one_line(override, said, tmp_path, capsys):
+    file = tmp_path / "config.yaml"
+    file.write_text("run:\n  name: bad\n")
+    assert cli.main(["train", str(file), override]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.startswith("streamrl: ")
+    for words in said:
+        assert words in err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n- b\n", "allowed: a mapping of run, model"),
+        ("run: {name: x\n", "not YAML"),
+        ("run:\n  seed: 1\n  seed: 2\n", "key 'seed' stands twice"),
+        ("run:\n  sed: 1\n", "nearest known key: run.seed"),
+    ],
+)
+def test_a_bad_file_is_refused_in_one_line(text, said, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        config_file.load(file)
+    assert said in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_and_a_missing_model_are_told_by_the_command_itself(tmp_path):
+    missing = _command("train", str(tmp_path / "none.yaml"))
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
+    assert "none.yaml: No such file or directory" in missing.stderr
+    file = tmp_path / "config.yaml"
+    file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {tmp_path}/model}}\n")
+    no_model = _command("train", str(file))
+    assert (no_model.returncode, no_model.stderr.count("\n")) == (2, 1)
+    assert "model.path:" in no_model.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_wrong_usage_is_one_line_and_exit_code_2():
+    for arguments in (["train"], ["trian"], ["audit", "/nowhere"], ["generator"], ["retrain", "/nowhere"]):
+        told = _command(*arguments)
+        assert (told.returncode, told.stderr.count("\n")) == (2, 1), told.stderr
+
+
+def test_the_help_of_train_lists_every_key_once():
+    text = _command("train", "configs/quickstart.yaml", "--help").stdout
+    for path, field in config_file.fields():
+        assert text.count(f"\n  {path}=") == 1
+        assert field.description in text
+
+
+def test_every_key_has_a_description_and_what_is_saved_is_what_is_loaded(tmp_path):
+    assert all(field.description for _, field in config_file.fields())
+    config = config_file.load(None, ["learner.optimizer.lr=1e-6", "observe.wandb=off", "algo.dual_clip=3"])
+    assert config.learner.optimizer.lr == 1e-6
+    config_file.save(config, tmp_path / "config.yaml")
+    assert config_file.load(tmp_path / "config.yaml") == config
+
+
+def test_later_overrides_win_and_reach_into_task_arguments():
+    config = config_file.load(None, ["task.args.symbols=3", "task.args.symbols=4", "run.seed=7"])
+    assert config.task.args == {"symbols": 4}
+    assert config_file.changed(Config(), config) == ["run.seed", "task.args"]
+
+
+def test_the_shipped_configurations_are_valid():
+    for file in Path("configs").rglob("*.yaml"):
+        assert isinstance(config_file.load(file), Config)
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "streamrl.cli", *arguments], capture_output=True, text=True, timeout=60)
