@@ -150,6 +150,7 @@ class LearnerConfig(Section):
 
     ranks: int = Field(1, ge=1, description="processes on this machine")
     tokens_per_micro_batch: int = Field(4096, ge=1, description="token budget of one packed micro batch")
+    share_prompts: bool = Field(True, description="pack the prompt of a group once, not once a sample (local layers)")
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
     tick: float = Field(1.0, gt=0, description="seconds between the ranks' looks at the stop signal while they wait")
     collective_timeout: float = Field(600.0, gt=0, description="seconds that one collective may take")

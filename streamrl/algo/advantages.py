@@ -40,7 +40,7 @@ def group_advantages(rewards: Tensor, valid: Tensor, config: AdvantageConfig) ->
     count = present.numel()
     centred = present - (present / count).sum()
     # In units of the largest deviation no square under- or overflows, whatever the rewards' scale.
-    unit = centred.abs().max()
+    unit = centred.abs().max().item()
     numerator = centred / unit
     if config.baseline == "leave_one_out":
         numerator = numerator * (count / (count - 1))
@@ -48,6 +48,7 @@ def group_advantages(rewards: Tensor, valid: Tensor, config: AdvantageConfig) ->
         scaled = numerator * unit
     else:
         correction = 1 if config.std == "sample" else 0
-        scaled = numerator / ((centred / unit).std(correction=correction) + config.eps / unit)
+        deviation = (centred / unit).std(correction=correction)
+        scaled = numerator / (deviation + config.eps / unit)
     advantages[valid] = scaled.to(rewards.dtype)
     return advantages

@@ -2,44 +2,51 @@
 
 Two things are added to `python -m sglang.launch_server ARGS`. On a machine without CUDA the stand-ins
 are installed when this module is imported: multiprocessing imports the main module again in every
-process that SGLang spawns, so they get them too. And with `--lifeline PID` before ARGS the server
-ends, with all its processes, when process PID has ended, even by kill -9.
+process that SGLang spawns, so they get them too. And with `--lifeline PID` the server ends, with all
+its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from pathlib import Path
 
 from streamrl.engine import stand_ins
 from streamrl.engine.hardware import has_cuda
-from streamrl.lifeline import end_tree, watch
+from streamrl.engine.shutdown import end_server
+from streamrl.lifeline import watch
 
 if not has_cuda():
     stand_ins.install()
 
 
 def main(arguments: list[str]) -> None:
-    """Run the server in this process until it ends. `arguments` are SGLang's, after an optional lifeline."""
-    if arguments[:1] == ["--lifeline"]:
-        watch([int(arguments[1])], on_death=_end)
-        arguments = arguments[2:]
+    """Run the server in this process until it ends. `arguments` are SGLang's, and the two of this module."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--lifeline", type=int)
+    parser.add_argument("--scratch", type=Path)
+    own, sglang_arguments = parser.parse_known_args(arguments)
 
-    from sglang.launch_server import run_server  # noqa: PLC0415 (seconds of imports, after the lifeline is watched)
-    from sglang.srt.plugins import load_plugins  # noqa: PLC0415
-    from sglang.srt.server_args import prepare_server_args  # noqa: PLC0415
+    def end(pid: int) -> None:
+        """Nobody is left who would wait for a polite end."""
+        end_server(os.getpid(), 0.0, own.scratch, include_root=False)
+        os._exit(1)
+
+    if own.lifeline is not None:
+        watch([own.lifeline], on_death=end)
+
+    # Imported here because it takes seconds, in which the lifeline is already watched.
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
 
     load_plugins()
     try:
-        run_server(prepare_server_args(arguments))
+        run_server(prepare_server_args(sglang_arguments))
     finally:
-        end_tree(os.getpid(), timeout=0, include_root=False)
-
-
-def _end(pid: int) -> None:
-    """The process that needs this server has ended: nobody is left to wait for a polite end."""
-    end_tree(os.getpid(), timeout=0, include_root=False)
-    os._exit(1)
+        end_server(os.getpid(), 0.0, own.scratch, include_root=False)
 
 
 if __name__ == "__main__":

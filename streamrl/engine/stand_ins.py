@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 ABSENT_ON_CPU = ("triton", "torchvision", "sgl_kernel")
@@ -47,7 +47,9 @@ class _InertModule(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         full = f"{self.__name__}.{name}"
-        value = _InertClass(name, (), {"__module__": self.__name__}) if name[0].isupper() else importlib.import_module(full)
+        value = (
+            _InertClass(name, (), {"__module__": self.__name__}) if name[0].isupper() else importlib.import_module(full)
+        )
         setattr(self, name, value)
         return value
 
@@ -83,16 +85,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, names: Sequence[str]) -> None:
         self.names = frozenset(names)
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if fullname.partition(".")[0] not in self.names:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+        return ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         module = _InertModule(spec.name)
         if spec.name == "triton":  # the two that are called, with numbers, when SGLang's modules load
-            module.cdiv = lambda a, b: -(a // -b)
-            module.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
+            vars(module).update(cdiv=_cdiv, next_power_of_2=_next_power_of_2)
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -101,11 +102,19 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install(names: Sequence[str] = ABSENT_ON_CPU) -> tuple[str, ...]:
     """Make each of `names` importable that is not installed. Returns those that got a stand-in."""
-    absent = tuple(name for name in names if importlib.machinery.PathFinder.find_spec(name) is None)
+    absent = tuple(name for name in names if PathFinder.find_spec(name) is None)
     known = {name for finder in sys.meta_path if isinstance(finder, _Finder) for name in finder.names}
     if missing := [name for name in absent if name not in known]:
         sys.meta_path.append(_Finder(missing))
     return absent
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(a // -b)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
 
 
 def _undecorated(function: Callable[..., Any]) -> Callable[..., Any]:

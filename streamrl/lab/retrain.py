@@ -41,15 +41,22 @@ def main(run_folder: Path, output: Path, steps: int | None = None) -> int:
     output.mkdir(parents=True, exist_ok=True)
     config_file.save(config, output / "config.yaml")
     trainer = run_recorded(config, output, RecordedBatches(recorded_batches(run_folder / "journal")))
-    weights = dict(trainer.export())
-    step = trainer.version.step
+    try:
+        weights = dict(trainer.export())
+        return _report(run_folder, output, trainer.version.step, weights) if trainer.rank == 0 else 0
+    finally:
+        trainer.close()
+
+
+def _report(run_folder: Path, output: Path, step: int, weights: dict[str, torch.Tensor]) -> int:
+    """Print what came out. Returns 1 when it differs from what the run kept."""
     print(f"retrained {step} steps of {run_folder} into {output}")
     print(f"  weights sha256 {digest(weights.items())}")
     different = _different(weights, run_folder, step)
     if different is None:
         print(f"  {run_folder} kept no weights of step {step} to compare with")
         return 0
-    print(f"  equal to the run's weights of step {step}: {'bit for bit' if not different else different}")
+    print(f"  equal to the run's weights of step {step}: {different or 'bit for bit'}")
     return 1 if different else 0
 
 

@@ -64,6 +64,8 @@ def _split_qkv(shape: ModelShape, whole: Tensor) -> list[Tensor]:
 
 def _merge_vocabulary(shape: ModelShape, padded: int, tensors: Sequence[Tensor]) -> Tensor:
     (tensor,) = tensors
+    if len(tensor) != shape.vocabulary:
+        raise WeightsMismatchError(f"an embedding has {len(tensor)} rows, config.json says {shape.vocabulary}")
     return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.size(1))])
 
 

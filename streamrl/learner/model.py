@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -154,6 +155,18 @@ class PolicyModel(GPTModel):
     """
 
     shape: ModelShape
+
+    def _preprocess(self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **rest: Any) -> Any:
+        """Megatron's, with the RoPE angles of a packed row by `position_ids`, [1, T], instead of by place.
+
+        Megatron counts positions from 0 in each sequence; an answer behind a shared prompt begins later.
+        """
+        embedded, angles, *others = super()._preprocess(
+            position_ids=position_ids, packed_seq_params=packed_seq_params, **rest
+        )
+        if packed_seq_params is not None:
+            angles = angles.index_select(0, position_ids.squeeze(0))  # [T, 1, 1, d]
+        return embedded, angles, *others
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **rest: Any) -> Any:
         """(log-probs [N], entropies [N]) with targets; logits [b, s, vocabulary] (padded) without."""

@@ -13,6 +13,7 @@ import signal
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from streamrl.config import Config
 from streamrl.learner.batch_metrics import batch_metrics
@@ -125,7 +126,7 @@ class LeadLoop:
                     return delivery
                 self.trainer.broadcast("wait")
 
-    def _train(self, delivery: Delivery, began: float) -> dict[str, float]:
+    def _train(self, delivery: Delivery, began: float) -> dict[str, Any]:
         """One learner step on a delivered batch; returns its metrics row without the totals."""
         assert delivery.batch is not None
         waited = time.monotonic() - began
@@ -135,7 +136,7 @@ class LeadLoop:
         self.source.trained(self.trainer.version)
         return {
             "step": self.trainer.version.step,
-            "version": self.trainer.version.step,
+            "version": str(self.trainer.version),
             "time": time.time(),
             "time/wait": waited,
             "time/publish": 0.0,
@@ -174,6 +175,24 @@ class LeadLoop:
         return self.trainer.version.step >= self.config.run.steps
 
 
+def run_recorded(config: Config, run_folder: Path, source: BatchSource) -> Trainer:
+    """Train on a recorded run's batches, without service and publisher. Returns the trainer, still open."""
+    stop = StopSignal()
+    trainer = Trainer(config, run_folder)
+    trainer.restore_or_start()
+    if trainer.rank != 0:
+        _follow(trainer)
+        return trainer
+    events = EventLog(event_path(run_folder, "learner"), "learner-0")
+    metrics = MetricsWriter(run_folder)
+    try:
+        LeadLoop(config, trainer, source, None, metrics, events, stop).run()
+    finally:
+        metrics.close()
+        events.close()
+    return trainer
+
+
 def _follow(trainer: Trainer) -> None:
     """The other ranks do as rank 0 says."""
     while (command := trainer.broadcast(None)) != "end":
@@ -186,7 +205,7 @@ def _follow(trainer: Trainer) -> None:
             trainer.save()
 
 
-def _with_rates(row: dict[str, float]) -> dict[str, float]:
+def _with_rates(row: dict[str, Any]) -> dict[str, Any]:
     """Add what follows from the totals of a step: tokens a second and the idle fractions."""
     seconds = max(row["time/step"], 1e-9)
     return {

@@ -16,6 +16,27 @@ SILENCE = 10
 # loading weights, ten in a row are not.
 
 
+class BusyMeter:
+    """The share of time with a request running, between heartbeats."""
+
+    def __init__(self) -> None:
+        self._from: tuple[float, float] | None = None  # (time, busy seconds) where the interval began
+        self._to: tuple[float, float] | None = None
+        self._last = 0.0
+
+    def hear(self, heartbeat: Heartbeat, now: float) -> None:
+        self._to = (now, heartbeat.busy)
+        self._from = self._from or self._to
+
+    def fraction(self) -> float:
+        """Since the last call; the last value again when no heartbeat came in between."""
+        if self._from is None or self._to is None or self._to[0] <= self._from[0]:
+            return self._last
+        share = (self._to[1] - self._from[1]) / (self._to[0] - self._from[0])
+        self._last, self._from = min(1.0, max(0.0, share)), self._to
+        return self._last
+
+
 @dataclass(slots=True)
 class Worker:
     """One generator worker, as far as the service knows it."""
@@ -27,13 +48,20 @@ class Worker:
     failed: dict[str, PolicyVersion] = field(default_factory=dict)  # servers that missed a version
     capacity: int = 0
     lost: bool = False  # silent for too long; a word from it brings it back
-    busy: _BusyMeter = field(default_factory=lambda: _BusyMeter())  # noqa: PLW0108  defined below
+    busy: BusyMeter = field(default_factory=BusyMeter)
 
     @property
     def newest(self) -> PolicyVersion | None:
         """The newest weights on a server that can be trusted with a ticket."""
         healthy = [state.version for name, state in self.servers.items() if name not in self.failed]
         return max(healthy, default=None)
+
+    def applied(self, server: str, version: PolicyVersion) -> None:
+        """One of its servers reports its weights."""
+        world_size = self.servers[server].world_size
+        self.servers[server] = ServerState(name=server, version=version, world_size=world_size)
+        if server in self.failed and version >= self.failed[server]:
+            del self.failed[server]
 
 
 class Workers:
@@ -46,7 +74,13 @@ class Workers:
         self._by_identity: dict[bytes, Worker] = {}
 
     @property
+    def known(self) -> list[Worker]:
+        """Every worker that said Hello and not Bye, the lost ones included."""
+        return list(self._by_name.values())
+
+    @property
     def live(self) -> list[Worker]:
+        """Those of them that were heard lately."""
         return [worker for worker in self._by_name.values() if not worker.lost]
 
     @property
@@ -86,16 +120,6 @@ class Workers:
         for worker in fresh:
             worker.lost = True
         return fresh
-
-    def applied(self, worker: Worker, server: str, version: PolicyVersion) -> bool:
-        """A server reports its weights. False for a server that the worker never named."""
-        state = worker.servers.get(server)
-        if state is None:
-            return False
-        worker.servers[server] = ServerState(name=server, version=version, world_size=state.world_size)
-        if server in worker.failed and version >= worker.failed[server]:
-            del worker.failed[server]
-        return True
 
     def all_at(self, version: PolicyVersion) -> bool:
         """Does every server of a live worker generate with `version` or newer? Failed ones are not waited for."""
@@ -138,24 +162,3 @@ def assign(buffer: Buffer, workers: list[Worker], now: float) -> dict[str, list[
         if ticket is None or buffer.held(name) >= worker.capacity:
             del ready[name]
     return granted
-
-
-class _BusyMeter:
-    """The share of time with a request running, between heartbeats."""
-
-    def __init__(self) -> None:
-        self._from: tuple[float, float] | None = None  # (time, busy seconds) where the interval began
-        self._to: tuple[float, float] | None = None
-        self._last = 0.0
-
-    def hear(self, heartbeat: Heartbeat, now: float) -> None:
-        self._to = (now, heartbeat.busy)
-        self._from = self._from or self._to
-
-    def fraction(self) -> float:
-        """Since the last call; the last value again when no heartbeat came in between."""
-        if self._from is None or self._to is None or self._to[0] <= self._from[0]:
-            return self._last
-        share = (self._to[1] - self._from[1]) / (self._to[0] - self._from[0])
-        self._last, self._from = min(1.0, max(0.0, share)), self._to
-        return self._last

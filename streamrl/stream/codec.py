@@ -201,10 +201,9 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     """Cut the arena by the header. Raises ValueError where the two do not fit together."""
     tokens = sum(sample.tokens for sample in header.samples)
     whole_numbers = sum(header.prompts) + tokens
-    view = memoryview(arena).cast("B").toreadonly()
-    if view.nbytes != 4 * (whole_numbers + tokens):
-        raise ValueError(f"arena of {view.nbytes} bytes, the header asks for {4 * (whole_numbers + tokens)}")
-    numbers = _aligned(view)
+    numbers = _aligned(np.frombuffer(arena, np.uint8))
+    if numbers.nbytes != 4 * (whole_numbers + tokens):
+        raise ValueError(f"arena of {numbers.nbytes} bytes, the header asks for {4 * (whole_numbers + tokens)}")
     ids, logprobs = numbers[: 4 * whole_numbers].view(_INT), numbers[4 * whole_numbers :].view(_FLOAT)
     prompts = np.split(ids[: sum(header.prompts)], np.cumsum(header.prompts)[:-1])
     samples, start, first = [], 0, sum(header.prompts)
@@ -237,11 +236,9 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     )
 
 
-def _aligned(view: memoryview) -> np.ndarray:
-    """The bytes as an array [n] of uint8 whose address suits a 4-byte number; copied only where it does not."""
-    array = np.frombuffer(view, np.uint8)
-    if array.ctypes.data % _ALIGNMENT == 0:
-        return array
-    array = array.copy()
+def _aligned(array: np.ndarray) -> np.ndarray:
+    """The bytes [n], read-only, at an address that suits a 4-byte number; copied only where it does not."""
+    if array.ctypes.data % _ALIGNMENT != 0:
+        array = array.copy()
     array.flags.writeable = False
     return array

@@ -40,7 +40,7 @@ class Message(TypedDict):
 class Prompt:
     """One question: either plain text or messages for the model's chat template.
 
-    Example: `Prompt(index=7, text="c a f =", answer="c a f")`.
+    Example: `Prompt(index=7, text="caf=", answer="caf")`.
     """
 
     index: int  # counts up through the epochs of the task's prompts

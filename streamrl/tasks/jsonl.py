@@ -108,8 +108,11 @@ def _load(arguments: JsonlArguments) -> datasets.Dataset:
     for key, column in (("prompt", arguments.prompt), ("answer", arguments.answer)):
         if column not in data.column_names:
             raise ValueError(not_among(f"{ARGUMENTS}.{key}", column, data.column_names))
-    if not arguments.chat and not isinstance(data[0][arguments.prompt], str):
-        raise ValueError(f"{ARGUMENTS}.chat: False is not allowed (column {arguments.prompt!r} holds messages)")
+    if not arguments.chat and data.features[arguments.prompt] != datasets.Value("string"):
+        raise ValueError(
+            f"{ARGUMENTS}.chat: false is not allowed where column {arguments.prompt!r} holds no plain text; "
+            f"allowed: true; nearest known key: {ARGUMENTS}.chat"
+        )
     return data
 
 

@@ -65,7 +65,7 @@ class MathReward:
     async def is_right(self, text: str, gold: str) -> bool:
         """Whether the answer in `text` equals `gold`. Raises ScoringFailed; the judge that hung is killed."""
         async with self._places:
-            judge = self._idle.pop() if self._idle else await self._start()
+            judge = await self._take()
             try:
                 reply = await self._ask(judge, {"text": text, "gold": gold}, self._timeout)
             except BaseException:  # cancelled or failed: its reply may still come, so it cannot be asked again
@@ -81,6 +81,15 @@ class MathReward:
         self._idle.clear()
         for judge in list(self._judges):
             await self._end(judge)
+
+    async def _take(self) -> asyncio.subprocess.Process:
+        """An idle judge that still lives, or a new one."""
+        while self._idle:
+            judge = self._idle.pop()
+            if judge.returncode is None:
+                return judge
+            self._judges.discard(judge)
+        return await self._start()
 
     async def _start(self) -> asyncio.subprocess.Process:
         judge = await asyncio.create_subprocess_exec(
@@ -98,7 +107,8 @@ class MathReward:
         return judge
 
     async def _ask(self, judge: asyncio.subprocess.Process, question: dict[str, str], timeout: float) -> dict[str, Any]:
-        assert judge.stdin is not None and judge.stdout is not None
+        assert judge.stdin is not None
+        assert judge.stdout is not None
         try:
             async with asyncio.timeout(timeout):
                 judge.stdin.write(json.dumps(question).encode() + b"\n")
@@ -137,7 +147,7 @@ def judge_lines(parent: int) -> None:
 
 
 def _judge(text: str, gold: str) -> dict[str, Any]:
-    from math_verify import parse, verify  # noqa: PLC0415 (only the judge pays for sympy)
+    from math_verify import parse, verify
 
     try:
         target = parse(gold if "$" in gold or "\\boxed" in gold else f"${gold}$", parsing_timeout=None)

@@ -17,20 +17,21 @@ from streamrl.tasks.arguments import ARGUMENTS, TaskArguments, not_among, unknow
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.order import digest, is_held_out
 
-BEHAVED = tuple(
-    """
-    ab advanced_geometry aiw arc_1d base_conversion basic_arithmetic bf binary_alternation bitwise_arithmetic
-    caesar_cipher calendar_arithmetic chain_sum circuit_logic color_cube_rotation complex_arithmetic count_bits
-    count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice emoji_mystery
-    family_relationships fraction_simplification gcd group_anagrams isomorphic_strings jugs kakurasu knights_knaves
-    largest_island lcm leg_counting letter_counting letter_jumble manipulate_matrix maze mini_sudoku modulo_grid
-    needle_haystack number_filtering number_format number_sequence palindrome_generation palindrome_partitioning
-    polynomial_equations power_function products quantum_lock ransom_note rotate_matrix rotten_oranges
-    sentence_reordering shortest_path simple_equations simple_geometry sokoban spell_backward string_manipulation
-    string_splitting string_synthesis sudoku survo syllogism time_intervals tower_of_hanoi word_sequence_reversal
-    word_sorting
-    """.split()
+# fmt: off
+BEHAVED = (
+    "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "bf", "binary_alternation",
+    "bitwise_arithmetic", "caesar_cipher", "calendar_arithmetic", "chain_sum", "circuit_logic", "color_cube_rotation",
+    "complex_arithmetic", "count_bits", "count_primes", "course_schedule", "cryptarithm", "decimal_arithmetic",
+    "decimal_chain_sum", "dice", "emoji_mystery", "family_relationships", "fraction_simplification", "gcd",
+    "group_anagrams", "isomorphic_strings", "jugs", "kakurasu", "knights_knaves", "largest_island", "lcm",
+    "leg_counting", "letter_counting", "letter_jumble", "manipulate_matrix", "maze", "mini_sudoku", "modulo_grid",
+    "needle_haystack", "number_filtering", "number_format", "number_sequence", "palindrome_generation",
+    "palindrome_partitioning", "polynomial_equations", "power_function", "products", "quantum_lock", "ransom_note",
+    "rotate_matrix", "rotten_oranges", "sentence_reordering", "shortest_path", "simple_equations", "simple_geometry",
+    "sokoban", "spell_backward", "string_manipulation", "string_splitting", "string_synthesis", "sudoku", "survo",
+    "syllogism", "time_intervals", "tower_of_hanoi", "word_sequence_reversal", "word_sorting",
 )
+# fmt: on
 # The data sets that pass the test of their scorers: the right answer scores 1, junk never does and never
 # raises, item i is the same whatever the size, and no scorer evaluates the model's text as code, which
 # those of countdown, puzzle24, n_queens, binary_matrix, spiral_matrix and others do.

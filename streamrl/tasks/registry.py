@@ -9,7 +9,6 @@ from streamrl.tasks.arguments import parse_arguments
 from streamrl.tasks.environment import Environment
 
 # A task's libraries are loaded only where the task is used: those of reasoning_gym and jsonl take a second each.
-# ruff: noqa: PLC0415
 
 
 def build_task(config: TaskConfig, seed: int, split: Literal["train", "probe"]) -> Environment:

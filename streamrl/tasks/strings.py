@@ -19,11 +19,11 @@ class StringsArguments(TaskArguments):
     """Arguments of `copy` and `successor`."""
 
     length: int = Field(3, ge=1, le=64, description="symbols of a string")
-    alphabet: str = Field("abcdefgh", min_length=2, description="the symbols, in order; each a word of the tokenizer")
+    alphabet: str = Field("abcdefgh", min_length=2, description="the symbols, in order, each one token of the model")
 
     @model_validator(mode="after")
     def _symbols_differ(self) -> StringsArguments:
-        if len(set(self.alphabet)) < len(self.alphabet) or set(self.alphabet) & set("= "):
+        if len(set(self.alphabet)) < len(self.alphabet) or set(self.alphabet) & set("= \t\n"):
             raise ValueError(
                 f"alphabet: {self.alphabet!r} is not allowed; allowed: different symbols, no '=', no space"
             )
@@ -41,9 +41,10 @@ class Strings(Environment):
         self._length = arguments.length
         self._alphabet = arguments.alphabet
         self._seed = seed
-        self._all = len(self._alphabet) ** self._length
+        self._all: int = len(self._alphabet) ** self._length
         held_out = min(max(1, round(arguments.held_out * self._all)), self._all - 1)
-        self._first, self.size = (0, held_out) if split == "probe" else (held_out, self._all - held_out)
+        self._first = 0 if split == "probe" else held_out
+        self.size = held_out if split == "probe" else self._all - held_out
         # The order by which strings are parted does not depend on the seed: every run has the same probes.
 
     def prompt(self, index: int) -> Prompt:
@@ -51,28 +52,28 @@ class Strings(Environment):
         place = self._first + item_at(index, self.size, self._seed)
         code = permute(place, self._all, key="split")
         symbols = self._symbols(code)
-        return Prompt(index=index, text=" ".join([*symbols, "="]), answer=" ".join(self._answer(symbols)))
+        return Prompt(index=index, text=symbols + "=", answer=self._answer(symbols))
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
-        target = (prompt.answer or "").split()
-        given = completion.text.split()
+        target = prompt.answer or ""
+        given = completion.text.strip()
         right = sum(wanted == symbol for wanted, symbol in zip(target, given, strict=False))
         ended = completion.finish_reason == "stop" and len(given) == len(target)
         return Score(
-            reward=(right + ended) / (len(target) + 1),
+            reward=(right + ended) / (max(len(target), len(given)) + 1),
             parts={EXACT: float(ended and right == len(target))},
         )
 
-    def _symbols(self, code: int) -> list[str]:
+    def _symbols(self, code: int) -> str:
         """The string whose number, in base len(alphabet), is `code`."""
-        symbols = []
+        symbols = ""
         for _ in range(self._length):
             code, digit = divmod(code, len(self._alphabet))
-            symbols.append(self._alphabet[digit])
+            symbols += self._alphabet[digit]
         return symbols
 
-    def _answer(self, symbols: list[str]) -> list[str]:
+    def _answer(self, symbols: str) -> str:
         if self._rule == "copy":
             return symbols
         following = dict(zip(self._alphabet, self._alphabet[1:] + self._alphabet[0], strict=True))
-        return [following[symbol] for symbol in symbols]
+        return "".join(following[symbol] for symbol in symbols)

@@ -25,7 +25,7 @@ def _token_batch(
     **replaced: object,
 ) -> TokenBatch:
     random = torch.Generator().manual_seed(seed)
-    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    sample = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
     count = len(sample)
 
     def normal(size: int = count) -> torch.Tensor:

@@ -282,7 +282,7 @@ def test_an_entropy_bonus_without_entropy_is_refused(token_batch):
         policy_loss(batch, AlgoConfig(entropy=0.1), denominators_of(batch))
 
 
-def without(batch: TokenBatch, samples: list[int]) -> TokenBatch:
+def only(batch: TokenBatch, samples: list[int]) -> TokenBatch:
     """A micro batch of the given samples, renumbered."""
     index = torch.cat([(batch.sample == sample).nonzero().squeeze(-1) for sample in samples])
     lengths = torch.tensor([int((batch.sample == sample).sum()) for sample in samples])
@@ -301,7 +301,7 @@ def test_neither_order_nor_micro_batches_nor_packing_change_loss_gradient_or_met
     metrics = finish(sums)
 
     shuffled = batch.select(torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(1)))
-    for parts in ([shuffled], [without(batch, [4, 0]), without(batch, [2]), without(batch, [5, 1, 3])]):
+    for parts in ([shuffled], [only(batch, [4, 0]), only(batch, [2]), only(batch, [5, 1, 3])]):
         results = [policy_loss(part, config, denominators_of(batch)) for part in parts]
         total = torch.stack([part_loss for part_loss, _ in results]).sum()
         other = finish(merge(part_sums for _, part_sums in results))
@@ -328,7 +328,7 @@ def finite_loss(logprobs: list[float], behaviour: list[float], dtype: torch.dtyp
     assert all(math.isfinite(value) for value in finish(sums).values())
 
 
-# The range of float32, twice: as it is, and in float64 far beyond any log-probability.
+# Ordinary log-probs, and anything that float32 can hold.
 LOGPROBS = st.one_of(st.floats(-50, 0), st.floats(width=32, allow_nan=False, allow_infinity=False))
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS | st.just(-math.inf)), max_size=10)
 

@@ -57,7 +57,9 @@ def trl_loss(
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=NORM_LENGTH,
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(
+            num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
         _entropy_bonus_enabled=config.entropy != 0,
         use_adaptive_entropy=False,
         entropy_coef=config.entropy,

@@ -1,0 +1,78 @@
+"""Makes a tiny Qwen2-shaped model with random weights, and its tokenizer, for the tasks copy and successor.
+
+    python -m launch.tiny_model models/tiny [--seed 1] [--symbols 8]
+
+About 75,000 weights in float32, and ten tokens: the letters a to h, "=" and the end. "caf=" is four tokens. So
+few tokens are what a random policy needs to hit a right answer now and then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import string
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+END = "<|endoftext|>"  # the end token of Qwen2's tokenizers
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+# The turns one after another; "=" asks for the answer, as in the tasks.
+
+
+def make(folder: Path, seed: int = 1, symbols: int = 8) -> None:
+    """Write config, weights (safetensors, float32) and tokenizer to `folder`; the same for the same arguments.
+
+    symbols: how many letters the tokenizer knows, 2..26.
+    """
+    if not 2 <= symbols <= len(string.ascii_lowercase):
+        raise ValueError(f"symbols: {symbols} is not allowed; allowed: 2 to {len(string.ascii_lowercase)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(symbols)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer(symbols: int) -> Qwen2Tokenizer:
+    """One token a letter. Other characters have none and are passed over.
+
+    Byte-level BPE without a merge, because transformers reads the tokenizer of any Qwen2 folder as this class.
+    """
+    vocabulary = {token: place for place, token in enumerate([END, "=", *string.ascii_lowercase[:symbols]])}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m launch.tiny_model", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="where the model is written")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random weights (default %(default)s)")
+    parser.add_argument("--symbols", type=int, default=8, help="letters that it knows (default %(default)s)")
+    arguments = parser.parse_args()
+    make(arguments.folder, arguments.seed, arguments.symbols)
+    print(f"{arguments.folder}: a tiny Qwen2 with random weights (seed {arguments.seed})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""One SGLang server as a child process: its arguments, its start, when it is ready, its end.
+
+    start ──▶ (imports, loads the model) ──▶ ready: /model_info answers ──▶ stop: the whole process tree ends
+
+The server runs in a session of its own, writes RUN/logs/server-N.log, and ends by itself when the
+worker that started it has ended in any way (`engine/launch.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.engine.client import EngineClient, EngineError
+from streamrl.engine.hardware import has_cuda
+from streamrl.engine.shutdown import end_server
+
+HOST = "127.0.0.1"
+# A server takes commands (weights, pause) from whoever reaches it, so it is not reachable from elsewhere by default.
+
+POLL = 0.2  # seconds between two looks at a starting server; a start takes 14 s at least
+
+CUDA_GRACE = 10.0
+# seconds between SIGTERM and SIGKILL on a GPU machine: SGLang looks for the signal every 5 s, and frees device
+# memory on that way. On a CPU machine there is nothing in a server that is worth the wait.
+
+REAP = 10.0  # seconds that the kernel may take to end a killed process
+
+LOG_LINES = 20  # last lines of the log in an error; SGLang's own message stands under a traceback of this size
+
+CPU_ARGUMENTS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",  # intel_amx needs kernels of which no CPU build is published
+    "sampling_backend": "pytorch",  # the other one is a CUDA library
+    "max_total_tokens": 65536,  # else the KV cache is sized by the memory that happens to be free at the start
+    "mem_fraction_static": 0.3,  # leaves memory of the machine to the learner beside it
+    "sleep_on_idle": True,  # else an idle scheduler polls at 97% of a core, which the learner needs
+}
+
+
+class ServerFailed(RuntimeError):
+    """A server that did not start, or that ended by itself; the text has the last lines of its log."""
+
+
+class Server:
+    """A started server. `stop` it, whatever happens.
+
+    >>> server = Server(config, run_folder, index=0)
+    >>> await server.ready(client, timeout=270)
+    >>> await server.stop()
+    """
+
+    def __init__(self, config: Config, run_folder: Path, index: int) -> None:
+        """Start the process; `ready` waits for it."""
+        self.log = run_folder / "logs" / f"server-{index}.log"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        port = _free_port()
+        arguments = server_arguments(config, index)
+        self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
+        self._scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
+        command = [sys.executable, "-m", "streamrl.engine.launch"]
+        command += ["--lifeline", str(os.getpid()), "--scratch", str(self._scratch)]
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [*command, *command_line({**arguments, "port": port})],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **_environment(config), "TMPDIR": str(self._scratch)},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while the process runs."""
+        return self._process.poll()
+
+    async def ready(self, client: EngineClient, timeout: float) -> None:
+        """Wait until the server answers. Raises ServerFailed when it ends first, or after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self.check()
+            try:
+                await client.model_info()  # /health would generate a token, a second each time
+                return
+            except EngineError:
+                await asyncio.sleep(POLL)
+        raise ServerFailed(f"{self.address} was not ready in {timeout:g} s; {self._last_lines()}")
+
+    def check(self) -> None:
+        """Raise ServerFailed when the process has ended."""
+        if self.exit_code is not None:
+            raise ServerFailed(f"{self.address} ended with exit code {self.exit_code}; {self._last_lines()}")
+
+    async def stop(self) -> None:
+        """End the whole process tree, within CUDA_GRACE and REAP; may be called twice."""
+        await asyncio.to_thread(end_server, self.pid, CUDA_GRACE if has_cuda() else 0.0, self._scratch)
+        await asyncio.to_thread(self._process.wait, REAP)
+
+    def _last_lines(self) -> str:
+        with self.log.open(errors="replace") as lines:
+            text = "".join(f"  {line.rstrip()}\n" for line in deque(lines, LOG_LINES))
+        return f"last lines of {self.log}:\n{text}"
+
+
+def server_arguments(config: Config, index: int) -> dict[str, Any]:
+    """SGLang's arguments by name, without the port: `generate.server_args` win over all that is set here."""
+    chosen: dict[str, Any] = {
+        "model_path": str(config.model.path),
+        "dtype": config.model.dtype,
+        "host": HOST,
+        "tp_size": config.generate.tensor_parallel,
+        "random_seed": config.run.seed + index,
+        "weight_version": "0.0",  # the weights of model.path
+        "skip_server_warmup": True,  # the warm-up asks for a token over HTTP and delays the first request
+        "skip_tokenizer_init": True,  # the worker tokenises; saves the detokeniser's share of every short answer
+        "log_level_http": "warning",  # else one line a request
+    }
+    if not has_cuda():
+        chosen |= CPU_ARGUMENTS
+    return chosen | {key.replace("-", "_"): value for key, value in config.generate.server_args.items()}
+
+
+def command_line(arguments: dict[str, Any]) -> list[str]:
+    """`{"tp_size": 2, "sleep_on_idle": True}` -> `["--tp-size", "2", "--sleep-on-idle"]`, without False and None."""
+    words: list[str] = []
+    for key, value in arguments.items():
+        if value is None or value is False:
+            continue
+        words.append("--" + key.replace("_", "-"))
+        if isinstance(value, dict):
+            words.append(json.dumps(value))
+        elif isinstance(value, list | tuple):
+            words += [str(item) for item in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def _environment(config: Config) -> dict[str, str]:
+    """What SGLang takes from the environment alone."""
+    chosen = {"HF_HUB_OFFLINE": "1"}  # the model is a folder; without it, a lookup that times out on a closed network
+    if has_cuda():
+        return chosen
+    threads, ranks = config.generate.threads, config.generate.tensor_parallel
+    chosen |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "TORCH_COMPILE_DISABLE": "1",  # needs triton
+    }
+    if ranks > 1:  # SGLang asks for the cores of each rank; they wrap round on a small machine
+        cores = os.cpu_count() or 1
+        spans = [[str((rank * threads + thread) % cores) for thread in range(threads)] for rank in range(ranks)]
+        chosen["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(span) for span in spans)
+    return chosen
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _bracketed(host: str) -> str:
+    """An IPv6 address as it stands in a URL."""
+    return f"[{host}]" if ":" in host else host

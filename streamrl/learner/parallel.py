@@ -1,0 +1,85 @@
+"""The learner's ranks: torch.distributed, Megatron's parallel state, and small objects between them."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from streamrl.config import Config
+from streamrl.device import Device, detect
+from streamrl.learner import cpu_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the learner's ranks. Layout: data parallel alone."""
+
+    device: Device
+    rank: int
+    world: int
+    control: dist.ProcessGroup  # gloo, for objects and for waiting, on every device
+    shares: tuple[int, ...]  # data-parallel rank of every rank: which share of a batch it trains
+
+    @classmethod
+    def start(cls, config: Config) -> Ranks:
+        """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+
+        Without torchrun the process is alone and opens no port. Raises ValueError when the number of ranks
+        is not `learner.ranks`.
+        """
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if world != config.learner.ranks:
+            raise ValueError(f"learner.ranks: {config.learner.ranks} is configured, {world} were started")
+        device = detect(int(os.environ.get("LOCAL_RANK", "0")))
+        device.select(config.learner.threads)
+        cpu_adapter.install()
+        timeout = timedelta(seconds=config.learner.collective_timeout)
+        store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
+        dist.init_process_group(device.backend, timeout=timeout, store=store, rank=rank, world_size=world)
+        parallel_state.initialize_model_parallel(
+            distributed_timeout_minutes=math.ceil(config.learner.collective_timeout / 60),
+            create_gloo_process_groups=False,
+        )
+        device.seed(config.run.seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        shares: list[Any] = [None] * world
+        dist.all_gather_object(shares, parallel_state.get_data_parallel_rank(), group=control)
+        return cls(device, rank, world, control, tuple(shares))
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The sizes of the parallel layout, as checkpoints record them."""
+        return {
+            "data_parallel": parallel_state.get_data_parallel_world_size(),
+            "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+            "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        }
+
+    def broadcast(self, value: Any) -> Any:
+        """A small object of rank 0, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def scatter(self, values: list[Any] | None) -> Any:
+        """Rank 0's `values`, one for each data-parallel rank: the one of this rank."""
+        box: list[Any] = [None]
+        per_rank = None if values is None else [values[share] for share in self.shares]
+        dist.scatter_object_list(box, per_rank, src=0, group=self.control)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.control)
+
+    def stop(self) -> None:
+        """Leave the process groups. Safe to call when a peer is gone."""
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

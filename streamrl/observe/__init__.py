@@ -1,0 +1,1 @@
+"""What a run says about itself: events, metrics, console, sinks, pictures."""

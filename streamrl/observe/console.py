@@ -1,0 +1,201 @@
+"""The live table of a run: what it learns, how fast, how stale, and who waits for whom.
+
+It reads what the roles append to `metrics.jsonl` and `events/`, so it needs no connection to them.
+In a terminal it is one table that is redrawn; elsewhere a line every ten seconds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.live import Live
+from rich.table import Table
+
+from streamrl.config import Config
+from streamrl.observe.events import read_events
+from streamrl.observe.metrics import parse_row, read_metrics
+from streamrl.observe.summary import print_summary
+
+LINE_EVERY = 10.0
+# Seconds between two lines where there is no terminal: a run of six minutes then fills half a screen.
+
+_WIDTH = 40
+# Points of the sparkline.
+
+_WINDOW = 5
+# Steps over which rates and idle fractions are averaged: one step of a small run takes half a second.
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Console:
+    """Shows a run while it goes on.
+
+    >>> console = Console(config, run_folder)
+    >>> console.refresh()   # a few times a second
+    >>> console.close()
+    >>> console.summary()
+    """
+
+    def __init__(self, config: Config, run_folder: Path, terminal: Terminal | None = None) -> None:
+        self._config = config
+        self._run_folder = run_folder
+        self._terminal = terminal or Terminal()
+        self._metrics = Tail(run_folder / "metrics.jsonl")
+        self._rows: list[dict[str, Any]] = list(read_metrics(run_folder))
+        self._metrics.skip()
+        self._first = len(self._rows)
+        self._printed = time.monotonic()
+        self._live: Live | None = None
+        if config.observe.console and self._terminal.is_terminal:
+            self._live = Live(self._table(), console=self._terminal, auto_refresh=False, transient=False)
+            self._live.start()
+
+    def refresh(self) -> None:
+        """Read what has been appended and show it."""
+        self._read()
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+        elif time.monotonic() - self._printed >= LINE_EVERY:
+            self._print_line()
+
+    def close(self) -> None:
+        """Show the last state and give the terminal back. May be called twice."""
+        self._read()
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            self._live.stop()
+            self._live = None
+        elif self._first < len(self._rows):
+            self._print_line()
+        self._first = len(self._rows)
+
+    def summary(self) -> None:
+        """Print what was learned, the figures, and what to run next."""
+        print_summary(self._config, self._run_folder, self._terminal)
+
+    def _read(self) -> None:
+        for line in self._metrics.lines():
+            row = parse_row(line)
+            if row is None:
+                continue
+            while self._rows and self._rows[-1]["step"] >= row["step"]:  # a resume has begun further back
+                self._rows.pop()
+            self._rows.append(row)
+
+    def _print_line(self) -> None:
+        self._printed = time.monotonic()
+        text = one_line(self._rows, self._config) if self._rows else f"no step yet; {ready_roles(self._run_folder)}"
+        self._terminal.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def _table(self) -> Table:
+        table = Table(title=f"streamrl · {self._config.run.name}", title_justify="left", show_header=False)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        if not self._rows:
+            table.add_row("roles", ready_roles(self._run_folder))
+            table.add_row("", "no step yet")
+            return table
+        for name, value in _fields(self._rows, self._config):
+            table.add_row(name, value)
+        return table
+
+
+class Tail:
+    """The complete lines that were appended to a file since the last look; a file that was replaced begins anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+        self._file_id = 0
+
+    def skip(self) -> None:
+        """Pass over what is there now."""
+        for _ in self.lines():
+            continue
+
+    def lines(self) -> Iterator[bytes]:
+        """The new lines, each with its end."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            status = self._path.stat()
+            if status.st_ino != self._file_id or status.st_size < self._position:
+                self._file_id, self._position = status.st_ino, 0
+            file.seek(self._position)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._position += len(line)
+                yield line
+
+
+def ready_roles(run_folder: Path) -> str:
+    """Which roles have started and which of them are ready, from their event logs."""
+    words = []
+    for path in sorted((run_folder / "events").glob("*.jsonl")):
+        names = {record["event"] for record in read_events(path)}
+        words.append(f"{path.stem} {'ready' if 'ready' in names else 'starting'}")
+    return ", ".join(words) or "roles are starting"
+
+
+def who_waits(idle_learner: float, idle_generator: float) -> str:
+    """Who waits for whom, in words, from the two idle shares of 0..1."""
+    if max(idle_learner, idle_generator) < 0.1:
+        return "nobody waits"
+    learner = f"learner waits for the generators {idle_learner:.0%} of the time"
+    generator = f"generators wait for the learner {idle_generator:.0%} of the time"
+    if min(idle_learner, idle_generator) >= 0.1:
+        return f"{learner}, {generator}"
+    return learner if idle_learner > idle_generator else generator
+
+
+def sparkline(values: list[float], width: int = _WIDTH) -> str:
+    """The course of `values`, from 0 (or their least) to 1 (or their largest), in `width` characters at most."""
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [index * len(values) // count for index in range(count + 1)]
+    means = [_mean(values[start:end]) for start, end in itertools.pairwise(edges)]
+    low, high = min(0.0, *means), max(1.0, *means)
+    return "".join(_BLOCKS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
+
+
+def one_line(rows: list[dict[str, Any]], config: Config) -> str:
+    """The state of a run as one line of text."""
+    fields = dict(_fields(rows, config))
+    reward = f"reward {_latest(rows, 'reward/mean'):.3f}"
+    return " | ".join([f"step {fields['step']}", reward, fields["tokens/s"], fields["staleness"], fields["waiting"]])
+
+
+def _fields(rows: list[dict[str, Any]], config: Config) -> Iterator[tuple[str, str]]:
+    """The lines of the table."""
+    last = rows[-1]
+    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    yield "step", f"{last['step']} of {config.run.steps}, {_latest(rows, 'time/step'):.2f} s each"
+    yield "reward", f"{_latest(rows, 'reward/mean'):.3f}  {sparkline(rewards)}"
+    yield "pass rate", f"{_latest(rows, 'pass_rate'):.2f}, groups with signal {_latest(rows, 'signal_rate'):.2f}"
+    generated, trained = _latest(rows, "tokens/generated_per_s"), _latest(rows, "tokens/trained_per_s")
+    yield "tokens/s", f"generated {generated:,.0f}/s, trained {trained:,.0f}/s"
+    largest = max(row.get("staleness/max") or 0 for row in rows)
+    allowed = math.ceil(config.replay.max_staleness)
+    mean = _latest(rows, "staleness/mean")
+    yield "staleness", f"staleness mean {mean:.2f}, max {largest:g} of {allowed} allowed"
+    waiting, slots = last.get("buffer/groups") or 0, config.replay.slots
+    yield "buffer", f"{waiting:g} groups wait, {slots} slots, {(last.get('buffer/bytes') or 0) / 2**20:.1f} MiB"
+    yield "waiting", who_waits(_latest(rows, "idle/learner"), _latest(rows, "idle/generator"))
+
+
+def _latest(rows: list[dict[str, Any]], name: str) -> float:
+    """The mean of the last few steps; 0 where a metric is missing."""
+    return _mean([row[name] for row in rows[-_WINDOW:] if row.get(name) is not None])
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,182 @@
+"""The metrics of a run: their names, units and meanings, and `metrics.jsonl`, one object a learner step."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.observe.sinks import Sink
+
+log = logging.getLogger(__name__)
+
+_BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")
+# The suffix of a metric over the tokens of one staleness bucket: /s0, /s3_4, /s9+.
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One name of `metrics.jsonl`."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("step", "steps", "learner steps in the weights after this one"),
+    Metric("version", "", "policy version after this step"),
+    Metric("time", "s", "end of the step, since the epoch"),
+    Metric("reward/mean", "", "mean reward of the samples"),
+    Metric("reward/std", "", "standard deviation of the samples' rewards"),
+    Metric("pass_rate", "share", "samples that are wholly right"),
+    Metric("signal_rate", "share", "groups whose rewards differ, which alone carry a gradient"),
+    Metric("tokens/generated", "tokens", "output tokens of the groups that arrived since the last batch"),
+    Metric("tokens/trained", "tokens", "tokens that entered the loss"),
+    Metric("tokens/dropped", "tokens", "trained tokens whose behaviour log-prob is not finite"),
+    Metric("tokens/generated_per_s", "tokens/s", "tokens/generated over time/step"),
+    Metric("tokens/trained_per_s", "tokens/s", "tokens/trained over time/step"),
+    Metric("staleness/mean", "steps", "mean age of a trained token: step of the weights minus its version's step"),
+    Metric("staleness/p95", "steps", "95th percentile of the age"),
+    Metric("staleness/max", "steps", "largest age; never above ceil(replay.max_staleness)"),
+    Metric("loss/total", "", "the loss that was minimised, all terms"),
+    Metric("loss/kl", "nats/token", "KL divergence to the reference policy; 0 without one"),
+    Metric("loss/entropy", "nats/token", "mean entropy of the policy"),
+    Metric("loss/clip_low", "share", "tokens clipped at 1 - eps_low"),
+    Metric("loss/clip_high", "share", "tokens clipped at 1 + eps_high"),
+    Metric("loss/clip_dual", "share", "tokens at the bound of the dual clip"),
+    Metric(
+        "offpolicy/ess", "share", "effective sample size of the policy over the behaviour policy, before any weight"
+    ),
+    Metric("offpolicy/kl", "nats/token", "KL of the behaviour policy to the policy, by k3"),
+    Metric("offpolicy/kl_k1", "nats/token", "the same by k1"),
+    Metric("offpolicy/log_ratio_mean", "nats", "mean |log ratio| of policy and behaviour policy"),
+    Metric("offpolicy/log_ratio_max", "nats", "largest |log ratio|"),
+    Metric("weights/ess", "share", "effective sample size of the weights that were applied"),
+    Metric("weights/masked", "share", "tokens with weight 0"),
+    Metric("weights/masked_token", "share", "tokens that the token mask removed"),
+    Metric("weights/masked_sequence", "share", "tokens that the sequence mask removed"),
+    Metric("weights/masked_geometric", "share", "tokens that the geometric mask removed"),
+    Metric("grad_norm", "", "gradient norm before clipping; null where it is not finite"),
+    Metric("lr", "", "learning rate of the step"),
+    Metric("steps/updates", "updates", "optimizer updates so far"),
+    Metric("steps/skipped", "steps", "steps so far whose gradient was not finite: no update"),
+    Metric("micro_batches", "", "packed micro batches of the step on rank 0"),
+    Metric("length/mean", "tokens", "mean output length of a sample"),
+    Metric("length/p95", "tokens", "95th percentile of the output length"),
+    Metric("time/step", "s", "the whole step, from asking for the batch"),
+    Metric("time/wait", "s", "waiting for the batch"),
+    Metric("time/forward_backward", "s", "loss and gradient"),
+    Metric("time/optimizer", "s", "the update"),
+    Metric("time/publish", "s", "training stood still for a publish"),
+    Metric("idle/learner", "share", "time/wait over time/step"),
+    Metric(
+        "idle/generator", "share", "part of the time in which a server had nothing to generate, mean of the workers"
+    ),
+    Metric("memory/allocated", "bytes", "device memory in use on rank 0; CUDA only"),
+    Metric("memory/peak", "bytes", "its largest value so far; CUDA only"),
+    Metric("buffer/groups", "groups", "complete groups that wait for training"),
+    Metric("buffer/bytes", "bytes", "their size"),
+)
+
+NAMES = frozenset(metric.name for metric in METRICS)
+
+
+def describe() -> str:
+    """The table of all metrics in Markdown."""
+    lines = ["| name | unit | meaning |", "|---|---|---|"]
+    lines += [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
+    return "\n".join([*lines, "", "`NAME/s0`, `/s1`, `/s3_4`, ... is the metric over the tokens of that staleness."])
+
+
+def is_known(name: str) -> bool:
+    """Whether `name` is in the table, or is the variant of one that is, for one staleness bucket."""
+    return name in NAMES or _BUCKET.sub("", name) in NAMES
+
+
+class MetricsWriter:
+    """Appends to `RUN/metrics.jsonl`, one line and one `write` a step, and hands the same to the sinks."""
+
+    def __init__(self, run_folder: Path, sinks: Sequence[Sink] = ()) -> None:
+        self.path = run_folder / "metrics.jsonl"
+        self._sinks = tuple(sinks)
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def truncate_after(self, step: int) -> None:
+        """Cut every row beyond `step`, and a row that a crash has torn: what a resume at `step` begins with.
+
+        The rows that stay are kept byte for byte.
+        """
+        with self.path.open("rb") as rows:
+            kept = [row for row in rows if (read := parse_row(row)) is not None and read["step"] <= step]
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        draft.write_bytes(b"".join(kept))
+        os.replace(draft, self.path)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        for sink in self._sinks:
+            sink.truncate_after(step)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append the metrics of one step; a number that is not finite is written as null.
+
+        Raises ValueError for a row without `step` and for names that the table does not know.
+        """
+        unknown = sorted(name for name in row if not is_known(name))
+        if unknown or "step" not in row:
+            raise ValueError(f"metrics row with unknown names {unknown}" if unknown else "metrics row without a step")
+        finite = {name: value if _is_finite(value) else None for name, value in row.items()}
+        lost = [name for name, value in finite.items() if value is None]
+        if lost:
+            log.warning("step %s: not finite: %s", row["step"], ", ".join(lost))
+        os.write(self._file, json.dumps(finite, default=_plain, allow_nan=False).encode() + b"\n")
+        for sink in self._sinks:
+            sink.write(int(row["step"]), finite)
+
+    def close(self) -> None:
+        """Close the file and the sinks. May be called twice."""
+        if self._file < 0:
+            return
+        os.close(self._file)
+        self._file = -1
+        for sink in self._sinks:
+            sink.close()
+
+
+def read_metrics(run_folder: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a run in the order of its steps; none before its first step. A torn last row is passed over."""
+    path = run_folder / "metrics.jsonl"
+    if not path.exists():
+        return
+    with path.open("rb") as rows:
+        for row in rows:
+            read = parse_row(row)
+            if read is not None:
+                yield read
+
+
+def parse_row(row: bytes) -> dict[str, Any] | None:
+    """One line of `metrics.jsonl` with its end; None when it is torn."""
+    if not row.endswith(b"\n"):
+        return None
+    try:
+        read = json.loads(row)
+    except ValueError:
+        return None
+    return read if isinstance(read, dict) and "step" in read else None
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers of numpy as Python's, anything else as its text."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -1,0 +1,116 @@
+"""The end of a run in words: answers before and after, the figures, and what to run next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console as Terminal
+from rich.markup import escape
+from rich.table import Table
+
+from streamrl.config import Config
+from streamrl.observe.events import read_events
+from streamrl.observe.metrics import read_metrics
+
+_ENDS = 5
+# Steps at the start and at the end whose mean reward is compared.
+
+_ANSWER = 60
+# Characters of a prompt or an answer that are shown.
+
+
+def print_summary(config: Config, run_folder: Path, terminal: Terminal | None = None) -> None:
+    """Print it. A run without a step prints what to run next alone."""
+    terminal = terminal or Terminal()
+    rows, answers = list(read_metrics(run_folder)), probes(run_folder)
+    if answers:
+        terminal.print(_answers(answers))
+    if rows:
+        terminal.print(_figures(rows))
+    terminal.print("\nWhat to run next:")
+    for command, purpose in next_commands(config, run_folder):
+        terminal.print(f"  {escape(command)}\n      [dim]{escape(purpose)}[/dim]", soft_wrap=True, highlight=False)
+
+
+def probes(run_folder: Path) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """The held-out prompts: pairs of the first `probe` event at the start and the last one at the end.
+
+    A `probe` event has the fields `moment` (start | end), `index`, `prompt`, `expected`, `answer`, `reward`.
+    """
+    moments: dict[str, dict[int, dict[str, Any]]] = {"start": {}, "end": {}}
+    records = [record for path in (run_folder / "events").glob("*.jsonl") for record in read_events(path)]
+    for record in sorted(records, key=lambda record: record["time"]):
+        if record["event"] != "probe":
+            continue
+        if record["moment"] == "start":
+            moments["start"].setdefault(record["index"], record)
+        else:
+            moments["end"][record["index"]] = record
+    return [(before, moments["end"].get(index)) for index, before in sorted(moments["start"].items())]
+
+
+def next_commands(config: Config, run_folder: Path) -> list[tuple[str, str]]:
+    """(command, purpose) of what makes sense after this run."""
+    copy = run_folder / "config.yaml"
+    commands = []
+    if config.publish.keep_every == 1 and config.observe.journal:
+        commands.append((f"streamrl audit {run_folder}", "recompute every behaviour log-prob with Hugging Face"))
+    commands.append(
+        (f"streamrl train {copy} run.steps={2 * config.run.steps}", "resume this run and train as long again")
+    )
+    if config.replay.max_staleness > 0:
+        commands.append(
+            (
+                f"streamrl train {copy} run.name={config.run.name}-sync replay.max_staleness=0",
+                "the same without asynchrony, to compare",
+            )
+        )
+    return commands
+
+
+def _answers(answers: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> Table:
+    table = Table("prompt", "right", "answer before", "answer after", title="Held-out prompts", title_justify="left")
+    for before, after in answers:
+        texts = (before["prompt"], before["expected"], before["answer"], after["answer"] if after else "-")
+        table.add_row(*(escape(_short(text)) for text in texts))
+    return table
+
+
+def _figures(rows: list[dict[str, Any]]) -> Table:
+    first, last = rows[:_ENDS], rows[-_ENDS:]
+    seconds = sum(row.get("time/step") or 0.0 for row in rows)
+    trained = sum(row.get("tokens/trained") or 0 for row in rows)
+    generated = sum(row.get("tokens/generated") or 0 for row in rows)
+    table = Table(title="Figures", title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    table.add_row(
+        "mean reward", f"{_mean(first, 'reward/mean'):.3f} at the start, {_mean(last, 'reward/mean'):.3f} at the end"
+    )
+    table.add_row(
+        "pass rate", f"{_mean(first, 'pass_rate'):.3f} at the start, {_mean(last, 'pass_rate'):.3f} at the end"
+    )
+    table.add_row("steps", f"{len(rows)} in {seconds:.0f} s")
+    rate = max(seconds, 1e-9)
+    table.add_row(
+        "tokens",
+        f"{generated:,.0f} generated ({generated / rate:,.0f}/s), {trained:,.0f} trained ({trained / rate:,.0f}/s)",
+    )
+    oldest = max(row.get("staleness/max") or 0 for row in rows)
+    table.add_row("staleness", f"mean {_mean(rows, 'staleness/mean'):.2f}, max {oldest:g} learner steps")
+    table.add_row("idle", f"learner {_mean(rows, 'idle/learner'):.0%}, generators {_mean(rows, 'idle/generator'):.0%}")
+    return table
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _short(text: Any) -> str:
+    """One line of at most 60 characters; chat messages are shown by their last turn."""
+    if isinstance(text, list):
+        text = text[-1]["content"]
+    line = " ".join(str(text).split()) or "(nothing)"
+    return line if len(line) <= _ANSWER else line[: _ANSWER - 1] + "…"

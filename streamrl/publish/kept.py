@@ -1,0 +1,39 @@
+"""Published versions kept as Hugging Face folders, `RUN/weights/step_N`, for whoever checks the run afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from streamrl.publish.staging import Staged
+
+
+def kept_folder(run_folder: Path, step: int) -> Path:
+    """Where the weights of `step` are kept, if they are."""
+    return run_folder / "weights" / f"step_{step}"
+
+
+def keep(staged: Staged, model: Path, run_folder: Path) -> Path:
+    """Write the version with the configuration and tokenizer files of `model`; whole or not at all. Returns the folder.
+
+    A step that was kept before, under an older incarnation, is replaced.
+    """
+    target = kept_folder(run_folder, staged.version.step)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for file in model.iterdir():
+        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and not _is_weight_index(file):
+            shutil.copy(file, draft / file.name)
+    save_file(dict(staged.tensors()), draft / "model.safetensors", metadata={"format": "pt", "version": str(staged.version)})
+    shutil.rmtree(target, ignore_errors=True)
+    draft.rename(target)
+    return target
+
+
+def _is_weight_index(file: Path) -> bool:
+    """The index of a sharded checkpoint, which would point at files that the kept folder does not have."""
+    return file.name.endswith(".index.json")

@@ -1,0 +1,325 @@
+"""The learner's publisher: takes versions from the training loop and brings every server to the newest one.
+
+    offer ──copy──▶ staging ──thread──▶ keep ──▶ announce ──▶ server after server: Publish, bytes, Applied
+      ▲ waits only while the former version is still going out
+
+A server that fails is left, tried again after a pause, and never holds the others or the training loop
+for longer than `publish.timeout`.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+
+from streamrl.config import Config
+from streamrl.device import detect
+from streamrl.observe.events import EventLog
+from streamrl.publish.broadcast import BroadcastSource
+from streamrl.publish.kept import keep
+from streamrl.publish.staging import Staged, Staging
+from streamrl.publish.transport import PublishError, Source
+from streamrl.stream.messages import (
+    Announce,
+    Applied,
+    Bye,
+    Hello,
+    MalformedMessage,
+    Message,
+    Publish,
+    PublishFailed,
+    Roster,
+    ServerState,
+    Stop,
+)
+from streamrl.stream.sockets import Dealer, StreamTimeout
+from streamrl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+ROSTER_POLL = 0.05  # seconds between two looks for roster news while there is nothing to do; an offer wakes at once
+
+WAIT_POLL = 0.002
+# seconds of one wait for the service while bytes are under way: the time that a failure goes unnoticed, and what
+# a broadcast that has finished may wait for its successor.
+
+FIRST_PAUSE = 1.0  # seconds before a failed server is tried again; doubled each time, up to publish.timeout
+
+
+@dataclass(slots=True)
+class _Retry:
+    """When a failed server is tried again."""
+
+    at: float  # monotonic seconds
+    pause: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishStatistics:
+    """What publishing has cost so far."""
+
+    seconds: float = 0.0  # from the start of the last round over the servers to its end
+    waited: float = 0.0  # seconds that `offer` has waited for former rounds, in total
+    published: int = 0  # servers that got a version, in total
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the training loop and the thread both see, under the condition's lock."""
+
+    staged: Staged | None = None
+    taken: Staged | None = None  # the last version that the thread has kept and announced
+    roster: dict[str, ServerState] = field(default_factory=dict)
+    failure: BaseException | None = None
+    stopped: bool = False  # by the service
+    closing: bool = False
+    statistics: PublishStatistics = PublishStatistics()
+
+
+class Publisher:
+    """One thread with a socket of its own. `close` it.
+
+    >>> publisher = Publisher(address, config, run_folder, version, events)
+    >>> publisher.offer(PolicyVersion(1), model.export())  # (Hugging Face name, CPU tensor)
+    >>> publisher.wait(timeout=60)
+    True
+    """
+
+    def __init__(
+        self, address: str, config: Config, run_folder: Path, version: PolicyVersion, events: EventLog
+    ) -> None:
+        """`address` of the replay service; `version` that the learner has now."""
+        self._address = address
+        self._config = config
+        self._run_folder = run_folder
+        self._version = version
+        self._events = events
+        self._staging = Staging(config.publish.bucket)
+        self._staging_lock = threading.Lock()  # held while the staged bytes are written, or read
+        self._changed = threading.Condition()
+        self._shared = _Shared()
+        self._retries: dict[str, _Retry] = {}  # the thread's alone, as the socket and the source are
+        self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def statistics(self) -> PublishStatistics:
+        with self._changed:
+            return self._shared.statistics
+
+    def offer(self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy the weights and return; the thread publishes them. Consumes `tensors`, one after another.
+
+        Waits while the former version is still going out. Raises RuntimeError when the thread has failed.
+        """
+        began = time.monotonic()
+        while not self._staging_lock.acquire(timeout=1.0):
+            self._raise_failure()  # else each round of the thread has its deadline
+        waited = time.monotonic() - began
+        try:
+            staged = self._staging.fill(version, tensors)
+        finally:
+            self._staging_lock.release()
+        with self._changed:
+            self._shared.staged = staged
+            self._count(waited=self._shared.statistics.waited + waited)
+            self._changed.notify_all()
+        self._raise_failure()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until every live server has the newest version; False when `timeout` seconds were not enough."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._shared.failure or self._is_complete(), timeout)
+        self._raise_failure()
+        return bool(done)
+
+    def close(self) -> None:
+        """End the thread; a transfer that is under way is given up."""
+        with self._changed:
+            self._shared.closing = True
+            self._changed.notify_all()
+        self._thread.join(self._config.publish.timeout)
+        if self._thread.is_alive():  # inside a join of a process group, which nothing can interrupt
+            log.warning("the publisher's thread did not end in publish.timeout; it ends with the process")
+
+    def _raise_failure(self) -> None:
+        with self._changed:
+            failure = self._shared.failure
+        if failure is not None:
+            raise RuntimeError(f"the publisher has failed: {failure}") from failure
+
+    def _is_complete(self) -> bool:
+        """Call with the lock held."""
+        shared = self._shared
+        if shared.stopped or shared.staged is None:
+            return True
+        newest = shared.staged.version
+        return shared.taken is shared.staged and all(state.version >= newest for state in shared.roster.values())
+
+    # -- the thread
+
+    def _main(self) -> None:
+        dealer = Dealer(self._address, self._config.stream, "publisher")
+        source = BroadcastSource(_own_host(self._address), detect(), self._config.publish.timeout)
+        try:
+            dealer.send(Hello(role="publisher", name="publisher", version=self._version))
+            while self._next_round(dealer):
+                self._hear(dealer, 0.0)
+                self._round(dealer, source)
+            dealer.send(Bye())
+        except Exception as failure:  # goes on in the training loop's thread
+            log.exception("the publisher has failed")
+            with self._changed:
+                self._shared.failure = failure
+                self._changed.notify_all()
+        finally:
+            source.close()
+            dealer.close()
+
+    def _next_round(self, dealer: Dealer) -> bool:
+        """Wait for an offer, or for the next look at the roster. False: the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._shared.closing or self._is_new(), ROSTER_POLL)
+            return not self._shared.closing
+
+    def _is_new(self) -> bool:
+        return self._shared.staged is not self._shared.taken
+
+    def _round(self, dealer: Dealer, source: Source) -> None:
+        """Keep and announce a new version; bring the servers that are behind to the newest one."""
+        with self._staging_lock:
+            with self._changed:
+                staged, is_new, stopped = self._shared.staged, self._is_new(), self._shared.stopped
+            if staged is None:
+                return
+            if is_new:
+                self._take(dealer, staged)
+            began = time.monotonic()
+            behind = [] if stopped else self._behind(staged.version)
+            for server in behind:
+                self._publish(dealer, source, server, staged)
+            if behind:
+                self._count(seconds=time.monotonic() - began)
+
+    def _take(self, dealer: Dealer, staged: Staged) -> None:
+        """A version is kept before any server has it: no token without the weights that it can be checked with."""
+        every = self._config.publish.keep_every
+        if every and staged.version.step % every == 0:
+            with self._events.span("publish.keep", version=str(staged.version)):
+                keep(staged, self._config.model.path, self._run_folder)
+        dealer.send(Announce(version=staged.version))
+        self._retries.clear()
+        with self._changed:
+            self._shared.taken = staged
+            self._changed.notify_all()
+
+    def _behind(self, version: PolicyVersion) -> list[ServerState]:
+        """Servers with older weights whose pause after a failure, if any, is over."""
+        now = time.monotonic()
+        with self._changed:
+            servers = [state for state in self._shared.roster.values() if state.version < version]
+        return [state for state in servers if state.name not in self._retries or self._retries[state.name].at <= now]
+
+    def _publish(self, dealer: Dealer, source: Source, server: ServerState, staged: Staged) -> None:
+        """One version to one server, within `publish.timeout`; a failure is counted and retried later."""
+        deadline = time.monotonic() + self._config.publish.timeout
+        failures: list[str] = []
+
+        def check() -> None:
+            message = self._hear(dealer, WAIT_POLL)
+            if isinstance(message, PublishFailed) and (message.server, message.version) == (server.name, staged.version):
+                failures.append(message.reason)
+            self._check(server.name, failures, deadline)
+
+        try:
+            with self._events.span("publish", server=server.name, version=str(staged.version)):
+                dealer.send(
+                    Publish(server=server.name, version=staged.version, manifest=source.manifest(server, staged))
+                )
+                source.send(server, staged, check)
+                while self._version_of(server.name) < staged.version:
+                    check()
+        except (PublishError, StreamTimeout) as error:
+            self._failed(source, server.name, str(error))
+            return
+        self._retries.pop(server.name, None)
+        self._count(published=self.statistics.published + 1)
+
+    def _check(self, server: str, failures: list[str], deadline: float) -> None:
+        """Raise PublishError when waiting for `server` has become pointless."""
+        with self._changed:
+            present, ending = server in self._shared.roster, self._shared.closing or self._shared.stopped
+        if failures:
+            raise PublishError(f"{server}: {failures[-1]}")
+        if not present:
+            raise PublishError(f"{server} has left")
+        if ending:
+            raise PublishError(f"{server}: the publisher is closing")
+        if time.monotonic() > deadline:
+            raise PublishError(f"{server} did not finish in publish.timeout={self._config.publish.timeout:g} s")
+
+    def _failed(self, source: Source, server: str, reason: str) -> None:
+        source.drop(server)
+        former = self._retries.get(server)
+        pause = min(2 * former.pause, self._config.publish.timeout) if former else FIRST_PAUSE
+        self._retries[server] = _Retry(time.monotonic() + pause, pause)
+        log.warning("publish failed, next try in %g s: %s", pause, reason)
+        self._count(failed=self.statistics.failed + 1)
+
+    def _hear(self, dealer: Dealer, timeout: float) -> Message | None:
+        """Take in what the service said, waiting `timeout` seconds for the first message. Returns the last one."""
+        last: Message | None = None
+        while True:
+            try:
+                message = dealer.receive(timeout)
+            except MalformedMessage as error:
+                log.warning("malformed message from the replay service: %s", error.reason)
+                continue
+            if message is None:
+                return last
+            assert isinstance(message, Message)  # batches go to the learner's own socket
+            last, timeout = message, 0.0
+            self._note(message)
+
+    def _note(self, message: Message) -> None:
+        with self._changed:
+            match message:
+                case Roster(servers=servers):
+                    self._shared.roster = {state.name: state for state in servers}
+                case Applied(server=server, version=version) if server in self._shared.roster:
+                    world_size = self._shared.roster[server].world_size
+                    state = ServerState(name=server, version=version, world_size=world_size)
+                    self._shared.roster[server] = state
+                case Stop():
+                    self._shared.stopped = True
+            self._changed.notify_all()
+
+    def _version_of(self, server: str) -> PolicyVersion:
+        with self._changed:
+            state = self._shared.roster.get(server)
+        return state.version if state is not None else PolicyVersion(0)
+
+    def _count(self, **changes: float) -> None:
+        with self._changed:
+            from dataclasses import replace
+
+            self._shared.statistics = replace(self._shared.statistics, **changes)
+
+
+def _own_host(service: str) -> str:
+    """This machine's address on the way to the replay service, where the servers' workers are as well."""
+    parts = urlsplit(service)
+    host, port = parts.hostname or "127.0.0.1", parts.port or 1
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # sends nothing: the kernel only chooses the way
+        return str(probe.getsockname()[0])

@@ -1,0 +1,80 @@
+"""What a weight transport is: a Source in the learner, a Sink in the worker, and a manifest that joins them.
+
+    Source.manifest ──▶ Publish(server, version, manifest) ──▶ Sink.apply
+    Source.send     ════════════ the bytes ════════════════▶ server
+
+The manifest travels through the replay service, the bytes do not. No torch here: the worker has none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from streamrl.stream.messages import ServerState
+from streamrl.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from streamrl.publish.staging import Staged
+
+Check = Callable[[], None]
+# Called while a source waits, at least every few milliseconds; raises PublishError when it should stop waiting.
+
+
+class PublishError(RuntimeError):
+    """A server did not get a version; the text says why."""
+
+
+class BucketLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors that lie one behind the other in one run of bytes.
+
+    Example: `BucketLayout(names=("norm.weight",), dtypes=("float32",), shapes=((64,),), bytes=256, checksum="9ae1...")`.
+    """
+
+    names: tuple[str, ...]  # Hugging Face names
+    dtypes: tuple[str, ...]  # torch's names without "torch."
+    shapes: tuple[tuple[int, ...], ...]
+    bytes: int
+    checksum: str  # xxh3_64 of the bytes, hexadecimal
+
+
+class BroadcastManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="broadcast"):
+    """How to receive one version by broadcasts of a torch.distributed group."""
+
+    group: str  # name of the group; a sink that has not joined it does so first
+    host: str  # where rank 0, the source, listens for the others
+    port: int
+    world_size: int  # the source and all ranks of the server
+    backend: str  # gloo | nccl
+    buckets: tuple[BucketLayout, ...]  # one broadcast each, in this order
+
+
+class Source(ABC):
+    """The learner's end. Used by one thread."""
+
+    @abstractmethod
+    def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
+        """What the server's sink must know to receive `staged`; nothing is sent yet."""
+
+    @abstractmethod
+    def send(self, server: ServerState, staged: Staged, check: Check) -> None:
+        """Send the bytes that `manifest` announced. Raises PublishError, whatever goes wrong."""
+
+    @abstractmethod
+    def drop(self, server: str) -> None:
+        """Let go of what is kept for this server: it has failed or left. Must not wait for it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of every server."""
+
+
+class Sink(ABC):
+    """The worker's end, for one server."""
+
+    @abstractmethod
+    async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
+        """Make the server generate with `version`. Raises PublishError, whatever goes wrong."""

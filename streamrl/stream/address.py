@@ -1,0 +1,46 @@
+"""Where the replay service listens: `RUN/replay.address`, the one discovery point of a run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+from streamrl.config import Config
+
+POLL = 0.05
+# seconds between two looks for the file: nothing else tells that a service has come up on another host.
+
+
+def address_path(run_folder: Path) -> Path:
+    return run_folder / "replay.address"
+
+
+def tell_address(run_folder: Path, endpoint: str) -> str:
+    """Write the address of a service that listens at `endpoint`, whole or not at all. Returns the address.
+
+    A wildcard becomes this host's name, which peers on other hosts can reach.
+    """
+    for wildcard in ("//0.0.0.0:", "//[::]:"):
+        endpoint = endpoint.replace(wildcard, f"//{socket.gethostname()}:")
+    path = address_path(run_folder)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(endpoint + "\n")
+    os.replace(partial, path)
+    return endpoint
+
+
+def replay_address(config: Config, run_folder: Path) -> str:
+    """The service's address, waited for. Raises TimeoutError after `run.start_timeout` seconds."""
+    path = address_path(run_folder)
+    deadline = time.monotonic() + config.run.start_timeout
+    while time.monotonic() < deadline:
+        try:
+            return path.read_text().strip()
+        except FileNotFoundError:
+            time.sleep(POLL)
+    raise TimeoutError(
+        f"no replay service has written {path} in run.start_timeout={config.run.start_timeout:g} seconds; "
+        f"see {run_folder / 'logs'}"
+    )

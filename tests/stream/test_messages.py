@@ -1,0 +1,122 @@
+"""Messages: whatever arrives is either a checked message or a reason."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.stream.messages import (
+    Accepted,
+    Announce,
+    Applied,
+    BatchHeader,
+    BatchStats,
+    Bye,
+    Credit,
+    Finished,
+    Heartbeat,
+    Hello,
+    MalformedMessage,
+    Message,
+    Next,
+    Progress,
+    Publish,
+    PublishFailed,
+    Refused,
+    Roster,
+    ServerState,
+    Stop,
+    Tickets,
+    decode,
+    encode,
+)
+from streamrl.types import PolicyVersion, Ticket
+
+V = PolicyVersion(21, incarnation=1)
+SERVER = ServerState(name="server-0", version=V, world_size=2)
+TICKET = Ticket(group_id=7, attempt=1, task="copy", prompt_index=7, seed=3, issued_version=V, deadline=12.5)
+STATS = BatchStats(tokens_generated=9, generator_busy=0.5, groups=2, bytes=77)
+ONE_OF_EACH = [
+    Hello(role="generator", name="generator-0", servers=(SERVER,)),
+    Hello(role="learner", name="learner-0", version=V),
+    Credit(capacity=32),
+    Heartbeat(tickets=((7, 1), (8, 0)), busy=1.5, generated=1000),
+    Applied(server="server-0", version=V),
+    PublishFailed(server="server-0", version=V, reason="it went away"),
+    Bye(),
+    Tickets(tickets=(TICKET,)),
+    Accepted(group_id=7, attempt=1),
+    Refused(group_id=7, attempt=0, reason="late"),
+    Publish(server="server-0", version=V, manifest={"buckets": [1, 2], "dtype": "float32"}),
+    Stop(reason="done"),
+    Next(step=3),
+    Progress(version=V),
+    Finished(version=V),
+    BatchHeader(step=3, groups=8, stats=STATS),
+    Announce(version=V),
+    Roster(servers=(SERVER,)),
+]
+CREDIT = {"v": 1, "kind": "credit", "capacity": 3}
+
+
+@pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
+def test_every_message_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
+def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) -> None:
+    fields = msgspec.msgpack.decode(encode(message))
+    for name in fields.keys() - {"v", "kind"}:
+        with pytest.raises(MalformedMessage, match=name):
+            decode(msgspec.msgpack.encode({**fields, name: b"wrong"}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({**CREDIT, "v": 2}, "protocol version 2, this process speaks 1"),
+        ({**CREDIT, "kind": "debit"}, "unknown kind 'debit'"),
+        ({**CREDIT, "extra": 1}, "unknown field `extra`"),
+        ({"v": 1, "kind": "credit"}, "missing required field `capacity`"),
+        ({"kind": "credit", "capacity": 3}, "missing required field `v`"),
+        ({**CREDIT, "capacity": -1}, "capacity"),
+        ({**CREDIT, "capacity": True}, "capacity"),
+        ({"v": 1, "kind": "heartbeat", "busy": float("nan")}, "busy"),
+        ({"v": 1, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
+        ({"v": 1, "kind": "hello", "role": "learner", "name": "l"}, "learner without its version"),
+        ({"v": 1, "kind": "hello", "role": "king", "name": "l"}, "role"),
+        ([], "Expected `object`"),
+    ],
+)
+def test_a_malformed_message_is_refused_with_its_reason(fields: object, reason: str) -> None:
+    with pytest.raises(MalformedMessage, match=reason):
+        decode(msgspec.msgpack.encode(fields))
+
+
+def test_hostile_lengths_and_depths_are_refused() -> None:
+    deep = b"\x85\xa1v\x01\xa4kind\xa7publish\xa6server\xa1a\xa7version\x82\xa4step\x01\xabincarnation\x00\xa8manifest"
+    for frame in (
+        b"",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x83\xa1v\x01\xa4kind\xa9heartbeat\xa7tickets\xdd\xff\xff\xff\xff\x92\x00\x00",
+        deep + b"\x81\xa1a" * 100_000 + b"\x00",
+        encode(Stop(reason="abc")).replace(b"abc", b"\xff\xfe\xff"),
+    ):
+        with pytest.raises(MalformedMessage):
+            decode(frame)
+
+
+@given(message=st.sampled_from(ONE_OF_EACH), data=st.data())
+def test_damaged_frames_are_read_or_refused_and_nothing_else(message: Message, data: st.DataObject) -> None:
+    frame = bytearray(encode(message))
+    for _ in range(data.draw(st.integers(1, 6))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(MalformedMessage):
+        again = encode(decode(bytes(frame[: data.draw(st.integers(0, len(frame)))])))
+        assert encode(decode(again)) == again

@@ -1,0 +1,168 @@
+"""The ZeroMQ shells: nothing is dropped silently, nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from streamrl.config import Config, StreamConfig
+from streamrl.stream.address import address_path, replay_address, tell_address
+from streamrl.stream.codec import decode_group
+from streamrl.stream.messages import Bye, Credit, MalformedMessage, Next, Stop, decode
+from streamrl.stream.sockets import QUEUE, SERVICE_QUEUE, AsyncDealer, Dealer, Router, StreamTimeout
+from streamrl.types import Group
+
+STREAM = StreamConfig(max_message=1 << 20, reply_timeout=0.3)
+MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    router = Router("tcp://127.0.0.1:0", STREAM)
+    yield router
+    router.close()
+
+
+def test_a_message_and_its_answer_over_asyncio(router: Router, make_group: MakeGroup) -> None:
+    async def peer() -> object:
+        dealer = AsyncDealer(router.address, STREAM, "generator-0")
+        try:
+            await dealer.send_group(make_group(5))
+            while (answer := await dealer.receive(timeout=0.05)) is None:
+                pass
+            return answer
+        finally:
+            dealer.close()
+
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(asyncio.run(peer())))
+    thread.start()
+    received = router.receive(10.0)
+    assert received is not None
+    identity, frames = received
+    assert identity.startswith(b"generator-0:")
+    assert decode_group(*(frame.buffer for frame in frames)).group_id == 5
+    assert router.send(identity, Stop(reason="enough"))
+    thread.join(10.0)
+    assert answers == [Stop(reason="enough")]
+
+
+def test_what_is_said_before_the_service_listens_arrives_when_it_does(router: Router) -> None:
+    address = router.address
+    router.close()
+    dealer = Dealer(address, STREAM, "learner")
+    dealer.send(Next(step=3))
+    late = Router(address, STREAM)
+    try:
+        received = late.receive(10.0)
+        assert received is not None
+        assert decode(received[1][0].buffer) == Next(step=3)
+    finally:
+        dealer.close()
+        late.close()
+
+
+def test_a_peer_keeps_its_identity_and_its_messages_when_the_service_comes_back(router: Router) -> None:
+    dealer = Dealer(router.address, STREAM, "learner")
+    dealer.send(Bye())
+    first = router.receive(10.0)
+    address = router.address
+    router.close()
+    dealer.send(Next(step=4))
+    again = Router(address, STREAM)
+    try:
+        second = again.receive(10.0)
+        assert first is not None
+        assert second is not None
+        assert first[0] == second[0]
+        assert decode(second[1][0].buffer) == Next(step=4)
+    finally:
+        dealer.close()
+        again.close()
+
+
+def test_sending_to_nobody_waits_its_timeout_and_says_so() -> None:
+    dealer = Dealer("tcp://127.0.0.1:9", STREAM)
+    for _ in range(QUEUE):
+        dealer.send(Bye())
+    with pytest.raises(StreamTimeout, match=r"stream\.reply_timeout=0\.3"):
+        dealer.send(Bye())
+    dealer.close()
+
+    async def peer() -> None:
+        dealer = AsyncDealer("tcp://127.0.0.1:9", STREAM)
+        for _ in range(QUEUE):
+            await dealer.send(Bye())
+        with pytest.raises(StreamTimeout):
+            await dealer.send(Bye())
+        dealer.close()
+
+    asyncio.run(peer())
+
+
+def test_the_router_tells_that_a_peer_is_gone_or_does_not_read(router: Router) -> None:
+    assert not router.send(b"nobody", Bye())
+    dealer = Dealer(router.address, STREAM, "deaf")
+    dealer.send(Bye())
+    received = router.receive(10.0)
+    assert received is not None
+    sent = 0
+    while router.send(received[0], Stop(reason="x" * 4000)):  # until the kernel's buffers and both queues are full
+        sent += 1
+    assert sent >= SERVICE_QUEUE
+    dealer.close()
+
+
+def test_the_last_word_leaves_before_the_socket_closes(router: Router) -> None:
+    dealer = Dealer(router.address, STREAM, "leaving")
+    dealer.send(Bye())
+    dealer.close()
+    dealer.close()
+    received = router.receive(10.0)
+    assert received is not None
+    assert decode(received[1][0].buffer) == Bye()
+
+
+def test_a_message_above_the_limit_is_refused_at_the_sender_and_closes_a_foreign_peer(router: Router) -> None:
+    dealer = Dealer(router.address, STREAM)
+    with pytest.raises(ValueError, match=r"stream\.max_message allows 1048576"):
+        dealer.send(Stop(reason="x" * (1 << 20)))
+    foreign = zmq.Context.instance().socket(zmq.DEALER)
+    foreign.setsockopt(zmq.LINGER, 0)
+    foreign.connect(router.address)
+    foreign.send(b"x" * ((1 << 20) + 1))
+    assert router.receive(0.5) is None
+    dealer.send(Credit(capacity=1))  # and the others are served
+    assert router.receive(10.0) is not None
+    foreign.close()
+    dealer.close()
+
+
+def test_frames_behind_a_message_that_has_none_are_refused(router: Router) -> None:
+    dealer = Dealer(router.address, STREAM)
+    dealer.send(Bye())
+    received = router.receive(10.0)
+    assert received is not None
+    router.send(received[0], Bye(), received[1])
+    with pytest.raises(MalformedMessage, match="1 frames behind"):
+        dealer.receive(10.0)
+    dealer.close()
+
+
+def test_an_address_that_cannot_be_bound_is_named(router: Router) -> None:
+    with pytest.raises(zmq.ZMQError, match=r"replay\.address tcp://127\.0\.0\.1:\d+: Address already in use"):
+        Router(router.address, STREAM)
+
+
+def test_the_address_file_is_waited_for(tmp_path: Path) -> None:
+    config = Config.model_validate({"run": {"start_timeout": 0.2}})
+    with pytest.raises(TimeoutError, match=r"replay\.address in run\.start_timeout=0\.2"):
+        replay_address(config, tmp_path)
+    told = tell_address(tmp_path, "tcp://0.0.0.0:77")
+    assert replay_address(config, tmp_path) == told != "tcp://0.0.0.0:77"
+    assert [path.name for path in tmp_path.iterdir()] == [address_path(tmp_path).name]

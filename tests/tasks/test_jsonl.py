@@ -1,0 +1,165 @@
+"""Questions from files, and answers judged in processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from streamrl.config import TaskConfig
+from streamrl.tasks.environment import EXACT, FAILED, Completion
+from streamrl.tasks.math_reward import MathReward, ScoringFailed
+from streamrl.tasks.registry import build_task
+
+HANGS = "$9^{9^{9^9}}$"  # evaluated in one C call that no signal interrupts
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """60 rows, two of them with the same question."""
+    path = tmp_path / "sums.jsonl"
+    entries = [{"prompt": f"{number} + 1 =", "answer": f"work #### {number + 1}"} for number in range(59)]
+    entries.append(entries[0])
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return {"path": str(path), "cache": str(tmp_path / "cache"), "answer_after": "####"}
+
+
+def task(split="train", seed=1, **args):
+    return build_task(TaskConfig(name="jsonl", args=args), seed, split)
+
+
+def answer(text: str) -> Completion:
+    empty, logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Completion(text=text, prompt_ids=empty, output_ids=empty, logprobs=logprobs, spans=(), finish_reason="stop")
+
+
+def test_a_row_becomes_chat_messages_or_plain_text(rows):
+    prompt = task(**rows, system="Be brief.", suffix=" ?").prompt(0)
+    assert [message["role"] for message in prompt.messages] == ["system", "user"]
+    assert prompt.messages[1]["content"].endswith("+ 1 = ?")
+    assert int(prompt.answer) == int(prompt.messages[1]["content"].split()[0]) + 1
+    plain = task(**rows, chat=False).prompt(0)
+    assert plain.text == prompt.messages[1]["content"].removesuffix(" ?")
+
+
+def test_columns_may_hold_messages_and_have_other_names(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    turns = [[{"role": "user", "content": f"What is {number}?"}] for number in range(8)]
+    path.write_text("".join(json.dumps({"q": turn, "a": number}) + "\n" for number, turn in enumerate(turns)))
+    environment = task(path=str(path), cache=str(tmp_path / "cache"), prompt="q", answer="a", suffix=" Go.")
+    prompt = environment.prompt(0)
+    assert prompt.messages == ({"role": "user", "content": f"What is {prompt.answer}? Go."},)
+
+
+def test_epochs_show_every_training_row_once_and_never_a_probe(rows):
+    train, probe = task(**rows), task("probe", **rows)
+    epochs = [[train.prompt(epoch * train.size + place) for place in range(train.size)] for epoch in range(2)]
+    shown = [[prompt.metadata["row"] for prompt in prompts] for prompts in epochs]
+    assert sorted(shown[0]) == sorted(shown[1])
+    assert shown[0] != shown[1]
+    assert len(set(shown[0])) == train.size
+    questions = [{env.prompt(place).messages[0]["content"] for place in range(env.size)} for env in (train, probe)]
+    assert not questions[0] & questions[1]
+    assert len(questions[0]) + len(questions[1]) == 59
+    assert train.size + probe.size == 60
+
+
+def test_a_resume_at_any_index_goes_on_with_the_same_prompts(rows):
+    first, resumed = task(**rows), task(**rows)
+    whole = [first.prompt(index) for index in range(70)]
+    assert [resumed.prompt(index) for index in range(33, 70)] == whole[33:]
+
+
+def test_answers_are_judged_as_mathematics_and_a_hanging_one_costs_its_sample(rows):
+    async def judged():
+        environment = task(**rows, score_timeout=1.0, score_processes=2)
+        prompt = environment.prompt(0)
+        right = [f"it is \\boxed{{{prompt.answer}}}", f"${prompt.answer}.0$", f"{prompt.answer}"]
+        wrong = ["", "banana", "\\boxed{", "-1", "x" * 3000, "\x00", "{}\n{}"]
+        rollouts = await environment.score_all(prompt, [answer(text) for text in [*right, *wrong, HANGS, right[0]]])
+        pids = environment._judge.pids
+        await environment.close()
+        await environment.close()
+        return rollouts, pids
+
+    rollouts, pids = asyncio.run(judged())
+    *normal, hanging, after = rollouts
+    assert [rollout.reward for rollout in normal] == [1.0] * 3 + [0.0] * 7
+    assert all(rollout.parts == {EXACT: rollout.reward} for rollout in normal)
+    assert hanging.reward == 0.0
+    assert hanging.parts == {FAILED: 1.0}
+    assert "more than 1 s" in hanging.failure
+    assert after.reward == 1.0
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_right_answer_that_cannot_be_read_is_a_failure_not_a_wrong_answer():
+    async def ask():
+        async with MathReward(processes=1, timeout=5.0, start_timeout=60.0) as judge:
+            with pytest.raises(ScoringFailed, match="is not mathematics"):
+                await judge.is_right("4", gold="")
+            assert await judge.is_right("4", gold="4")
+            os.kill(judge.pids[0], signal.SIGKILL)
+            await asyncio.sleep(0.2)
+            assert await judge.is_right("1/2", gold="0.5")
+
+    asyncio.run(ask())
+
+
+def test_no_judge_outlives_its_worker_even_in_the_middle_of_an_endless_answer():
+    worker = textwrap.dedent(
+        f"""
+        import asyncio
+        from streamrl.tasks.math_reward import MathReward
+
+        async def main():
+            judge = MathReward(processes=1, timeout=600.0, start_timeout=60.0)
+            await judge.is_right("1", gold="1")
+            print(judge.pids[0], flush=True)
+            await judge.is_right({HANGS!r}, gold="1")
+
+        asyncio.run(main())
+        """
+    )
+    with subprocess.Popen([sys.executable, "-c", worker], stdout=subprocess.PIPE, text=True) as process:
+        pid = int(process.stdout.readline())
+        judge = psutil.Process(pid)
+        started = judge.cpu_times().user
+        deadline = time.monotonic() + 30
+        while judge.cpu_times().user < started + 0.3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
+    judge.wait(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"path": "/nowhere/rows.jsonl"}, r"task\.args\.path: '/nowhere/rows.jsonl' cannot be loaded"),
+        ({"path": None}, r"task\.args\.path: None is not allowed"),
+        (
+            {"prompt": "promt"},
+            r"task\.args\.prompt: 'promt' is not allowed; allowed: one of prompt, answer; nearest .*: prompt",
+        ),
+        ({"anwser": "a"}, r"task\.args\.anwser: unknown key .*nearest known key: task\.args\.answer"),
+        ({"score_timeout": 0}, r"task\.args\.score_timeout: 0 is not allowed .*> 0"),
+    ],
+)
+def test_bad_arguments_give_one_line_that_names_the_key(rows, args, line):
+    with pytest.raises(ValueError, match=f"^{line}") as refused:
+        task(**(rows | args))
+    assert "\n" not in str(refused.value)
+
+
+def test_the_path_must_be_given():
+    with pytest.raises(ValueError, match=r"^task\.args\.path: nothing is not allowed"):
+        task()
