@@ -12,14 +12,14 @@ venv:
 demo: venv models/tiny/config.json  ## a tiny model learns to copy, asynchronously: make demo ARGS="replay.max_staleness=0"
 	$(RUN)/streamrl train configs/quickstart.yaml $(ARGS) --fresh
 
-demo-pretrained: venv models/smollm2-135m/config.json  ## SmolLM2-135M learns one-digit sums
+demo-pretrained: venv models/smollm2/config.json  ## SmolLM2-135M learns one-digit sums
 	$(RUN)/streamrl train configs/pretrained.yaml $(ARGS) --fresh
 
 models/tiny/config.json: | venv
 	$(RUN)/python -m launch.tiny_model models/tiny
 
-models/smollm2-135m/config.json: | venv
-	$(RUN)/python -m launch.smollm2 models/smollm2-135m
+models/smollm2/config.json: | venv
+	$(RUN)/python -m launch.smollm2 models/smollm2
 
 test: venv  ## the tests, with the real SGLang, ZeroMQ and Megatron-Core
 	$(RUN)/python -m pytest -m "not slow"

@@ -7,6 +7,7 @@ median over the repeats, with the smallest and largest beside it. The ratio is t
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -21,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl import config_file
+from streamrl.config import Config
+from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.observe.metrics import read_metrics
 
@@ -70,12 +73,19 @@ def _server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
     """One SGLang server for all runs, so that its start is in no figure."""
     config = config_file.load(options.config, options.override)
     server = Server(config, folder, index=0)
-    server.start()
     try:
-        server.wait_ready()
+        asyncio.run(_ready(server, config))
         yield server.address
     finally:
-        server.stop()
+        asyncio.run(server.stop())
+
+
+async def _ready(server: Server, config: Config) -> None:
+    client = EngineClient(server.address, config.generate.request_timeout)
+    try:
+        await server.ready(client, config.run.start_timeout)
+    finally:
+        await client.close()
 
 
 def _run(config: Path, overrides: Sequence[str], run_folder: Path) -> dict[str, float]:

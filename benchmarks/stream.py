@@ -27,7 +27,7 @@ from streamrl.stream.codec import decode_group, encode_group
 from streamrl.stream.sockets import Dealer, Router
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
 
-STREAM = StreamConfig()
+STREAM = StreamConfig.model_validate({})
 SAMPLES, PROMPT = 16, 512
 LENGTHS = (1024, 4096, 12288)  # output tokens of a sample
 WARM = 5  # groups before the clock starts

@@ -63,14 +63,14 @@ def _learner(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    run_folder = _run_folder(options)
+    run_folder = _run_folder(options.run)
     from streamrl.lab import audit
 
     return audit.main(run_folder, options.tolerance)
 
 
 def _retrain(options: argparse.Namespace) -> int:
-    run_folder = _run_folder(options)
+    run_folder = _run_folder(options.run)
     from streamrl.lab import retrain
 
     return retrain.main(run_folder, options.output, options.steps)
@@ -87,23 +87,23 @@ def _role(options: argparse.Namespace) -> tuple[Config, Path]:
     from streamrl import supervisor
     from streamrl.lifeline import end_with
 
-    if (options.config is None) == (options.run is None):
-        raise ConfigError("a role takes either CONFIG [key=value ...] or --run RUN; allowed: one of the two")
-    if options.run is None:
+    if (options.config is None) == (options.run_folder is None):
+        raise ConfigError("a role takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
+    if options.run_folder is None:
         config = config_file.load(options.config, options.override)
         folder = supervisor.prepare(config, fresh=False)
     else:
-        folder = _run_folder(options)
+        folder = _run_folder(options.run_folder)
         config = config_file.load(folder / "config.yaml")
     if options.lifeline:
         end_with(options.lifeline, grace=config.run.stop_timeout)
     return config, folder
 
 
-def _run_folder(options: argparse.Namespace) -> Path:
-    if not (options.run / "config.yaml").exists():
-        raise ConfigError(f"{options.run}: no run folder (config.yaml is missing); allowed: a folder that `train` made")
-    return Path(options.run)
+def _run_folder(path: Path) -> Path:
+    if not (path / "config.yaml").exists():
+        raise ConfigError(f"{path}: no run folder (config.yaml is missing); allowed: a folder that `train` made")
+    return path
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         role = _command(commands, name, function, text)
         _add_config(role, optional=True)
-        role.add_argument("--run", type=Path, help="run folder, instead of CONFIG")
+        role.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
         role.add_argument("--lifeline", type=int, action="append", metavar="PID", help="end when this process ends")
         if name == "generator":
             role.add_argument("--index", type=int, default=0, help="number of the worker")

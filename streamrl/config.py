@@ -51,8 +51,8 @@ class SamplingConfig(Section):
 
     temperature: float = Field(1.0, gt=0, description="softmax temperature")
     max_new_tokens: int = Field(16, ge=1, description="tokens after which an answer is cut")
-    top_p: Literal[1.0] = Field(1.0, description="truncated sampling changes the behaviour policy's support: refused")
-    top_k: Literal[-1] = Field(-1, description="truncated sampling changes the behaviour policy's support: refused")
+    top_p: float = Field(1.0, ge=1, le=1, description="truncated sampling changes the behaviour policy's support: refused")
+    top_k: int = Field(-1, ge=-1, le=-1, description="truncated sampling changes the behaviour policy's support: refused")
 
 
 class GenerateConfig(Section):

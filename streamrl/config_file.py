@@ -22,6 +22,9 @@ from pydantic_core import ErrorDetails
 from streamrl.config import Config, Section
 
 
+_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
+
+
 class ConfigError(ValueError):
     """A configuration that is refused; its text is the one line that the user reads."""
 
@@ -77,8 +80,8 @@ def save(config: Config, path: Path) -> None:
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key of the tree with its dotted path, in the order of the tree; sections themselves are left out."""
     for name, field in section.model_fields.items():
-        if _is_section(field.annotation):
-            yield from fields(field.annotation, f"{prefix}{name}.")
+        if nested := _as_section(field.annotation):
+            yield from fields(nested, f"{prefix}{name}.")
         else:
             yield prefix + name, field
 
@@ -171,9 +174,10 @@ def _locate(loc: Sequence[int | str]) -> tuple[type[Section], FieldInfo | None]:
     section: type[Section] = Config
     for part in loc:
         field = section.model_fields[str(part)]
-        if not _is_section(field.annotation):
+        nested = _as_section(field.annotation)
+        if nested is None:
             return section, field
-        section = field.annotation
+        section = nested
     return section, None
 
 
@@ -181,10 +185,10 @@ def _depth(loc: Sequence[int | str]) -> int:
     """How many parts of `loc` name sections and their field (what follows is inside the field's value)."""
     section: type[Section] = Config
     for depth, part in enumerate(loc):
-        field = section.model_fields[str(part)]
-        if not _is_section(field.annotation):
+        nested = _as_section(section.model_fields[str(part)].annotation)
+        if nested is None:
             return depth + 1
-        section = field.annotation
+        section = nested
     return len(loc)
 
 
@@ -196,8 +200,9 @@ def _nearest(path: str) -> str | None:
     return close[0] if close else None
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
+def _as_section(annotation: Any) -> type[Section] | None:
+    """The section that an annotation names, None for a plain value."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
 
 
 def _type_words(annotation: Any) -> str:
@@ -211,8 +216,7 @@ def _type_words(annotation: Any) -> str:
         return f"a list of {_type_words(arguments[0])}"
     if origin is dict:
         return "a mapping"
-    words = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
-    return words[annotation]
+    return _WORDS[annotation]
 
 
 def _text(value: Any) -> str:

@@ -89,7 +89,9 @@ def detect(local_rank: int = 0) -> Device:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         if local_rank >= count:
-            raise UnsupportedAcceleratorError(f"local rank {local_rank} has no GPU of its own, this machine has {count}")
+            raise UnsupportedAcceleratorError(
+                f"local rank {local_rank} has no GPU of its own, this machine has {count}"
+            )
         return Device("cuda", local_rank)
     if importlib.util.find_spec("torch_npu") is not None:
         raise UnsupportedAcceleratorError(

@@ -3,8 +3,8 @@
     replay service ──ready──▶ generator workers + learner ranks ──▶ console until the learner is done
 
 Every role runs in a session of its own, writes RUN/logs/ROLE.log, and watches the supervisor's process:
-whatever ends the supervisor, kill -9 included, ends them. A stop has one way: SIGTERM to the replay
-service, which tells everyone; whoever has not ended `run.stop_timeout` later is killed.
+whatever ends the supervisor, kill -9 included, ends them. A stop begins at the replay service, which tells
+everyone; the learner then saves a checkpoint. Whoever has not ended `run.stop_timeout` later is killed.
 """
 
 from __future__ import annotations
@@ -195,9 +195,14 @@ class Supervisor:
         raise RoleFailed(f"{role.name} ended with {_exit_text(code)}; last lines of {role.log}:\n{role.last_lines()}")
 
     def _stop(self, *, ask: bool) -> None:
-        """Wait, `run.stop_timeout` at most, until all roles have ended; `ask` them to, by the replay service."""
-        if ask and self.replay.process is not None and self.replay.exit_code is None:
-            self.replay.process.send_signal(signal.SIGTERM)
+        """Wait, `run.stop_timeout` at most, until all roles have ended.
+
+        `ask` them to: the replay service tells everyone whom it knows; a generator may still be starting.
+        """
+        if ask:
+            for role in (self.replay, *self.generators):
+                if role.process is not None and role.exit_code is None:
+                    role.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + self.config.run.stop_timeout
         while time.monotonic() < deadline and self.interrupts < 2 and self._running():
             time.sleep(POLL)
@@ -236,7 +241,7 @@ class Supervisor:
         return role
 
     def _run_arguments(self) -> list[str]:
-        return ["--run", str(self.run_folder), "--lifeline", str(os.getpid())]
+        return ["--run-folder", str(self.run_folder), "--lifeline", str(os.getpid())]
 
 
 def prepare(config: Config, *, fresh: bool) -> Path:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from streamrl.config import Config
+from streamrl.engine.client import EngineClient
+from streamrl.engine.server import Server
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
+
+if TYPE_CHECKING:
+    import torch
 
 _NEW = PolicyVersion(0)
 
@@ -51,3 +60,67 @@ def _make_group(
         finished=2.0,
         worker="generator-0",
     )
+
+
+START_TIMEOUT = 200.0  # seconds; SGLang imports for 15 s on a quiet machine and for more than a minute on a busy one
+
+
+@pytest.fixture(scope="session")
+def model_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two tiny models of one shape with different random weights, sharp enough to tell them apart by any token."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from launch import tiny_model
+
+    folders = []
+    for seed in (1, 2):
+        folder = tmp_path_factory.mktemp("models") / f"seed{seed}"
+        tiny_model.make(folder, seed)
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            name: 0.3 * torch.randn(tensor.shape, generator=generator) if tensor.ndim > 1 else tensor
+            for name, tensor in load_file(folder / "model.safetensors").items()
+        }
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+@pytest.fixture(scope="session")
+def engine_server(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One SGLang server for all tests, with the first of `model_folders` at its start."""
+    config = Config.model_validate({"model": {"path": model_folders[0]}})
+    server = Server(config, tmp_path_factory.mktemp("engine"), index=0)
+
+    async def wait() -> None:
+        client = EngineClient(server.address, timeout=30)
+        try:
+            await server.ready(client, START_TIMEOUT)
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(wait())
+        yield server
+    finally:
+        asyncio.run(server.stop())
+
+
+@pytest.fixture(scope="session")
+def forward_logprobs(model_folders: tuple[Path, Path]) -> Callable[..., "torch.Tensor"]:
+    """`forward_logprobs(weights, ids)`: log-probs [T - 1] of ids 1..T-1, by Hugging Face's own forward in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_folders[0], dtype=torch.float32).eval()
+
+    def forward(weights: dict[str, torch.Tensor], ids: Sequence[int]) -> torch.Tensor:
+        model.load_state_dict(weights, strict=False)
+        model.tie_weights()
+        tokens = torch.tensor([list(ids)])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, :-1]
+        return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
+
+    return forward

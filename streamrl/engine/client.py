@@ -113,12 +113,12 @@ class EngineClient:
         body = await self._call("GET", "/model_info", None, timeout)
         return self._decode(_MODEL_INFO, "/model_info", body)
 
-    async def pause(self, mode: Interruption) -> None:
+    async def pause(self, mode: Interruption, timeout: float) -> None:
         """Stop generating; requests stay. `retract` gives up their KV cache, `in_place` keeps it."""
-        await self._post("/pause_generation", {"mode": mode})
+        await self._post("/pause_generation", {"mode": mode}, timeout)
 
-    async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+    async def resume(self, timeout: float) -> None:
+        await self._post("/continue_generation", {}, timeout)
 
     async def begin_weight_update(self, timeout: float) -> None:
         await self._post("/begin_weight_update", {}, timeout)
@@ -158,6 +158,11 @@ class EngineClient:
             "load_format": "flattened_bucket",
         }
         await self._post("/update_weights_from_distributed", body, timeout)
+
+    async def update_from_disk(self, model: str, version: str) -> None:
+        """Load a model folder, by its path on the server's machine."""
+        body = {"model_path": model, "weight_version": version, "abort_all_requests": True}
+        await self._post("/update_weights_from_disk", body)
 
     async def update_weight_version(self, version: str) -> None:
         """Rename the weights that the server holds; requests in flight are not touched."""

@@ -11,8 +11,8 @@ from streamrl.lifeline import end_tree
 
 SHARED_MEMORY = Path("/dev/shm")
 
-FAMILIES = ("sglang_", "sgl_", "nccl-", "cuda.shm.")
-# Segments that SGLang and NCCL make and only remove when they end by themselves. Others that a server
+FAMILIES = ("sglang_", "sgl_", "sem.mp-", "nccl-", "cuda.shm.")
+# Segments that SGLang, multiprocessing and NCCL only remove when they end by themselves. Others that a server
 # has mapped (a weight transport's) belong to someone else.
 
 

@@ -15,12 +15,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None
 
 PADDING = 1.5
 """A block's scores, pads included, are at most this many times the real ones: pads cost arithmetic."""
@@ -182,7 +178,7 @@ class PackedAttention(MegatronModule):
         assert config.kv_channels is not None
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
 
-    def forward(
+    def forward(  # noqa: PLR0917 (Megatron's signature)
         self,
         query: Tensor,
         key: Tensor,
@@ -199,7 +195,7 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
-        if varlen_attn is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._blockwise(query, key, value, packed_seq_params.blocks)
 
@@ -219,10 +215,11 @@ class PackedAttention(MegatronModule):
         return output.flatten(1)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSegments) -> Tensor:
+        assert packed.query_ends is not None
         if packed.key_tokens is not None:
             key, value = (x.index_select(0, packed.key_tokens) for x in (key, value))
         repeat = query.size(1) // key.size(1)
-        if repeat > 1:  # older torch has no grouped heads here
+        if repeat > 1:  # torch 2.11 has no grouped heads here
             key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
         output = varlen_attn(
             query,
@@ -234,6 +231,7 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             window_size=(-1, 0),  # causal, counted from the ends of segment and keys
         )
+        assert isinstance(output, Tensor)
         return output.flatten(1)
 
 
@@ -250,4 +248,4 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.nn import Module
+from megatron.core.transformer.module import MegatronModule
 
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
@@ -45,6 +45,16 @@ class Checkpoint:
     folder: Path
     version: PolicyVersion
     layout: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a checkpoint is written from and read into."""
+
+    model: MegatronModule  # without the data-parallel wrapper
+    optimizer: PolicyOptimizer
+    ranks: Ranks
+    layout: dict[str, Any]  # what a run that resumes must share
 
 
 def latest(root: Path) -> Checkpoint | None:
@@ -72,20 +82,18 @@ def next_incarnation(root: Path, ranks: Ranks) -> int:
     return int(ranks.broadcast(incarnation))
 
 
-def save(
-    root: Path, version: PolicyVersion, layout: dict[str, Any], model: Module, optimizer: PolicyOptimizer, ranks: Ranks,
-    keep: int,
-) -> Path:
+def save(root: Path, version: PolicyVersion, state: State, keep: int) -> Path:
     """Write `root/step_N` and delete all but the newest `keep`. All ranks call and return together."""
     target = root / f"step_{version.step}"
     partial = root / f".{target.name}.saving"
-    if ranks.rank == 0:
+    if state.ranks.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-    ranks.barrier()
+    state.ranks.barrier()
+    optimizer = state.optimizer
     optimizer.fill_state()
-    state = _sharded_state(model, optimizer, ranks, loading=False)
-    state["common"] = {
+    sharded = _sharded(state, loading=False)
+    sharded["common"] = {
         "scheduler": optimizer.scheduler.state_dict(),
         "updates": optimizer.updates,
         "skipped": optimizer.skipped,
@@ -93,47 +101,44 @@ def save(
     # A plain queue, because writing is waited for here. Megatron's own is a server process, which would
     # outlive a rank that is killed.
     filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(state, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
-    if ranks.rank == 0:
-        description = {"format": FORMAT, "version": str(version), "layout": layout}
+    dist_checkpointing.save(sharded, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+    if state.ranks.rank == 0:
+        description = {"format": FORMAT, "version": str(version), "layout": state.layout}
         _write_durably(partial / _DESCRIPTION, json.dumps(description, indent=2))
         _replace(target, partial)
         for folder in _complete(root)[:-keep]:
             shutil.rmtree(folder)
-    ranks.barrier()
+    state.ranks.barrier()
     return target
 
 
-def load(
-    checkpoint: Checkpoint, layout: dict[str, Any], model: Module, optimizer: PolicyOptimizer, ranks: Ranks
-) -> None:
+def load(checkpoint: Checkpoint, state: State) -> None:
     """Set model, optimizer, schedule and random state from a checkpoint. All ranks call.
 
     Raises CheckpointMismatchError when it was written by another layout.
     """
-    for key in sorted(layout.keys() | checkpoint.layout.keys()):
-        theirs, ours = checkpoint.layout.get(key), layout.get(key)
+    for key in sorted(state.layout.keys() | checkpoint.layout.keys()):
+        theirs, ours = checkpoint.layout.get(key), state.layout.get(key)
         if theirs != ours:
             raise CheckpointMismatchError(
                 f"{checkpoint.folder} was written with {key}={theirs}, this run has {key}={ours}: "
                 "resume with the layout that wrote it, or start a new run from an exported model"
             )
     _mend_distributed_optimizer()
+    optimizer = state.optimizer
     optimizer.fill_state()
-    wanted = _sharded_state(model, optimizer, ranks, loading=True)
-    state = dist_checkpointing.load(wanted, str(checkpoint.folder))
-    model.load_state_dict(state["model"])
-    optimizer.megatron.load_state_dict(state["optimizer"])
-    optimizer.fill_state()
+    loaded = dist_checkpointing.load(_sharded(state, loading=True), str(checkpoint.folder))
+    state.model.load_state_dict(loaded["model"])
+    optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], optimizer))
     optimizer.own_steps()
-    optimizer.scheduler.load_state_dict(state["common"]["scheduler"])
+    optimizer.scheduler.load_state_dict(loaded["common"]["scheduler"])
     optimizer.apply_settings()
-    optimizer.updates = state["common"]["updates"]
-    optimizer.skipped = state["common"]["skipped"]
-    _set_random_state(state["random"])
+    optimizer.updates = loaded["common"]["updates"]
+    optimizer.skipped = loaded["common"]["skipped"]
+    _set_random_state(loaded["random"])
 
 
-def _sharded_state(model: Module, optimizer: PolicyOptimizer, ranks: Ranks, loading: bool) -> dict[str, Any]:
+def _sharded(state: State, loading: bool) -> dict[str, Any]:
     """What dist_checkpointing saves and loads, described shard by shard."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -142,12 +147,20 @@ def _sharded_state(model: Module, optimizer: PolicyOptimizer, ranks: Ranks, load
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    weights = model.sharded_state_dict(metadata=metadata)
+    weights = state.model.sharded_state_dict(metadata=metadata)
     return {
         "model": weights,
-        "optimizer": optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
-        "random": ShardedObject("random", _random_state(), (ranks.world,), (ranks.rank,)),
+        "optimizer": state.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
+        "random": ShardedObject("random", _random_state(), (state.ranks.world,), (state.ranks.rank,)),
     }
+
+
+def _with_step(state: dict[str, Any], optimizer: PolicyOptimizer) -> dict[str, Any]:
+    """Megatron saves no `step` of 0, and torch's Adam does not load without one."""
+    inner = state.get("optimizer", state)
+    if optimizer.torch_adams() and "state" in inner:
+        inner["state"].setdefault("common_step", torch.zeros(()))
+    return state
 
 
 def _random_state() -> dict[str, Any]:

@@ -77,6 +77,10 @@ def _columns(whole: Tensor, ranks: int, rank: int) -> Tensor:
     return whole.chunk(ranks, 1)[rank]
 
 
+def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
+
+
 def _gate_and_up(whole: Tensor, ranks: int, rank: int) -> Tensor:
     """Each rank holds its rows of the gate above its rows of the up projection."""
     return torch.cat([half.chunk(ranks)[rank] for half in whole.chunk(2)])
@@ -92,13 +96,13 @@ def _same(shape: ModelShape, _: int, tensors: Sequence[Tensor]) -> Tensor:
 
 
 REPLICATED = Layout(_same, lambda s, t: [t], lambda t, ranks, rank: t, lambda parts: parts[0])
-ROWS = Layout(_same, lambda s, t: [t], _rows, torch.cat)
+ROWS = Layout(_same, lambda s, t: [t], _rows, _joined_rows)
 COLUMNS = Layout(_same, lambda s, t: [t], _columns, lambda parts: torch.cat(list(parts), 1))
-QKV = Layout(_merge_qkv, _split_qkv, _rows, torch.cat)
+QKV = Layout(_merge_qkv, _split_qkv, _rows, _joined_rows)
 GATE_AND_UP = Layout(
     lambda s, _, ts: torch.cat(list(ts)), lambda s, t: list(t.chunk(2)), _gate_and_up, _unshard_gate_and_up
 )
-VOCABULARY = Layout(_merge_vocabulary, lambda s, t: [t[: s.vocabulary]], _rows, torch.cat)
+VOCABULARY = Layout(_merge_vocabulary, lambda s, t: [t[: s.vocabulary]], _rows, _joined_rows)
 
 _OUTSIDE_LAYERS = {
     "embedding.word_embeddings.weight": (VOCABULARY, ("model.embed_tokens.weight",)),
@@ -256,7 +260,7 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, names in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{index}").rename(folder / file)

@@ -88,7 +88,8 @@ def read_shape(folder: Path) -> ModelShape:
         hidden=config["hidden_size"],
         heads=heads,
         groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or (128 if architecture == "Qwen3ForCausalLM" else config["hidden_size"] // heads),
+        head_dim=config.get("head_dim")
+        or (128 if architecture == "Qwen3ForCausalLM" else config["hidden_size"] // heads),
         ffn=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
@@ -156,7 +157,9 @@ class PolicyModel(GPTModel):
 
     shape: ModelShape
 
-    def _preprocess(self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **rest: Any) -> Any:
+    def _preprocess(
+        self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **rest: Any
+    ) -> Any:
         """Megatron's, with the RoPE angles of a packed row by `position_ids`, [1, T], instead of by place.
 
         Megatron counts positions from 0 in each sequence; an answer behind a shared prompt begins later.

@@ -56,11 +56,12 @@ def plan_batch(
     _check(batch, budget)
     samples = batch.samples
     bundles = list(_bundles(samples, budget if share_prompts else 0))
-    lengths = [_bundle_length(samples, bundle) for bundle in bundles]
-    return [
-        [pack(samples, advantages, [bundles[index] for index in chosen], batch.step, share_prompts) for chosen in bins]
-        for bins in plan(lengths, ranks, budget)
-    ]
+
+    def row(chosen: Sequence[int]) -> MicroBatch:
+        return pack(samples, advantages, [bundles[index][0] for index in chosen], batch.step, share_prompts)
+
+    planned = plan([length for _, length in bundles], ranks, budget)
+    return [[row(chosen) for chosen in bins] for bins in planned]
 
 
 def plan(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
@@ -98,9 +99,11 @@ def _fill(order: Sequence[int], lengths: Sequence[int], count: int, budget: int)
 def _check(batch: Batch, budget: int) -> None:
     for group in batch.groups:
         for index, sample in enumerate(group.samples):
+            if not sample.loss_mask.any():
+                continue
             where = f"group {group.group_id} sample {index}"
             length = len(sample.prompt_ids) + _answer_length(sample)
-            if sample.loss_mask.any() and not len(sample.prompt_ids):
+            if not len(sample.prompt_ids):
                 raise ValueError(f"{where} has an empty prompt: nothing predicts its first token")
             if length > budget:
                 raise SequenceTooLongError(
@@ -117,23 +120,22 @@ def _answer_length(sample: Sample) -> int:
     return int(trained[-1]) if len(trained) else 0
 
 
-def _bundles(samples: Sequence[Sample], budget: int) -> Iterator[list[int]]:
-    """Neighbours with the same prompt, as many as the budget has room for, one at least."""
+def _bundles(samples: Sequence[Sample], budget: int) -> Iterator[tuple[list[int], int]]:
+    """Neighbours with the same prompt, as many as the budget has room for, one at least; and their tokens."""
     bundle: list[int] = []
+    length = 0
     for index, sample in enumerate(samples):
         if not sample.loss_mask.any():
             continue
-        fits = _bundle_length(samples, [*bundle, index]) <= budget
+        answer = _answer_length(sample)
+        fits = length + answer <= budget
         if bundle and not (fits and np.array_equal(samples[bundle[0]].prompt_ids, sample.prompt_ids)):
-            yield bundle
+            yield bundle, length
             bundle = []
+        length = answer + (length if bundle else len(sample.prompt_ids))
         bundle.append(index)
     if bundle:
-        yield bundle
-
-
-def _bundle_length(samples: Sequence[Sample], bundle: Sequence[int]) -> int:
-    return len(samples[bundle[0]].prompt_ids) + sum(_answer_length(samples[index]) for index in bundle)
+        yield bundle, length
 
 
 def pack(

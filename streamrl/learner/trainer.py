@@ -100,7 +100,7 @@ class Trainer:
             self._optimizer.megatron.reload_model_params()
             self._version = PolicyVersion(0, incarnation)
         else:
-            checkpoint.load(found, self._layout(), self._ddp.module, self._optimizer, self._ranks)
+            checkpoint.load(found, self._state())
             self._version = PolicyVersion(found.version.step, max(incarnation, found.version.incarnation + 1))
         log.info("starting as version %s from %s", self._version, found.folder if found else self._config.model.path)
 
@@ -144,15 +144,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Write the checkpoint of this version. Returns its folder."""
-        return checkpoint.save(
-            self._checkpoints,
-            self._version,
-            self._layout(),
-            self._ddp.module,
-            self._optimizer,
-            self._ranks,
-            self._config.checkpoint.keep,
-        )
+        return checkpoint.save(self._checkpoints, self._version, self._state(), self._config.checkpoint.keep)
 
     def broadcast(self, value: Any) -> Any:
         """A small object of rank 0, on every rank."""
@@ -175,13 +167,13 @@ class Trainer:
         config.finalize_model_grads_func = _finalize
         return ddp
 
-    def _layout(self) -> dict[str, Any]:
-        """What a checkpoint must share with the run that resumes it."""
-        return {
+    def _state(self) -> checkpoint.State:
+        layout = {
             **self._ranks.layout,
             "dtype": self._config.model.dtype,
             "distributed_optimizer": self._ddp.ddp_config.use_distributed_optimizer,
         }
+        return checkpoint.State(self._ddp.module, self._optimizer, self._ranks, layout)
 
     def _shares(self, batch: Batch | None) -> list[Share]:
         if batch is None or batch.step != self._version.step:

@@ -171,7 +171,8 @@ def one_line(rows: list[dict[str, Any]], config: Config) -> str:
     """The state of a run as one line of text."""
     fields = dict(_fields(rows, config))
     reward = f"reward {_latest(rows, 'reward/mean'):.3f}"
-    return " | ".join([f"step {fields['step']}", reward, fields["tokens/s"], fields["staleness"], fields["waiting"]])
+    staleness = f"staleness {fields['staleness']}"
+    return " | ".join([f"step {fields['step']}", reward, fields["tokens/s"], staleness, fields["waiting"]])
 
 
 def _fields(rows: list[dict[str, Any]], config: Config) -> Iterator[tuple[str, str]]:
@@ -186,7 +187,7 @@ def _fields(rows: list[dict[str, Any]], config: Config) -> Iterator[tuple[str, s
     largest = max(row.get("staleness/max") or 0 for row in rows)
     allowed = math.ceil(config.replay.max_staleness)
     mean = _latest(rows, "staleness/mean")
-    yield "staleness", f"staleness mean {mean:.2f}, max {largest:g} of {allowed} allowed"
+    yield "staleness", f"mean {mean:.2f}, max {largest:g} of {allowed} allowed"
     waiting, slots = last.get("buffer/groups") or 0, config.replay.slots
     yield "buffer", f"{waiting:g} groups wait, {slots} slots, {(last.get('buffer/bytes') or 0) / 2**20:.1f} MiB"
     yield "waiting", who_waits(_latest(rows, "idle/learner"), _latest(rows, "idle/generator"))

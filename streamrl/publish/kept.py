@@ -28,7 +28,9 @@ def keep(staged: Staged, model: Path, run_folder: Path) -> Path:
     for file in model.iterdir():
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and not _is_weight_index(file):
             shutil.copy(file, draft / file.name)
-    save_file(dict(staged.tensors()), draft / "model.safetensors", metadata={"format": "pt", "version": str(staged.version)})
+    save_file(
+        dict(staged.tensors()), draft / "model.safetensors", metadata={"format": "pt", "version": str(staged.version)}
+    )
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
     return target

@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -40,7 +41,7 @@ from streamrl.stream.messages import (
     ServerState,
     Stop,
 )
-from streamrl.stream.sockets import Dealer, StreamTimeout
+from streamrl.stream.sockets import Dealer, ReceivedBatch, StreamTimeout
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class Publisher:
         self._changed = threading.Condition()
         self._shared = _Shared()
         self._retries: dict[str, _Retry] = {}  # the thread's alone, as the socket and the source are
+        self._refusals: dict[str, str] = {}  # server: the reason that its sink gave, this one too
         self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
         self._thread.start()
 
@@ -232,13 +234,11 @@ class Publisher:
     def _publish(self, dealer: Dealer, source: Source, server: ServerState, staged: Staged) -> None:
         """One version to one server, within `publish.timeout`; a failure is counted and retried later."""
         deadline = time.monotonic() + self._config.publish.timeout
-        failures: list[str] = []
+        self._refusals.pop(server.name, None)  # of a former try
 
         def check() -> None:
-            message = self._hear(dealer, WAIT_POLL)
-            if isinstance(message, PublishFailed) and (message.server, message.version) == (server.name, staged.version):
-                failures.append(message.reason)
-            self._check(server.name, failures, deadline)
+            self._hear(dealer, WAIT_POLL)
+            self._check(server.name, deadline)
 
         try:
             with self._events.span("publish", server=server.name, version=str(staged.version)):
@@ -254,12 +254,12 @@ class Publisher:
         self._retries.pop(server.name, None)
         self._count(published=self.statistics.published + 1)
 
-    def _check(self, server: str, failures: list[str], deadline: float) -> None:
+    def _check(self, server: str, deadline: float) -> None:
         """Raise PublishError when waiting for `server` has become pointless."""
         with self._changed:
             present, ending = server in self._shared.roster, self._shared.closing or self._shared.stopped
-        if failures:
-            raise PublishError(f"{server}: {failures[-1]}")
+        if server in self._refusals:
+            raise PublishError(f"{server}: {self._refusals[server]}")
         if not present:
             raise PublishError(f"{server} has left")
         if ending:
@@ -275,9 +275,8 @@ class Publisher:
         log.warning("publish failed, next try in %g s: %s", pause, reason)
         self._count(failed=self.statistics.failed + 1)
 
-    def _hear(self, dealer: Dealer, timeout: float) -> Message | None:
-        """Take in what the service said, waiting `timeout` seconds for the first message. Returns the last one."""
-        last: Message | None = None
+    def _hear(self, dealer: Dealer, timeout: float) -> None:
+        """Take in what the service said, waiting `timeout` seconds for the first message."""
         while True:
             try:
                 message = dealer.receive(timeout)
@@ -285,12 +284,11 @@ class Publisher:
                 log.warning("malformed message from the replay service: %s", error.reason)
                 continue
             if message is None:
-                return last
-            assert isinstance(message, Message)  # batches go to the learner's own socket
-            last, timeout = message, 0.0
+                return
+            timeout = 0.0
             self._note(message)
 
-    def _note(self, message: Message) -> None:
+    def _note(self, message: Message | ReceivedBatch) -> None:
         with self._changed:
             match message:
                 case Roster(servers=servers):
@@ -299,6 +297,8 @@ class Publisher:
                     world_size = self._shared.roster[server].world_size
                     state = ServerState(name=server, version=version, world_size=world_size)
                     self._shared.roster[server] = state
+                case PublishFailed(server=server, reason=reason):
+                    self._refusals[server] = reason
                 case Stop():
                     self._shared.stopped = True
             self._changed.notify_all()
@@ -308,10 +308,8 @@ class Publisher:
             state = self._shared.roster.get(server)
         return state.version if state is not None else PolicyVersion(0)
 
-    def _count(self, **changes: float) -> None:
+    def _count(self, **changes: Any) -> None:
         with self._changed:
-            from dataclasses import replace
-
             self._shared.statistics = replace(self._shared.statistics, **changes)
 
 

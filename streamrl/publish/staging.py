@@ -93,7 +93,7 @@ class Staging:
             dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in content),
             shapes=tuple(tuple(tensor.shape) for _, tensor in content),
             bytes=size,
-            checksum=xxhash.xxh3_64_hexdigest(data.numpy()),
+            checksum=xxhash.xxh3_64_hexdigest(data.numpy().data),
         )
         return Bucket(layout, data)
 

@@ -31,7 +31,7 @@ class PublishError(RuntimeError):
 class BucketLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Tensors that lie one behind the other in one run of bytes.
 
-    Example: `BucketLayout(names=("norm.weight",), dtypes=("float32",), shapes=((64,),), bytes=256, checksum="9ae1...")`.
+    Example: `BucketLayout(names=("norm.weight",), dtypes=("float32",), shapes=((64,),), bytes=256, checksum="9a...")`.
     """
 
     names: tuple[str, ...]  # Hugging Face names

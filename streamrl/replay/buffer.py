@@ -150,13 +150,13 @@ class Buffer:
         self._held[holder] += 1
         return ticket
 
-    def complete(self, group: Group, frames: Sequence[Any], size: int) -> Stored:
-        """Take a group. Raises GroupRefused unless it answers the current attempt of an open ticket.
+    def complete(self, holder: str, group: Group, frames: Sequence[Any], size: int) -> Stored:
+        """Take a group. Raises GroupRefused unless it answers the current attempt of a ticket of this worker.
 
         A group that answers it with the wrong content is refused too, and its ticket is lost: at the last
         attempt that raises AttemptsExhausted.
         """
-        slot = self._open(group.group_id, group.attempt)
+        slot = self._open(holder, group.group_id, group.attempt)
         if reason := _mismatch(group, slot.ticket):
             self._lose(group.group_id, reason)
             raise GroupRefused(reason)
@@ -169,9 +169,9 @@ class Buffer:
         self._completed.add(group.group_id)
         return slot.stored
 
-    def fail(self, group_id: int, attempt: int, reason: str) -> None:
-        """This attempt came to nothing. Raises GroupRefused where it is not open, AttemptsExhausted at the last."""
-        self._open(group_id, attempt)
+    def fail(self, holder: str, group_id: int, attempt: int, reason: str) -> None:
+        """This attempt came to nothing. Raises GroupRefused as `complete` does, AttemptsExhausted at the last."""
+        self._open(holder, group_id, attempt)
         self._lose(group_id, reason)
 
     def expire(self, now: float) -> list[Ticket]:
@@ -225,7 +225,7 @@ class Buffer:
             return False
         return self.order.admit(group_id, min(self.acknowledged.step, self.next_step))
 
-    def _open(self, group_id: int, attempt: int) -> _Slot:
+    def _open(self, holder: str, group_id: int, attempt: int) -> _Slot:
         slot = self._slots.get(group_id)
         if slot is None:
             known = "is trained already" if group_id < self._next_id else "was never issued"
@@ -234,6 +234,8 @@ class Buffer:
             raise GroupRefused(
                 f"group {group_id} attempt {attempt}: attempt {slot.ticket.attempt} is {slot.state.value}"
             )
+        if slot.holder != holder:
+            raise GroupRefused(f"group {group_id} attempt {attempt} is the ticket of worker {slot.holder}")
         return slot
 
     def _lose_where(self, lost: Callable[[_Slot], bool], reason: str) -> list[Ticket]:

@@ -266,7 +266,7 @@ class Service:
         try:
             if self._buffer is None:
                 raise GroupRefused("no ticket was given yet")
-            stored = self._buffer.complete(group, frames, sum(len(frame) for frame in frames))
+            stored = self._buffer.complete(worker.name, group, frames, sum(len(frame) for frame in frames))
         except GroupRefused as error:
             self._events.emit("group.refused", worker=worker.name, reason=str(error), **answer)
             self._tell(worker, Refused(reason=str(error), **answer))
@@ -295,7 +295,7 @@ class Service:
     def _refuse_group(self, worker: Worker, group_id: int, attempt: int, reason: str) -> None:
         if self._buffer is not None:
             try:
-                self._buffer.fail(group_id, attempt, reason)
+                self._buffer.fail(worker.name, group_id, attempt, reason)
             except GroupRefused as error:
                 reason = f"{reason}; {error}"
         self._tell(worker, Refused(group_id=group_id, attempt=attempt, reason=reason[:4096]))

@@ -11,6 +11,7 @@ received frame, which lives as long as any of them. Integers and floats are litt
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
@@ -184,17 +185,31 @@ def _mask(runs: list[int], tokens: int) -> np.ndarray:
     """The bool mask [T] of its run lengths. Raises ValueError unless they add up to T."""
     if sum(runs) != tokens:
         raise ValueError(f"loss mask covers {sum(runs)} of {tokens} output tokens")
-    mask = np.repeat(np.arange(len(runs)) % 2 == 0, runs)
+    plain = len(runs) == 1  # the usual case, and much the cheaper one
+    mask = np.ones(tokens, np.bool_) if plain else np.repeat(np.arange(len(runs)) % 2 == 0, runs)
     mask.flags.writeable = False
     return mask
 
 
-def _spans(runs: list[tuple[int, int, int]]) -> tuple[VersionSpan, ...]:
-    starts = [0, *(end for _, _, end in runs)]
-    return tuple(
-        VersionSpan(PolicyVersion(step, incarnation), start, end)
-        for start, (step, incarnation, end) in zip(starts, runs, strict=False)
-    )
+class _Versions(dict[tuple[int, int], PolicyVersion]):
+    """The few versions of a group, each made once: (step, incarnation) -> PolicyVersion."""
+
+    def __missing__(self, key: tuple[int, int]) -> PolicyVersion:
+        return self.setdefault(key, PolicyVersion(*key))
+
+
+def _spans(runs: list[tuple[int, int, int]], versions: _Versions) -> tuple[VersionSpan, ...]:
+    spans, start = [], 0
+    for step, incarnation, end in runs:
+        spans.append(VersionSpan(versions[step, incarnation], start, end))
+        start = end
+    return tuple(spans)
+
+
+def _cut(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    """Views of consecutive pieces of an array."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return [array[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _build(header: _GroupHeader, arena: Buffer) -> Group:
@@ -205,25 +220,25 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     if numbers.nbytes != 4 * (whole_numbers + tokens):
         raise ValueError(f"arena of {numbers.nbytes} bytes, the header asks for {4 * (whole_numbers + tokens)}")
     ids, logprobs = numbers[: 4 * whole_numbers].view(_INT), numbers[4 * whole_numbers :].view(_FLOAT)
-    prompts = np.split(ids[: sum(header.prompts)], np.cumsum(header.prompts)[:-1])
-    samples, start, first = [], 0, sum(header.prompts)
-    for sample in header.samples:
-        if sample.prompt >= len(header.prompts):
-            raise ValueError(f"prompt {sample.prompt} of {len(header.prompts)}")
-        end = start + sample.tokens
+    lengths = [sample.tokens for sample in header.samples]
+    pieces = _cut(ids, [*header.prompts, *lengths])
+    prompts, outputs = pieces[: len(header.prompts)], pieces[len(header.prompts) :]
+    versions, samples = _Versions(), []
+    for sample, output_ids, sample_logprobs in zip(header.samples, outputs, _cut(logprobs, lengths), strict=True):
+        if sample.prompt >= len(prompts):
+            raise ValueError(f"prompt {sample.prompt} of {len(prompts)}")
         samples.append(
             Sample(
                 prompt_ids=prompts[sample.prompt],
-                output_ids=ids[first + start : first + end],
-                logprobs=logprobs[start:end],
+                output_ids=output_ids,
+                logprobs=sample_logprobs,
                 loss_mask=_mask(sample.mask, sample.tokens),
-                spans=_spans(sample.spans),
+                spans=_spans(sample.spans, versions),
                 reward=sample.reward,
                 reward_parts=sample.parts,
                 finish_reason=sample.finish_reason,
             )
         )
-        start = end
     return Group(
         group_id=header.group_id,
         attempt=header.attempt,

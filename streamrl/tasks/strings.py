@@ -33,7 +33,9 @@ class StringsArguments(TaskArguments):
 class Strings(Environment):
     """All strings of one length over an alphabet, in a new order each epoch.
 
-    Reward: the share of the length + 1 answer tokens that are right at their place, the end included.
+    Reward: the share of tokens that are right at their place, the end included, of the longer of answer and
+    target. The longer counts, because a policy that has lost its end would else sit at length / (length + 1)
+    with nothing to gain.
     """
 
     def __init__(self, rule: Literal["copy", "successor"], arguments: StringsArguments, seed: int, split: str) -> None:

@@ -1,50 +1,26 @@
-"""Tiny random Hugging Face models and random batches for the learner's tests."""
+"""Fixtures of the learner's tests: models made once, trainers that are closed, ranks under torchrun."""
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import transformers
+import torch.distributed as dist
 
-from streamrl.config import Config
-from streamrl.learner.trainer import Trainer
-from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER))  # for learner_parts, which the ranks under torchrun import too
 
-FAMILIES = {
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-}
-VOCABULARY = 131  # not a multiple of anything, so that the embedding is padded
+from learner_parts import write_model  # noqa: E402
 
-
-def write_model(folder: Path, family: str = "qwen2", tied: bool = False) -> Path:
-    """A model of two layers with random weights, biases and norms, saved by transformers."""
-    torch.manual_seed(0)
-    config_class, model_class = FAMILIES[family]
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-        "tie_word_embeddings": tied,
-    }
-    if family == "qwen3":
-        shape["head_dim"] = 32
-    model = model_class(config_class(**shape))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return folder
+from streamrl.config import Config  # noqa: E402
+from streamrl.learner.trainer import Trainer  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -60,63 +36,48 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
     return get
 
 
-def make_config(model: Path, **learner: object) -> Config:
-    """A configuration for a tiny model; keyword arguments go into the learner section, `dtype` into the model."""
-    optimizer = {"lr": 1e-2, "clip_grad": 1.0, **learner.pop("optimizer", {})}
-    return Config.model_validate(
-        {
-            "model": {"path": model, "dtype": learner.pop("dtype", "float32")},
-            "algo": learner.pop("algo", {}),
-            "generate": {"sampling": {"temperature": 0.8}},
-            "learner": {"optimizer": optimizer, **learner},
-            "checkpoint": {"keep": 2},
-        }
-    )
-
-
 @pytest.fixture
-def trainer_of() -> Iterator[Callable[..., Trainer]]:
+def trainer_of(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """`trainer_of(config, run_folder)`: a started trainer of one process; a former one is closed first."""
-    open_trainers: list[Trainer] = []
+    running: list[Trainer] = []
 
-    def make(config: Config, run_folder: Path) -> Trainer:
-        while open_trainers:
-            open_trainers.pop().close()
-        trainer = Trainer(config, run_folder)
-        open_trainers.append(trainer)
-        trainer.restore_or_start()
-        return trainer
+    def make(config: Config, run_folder: Path | None = None) -> Trainer:
+        while running:
+            running.pop().close()
+        # Without a run folder each trainer has a fresh one.
+        running.append(Trainer(config, run_folder or tmp_path / f"run-{os.urandom(4).hex()}"))
+        running[-1].restore_or_start()
+        return running[-1]
 
     yield make
-    for trainer in open_trainers:
+    for trainer in running:
         trainer.close()
 
 
-def make_batch(step: int = 0, groups: int = 3, size: int = 4, seed: int = 0) -> Batch:
-    """Groups of answers of uneven length, with stale tokens, masked tokens, an empty answer and a placeholder."""
-    random = np.random.default_rng([seed, step])
-    return Batch(step=step, groups=tuple(_group(random, step, index, size) for index in range(groups)))
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    """The process group of a process that is alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
-def _group(random: np.random.Generator, step: int, index: int, size: int) -> Group:
-    prompt = random.integers(0, VOCABULARY, random.integers(2, 9)).astype(np.int32)
-    samples = [_sample(random, step, prompt, int(random.integers(1, 20))) for _ in range(size)]
-    if index == 0:
-        samples[0] = _sample(random, step, prompt, 0, finish_reason="placeholder")
-    return Group(group_id=index, task="copy", prompt_index=index, samples=tuple(samples))
+@pytest.fixture
+def two_ranks(tmp_path: Path) -> Callable[..., Any]:
+    """`two_ranks(job, config, run_folder)`: what rank 0 of two real torchrun ranks saved at the end of `job`."""
 
+    def run(job: str, config: Config, run_folder: Path) -> Any:
+        (tmp_path / "config.json").write_text(config.model_dump_json())
+        out = tmp_path / f"{job}.pt"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+        command += [f"--master-port={port}", str(FOLDER / "ranks_at_work.py")]
+        command += [job, str(tmp_path / "config.json"), str(run_folder), str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return torch.load(out)
 
-def _sample(
-    random: np.random.Generator, step: int, prompt: np.ndarray, length: int, finish_reason: str = "stop"
-) -> Sample:
-    old = int(random.integers(0, length + 1))
-    spans = [VersionSpan(PolicyVersion(max(0, step - 1)), 0, old), VersionSpan(PolicyVersion(step), old, length)]
-    return Sample(
-        prompt_ids=prompt,
-        output_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
-        logprobs=(-4 - random.random(length)).astype(np.float32),
-        loss_mask=random.random(length) < 0.9,
-        spans=tuple(span for span in spans if span.end > span.start),
-        reward=float(random.random()),
-        finish_reason=finish_reason,
-    )
+    return run

@@ -86,13 +86,15 @@ def machine(make_group: MakeGroup, order_class: type[StrictOrder]) -> type[RuleB
         def complete(self, data: st.DataObject) -> None:
             """The worst case that the ticket allows: every token from its oldest version."""
             key = data.draw(st.sampled_from(sorted(self.open)))
-            _, ticket = self.open.pop(key)
+            worker, ticket = self.open.pop(key)
             group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version)
-            self.buffer.complete(group, frames=(), size=10)
+            with pytest.raises(GroupRefused, match="is the ticket of worker"):
+                self.buffer.complete("nobody", group, frames=(), size=10)
+            self.buffer.complete(worker, group, frames=(), size=10)
             assert ticket.group_id not in self.accepted
             self.accepted[ticket.group_id] = ticket.issued_version
             with pytest.raises(GroupRefused):
-                self.buffer.complete(group, frames=(), size=10)
+                self.buffer.complete(worker, group, frames=(), size=10)
 
         @precondition(lambda self: self.dead)
         @rule(data=st.data())
@@ -100,7 +102,7 @@ def machine(make_group: MakeGroup, order_class: type[StrictOrder]) -> type[RuleB
             ticket = data.draw(st.sampled_from(self.dead))
             group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version)
             with pytest.raises(GroupRefused):
-                self.buffer.complete(group, frames=(), size=10)
+                self.buffer.complete(data.draw(st.sampled_from(WORKERS)), group, frames=(), size=10)
 
         @rule(worker=st.sampled_from(WORKERS))
         def worker_dies(self, worker: str) -> None:
@@ -169,9 +171,9 @@ def machine(make_group: MakeGroup, order_class: type[StrictOrder]) -> type[RuleB
                 while (ticket := self.buffer.issue("a", self.servers["a"], self.now)) is not None:
                     self.open[ticket.group_id, ticket.attempt] = "a", ticket
                 for key in sorted(self.open):
-                    _, ticket = self.open.pop(key)
+                    worker, ticket = self.open.pop(key)
                     version = ticket.issued_version
-                    self.buffer.complete(make_group(key[0], attempt=key[1], version=version), (), 10)
+                    self.buffer.complete(worker, make_group(key[0], attempt=key[1], version=version), (), 10)
                     self.accepted[key[0]] = version
                 assert self._take() or (self.buffer.next_step, self.published) != before
             first = self.start.step * self.groups
@@ -201,7 +203,7 @@ def run_steps(make_group: MakeGroup, buffer: Buffer, steps: int, interval: int =
     buffer.acknowledge(version)
     for _ in range(steps):
         while (ticket := buffer.issue("a", version, 0.0)) is not None:
-            buffer.complete(make_group(ticket.group_id, version=version), (), 1)
+            buffer.complete("a", make_group(ticket.group_id, version=version), (), 1)
             ages.append(ticket.group_id // 4 - version.step)
         assert buffer.take(buffer.next_step) is not None
         if (buffer.next_step - buffer.start.step) % interval == 0:
@@ -242,9 +244,9 @@ def test_tokens_older_than_the_ticket_are_refused_and_the_ticket_is_issued_again
     ticket = buffer.issue("a", PolicyVersion(1), 0.0)
     assert ticket is not None
     with pytest.raises(GroupRefused, match=r"tokens of version 0\.0, at least 1\.0 is required"):
-        buffer.complete(make_group(4, version=PolicyVersion(0)), (), 1)
+        buffer.complete("a", make_group(4, version=PolicyVersion(0)), (), 1)
     with pytest.raises(GroupRefused, match="attempt 0 is lost"):
-        buffer.complete(make_group(4, version=PolicyVersion(1)), (), 1)
+        buffer.complete("a", make_group(4, version=PolicyVersion(1)), (), 1)
     again = buffer.issue("b", PolicyVersion(1), 5.0)
     assert again == replace(ticket, attempt=1, deadline=105.0)
 
@@ -275,7 +277,7 @@ def test_frames_of_a_batch_are_kept_until_the_next_is_asked_for(make_group: Make
     buffer.acknowledge(PolicyVersion(0))
     for group_id in range(2):
         buffer.issue("a", PolicyVersion(0), 0.0)
-        buffer.complete(make_group(group_id), (b"header", b"arena"), 11)
+        buffer.complete("a", make_group(group_id), (b"header", b"arena"), 11)
     first = buffer.take(0)
     assert first is not None
     assert buffer.take(0) == first

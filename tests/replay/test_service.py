@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any, TypeVar
 
 import pytest
@@ -329,6 +330,32 @@ def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
     assert isinstance(answer(worker, make_group, ticket), Accepted)
     assert running.service.malformed == 2 * len(junk)  # and the stranger, less the learner's rightful Next
     assert len(running.told("replay.malformed")) == 3
+
+
+def test_damaged_messages_of_every_kind_leave_the_service_serving(
+    start: Callable[..., Running], make_group: MakeGroup
+) -> None:
+    running = start()
+    worker, fuzzer, learner = running.worker(), running.worker("fuzzer", capacity=0), running.learner()
+    tickets = hear_tickets(worker, 4)
+    random = Random(7)
+    whole = [
+        [encode(Heartbeat(tickets=((0, 0),), busy=1.0, generated=3))],
+        [encode(Applied(server="fuzzer-server", version=V0))],
+        [encode(Credit(capacity=0))],
+        list(encode_group(make_group(0), 1 << 20)),
+    ]
+    for _ in range(400):
+        frames = [bytearray(frame) for frame in random.choice(whole)]
+        for _ in range(random.randint(1, 5)):
+            frame = random.choice(frames)
+            frame[random.randrange(len(frame))] = random.randrange(256)
+        fuzzer._send([bytes(frame)[: random.choice([None, random.randrange(99)])] for frame in frames])
+    for ticket in tickets:
+        assert isinstance(answer(worker, make_group, ticket), Accepted)
+    learner.send(Next(step=0))
+    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    assert running.service.malformed > 100
 
 
 def test_the_publisher_knows_the_servers_and_hears_what_became_of_its_versions(start: Callable[..., Running]) -> None:

@@ -45,9 +45,10 @@ def test_copy_asks_for_the_string_and_successor_for_the_next_symbols():
     ("text", "finish_reason", "reward", "exact"),
     [
         ("{0}{1}{2}", "stop", 1.0, 1.0),
-        ("{0}{1}{2}", "length", 0.75, 0.0),  # all symbols, no end
-        ("{0}{1}{2}{0}", "stop", 0.75, 0.0),  # goes on behind the end
-        ("{0}{1}", "stop", 0.5, 0.0),  # ends early
+        ("{0}{1}{2}", "length", 3 / 4, 0.0),  # all symbols, no end
+        ("{0}{1}{2}{0}", "stop", 3 / 5, 0.0),  # ends too late
+        ("{0}{1}{2}{0}{1}", "length", 3 / 6, 0.0),  # never ends
+        ("{0}{1}", "stop", 2 / 4, 0.0),  # ends early
         ("={0}{1}{2}", "length", 0.0, 0.0),  # shifted by one
         ("", "stop", 0.0, 0.0),
         ("banana \x00 [ 1/0", "stop", 0.0, 0.0),

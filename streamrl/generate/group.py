@@ -1,0 +1,103 @@
+"""From a ticket to its group: the task asks the policy and scores, every sample is checked or replaced."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from streamrl.engine.client import EngineError
+from streamrl.generate.inference import EngineInference
+from streamrl.observe.events import EventLog, now
+from streamrl.tasks.environment import Environment, Rollout
+from streamrl.types import Group, Sample, Ticket
+
+log = logging.getLogger(__name__)
+
+
+async def run_group(
+    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, events: EventLog
+) -> Group:
+    """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
+
+    Raises EngineError when the server cannot be reached: that is the worker's matter, not the sample's.
+    """
+    fields = {"group_id": ticket.group_id, "attempt": ticket.attempt, "prompt_index": ticket.prompt_index}
+    with events.span("group", **fields) as outcome:
+        started = now()
+        samples = await _samples(ticket, task, inference, group_size)
+        group = Group(
+            group_id=ticket.group_id,
+            attempt=ticket.attempt,
+            task=ticket.task,
+            prompt_index=ticket.prompt_index,
+            samples=samples,
+            started=started,
+            finished=now(),
+            worker=events.role,
+        )
+        failed = sum(sample.is_placeholder for sample in samples)
+        outcome |= {"tokens": group.tokens, "failed": failed}
+        if failed:
+            outcome["reasons"] = sorted(set(inference.failures))[:3]
+    return group
+
+
+async def _samples(
+    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int
+) -> tuple[Sample, ...]:
+    try:
+        rollouts = await task.rollout_group(inference, task.prompt(ticket.prompt_index), group_size)
+        if len(rollouts) != group_size:
+            raise ValueError(f"the task gave {len(rollouts)} rollouts, {group_size} were asked for")
+    except EngineError:
+        raise
+    except Exception as error:  # the policy for foreign tasks: the group is lost, not the run
+        log.exception("group %d: the task failed on prompt %d", ticket.group_id, ticket.prompt_index)
+        inference.failures.append(f"{type(error).__name__}: {error}")
+        return (_placeholder(np.empty(0, np.int32)),) * group_size
+    return tuple(_sample(rollout, ticket, inference.failures) for rollout in rollouts)
+
+
+def _sample(rollout: Rollout, ticket: Ticket, failures: list[str]) -> Sample:
+    """A rollout as a sample, or a placeholder where it is none that can be trained on."""
+    answer = rollout.completion
+    if answer.finish_reason == "abort":
+        return _placeholder(answer.prompt_ids)
+    sample = Sample(
+        prompt_ids=answer.prompt_ids,
+        output_ids=answer.output_ids,
+        logprobs=answer.logprobs,
+        loss_mask=np.ones(len(answer.output_ids), np.bool_),
+        spans=answer.spans,
+        reward=rollout.reward,
+        reward_parts=rollout.parts,
+        finish_reason=answer.finish_reason,
+    )
+    try:
+        sample.check(f"group {ticket.group_id}")
+        _check_age(sample, ticket)
+    except ValueError as error:
+        failures.append(str(error))
+        return _placeholder(answer.prompt_ids)
+    return sample
+
+
+def _check_age(sample: Sample, ticket: Ticket) -> None:
+    """The last guard of the staleness bound: no token older than what the ticket was issued for."""
+    if sample.oldest is not None and sample.oldest.step < ticket.issued_version.step:
+        raise ValueError(
+            f"group {ticket.group_id}: tokens of version {sample.oldest}, its ticket needs {ticket.issued_version}"
+        )
+
+
+def _placeholder(prompt_ids: np.ndarray) -> Sample:
+    return Sample(
+        prompt_ids=prompt_ids,
+        output_ids=np.empty(0, np.int32),
+        logprobs=np.empty(0, np.float32),
+        loss_mask=np.empty(0, np.bool_),
+        spans=(),
+        reward=0.0,
+        finish_reason="placeholder",
+    )

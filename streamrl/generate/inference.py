@@ -1,0 +1,138 @@
+"""The handle through which a task reaches the policy: a prompt in, completions with ids, log-probs and versions out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from streamrl.config import GenerateConfig
+from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.generate.tokenizer import Tokenizer
+from streamrl.tasks.environment import Completion, Message
+from streamrl.types import PolicyVersion, VersionSpan
+
+OVERRIDES = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
+# What a task may choose for itself. Anything that shapes the distribution (temperature, penalties, truncation)
+# would make the recorded log-probs those of another policy than the learner's.
+
+
+class Load:
+    """How much a worker's servers have worked since its start."""
+
+    def __init__(self) -> None:
+        self.generated = 0  # tokens
+        self._running = 0
+        self._busy = 0.0
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        if self._running == 0:
+            self._since = time.monotonic()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if self._running == 0:
+                self._busy += time.monotonic() - self._since
+
+    @property
+    def busy(self) -> float:
+        """Seconds with at least one request running."""
+        return self._busy + (time.monotonic() - self._since if self._running else 0.0)
+
+
+class EngineInference:
+    """`Inference` on one SGLang server, with the configured sampling or greedy.
+
+    A request that fails costs its own answers: they come back empty, with the finish reason `abort`, and
+    the reason in `failures`. Only a server that cannot be reached raises EngineError.
+    """
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, config: GenerateConfig, load: Load, *, greedy: bool = False
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._load = load
+        self._single = config.single_requests
+        self.failures: list[str] = []
+        self._sampling: dict[str, Any] = {
+            "temperature": 0.0 if greedy else config.sampling.temperature,
+            "top_p": config.sampling.top_p,
+            "top_k": config.sampling.top_k,
+            "max_new_tokens": config.sampling.max_new_tokens,
+            "stop_token_ids": list(tokenizer.end_ids),
+        }
+
+    async def generate(self, prompt: str | list[Message], n: int, **sampling: Any) -> list[Completion]:
+        """`n` completions. Raises ValueError for a prompt that has no ids, or another override than OVERRIDES."""
+        if unknown := sampling.keys() - OVERRIDES:
+            raise ValueError(f"sampling override {min(unknown)!r}; allowed: {', '.join(sorted(OVERRIDES))}")
+        prompt_ids = self._tokenizer.prompt_ids(prompt)
+        ids: list[int] = prompt_ids.tolist()
+        parameters = self._sampling | sampling
+        counts = [1] * n if self._single else [n]
+        answers = await asyncio.gather(*(self._request(ids, parameters, count) for count in counts))
+        return self._completions(prompt_ids, [answer for some in answers for answer in some])
+
+    async def _request(self, ids: list[int], sampling: dict[str, Any], n: int) -> Sequence[Answer | None]:
+        """The answers of one request; None for each that it failed to give."""
+        try:
+            with self._load.request():
+                answers = await self._client.generate(ids, sampling, n)
+        except EngineError as error:
+            if error.status is None and not error.late:
+                raise
+            self.failures.append(str(error))
+            return [None] * n
+        self._load.generated += sum(len(answer.output_ids) for answer in answers)
+        return answers
+
+    def _completions(self, prompt_ids: np.ndarray, answers: Sequence[Answer | None]) -> list[Completion]:
+        texts = self._tokenizer.text([answer.output_ids if answer else [] for answer in answers])
+        return [self._completion(prompt_ids, answer, text) for answer, text in zip(answers, texts, strict=True)]
+
+    def _completion(self, prompt_ids: np.ndarray, answer: Answer | None, text: str) -> Completion:
+        if answer is not None:
+            try:
+                return completion(prompt_ids, answer, text)
+            except ValueError as error:
+                self.failures.append(str(error))
+        return Completion(
+            text="",
+            prompt_ids=prompt_ids,
+            output_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            spans=(),
+            finish_reason="abort",
+        )
+
+
+def completion(prompt_ids: np.ndarray, answer: Answer, text: str) -> Completion:
+    """The typed form of a server's answer. Raises ValueError where it contradicts itself or names no policy version."""
+    meta = answer.meta_info
+    logprobs = np.array([entry[0] for entry in meta.output_token_logprobs], np.float32)
+    if [entry[1] for entry in meta.output_token_logprobs] != answer.output_ids:
+        raise ValueError(f"answer {meta.id}: log-probs of other tokens than its output ids")
+    spans = tuple(
+        VersionSpan(PolicyVersion.parse(span.version), span.start, span.end)
+        for span in meta.weight_versions
+        if span.end > span.start
+    )
+    if (spans[-1].end if spans else 0) != len(answer.output_ids):
+        raise ValueError(f"answer {meta.id}: weight versions {meta.weight_versions} do not cover its tokens")
+    return Completion(
+        text=text,
+        prompt_ids=prompt_ids,
+        output_ids=np.array(answer.output_ids, np.int32),
+        logprobs=logprobs,
+        spans=spans,
+        finish_reason=meta.finish_reason.type,
+    )

@@ -1,0 +1,38 @@
+"""Held-out prompts, answered greedily at the start and at the end of a run: they show what was learned."""
+
+from __future__ import annotations
+
+from streamrl.config import Config
+from streamrl.observe.events import EventLog
+from streamrl.tasks.environment import Inference, Prompt
+from streamrl.tasks.registry import build_task
+
+
+async def answer_probes(config: Config, inference: Inference, events: EventLog, moment: str) -> None:
+    """Write one event `probe` for each of the first `generate.probes` prompts of the probe split.
+
+    Its fields: `moment` (start | end), `index`, `prompt`, `expected`, `answer`, `reward`.
+    """
+    task = build_task(config.task, config.run.seed, split="probe")
+    try:
+        for index in range(config.generate.probes):
+            prompt = task.prompt(index)
+            for rollout in await task.rollout_group(inference, prompt, 1):
+                events.emit(
+                    "probe",
+                    moment=moment,
+                    index=index,
+                    prompt=_shown(prompt),
+                    expected=prompt.answer,
+                    answer=rollout.completion.text,
+                    reward=rollout.reward,
+                )
+    finally:
+        await task.close()
+
+
+def _shown(prompt: Prompt) -> str:
+    """The text, or the last thing that was said."""
+    return (
+        prompt.text if prompt.text is not None else (prompt.messages or ({"role": "", "content": ""},))[-1]["content"]
+    )

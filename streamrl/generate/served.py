@@ -1,0 +1,128 @@
+"""The one server of a worker, started here or attached to: its version, its health, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+from streamrl.config import Config
+from streamrl.config_file import ConfigError
+from streamrl.engine.client import EngineClient, EngineError
+from streamrl.engine.server import Server, ServerFailed
+from streamrl.stream.messages import ServerState
+from streamrl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+START_SHARE = 0.9
+# of run.start_timeout, for a server: its failure is then reported with its own log, not as a late worker.
+
+HEALTH_PERIOD = 5.0  # seconds between two looks at an attached server; one of our own is a process to look at
+
+MISSES = 6
+# looks in a row that an attached server may miss: while it loads weights or a long prompt it answers late.
+
+INITIAL = PolicyVersion(0)  # the version of the weights in model.path
+
+
+class ServedModel:
+    """An SGLang server with the run's model. `close` it.
+
+    >>> served = ServedModel(config, run_folder, index=0)
+    >>> await served.start()
+    >>> served.state
+    ServerState(name='server-0', version=PolicyVersion(step=0, incarnation=0), world_size=1)
+    """
+
+    def __init__(self, config: Config, run_folder: Path, index: int) -> None:
+        """Start the server of worker `index`, or find its address. Raises ConfigError when it has none."""
+        attach = config.generate.attach
+        if attach and index >= len(attach):
+            raise ConfigError(
+                f"generate.attach: {len(attach)} addresses, none for generator {index}; "
+                f"allowed: one for each of generate.workers={config.generate.workers}"
+            )
+        self.name = f"server-{index}"
+        self._config = config
+        self._version = INITIAL
+        self._changed = asyncio.Condition()
+        self._process = None if attach else Server(config, run_folder, index)
+        self.address = self._process.address if self._process else attach[index]
+        key = config.generate.server_args.get("api_key")
+        self.client = EngineClient(self.address, config.generate.request_timeout, None if key is None else str(key))
+
+    @property
+    def state(self) -> ServerState:
+        return ServerState(name=self.name, version=self._version, world_size=self._config.generate.tensor_parallel)
+
+    async def start(self) -> None:
+        """Wait until the server can generate with the weights of model.path. Raises ServerFailed."""
+        timeout = START_SHARE * self._config.run.start_timeout
+        if self._process is not None:
+            await self._process.ready(self.client, timeout)
+            return
+        try:
+            await _reset(self.client, timeout)
+        except EngineError as error:
+            raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
+
+    async def set_version(self, version: PolicyVersion) -> None:
+        """The sink has brought the server to `version`."""
+        async with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    async def at_least(self, version: PolicyVersion) -> None:
+        """Wait until the server generates with the step of `version` or a newer one."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._version.step >= version.step)
+
+    async def watch(self) -> None:
+        """Never returns while the server lives. Raises ServerFailed when it does not any more."""
+        misses = 0
+        while True:
+            if self._process is not None:
+                self._process.check()
+                await asyncio.sleep(self._config.generate.heartbeat)
+                continue
+            try:
+                await self.client.model_info()
+                misses = 0
+            except EngineError as error:
+                misses += 1
+                log.warning("%s: look %d of %d missed", error, misses, MISSES)
+                if misses == MISSES:
+                    raise ServerFailed(f"generate.attach: {error}") from error
+            await asyncio.sleep(HEALTH_PERIOD)
+
+    def check(self) -> None:
+        """Raise ServerFailed when the server's process has ended."""
+        if self._process is not None:
+            self._process.check()
+
+    async def close(self) -> None:
+        """Let go of an attached server, end one of our own."""
+        await self.client.close()
+        if self._process is not None:
+            await self._process.stop()
+
+
+async def _reset(client: EngineClient, timeout: float) -> None:
+    """Bring an attached server to the model's initial weights, whatever a former worker left it with.
+
+    `timeout`: seconds that one call may take.
+    """
+    info = await client.model_info()
+    if info.weight_version == str(INITIAL):
+        return
+    if info.weight_version == "default":  # SGLang's own name for what it was started with
+        await client.update_weight_version(str(INITIAL))
+        return
+    log.info("%s has version %s: loading %s again", client.address, info.weight_version, info.model_path)
+    try:
+        await client.end_weight_update(timeout)
+    except EngineError:
+        log.info("%s was not in the middle of an update", client.address)
+    await client.update_from_disk(info.model_path, str(INITIAL))
+    await client.resume(timeout)

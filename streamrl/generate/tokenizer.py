@@ -1,0 +1,102 @@
+"""The model folder's tokenizer and chat template, without torch.
+
+`transformers` would do the same and import torch into every worker: four seconds, and 400 MB of memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import numpy as np
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from streamrl.tasks.environment import Message
+
+CACHE = 1024
+# prompts whose ids are remembered: the same prompt comes back with every epoch of a small task, and with
+# every single request of a group; beyond it the oldest is forgotten.
+
+
+class Tokenizer:
+    """Text and conversations to token ids, and back."""
+
+    def __init__(self, model: Path) -> None:
+        """Read `tokenizer.json` and, where there, the chat template and end tokens. Raises OSError, ValueError."""
+        self._tokenizer = FastTokenizer.from_file(str(model / "tokenizer.json"))
+        self._settings = _read_json(model / "tokenizer_config.json")
+        self._template = self._compile(model)
+        self._cache: dict[str, np.ndarray] = {}
+        self.end_ids = self._end_ids(model)  # any of them ends an answer
+
+    def prompt_ids(self, prompt: str | Sequence[Message]) -> np.ndarray:
+        """int32 [P]. Text is tokenised as it is; a conversation by the chat template, up to where the answer begins.
+
+        Raises ValueError for a conversation where the model has no chat template, or the template refuses it.
+        """
+        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        key = f"{isinstance(prompt, str):d}{text}"
+        if key not in self._cache:
+            if len(self._cache) >= CACHE:
+                del self._cache[next(iter(self._cache))]
+            # A template writes its special tokens itself; plain text gets those of the model (a BOS).
+            encoding = self._tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
+            self._cache[key] = np.array(encoding.ids, np.int32)
+        return self._cache[key]
+
+    def text(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """The texts of several outputs, without special tokens."""
+        return list(self._tokenizer.decode_batch(ids, skip_special_tokens=True))
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        if self._template is None:
+            raise ValueError("the model folder has no chat template, and the task's prompts are conversations")
+        try:
+            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens())
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template: {error}") from error
+
+    def _compile(self, model: Path) -> jinja2.Template | None:
+        """The template, in the environment that Hugging Face's templates are written for."""
+        file = model / "chat_template.jinja"
+        source = file.read_text() if file.exists() else self._settings.get("chat_template")
+        if not isinstance(source, str):
+            return None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.filters["tojson"] = _to_json
+        return environment.from_string(source)
+
+    def _special_tokens(self) -> dict[str, str]:
+        """`bos_token`, `eos_token`, ... as templates name them."""
+        values = {key: value for key, value in self._settings.items() if key.endswith("_token")}
+        texts = {key: value["content"] if isinstance(value, dict) else value for key, value in values.items()}
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+    def _end_ids(self, model: Path) -> tuple[int, ...]:
+        """The end tokens of config.json, generation_config.json and the tokenizer."""
+        found: list[int | None] = [self._tokenizer.token_to_id(self._special_tokens().get("eos_token", ""))]
+        for name in ("config.json", "generation_config.json"):
+            ids = _read_json(model / name).get("eos_token_id")
+            found += ids if isinstance(ids, list) else [ids]
+        return tuple(sorted({end for end in found if end is not None}))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return content
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)

@@ -1,0 +1,151 @@
+"""A real worker process with a real SGLang server at a real replay service; the test is the learner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl import config_file
+from streamrl.config import Config
+from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.publish.publisher import Publisher
+from streamrl.stream.address import replay_address
+from streamrl.stream.messages import Finished, Hello, Next, Progress
+from streamrl.stream.sockets import Dealer, ReceivedBatch
+from streamrl.types import Batch, PolicyVersion
+
+DEADLINE = 200.0  # seconds; the start of a server on busy cores
+STEPS = 6
+
+
+class Run:
+    """The service and one worker as processes, and a learner that trains nothing."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        for name in ("events", "logs"):
+            (folder / name).mkdir(parents=True)
+        config_file.save(config, folder / "config.yaml")
+        self.service = self._role("replay")
+        self.worker = self._role("generator")
+        self.dealer = Dealer(replay_address(config, folder), config.stream, "learner")
+        self.dealer.send(Hello(role="learner", name="learner", version=PolicyVersion(0)))
+
+    def _role(self, name: str) -> subprocess.Popen[bytes]:
+        with (self.folder / "logs" / f"{name}.log").open("wb") as log:
+            command = [sys.executable, "-m", "streamrl.cli", name, "--run", str(self.folder)]
+            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+
+    def log(self, name: str) -> str:
+        return (self.folder / "logs" / f"{name}.log").read_text()
+
+    def batch(self, step: int) -> Batch:
+        self.dealer.send(Next(step=step))
+        deadline = time.monotonic() + DEADLINE
+        while time.monotonic() < deadline:
+            received = self.dealer.receive(0.2)
+            if isinstance(received, ReceivedBatch):
+                return received.batch
+            assert self.worker.poll() is None, self.log("generator")
+            assert self.service.poll() is None, self.log("replay")
+        raise AssertionError(f"no batch; worker: {self.log('generator')} service: {self.log('replay')}")
+
+    def events(self, role: str, name: str) -> list[dict]:
+        return [event for event in read_events(event_path(self.folder, role)) if event["event"] == name]
+
+    def end(self) -> None:
+        self.dealer.close()
+        for process in (self.worker, self.service):
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def start_run(model_folders: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(**generate: object) -> Run:
+        config = Config.model_validate(
+            {
+                "run": {"name": "run", "folder": tmp_path, "steps": STEPS, "start_timeout": DEADLINE},
+                "model": {"path": model_folders[0]},
+                "task": {"name": "copy"},
+                "generate": {"group_size": 4, "groups_in_flight": 8, "sampling": {"max_new_tokens": 8}, **generate},
+                "replay": {"groups_per_step": 4, "max_staleness": 1},
+                "publish": {"keep_every": 1, "bucket": 1 << 16, "timeout": 30},
+            }
+        )
+        runs.append(Run(config, tmp_path / "run"))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.end()
+
+
+def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
+    start_run: Callable[..., Run], model_folders: tuple[Path, Path], forward_logprobs: Callable[..., torch.Tensor]
+) -> None:
+    before = set(os.listdir("/dev/shm"))
+    run = start_run(probes=2)
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+    events = EventLog(event_path(run.folder, "learner"), "learner-0")
+    publisher = Publisher(replay_address(run.config, run.folder), run.config, run.folder, PolicyVersion(0), events)
+    batches = []
+    try:
+        for step in range(STEPS):
+            publisher.offer(PolicyVersion(step), weights[step % 2].items())
+            batches.append(run.batch(step))
+            run.dealer.send(Progress(version=PolicyVersion(step + 1)))
+        children = {child.pid for child in psutil.Process(run.worker.pid).children(recursive=True)}
+        publisher.offer(PolicyVersion(STEPS), weights[STEPS % 2].items())
+        assert publisher.wait(DEADLINE)
+        run.dealer.send(Finished(version=PolicyVersion(STEPS)))
+        assert run.worker.wait(DEADLINE) == 0, run.log("generator")
+    finally:
+        publisher.close()
+        events.close()
+
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert len(samples) == STEPS * 4 * 4
+    assert not any(sample.is_placeholder for sample in samples)
+    for batch in batches:
+        for sample in batch.samples:
+            assert batch.step - sample.oldest.step <= 1
+    for sample in samples:
+        for span in sample.spans:
+            ids = (*sample.prompt_ids, *sample.output_ids)
+            expected = forward_logprobs(weights[span.version.step % 2], ids)[len(sample.prompt_ids) - 1 :]
+            difference = expected - torch.from_numpy(sample.logprobs.copy())
+            assert difference[span.start : span.end].abs().max() < 1e-4
+    assert len({span.version for sample in samples for span in sample.spans}) >= 3
+    assert [(event["moment"], event["index"]) for event in run.events("generator", "probe")] == [
+        ("start", 0), ("start", 1), ("end", 0), ("end", 1)
+    ]  # fmt: skip
+    kept = load_file(run.folder / "weights" / "step_1" / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in weights[1].items())
+    assert children and not any(psutil.pid_exists(pid) for pid in children)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_worker_whose_server_dies_ends_with_the_last_lines_of_the_servers_log(
+    start_run: Callable[..., Run],
+) -> None:
+    run = start_run(probes=0)
+    run.batch(0)
+    (launch,) = psutil.Process(run.worker.pid).children()
+    launch.send_signal(signal.SIGKILL)
+    assert run.worker.wait(60) == 1
+    assert "last lines of" in run.log("generator")
+    assert "server-0.log" in run.log("generator")

@@ -1,0 +1,85 @@
+"""What two ranks under torchrun do for a test: `ranks_at_work.py JOB CONFIG.json RUN_FOLDER OUT`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from learner_parts import gradients, make_batch, weights
+from megatron.core import parallel_state
+
+from streamrl.config import Config
+from streamrl.learner.attention import describe_row
+from streamrl.learner.huggingface import export_weights, load_weights
+from streamrl.learner.logprobs import Targets
+from streamrl.learner.model import build, read_shape
+from streamrl.learner.parallel import Ranks
+from streamrl.learner.trainer import Trainer
+
+
+def dp_gradients(config: Config, run_folder: Path) -> Any:
+    """Gradients of a batch, and of one so small that the second rank has nothing to do."""
+    trainer = Trainer(config, run_folder)
+    trainer.restore_or_start()
+    result = [gradients(trainer, make_batch()), gradients(trainer, make_batch(groups=1, size=2))]
+    metrics = trainer.train_step(make_batch() if trainer.rank == 0 else None)
+    trainer.close()
+    return result, metrics
+
+
+def train_three(config: Config, run_folder: Path) -> Any:
+    """Start or resume, save, then train three steps: the weights and gradient norms afterwards."""
+    trainer = Trainer(config, run_folder)
+    trainer.restore_or_start()
+    if trainer.version.step == 0:
+        for step in range(2):
+            trainer.train_step(make_batch(step) if trainer.rank == 0 else None)
+        trainer.save()
+    began = str(trainer.version)
+    norms = []
+    for step in range(trainer.version.step, trainer.version.step + 3):
+        norms.append(trainer.train_step(make_batch(step) if trainer.rank == 0 else None)["grad_norm"])
+    result = {"began": began, "norms": norms, "weights": weights(trainer)}
+    trainer.close()
+    return result
+
+
+def tensor_parallel(config: Config, run_folder: Path) -> Any:
+    """The exported weights of a model cut over two ranks, log-probs of some tokens, and a weight's gradient."""
+    ranks = Ranks.start(config)
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    model = build(read_shape(config.model.path), torch.float32, ranks.device)
+    load_weights(model, config.model.path)
+    row = torch.arange(12)
+    targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True)
+    packed = describe_row(torch.tensor([[0, 12, 0, 0]]).numpy(), ranks.device.torch_device)
+    logprobs, entropy = model(row[None], row[None], None, labels=targets, packed_seq_params=packed)
+    (logprobs.sum() + entropy.sum()).backward()
+    result = {
+        "weights": {name: tensor.clone() for name, tensor in export_weights(model)},
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "norm_grad": model.decoder.final_layernorm.weight.grad,
+    }
+    ranks.stop()
+    return result
+
+
+JOBS = {"dp_gradients": dp_gradients, "train_three": train_three, "tensor_parallel": tensor_parallel}
+
+
+def main() -> None:
+    job, config, run_folder, out = sys.argv[1:]
+    result = JOBS[job](Config.model_validate_json(Path(config).read_text()), Path(run_folder))
+    if torch.distributed.is_initialized():
+        raise RuntimeError("the ranks were not stopped")
+    if int(os.environ["RANK"]) == 0:
+        torch.save(result, out)
+
+
+if __name__ == "__main__":
+    main()

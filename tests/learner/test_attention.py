@@ -1,0 +1,89 @@
+"""The core attention of a packed row against the slow and obvious way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from streamrl.learner.attention import PackedAttention, block_segments, describe_row
+
+HEADS, GROUPS, DIM = 6, 2, 8
+
+
+def attention() -> PackedAttention:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=DIM
+    )
+    return PackedAttention(config, 1, None, "self")
+
+
+def by_segment(query, key, value, segments):
+    """Each segment by itself, with explicit scores in the order of the definition."""
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    output = []
+    for start, length, prefix_start, prefix in segments.tolist():
+        seen = [*range(prefix_start, prefix_start + prefix), *range(start, start + length)]
+        scores = torch.einsum("qhd,khd->hqk", query[start : start + length], key[seen]) / DIM**0.5
+        visible = torch.ones(length, prefix + length).tril(prefix).bool()
+        scores = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        output.append(torch.einsum("hqk,khd->qhd", scores, value[seen]))
+    return torch.cat(output).flatten(1)
+
+
+def random_segments(kind: str) -> np.ndarray:
+    random = np.random.default_rng(0)
+    if kind == "many short":
+        lengths = random.integers(1, 9, 300)
+    elif kind == "a few uneven":
+        lengths = np.array([200, 3, 150, 1, 40, 200])
+    else:
+        return shared_prompts(random)
+    starts = np.cumsum(lengths) - lengths
+    return np.stack([starts, lengths, 0 * starts, 0 * starts], 1)
+
+
+def shared_prompts(random: np.random.Generator) -> np.ndarray:
+    segments, end = [], 0
+    for _ in range(9):
+        prompt, prompt_length = end, int(random.integers(1, 70))
+        segments.append([prompt, prompt_length, 0, 0])
+        end += prompt_length
+        for length in random.integers(1, 60, 7).tolist():
+            segments.append([end, length, prompt, prompt_length])
+            end += length
+    return np.array(segments)
+
+
+@pytest.mark.parametrize("kind", ["many short", "a few uneven", "shared prompts"])
+def test_a_packed_row_equals_its_segments_one_by_one_in_values_and_gradients(kind):
+    segments = random_segments(kind)
+    torch.manual_seed(0)
+    total = int(segments[:, 1].sum())
+    tensors = [
+        torch.randn(total, heads, DIM, dtype=torch.float64, requires_grad=True) for heads in (HEADS, GROUPS, GROUPS)
+    ]
+    packed = attention()(*tensors, packed_seq_params=describe_row(segments, torch.device("cpu")))
+    expected = by_segment(*tensors, segments)
+    weight = torch.randn_like(expected)
+    ours = torch.autograd.grad((packed * weight).sum(), tensors)
+    theirs = torch.autograd.grad((expected * weight).sum(), tensors)
+    torch.testing.assert_close(packed, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_a_plain_batch_is_causal():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(10, 2, heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
+    whole = attention()(query, key, value)
+    alone = by_segment(query[:, 1], key[:, 1], value[:, 1], np.array([[0, 10, 0, 0]]))
+    torch.testing.assert_close(whole[:, 1], alone, rtol=1e-5, atol=1e-6)
+
+
+def test_many_short_segments_take_few_calls_and_uneven_long_ones_do_not_pad_much():
+    assert len(block_segments(random_segments("many short"))) == 1
+    blocks = block_segments(random_segments("a few uneven"))
+    padded = sum(len(block) * block[:, 1].max() ** 2 for block in blocks)
+    assert padded < 1.5 * sum(int((block[:, 1] ** 2).sum()) for block in blocks) + len(blocks) * 2**16
+    assert sorted(np.concatenate(blocks)[:, 0].tolist()) == sorted(random_segments("a few uneven")[:, 0].tolist())

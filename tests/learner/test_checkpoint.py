@@ -1,0 +1,105 @@
+"""A resumed learner takes the steps that the uninterrupted one takes, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from learner_parts import make_batch, make_config, weights
+
+from streamrl.learner import checkpoint
+from streamrl.learner.checkpoint import CheckpointMismatchError
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_three_steps_after_a_resume_equal_the_uninterrupted_run(dtype, distributed, model_folder, trainer_of, tmp_path):
+    optimizer = {"distributed": distributed, "decay": "linear", "warmup_steps": 2, "weight_decay": 0.1}
+    config = make_config(model_folder("qwen2", True), dtype=dtype, optimizer=optimizer)
+    trainer = trainer_of(config, tmp_path)
+    for step in range(2):
+        trainer.train_step(make_batch(step))
+    trainer.save()
+    drawn = torch.rand(3)
+    uninterrupted = [(trainer.train_step(make_batch(step)), weights(trainer)) for step in (2, 3, 4)]
+
+    resumed = trainer_of(config, tmp_path)
+    assert str(resumed.version) == "2.1"
+    assert torch.equal(torch.rand(3), drawn)
+    for step, (row, expected) in zip((2, 3, 4), uninterrupted, strict=True):
+        ours = resumed.train_step(make_batch(step))
+        assert {k: v for k, v in ours.items() if not k.startswith("time/")} == {
+            k: v for k, v in row.items() if not k.startswith("time/")
+        }
+        got = weights(resumed)
+        assert all(torch.equal(got[name], expected[name]) for name in expected), f"step {step}"
+
+
+def test_two_ranks_with_the_distributed_optimizer_resume_bit_for_bit(model_folder, two_ranks, tmp_path):
+    config = make_config(model_folder("llama"), ranks=2, optimizer={"distributed": True})
+    first = two_ranks("train_three", config, tmp_path / "run")
+    second = two_ranks("train_three", config, tmp_path / "run")
+    assert (first["began"], second["began"]) == ("2.0", "2.1")
+    assert first["norms"] == second["norms"]
+    assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
+
+
+def test_a_checkpoint_before_the_first_step_resumes(model_folder, trainer_of, tmp_path):
+    config = make_config(model_folder())
+    trainer = trainer_of(config, tmp_path)
+    trainer.save()
+    for step in range(2):
+        trainer.train_step(make_batch(step))
+    expected = weights(trainer)
+    resumed = trainer_of(config, tmp_path)
+    assert str(resumed.version) == "0.1"
+    for step in range(2):
+        resumed.train_step(make_batch(step))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(resumed).items())
+
+
+def test_every_start_has_an_incarnation_of_its_own(model_folder, trainer_of, tmp_path):
+    config = make_config(model_folder())
+    assert str(trainer_of(config, tmp_path).version) == "0.0"
+    trainer = trainer_of(config, tmp_path)
+    assert str(trainer.version) == "0.1"
+    trainer.train_step(make_batch())
+    trainer.save()
+    # Two starts from one checkpoint have different names for what follows.
+    assert [str(trainer_of(config, tmp_path).version) for _ in range(2)] == ["1.2", "1.3"]
+
+
+def test_the_newest_checkpoints_are_kept_and_nothing_half_written_counts(model_folder, trainer_of, tmp_path):
+    trainer = trainer_of(make_config(model_folder()), tmp_path)
+    (tmp_path / "checkpoints" / ".step_9.saving").mkdir()
+    for step in range(3):
+        trainer.train_step(make_batch(step))
+        trainer.save()
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert folders == ["step_2", "step_3"]
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert (found.folder.name, str(found.version)) == ("step_3", "3.0")
+
+
+def test_saving_a_step_again_replaces_it(model_folder, trainer_of, tmp_path):
+    trainer = trainer_of(make_config(model_folder()), tmp_path)
+    assert trainer.save() == trainer.save()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["incarnation", "step_0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"dtype": "bfloat16"}, "was written with dtype=float32, this run has dtype=bfloat16"),
+        ({"optimizer": {"distributed": True}}, "was written with distributed_optimizer=False"),
+    ],
+)
+def test_another_layout_is_refused_by_name(change, text, model_folder, trainer_of, tmp_path):
+    trainer_of(make_config(model_folder()), tmp_path).save()
+    with pytest.raises(CheckpointMismatchError, match=text):
+        trainer_of(make_config(model_folder(), **change), tmp_path)
+
+
+def test_the_configured_learning_rate_wins_over_the_checkpoints(model_folder, trainer_of, tmp_path):
+    trainer_of(make_config(model_folder()), tmp_path).save()
+    resumed = trainer_of(make_config(model_folder(), optimizer={"lr": 0.5}), tmp_path)
+    assert resumed.train_step(make_batch())["lr"] == 0.5

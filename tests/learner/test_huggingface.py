@@ -1,0 +1,134 @@
+"""Hugging Face -> Megatron -> Hugging Face, and the same logits on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from learner_parts import VOCABULARY, make_config
+from safetensors.torch import load_file, save_file
+
+from streamrl.learner import huggingface
+from streamrl.learner.attention import describe_row
+from streamrl.learner.huggingface import WeightsMismatchError, save_folder
+from streamrl.learner.logprobs import Targets
+
+MODELS = [(family, tied) for family in ("qwen2", "qwen3", "llama") for tied in (False, True)]
+
+
+@pytest.mark.parametrize(("family", "tied"), MODELS)
+def test_the_round_trip_is_bitwise_and_logits_are_those_of_hugging_face(family, tied, model_folder, trainer_of):
+    folder = model_folder(family, tied)
+    trainer = trainer_of(make_config(folder))
+    original = load_file(folder / "model.safetensors")
+    exported = dict(trainer.export())
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = trainer._model(ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
+        torch.testing.assert_close(ours, theirs(ids).logits, rtol=0, atol=2e-5)
+        # A weight that is not the same shows in the logits.
+        theirs.model.layers[1].self_attn.k_proj.weight[0] += 1
+        assert (ours - theirs(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_packed_log_probs_are_those_of_hugging_face_at_the_sampling_temperature(family, model_folder, trainer_of):
+    folder = model_folder(family)
+    trainer = trainer_of(make_config(folder))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    # A prompt of 5 with answers of 4 and 7 behind it, then a sequence of 6.
+    segments = torch.tensor([[0, 5, 0, 0], [5, 4, 0, 5], [9, 7, 0, 5], [16, 6, 0, 0]]).numpy()
+    ids = torch.randint(0, VOCABULARY, (22,), generator=torch.Generator().manual_seed(1))
+    places = [list(range(5)), [*range(5), *range(5, 9)], [*range(5), *range(9, 16)], list(range(16, 22))]
+    positions = torch.cat([torch.arange(5), torch.arange(5, 9), torch.arange(5, 12), torch.arange(6)])
+    targets = torch.arange(22).flip(0)
+    with torch.no_grad():
+        logprobs, _ = trainer._model(
+            ids[None],
+            positions[None],
+            None,
+            labels=Targets(torch.arange(22), targets, temperature=0.8),
+            packed_seq_params=describe_row(segments, torch.device("cpu")),
+        )
+        for (start, length, _, _), seen in zip(segments.tolist(), places, strict=True):
+            logits = theirs(ids[seen][None]).logits[0, -length:] / 0.8
+            chosen = targets[start : start + length, None]
+            expected = logits.log_softmax(-1).gather(1, chosen)[:, 0]
+            torch.testing.assert_close(logprobs[start : start + length], expected, rtol=0, atol=2e-5)
+
+
+def test_a_model_cut_over_two_ranks_exports_the_same_bits_and_gives_the_same_log_probs(
+    model_folder, trainer_of, two_ranks, tmp_path
+):
+    folder = model_folder("qwen3", True)
+    cut = two_ranks("tensor_parallel", make_config(folder, ranks=2), tmp_path / "run")
+    model = trainer_of(make_config(folder))._model
+    original = load_file(folder / "model.safetensors")
+    assert cut["weights"].keys() == original.keys()
+    assert all(torch.equal(cut["weights"][name], original[name]) for name in original)
+
+    row = torch.arange(12)
+    packed = describe_row(torch.tensor([[0, 12, 0, 0]]).numpy(), torch.device("cpu"))
+    targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True)
+    logprobs, entropy = model(row[None], row[None], None, labels=targets, packed_seq_params=packed)
+    (logprobs.sum() + entropy.sum()).backward()
+    torch.testing.assert_close(cut["logprobs"], logprobs.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(cut["entropy"], entropy.detach(), rtol=0, atol=1e-5)
+
+
+def test_bfloat16_weights_are_exported_as_bfloat16(model_folder, trainer_of):
+    folder = model_folder("llama")
+    original = load_file(folder / "model.safetensors")
+    exported = dict(trainer_of(make_config(folder, dtype="bfloat16")).export())
+    assert all(torch.equal(exported[name], original[name].bfloat16()) for name in original)
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 50_000])
+def test_a_saved_folder_is_one_that_transformers_loads(shard_bytes, model_folder, trainer_of, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", shard_bytes)
+    folder = model_folder("qwen2", True)
+    save_folder(trainer_of(make_config(folder)).export(), folder, tmp_path / "out")
+    original, saved = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (folder, tmp_path / "out"))
+    assert all(torch.equal(a, b) for a, b in zip(original.parameters(), saved.parameters(), strict=True))
+    assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (shard_bytes < 1 << 30)
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+    # What was written can be read again, shards included.
+    again = trainer_of(make_config(tmp_path / "out"))
+    assert all(torch.equal(t, load_file(folder / "model.safetensors")[name]) for name, t in again.export())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda w: w.pop("model.norm.weight"), "tensor model.norm.weight is missing"),
+        (lambda w: w.update({"model.surplus": torch.zeros(1)}), "model.surplus and 0 more have no place"),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight make \[3\], the model needs \[64\]",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused_by_name(change, text, model_folder, trainer_of, tmp_path):
+    folder = tmp_path / "changed"
+    shutil.copytree(model_folder("llama"), folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(WeightsMismatchError, match=text):
+        trainer_of(make_config(folder))
+
+
+def test_an_embedding_of_another_size_than_the_configuration_says_is_refused(model_folder, trainer_of, tmp_path):
+    folder = tmp_path / "changed"
+    shutil.copytree(model_folder("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 120}))
+    with pytest.raises(WeightsMismatchError, match=r"an embedding has 131 rows, config\.json says 120"):
+        trainer_of(make_config(folder))

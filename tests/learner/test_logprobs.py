@@ -1,0 +1,68 @@
+"""Log-probs and entropies from hidden states against plain log-softmax."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streamrl.learner import logprobs
+from streamrl.learner.logprobs import Targets, token_logprobs
+
+
+def problem(dtype: torch.dtype = torch.float64):
+    torch.manual_seed(0)
+    hidden = torch.randn(23, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(40, 8, dtype=dtype, requires_grad=True)
+    return hidden, weight, torch.randint(0, 37, (23,))
+
+
+def plainly(hidden, weight, tokens, temperature, vocabulary):
+    log_p = (hidden @ weight[:vocabulary].t() / temperature).log_softmax(-1)
+    return log_p.gather(1, tokens[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7 * 4 * 37, 1 << 30])
+def test_values_and_gradients_equal_plain_log_softmax_without_the_pads_in_any_chunking(alone, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
+    hidden, weight, tokens = problem()
+    targets = Targets(torch.arange(23), tokens, temperature=0.7, entropy_gradient=True)
+    ours = token_logprobs(hidden, weight, targets, 37, alone)
+    theirs = plainly(hidden, weight, tokens, 0.7, 37)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    scale = torch.randn(2, 23, dtype=torch.float64)
+    loss = [(scale[0] * lp).sum() + (scale[1] * h).sum() for lp, h in (ours, theirs)]
+    gradients = [torch.autograd.grad(x, (hidden, weight)) for x in loss]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+    assert not gradients[0][1][37:].any()
+
+
+def test_a_pad_in_the_softmax_would_be_seen(alone):
+    hidden, weight, tokens = problem()
+    targets = Targets(torch.arange(23), tokens, temperature=0.7)
+    assert not torch.allclose(
+        token_logprobs(hidden, weight, targets, 40, alone)[0], plainly(hidden, weight, tokens, 0.7, 37)[0]
+    )
+
+
+def test_without_an_entropy_term_the_entropies_carry_no_gradient(alone):
+    hidden, weight, tokens = problem(torch.float32)
+    values, entropy = token_logprobs(hidden, weight, Targets(torch.arange(23), tokens, 1.0), 37, alone)
+    assert values.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_no_target_gives_no_value_and_zero_gradients(alone):
+    hidden, weight, tokens = problem(torch.float32)
+    values, _ = token_logprobs(hidden[:0], weight, Targets(tokens[:0], tokens[:0], 1.0), 37, alone)
+    values.sum().backward()
+    assert values.shape == (0,)
+    assert not weight.grad.any()
+
+
+def test_bfloat16_gives_float32_log_probs_near_the_exact_ones(alone):
+    hidden, weight, tokens = problem(torch.bfloat16)
+    values, _ = token_logprobs(hidden, weight, Targets(torch.arange(23), tokens, 1.0), 37, alone)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(
+        values, plainly(hidden.float(), weight.float(), tokens, 1.0, 37)[0], rtol=0.02, atol=0.05
+    )

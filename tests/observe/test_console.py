@@ -1,0 +1,167 @@
+"""What a terminal and a log show of a run, from files that grow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console as Terminal
+
+from streamrl.config import Config
+from streamrl.observe import console as console_module
+from streamrl.observe.console import Console, Tail, sparkline, who_waits
+from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.metrics import MetricsWriter
+from streamrl.observe.summary import probes
+
+CONFIG = Config.model_validate({"run": {"name": "trial", "steps": 20}, "publish": {"keep_every": 1}})
+
+
+def terminal(interactive: bool) -> Terminal:
+    return Terminal(record=True, force_terminal=interactive, width=110, height=40, file=open("/dev/null", "w"))
+
+
+def row(step: int) -> dict[str, float]:
+    return {
+        "step": step,
+        "reward/mean": min(1.0, step / 10),
+        "pass_rate": 0.25,
+        "signal_rate": 0.5,
+        "tokens/generated": 1000,
+        "tokens/trained": 900,
+        "tokens/generated_per_s": 4321.0,
+        "tokens/trained_per_s": 1234.0,
+        "staleness/mean": 1.5,
+        "staleness/max": 2,
+        "idle/learner": 0.42,
+        "idle/generator": 0.0,
+        "buffer/groups": 3,
+        "buffer/bytes": 2**20,
+        "time/step": 0.5,
+    }
+
+
+@pytest.fixture
+def writer(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    yield writer
+    writer.close()
+
+
+def test_the_table_shows_what_is_learned_how_stale_it_is_and_who_waits(tmp_path, writer):
+    screen = terminal(interactive=True)
+    console = Console(CONFIG, tmp_path, screen)
+    for step in range(1, 11):
+        writer.write(row(step))
+        console.refresh()
+    console.close()
+    console.close()
+    text = screen.export_text()
+    for words in (
+        "streamrl · trial",
+        "10 of 20",
+        "▁▂▃▄▅▅▆▇██",
+        "generated 4,321/s, trained 1,234/s",
+        "mean 1.50, max 2 of 2 allowed",
+        "3 groups wait, 24 slots, 1.0 MiB",
+        "learner waits for the generators 42% of the time",
+    ):
+        assert words in text
+
+
+def test_before_the_first_step_the_roles_are_shown(tmp_path):
+    EventLog(event_path(tmp_path, "replay"), "replay-0").emit("ready")
+    EventLog(event_path(tmp_path, "generator"), "generator-0")
+    screen = terminal(interactive=True)
+    Console(CONFIG, tmp_path, screen).close()
+    assert "generator-0 starting, replay-0 ready" in screen.export_text()
+
+
+def test_without_a_terminal_there_is_a_plain_line_now_and_then(tmp_path, writer, monkeypatch):
+    screen = terminal(interactive=False)
+    console = Console(CONFIG, tmp_path, screen)
+    writer.write(row(1))
+    console.refresh()
+    assert screen.export_text(clear=False) == ""  # its time has not come
+    monkeypatch.setattr(console_module, "LINE_EVERY", 0.0)
+    console.refresh()
+    (line,) = screen.export_text().splitlines()
+    assert line.startswith("step 1 of 20")
+    assert "reward 0.100" in line
+    assert "\x1b" not in line
+
+
+def test_a_resume_replaces_the_steps_that_it_runs_again(tmp_path, writer):
+    for step in range(1, 9):
+        writer.write(row(step))
+    console = Console(CONFIG, tmp_path, terminal(interactive=True))
+    writer.truncate_after(5)
+    writer.write(row(6))
+    console.refresh()
+    assert [row["step"] for row in console._rows] == [1, 2, 3, 4, 5, 6]
+    console.close()
+
+
+def test_a_tail_gives_each_complete_line_once(tmp_path: Path):
+    path = tmp_path / "lines"
+    tail = Tail(path)
+    assert list(tail.lines()) == []
+    path.write_bytes(b"one\ntwo\nthr")
+    assert list(tail.lines()) == [b"one\n", b"two\n"]
+    with path.open("ab") as file:
+        file.write(b"ee\n")
+    assert list(tail.lines()) == [b"three\n"]
+    replacement = tmp_path / "replacement"
+    replacement.write_bytes(b"new\n")
+    replacement.replace(path)
+    assert list(tail.lines()) == [b"new\n"]
+
+
+@pytest.mark.parametrize(
+    ("learner", "generator", "words"),
+    [
+        (0.02, 0.05, "nobody waits"),
+        (0.4, 0.0, "learner waits for the generators 40% of the time"),
+        (0.0, 0.3, "generators wait for the learner 30% of the time"),
+        (0.2, 0.3, "learner waits for the generators 20% of the time, generators wait for the learner 30% of the time"),
+    ],
+)
+def test_who_waits_for_whom_is_said_in_words(learner, generator, words):
+    assert who_waits(learner, generator) == words
+
+
+def test_a_sparkline_rises_with_the_values_and_fits():
+    assert sparkline([]) == ""
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([-1.0, 1.0]) == "▁█"
+    long = sparkline([step / 1000 for step in range(1000)])
+    assert len(long) == 40
+    assert list(long) == sorted(long)
+
+
+def test_the_summary_shows_answers_before_and_after_figures_and_what_is_next(tmp_path, writer):
+    for step in range(1, 21):
+        writer.write(row(step))
+    log = EventLog(event_path(tmp_path, "generator"), "generator-0")
+    for moment, answer in (("start", "[b]zz"), ("end", "abc")):
+        for index in range(3):
+            probe = {"prompt": f"p{index}=", "expected": "abc", "answer": answer, "reward": 0.0}
+            log.emit("probe", moment=moment, index=index, **probe)
+    log.close()
+    screen = terminal(interactive=False)
+    Console(CONFIG, tmp_path, screen).summary()
+    text = screen.export_text()
+    for words in (
+        "[b]zz",
+        "p2=",
+        "0.300 at the start, 1.000 at the end",
+        "20 in 10 s",
+        "20,000 generated (2,000/s), 18,000 trained (1,800/s)",
+        "mean 1.50, max 2 learner steps",
+        f"streamrl audit {tmp_path}",
+        "run.steps=40",
+        "replay.max_staleness=0",
+    ):
+        assert words in text
+    assert json.dumps(probes(tmp_path)[0][1]["answer"]) == '"abc"'

@@ -1,0 +1,169 @@
+"""metrics.jsonl, its sinks and its picture, written and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb.proto import wandb_internal_pb2
+
+from streamrl.config import Config
+from streamrl.observe import plot
+from streamrl.observe.metrics import METRICS, NAMES, MetricsWriter, describe, is_known, read_metrics
+from streamrl.observe.sinks import open_sinks
+
+DESIGNED = """step version time reward/mean reward/std pass_rate signal_rate tokens/generated tokens/trained
+tokens/generated_per_s tokens/trained_per_s staleness/mean staleness/p95 staleness/max loss/total loss/kl loss/entropy
+loss/clip_low loss/clip_high offpolicy/ess offpolicy/kl offpolicy/log_ratio_max weights/ess weights/masked grad_norm lr
+length/mean length/p95 time/step time/wait time/forward_backward time/optimizer time/publish idle/learner
+idle/generator buffer/groups buffer/bytes"""
+
+
+def row(step: int) -> dict[str, float]:
+    return {"step": step, "version": step, "reward/mean": step / 10, "pass_rate": step / 20, "lr": 1e-3}
+
+
+def test_every_metric_of_the_design_is_in_the_table_once():
+    assert set(DESIGNED.split()) <= NAMES
+    assert len(NAMES) == len(METRICS)
+    assert all(f"`{name}`" in describe() for name in NAMES)
+
+
+@pytest.mark.parametrize("name", ["reward/mean", "offpolicy/ess/s0", "loss/clip_low/s3_4", "weights/ess/s9+"])
+def test_the_table_and_its_staleness_buckets_are_known(name):
+    assert is_known(name)
+
+
+@pytest.mark.parametrize("name", ["reward", "reward/mean/x", "offpolicy/ess/s", "ess/s0", "offpolicy/ess/s0/s1"])
+def test_other_names_are_refused(name, tmp_path):
+    assert not is_known(name)
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(ValueError, match="unknown names"):
+        writer.write(row(1) | {name: 1.0})
+    writer.close()
+    assert list(read_metrics(tmp_path)) == []
+
+
+def test_a_step_is_one_line_that_any_json_reader_takes(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    writer.write(row(1) | {"grad_norm": math.nan, "staleness/max": np.int32(2), "loss/total": np.float32(0.5)})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert line.count("\n") == 1
+    read = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert read["grad_norm"] is None
+    assert read["staleness/max"] == 2
+    assert read["loss/total"] == 0.5
+    writer.close()
+    writer.close()
+
+
+def test_a_resume_cuts_the_steps_beyond_and_keeps_the_others_byte_for_byte(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 8):
+        writer.write(row(step))
+    writer.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + b'{"step": 8, "rew')  # killed in the middle of a row
+    assert [read["step"] for read in read_metrics(tmp_path)] == list(range(1, 8))
+    resumed = MetricsWriter(tmp_path)
+    resumed.truncate_after(4)
+    assert path.read_bytes() == b"".join(lines[:4])
+    resumed.write(row(5))
+    resumed.close()
+    assert [read["step"] for read in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_a_run_without_a_step_has_no_rows_and_no_picture(tmp_path):
+    assert list(read_metrics(tmp_path)) == []
+    assert plot.reward_curve(tmp_path) is None
+    MetricsWriter(tmp_path).truncate_after(0)
+    assert list(read_metrics(tmp_path)) == []
+
+
+def test_tensorboard_is_written_and_a_resume_hides_the_later_steps(tmp_path):
+    config = Config.model_validate({"observe": {"tensorboard": True}})
+    for first, last in ((1, 9), (6, 7)):
+        writer = MetricsWriter(tmp_path, open_sinks(config, tmp_path))
+        writer.truncate_after(first - 1)
+        for step in range(first, last + 1):
+            writer.write(row(step))
+        writer.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert set(read.Tags()["scalars"]) == {"version", "reward/mean", "pass_rate", "lr"}
+    scalars = read.Scalars("reward/mean")
+    assert [scalar.step for scalar in scalars] == [1, 2, 3, 4, 5, 6, 7]
+    assert scalars[-1].value == pytest.approx(0.7)
+
+
+def test_wandb_is_written_offline_under_the_same_names(tmp_path):
+    script = f"""
+from pathlib import Path
+from streamrl.config import Config
+from streamrl.observe.metrics import MetricsWriter
+from streamrl.observe.sinks import open_sinks
+config = Config.model_validate({{"observe": {{"wandb": "offline"}}}})
+folder = Path({str(tmp_path)!r})
+writer = MetricsWriter(folder, open_sinks(config, folder))
+for step in range(1, 6):
+    writer.write({{"step": step, "reward/mean": step / 10, "grad_norm": float("nan")}})
+writer.close()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert (tmp_path / "wandb.id").read_text() in file.name
+    history = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in wandb_records(file)
+        if record.WhichOneof("record_type") == "history"
+    ]
+    assert [(entry["step"], entry["reward/mean"]) for entry in history] == [(step, step / 10) for step in range(1, 6)]
+    assert all("grad_norm" not in entry for entry in history)
+
+
+def test_without_sinks_nothing_is_opened(tmp_path):
+    assert open_sinks(Config(), tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reward_curve_is_a_picture(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for step in range(1, 30):
+        writer.write(row(step))
+    writer.close()
+    picture = plot.reward_curve(tmp_path)
+    assert picture is not None
+    data = picture.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", data[16:24])
+    assert (width, height) == (840, 480)
+    assert plot.running_mean([1.0, 0.0, 0.5, 0.5, 1.0, 1.0]) == pytest.approx([1, 0.5, 0.5, 0.5, 0.6, 0.6])
+
+
+def wandb_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
+    """The records of a .wandb file: a LevelDB log of 32 KiB blocks, each of [crc u32, length u16, type u8, data]."""
+    data, place, pending = path.read_bytes(), 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+        pending += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # the whole record, or its last part
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(pending)
+            pending = b""
+            yield record
