@@ -107,20 +107,36 @@ def engine_server(model_folders: tuple[Path, Path], tmp_path_factory: pytest.Tem
         asyncio.run(server.stop())
 
 
+@pytest.fixture
+def fresh_server(engine_server: Server, model_folders: tuple[Path, Path]) -> Server:
+    """`engine_server` with the first model's weights as version 0.0, whatever a test before left it with."""
+
+    async def restore() -> None:
+        client = EngineClient(engine_server.address, timeout=60)
+        try:
+            if (await client.model_info()).weight_version != "0.0":
+                await client.update_from_disk(str(model_folders[0]), "0.0")
+        finally:
+            await client.close()
+
+    asyncio.run(restore())
+    return engine_server
+
+
 @pytest.fixture(scope="session")
-def forward_logprobs(model_folders: tuple[Path, Path]) -> Callable[..., "torch.Tensor"]:
-    """`forward_logprobs(weights, ids)`: log-probs [T - 1] of ids 1..T-1, by Hugging Face's own forward in float32."""
+def forward_logprobs(model_folders: tuple[Path, Path]) -> Callable[..., torch.Tensor]:
+    """`forward_logprobs(weights, ids, temperature=1.0)`: log-probs [T - 1] of ids 1..T-1, by Hugging Face."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_folders[0], dtype=torch.float32).eval()
 
-    def forward(weights: dict[str, torch.Tensor], ids: Sequence[int]) -> torch.Tensor:
+    def forward(weights: dict[str, torch.Tensor], ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
         model.load_state_dict(weights, strict=False)
         model.tie_weights()
         tokens = torch.tensor([list(ids)])
         with torch.no_grad():
-            logits = model(tokens).logits[0, :-1]
+            logits = model(tokens).logits[0, :-1] / temperature
         return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
 
     return forward

@@ -67,9 +67,9 @@ class Server:
         port = _free_port()
         arguments = server_arguments(config, index)
         self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
-        self._scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
+        self.scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
         command = [sys.executable, "-m", "streamrl.engine.launch"]
-        command += ["--lifeline", str(os.getpid()), "--scratch", str(self._scratch)]
+        command += ["--lifeline", str(os.getpid()), "--scratch", str(self.scratch)]
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*command, *command_line({**arguments, "port": port})],
@@ -77,7 +77,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **_environment(config), "TMPDIR": str(self._scratch)},
+                env={**os.environ, **_environment(config), "TMPDIR": str(self.scratch)},
             )
 
     @property
@@ -108,7 +108,7 @@ class Server:
 
     async def stop(self) -> None:
         """End the whole process tree, within CUDA_GRACE and REAP; may be called twice."""
-        await asyncio.to_thread(end_server, self.pid, CUDA_GRACE if has_cuda() else 0.0, self._scratch)
+        await asyncio.to_thread(end_server, self.pid, CUDA_GRACE if has_cuda() else 0.0, self.scratch)
         await asyncio.to_thread(self._process.wait, REAP)
 
     def _last_lines(self) -> str:

@@ -14,12 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from streamrl import config_file
 from streamrl.config import Config
 from streamrl.observe.metrics import read_metrics
-from streamrl.publish.kept_weights import kept_versions
+from streamrl.publish.kept import kept_versions
 from streamrl.replay.journal import recorded_batches
 from streamrl.types import Batch, PolicyVersion, Sample
 
@@ -45,6 +47,7 @@ class Findings:
 
 def main(run_folder: Path, tolerance: float | None = None) -> int:
     """Audit a run and print the findings. Returns 0 when every check held, 1 otherwise."""
+    transformers_logging.disable_progress_bar()
     config = config_file.load(run_folder / "config.yaml")
     limit = TOLERANCE[config.model.dtype] if tolerance is None else tolerance
     findings = audit(run_folder, config, limit)
@@ -64,9 +67,11 @@ def audit(run_folder: Path, config: Config, limit: float) -> Findings:
                 tokens[span.version].append((sample, span.start, span.end))
     _check_metrics(run_folder, findings)
     kept = kept_versions(run_folder)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval() if kept else None
     for version, spans in sorted(tokens.items()):
         if version in kept:
-            _check_logprobs(kept[version], spans, config, findings)
+            _load(model, kept[version])
+            _check_logprobs(model, spans, config, findings)
         elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(0)
@@ -118,12 +123,20 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
             findings.problems.append(f"metrics.jsonl says {told} {what}, the journal {found}")
 
 
+def _load(model: PreTrainedModel, folder: Path) -> None:
+    """Put the weights of a kept version into the Hugging Face model. Raises ValueError where a weight is missing."""
+    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = set(model.all_tied_weights_keys)
+    if unexpected or not tied.issuperset(missing):
+        raise ValueError(f"{folder}: weights missing {sorted(set(missing) - tied)}, unexpected {unexpected}")
+
+
 @torch.inference_mode()
 def _check_logprobs(
-    folder: Path, spans: Sequence[tuple[Sample, int, int]], config: Config, findings: Findings
+    model: PreTrainedModel, spans: Sequence[tuple[Sample, int, int]], config: Config, findings: Findings
 ) -> None:
     """Compute the log-probs of all tokens that carry one version again, by the Hugging Face model in fp32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for block in _blocks(spans, model.config.vocab_size):
         logprobs = _logprobs(model, [sample for sample, _, _ in block], config.generate.sampling.temperature)
         for (sample, start, end), computed in zip(block, logprobs, strict=True):
@@ -150,7 +163,7 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.output_ids)
 
 
-def _logprobs(model: torch.nn.Module, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+def _logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
     """Log-probs of every output token of each sample: one float32 [T] a sample."""
     longest = max(_length(sample) for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)

@@ -19,7 +19,7 @@ from streamrl.config import Config
 from streamrl.config_file import ConfigError
 from streamrl.learner.batches import RecordedBatches
 from streamrl.learner.role import run_recorded
-from streamrl.publish.kept_weights import kept_versions
+from streamrl.publish.kept import kept_versions
 from streamrl.replay.journal import recorded_batches
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"time", "role", "event"})
 
@@ -58,10 +61,12 @@ class EventLog:
     def emit(self, event: str, /, **fields: Any) -> None:
         """Append one record. Values that JSON does not know are written as their text.
 
-        Raises ValueError for a field named time, role or event, and after `close`.
+        Raises ValueError for a field named time, role or event. After `close` a record is only logged: what a
+        thread still says while its process ends must not make the end a failure.
         """
         if self._file < 0:
-            raise ValueError(f"event {event!r} after the log {self.path} was closed")
+            log.warning("event %r came after %s was closed", event, self.path)
+            return
         if clash := _RESERVED & fields.keys():
             raise ValueError(f"event {event!r}: field {min(clash)!r} is the log's own")
         record = {"time": round(now(), 6), "role": self.role, "event": event, **fields}

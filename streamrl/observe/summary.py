@@ -54,8 +54,10 @@ def next_commands(config: Config, run_folder: Path) -> list[tuple[str, str]]:
     """(command, purpose) of what makes sense after this run."""
     copy = run_folder / "config.yaml"
     commands = []
-    if config.publish.keep_every == 1 and config.observe.journal:
-        commands.append((f"streamrl audit {run_folder}", "recompute every behaviour log-prob with Hugging Face"))
+    if config.publish.keep_every > 0 and config.observe.journal:
+        commands.append(
+            (f"streamrl audit {run_folder}", "compute the behaviour log-probs again, by the Hugging Face model")
+        )
     commands.append(
         (f"streamrl train {copy} run.steps={2 * config.run.steps}", "resume this run and train as long again")
     )

@@ -1,4 +1,4 @@
-"""Published versions kept as Hugging Face folders, `RUN/weights/step_N`, for whoever checks the run afterwards."""
+"""Published versions kept as Hugging Face folders, `RUN/weights/VERSION`, for whoever checks the run afterwards."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from streamrl.publish.staging import Staged
+from streamrl.types import PolicyVersion
 
 
-def kept_folder(run_folder: Path, step: int) -> Path:
-    """Where the weights of `step` are kept, if they are."""
-    return run_folder / "weights" / f"step_{step}"
+def kept_folder(run_folder: Path, version: PolicyVersion) -> Path:
+    """Where the weights of `version` are kept, if they are."""
+    return run_folder / "weights" / str(version)
+
+
+def kept_versions(run_folder: Path) -> dict[PolicyVersion, Path]:
+    """Every version that a run kept, with its folder."""
+    folders = (run_folder / "weights").glob("[0-9]*.[0-9]*")
+    return {PolicyVersion.parse(folder.name): folder for folder in folders}
 
 
 def keep(staged: Staged, model: Path, run_folder: Path) -> Path:
-    """Write the version with the configuration and tokenizer files of `model`; whole or not at all. Returns the folder.
-
-    A step that was kept before, under an older incarnation, is replaced.
-    """
-    target = kept_folder(run_folder, staged.version.step)
+    """Write the version with the configuration and tokenizer files of `model`, whole or not at all; where it is."""
+    target = kept_folder(run_folder, staged.version)
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

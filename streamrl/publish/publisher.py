@@ -9,6 +9,7 @@ for longer than `publish.timeout`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -121,11 +122,15 @@ class Publisher:
     def offer(self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the weights and return; the thread publishes them. Consumes `tensors`, one after another.
 
-        Waits while the former version is still going out. Raises RuntimeError when the thread has failed.
+        Waits while the former version is still going out, `publish.timeout` at most for each server. Raises
+        RuntimeError when the thread has failed, or not come back in `run.silence_timeout`.
         """
-        began = time.monotonic()
-        while not self._staging_lock.acquire(timeout=1.0):
-            self._raise_failure()  # else each round of the thread has its deadline
+        began, limit = time.monotonic(), self._config.run.silence_timeout
+        with self._changed:  # every version is taken, so that none is missing among the kept ones
+            self._changed.wait_for(lambda: self._shared.failure or not self._is_new(), limit)
+        self._raise_failure()
+        if not self._staging_lock.acquire(timeout=limit):
+            raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
         waited = time.monotonic() - began
         try:
             staged = self._staging.fill(version, tensors)
@@ -135,7 +140,6 @@ class Publisher:
             self._shared.staged = staged
             self._count(waited=self._shared.statistics.waited + waited)
             self._changed.notify_all()
-        self._raise_failure()
 
     def wait(self, timeout: float) -> bool:
         """Wait until every live server has the newest version; False when `timeout` seconds were not enough."""
@@ -170,24 +174,22 @@ class Publisher:
     # -- the thread
 
     def _main(self) -> None:
-        dealer = Dealer(self._address, self._config.stream, "publisher")
-        source = BroadcastSource(_own_host(self._address), detect(), self._config.publish.timeout)
         try:
-            dealer.send(Hello(role="publisher", name="publisher", version=self._version))
-            while self._next_round(dealer):
-                self._hear(dealer, 0.0)
-                self._round(dealer, source)
-            dealer.send(Bye())
+            source = BroadcastSource(_own_host(self._address), detect(), self._config.publish.timeout)
+            dealer = Dealer(self._address, self._config.stream, "publisher")
+            with contextlib.closing(source), contextlib.closing(dealer):
+                dealer.send(Hello(role="publisher", name="publisher", version=self._version))
+                while self._next_round():
+                    self._hear(dealer, 0.0)
+                    self._round(dealer, source)
+                dealer.send(Bye())
         except Exception as failure:  # goes on in the training loop's thread
             log.exception("the publisher has failed")
             with self._changed:
                 self._shared.failure = failure
                 self._changed.notify_all()
-        finally:
-            source.close()
-            dealer.close()
 
-    def _next_round(self, dealer: Dealer) -> bool:
+    def _next_round(self) -> bool:
         """Wait for an offer, or for the next look at the roster. False: the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._shared.closing or self._is_new(), ROSTER_POLL)

@@ -10,8 +10,8 @@ order). The checksum covers everything behind it.
 
 What this holds on to now: records are buffered and handed to the operating system at every batch, so a
 killed service loses groups that no step has consumed; a machine that loses power may lose more. Recovery
-(group commit before a group is acknowledged, batch records before delivery) is to be built on `append` and
-`flush`, which are the only two places that write.
+(group commit before a group is accepted, batch records before delivery) is to be built on `append_group` and
+`append_batch`: the service calls the one before Accepted leaves and the other before the batch does.
 
 A run that was resumed has trained some steps twice. Reading follows the surviving history: a batch record
 replaces the records of its step and of all later ones.

@@ -109,7 +109,7 @@ class Service:
         self._deadline = float("inf")  # of the last publish, then of the Byes
         self._exit: int | None = None  # set when stopping
         self._interrupted: tuple[str, int] | None = None
-        self._complained: OrderedDict[bytes, int] = OrderedDict()
+        self._complained: OrderedDict[bytes, None] = OrderedDict()  # peers whose malformed messages were told
         self.malformed = 0  # messages refused as malformed
         self.address = tell_address(run_folder, self._router.address)
         events.emit("ready", address=self.address)
@@ -126,7 +126,6 @@ class Service:
                 self._on_time(time.monotonic())
                 self._hand_out(time.monotonic())
         except AttemptsExhausted as error:
-            log.error("%s", error)
             self._stop(str(error), 1)
         finally:
             self._close()
@@ -283,7 +282,7 @@ class Service:
         if identity not in self._complained:
             log.warning("malformed message from %r refused: %s", identity, error.reason)
             self._events.emit("replay.malformed", peer=identity.decode(errors="replace"), reason=error.reason)
-        self._complained[identity] = self._complained.pop(identity, 0) + 1
+        self._complained[identity] = None
         if len(self._complained) > REMEMBERED:
             self._complained.popitem(last=False)
         worker = self._workers.hear(identity, time.monotonic())
@@ -305,7 +304,7 @@ class Service:
     def _on_time(self, now: float) -> None:
         for worker in self._workers.silent(now):
             self._release(worker, "it was silent")
-        if self._buffer is not None:
+        if self._buffer is not None and self._exit is None:
             for ticket in self._buffer.expire(now):
                 self._events.emit("ticket.expired", group_id=ticket.group_id, attempt=ticket.attempt)
         if self._final is None or self._exit is not None:
@@ -383,7 +382,7 @@ class Service:
     def _stop(self, reason: str, code: int) -> None:
         """Tell every peer that it is over."""
         self._exit = code
-        log.info("stop: %s", reason)
+        log.log(logging.ERROR if code == 1 else logging.INFO, "stop: %s", reason)
         self._events.emit("replay.stop", reason=reason, code=code)
         peers = [worker.identity for worker in self._workers.known]
         for identity in (*peers, self._learner, self._publisher):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 from streamrl import config_file
 from streamrl.config import Config
 from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
 from streamrl.stream.address import replay_address
 from streamrl.stream.messages import Finished, Hello, Next, Progress
@@ -71,6 +71,11 @@ class Run:
             process.wait()
 
 
+def _shared_memory(pid: int) -> set[Path]:
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split(maxsplit=5)[5]) for line in maps if "/dev/shm/" in line}
+
+
 @pytest.fixture
 def start_run(model_folders: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
@@ -97,7 +102,6 @@ def start_run(model_folders: tuple[Path, Path], tmp_path: Path) -> Iterator[Call
 def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
     start_run: Callable[..., Run], model_folders: tuple[Path, Path], forward_logprobs: Callable[..., torch.Tensor]
 ) -> None:
-    before = set(os.listdir("/dev/shm"))
     run = start_run(probes=2)
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
     events = EventLog(event_path(run.folder, "learner"), "learner-0")
@@ -109,6 +113,7 @@ def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
             batches.append(run.batch(step))
             run.dealer.send(Progress(version=PolicyVersion(step + 1)))
         children = {child.pid for child in psutil.Process(run.worker.pid).children(recursive=True)}
+        segments = {path for pid in children for path in _shared_memory(pid)}
         publisher.offer(PolicyVersion(STEPS), weights[STEPS % 2].items())
         assert publisher.wait(DEADLINE)
         run.dealer.send(Finished(version=PolicyVersion(STEPS)))
@@ -133,10 +138,15 @@ def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
     assert [(event["moment"], event["index"]) for event in run.events("generator", "probe")] == [
         ("start", 0), ("start", 1), ("end", 0), ("end", 1)
     ]  # fmt: skip
-    kept = load_file(run.folder / "weights" / "step_1" / "model.safetensors")
-    assert all(torch.equal(kept[name], tensor) for name, tensor in weights[1].items())
-    assert children and not any(psutil.pid_exists(pid) for pid in children)
-    assert set(os.listdir("/dev/shm")) <= before
+    kept = kept_versions(run.folder)
+    assert [version.step for version in sorted(kept)] == list(range(STEPS + 1))
+    for version, folder in kept.items():
+        stored = load_file(folder / "model.safetensors")
+        assert all(torch.equal(stored[name], tensor) for name, tensor in weights[version.step % 2].items())
+    assert children
+    assert segments
+    assert not any(psutil.pid_exists(pid) for pid in children)
+    assert not any(path.exists() for path in segments)
 
 
 def test_a_worker_whose_server_dies_ends_with_the_last_lines_of_the_servers_log(

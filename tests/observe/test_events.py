@@ -25,8 +25,14 @@ def test_an_event_is_on_disk_as_soon_as_it_is_emitted(tmp_path):
     assert record["version"] == "3.0"
     log.close()
     log.close()
-    with pytest.raises(ValueError, match="was closed"):
-        log.emit("late")
+
+
+def test_what_is_said_after_the_end_is_logged_and_no_failure(tmp_path, caplog):
+    log = EventLog(tmp_path / "log.jsonl", "learner-0")
+    with log.span("publish"):
+        log.close()
+    assert [record["event"] for record in read_events(log.path)] == ["process.start", "publish", "process.end"]
+    assert "came after" in caplog.text
 
 
 def test_a_span_is_two_records_that_belong_together(tmp_path):

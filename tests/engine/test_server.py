@@ -1,0 +1,101 @@
+"""Starting a real server, failing to, and ending it in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.config import Config
+from streamrl.engine.client import EngineClient
+from streamrl.engine.server import Server, ServerFailed, command_line, server_arguments
+
+DEADLINE = 120.0  # seconds; what takes longer on any machine hangs
+
+
+def config_of(model: Path, **server_args: object) -> Config:
+    return Config.model_validate({"model": {"path": model}, "generate": {"server_args": server_args}})
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def gone(pids: set[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_the_users_arguments_win_over_all_others():
+    arguments = server_arguments(
+        config_of(Path("m"), **{"log-level": "debug", "dtype": "half", "host": "::1"}), index=0
+    )
+    assert (arguments["log_level"], arguments["dtype"], arguments["host"]) == ("debug", "half", "::1")
+    assert arguments["model_path"] == "m"
+
+
+def test_arguments_become_a_command_line():
+    arguments = {"tp_size": 2, "sleep_on_idle": True, "a": False, "b": None, "c": [1, 2], "d": {"x": 1}}
+    assert command_line(arguments) == ["--tp-size", "2", "--sleep-on-idle", "--c", "1", "2", "--d", '{"x": 1}']
+
+
+def test_a_server_that_cannot_start_is_reported_with_the_last_lines_of_its_log(model_folders, tmp_path):
+    async def run() -> None:
+        server = Server(config_of(model_folders[0], no_such_option=3), tmp_path, index=4)
+        client = EngineClient(server.address, 10)
+        try:
+            await server.ready(client, DEADLINE)
+        finally:
+            await client.close()
+            await server.stop()
+
+    with pytest.raises(ServerFailed, match=r"(?s)exit code 2; last lines of .*server-4\.log.*--no-such-option"):
+        asyncio.run(run())
+
+
+def test_a_server_that_is_late_is_reported_and_stopped_with_its_whole_tree(model_folders, tmp_path):
+    async def run() -> tuple[set[int], Path]:
+        server = Server(config_of(model_folders[0]), tmp_path, index=0)
+        client = EngineClient(server.address, 10)
+        try:
+            with pytest.raises(ServerFailed, match=r"not ready in 1 s; last lines of"):
+                await server.ready(client, 1.0)
+            tree = {child.pid for child in psutil.Process(server.pid).children(recursive=True)} | {server.pid}
+        finally:
+            await client.close()
+            await server.stop()
+        return tree, server.scratch
+
+    tree, scratch = asyncio.run(run())
+    assert gone(tree)
+    assert not scratch.exists()
+
+
+def test_a_server_ends_when_its_parent_is_killed(model_folders, tmp_path):
+    code = (
+        "import sys, time, pathlib\n"
+        "from streamrl.config import Config\n"
+        "from streamrl.engine.server import Server\n"
+        "config = Config.model_validate({'model': {'path': sys.argv[1]}})\n"
+        "print(Server(config, pathlib.Path(sys.argv[2]), 0).scratch, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(model_folders[0]), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            scratch = Path(parent.stdout.readline().strip())
+            process = psutil.Process(parent.pid)
+            wait_until(lambda: len(process.children(recursive=True)) >= 3)  # the launch process and SGLang's own
+            tree = {child.pid for child in process.children(recursive=True)}
+        finally:
+            parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: gone(tree) and not scratch.exists())

@@ -1,0 +1,169 @@
+"""Source, sink and a real SGLang server: what arrives, what is generated meanwhile, and what a failure leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.device import Device
+from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.server import Server
+from streamrl.generate.sink import BroadcastSink
+from streamrl.publish.broadcast import BroadcastSource
+from streamrl.publish.staging import Staged, Staging
+from streamrl.publish.transport import Check, PublishError
+from streamrl.stream.messages import ServerState
+from streamrl.types import PolicyVersion
+
+TIMEOUT = 60.0
+BUCKET = 1 << 16  # several buckets for the tiny model
+STATE = ServerState(name="server-0", version=PolicyVersion(0))
+PROMPTS = [[1, 4, 2, 8], [3, 3, 5], [7, 1, 0, 2, 5, 8], [6, 8]]
+
+
+def until(deadline: float) -> Check:
+    """A check that gives up `deadline` seconds from now."""
+    end = time.monotonic() + deadline
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise PublishError("gave up")
+        time.sleep(0.002)
+
+    return check
+
+
+def staged_of(folder: Path, step: int) -> Staged:
+    return Staging(BUCKET).fill(PolicyVersion(step), load_file(folder / "model.safetensors").items())
+
+
+async def publish(source: BroadcastSource, sink: BroadcastSink, staged: Staged) -> None:
+    manifest = source.manifest(STATE, staged)
+    sending = asyncio.to_thread(source.send, STATE, staged, until(TIMEOUT))
+    await asyncio.gather(sending, sink.apply(staged.version, manifest))
+
+
+async def long_answers(client: EngineClient, tokens: int) -> list[asyncio.Task[list[Answer]]]:
+    """Requests that are well under way."""
+    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+    tasks = [asyncio.create_task(client.generate(prompt, sampling, n=2)) for prompt in PROMPTS]
+    await asyncio.sleep(0.7)
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+def on_server(server: Server, work: Callable) -> object:
+    async def run() -> object:
+        client = EngineClient(server.address, TIMEOUT)
+        source = BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT)
+        sink = BroadcastSink(client, "retract", TIMEOUT)
+        try:
+            return await work(client, source, sink)
+        finally:
+            source.close()
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def check_spans(answers: list[Answer], prompts: list[list[int]], weights: dict[str, dict], forward: Callable) -> None:
+    """Every span's log-probs are those of the weights of its version."""
+    for answer, prompt in zip(answers, prompts, strict=True):
+        reported = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
+        for span in answer.meta_info.weight_versions:
+            expected = forward(weights[span.version], [*prompt, *answer.output_ids])[len(prompt) - 1 :]
+            assert (expected - reported)[span.start : span.end].abs().max() < 1e-4
+
+
+def test_versions_arrive_while_requests_are_in_flight_and_every_token_is_of_its_versions_weights(
+    fresh_server, model_folders, forward_logprobs
+):
+    async def work(client, source, sink):
+        tasks = await long_answers(client, tokens=700)
+        for step in (1, 2):
+            await publish(source, sink, staged_of(model_folders[step % 2], step))
+            await asyncio.sleep(0.3)
+        answers = await asyncio.gather(*tasks)
+        return [answer for pair in answers for answer in pair], await client.model_info()
+
+    answers, info = on_server(fresh_server, work)
+    assert info.weight_version == "2.0"
+    assert len(answers) == 8
+    assert all(len(answer.output_ids) == 700 for answer in answers)
+    assert {answer.meta_info.finish_reason.type for answer in answers} == {"length"}
+    for answer in answers:
+        assert [span.version for span in answer.meta_info.weight_versions] == ["0.0", "1.0", "2.0"]
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    check_spans(answers, prompts, {"0.0": weights[0], "1.0": weights[1], "2.0": weights[0]}, forward_logprobs)
+
+
+def test_the_weights_that_arrive_are_bitwise_those_of_the_source(fresh_server, model_folders):
+    async def work(client, source, sink):
+        before = await client.weights_checksum()
+        await publish(source, sink, staged_of(model_folders[1], 1))
+        broadcast = await client.weights_checksum()
+        await client.update_from_disk(str(model_folders[1]), "from-disk")
+        return before, broadcast, await client.weights_checksum()
+
+    before, broadcast, from_disk = on_server(fresh_server, work)
+    assert broadcast["per_engine_checksum"] == from_disk["per_engine_checksum"]
+    assert broadcast["per_engine_checksum"] != before["per_engine_checksum"]
+
+
+def test_a_transfer_that_breaks_off_lets_no_token_come_from_half_a_version(
+    fresh_server, model_folders, forward_logprobs
+):
+    async def work(client, source, sink):
+        tasks = await long_answers(client, tokens=400)
+        whole = staged_of(model_folders[1], 1)
+        manifest = source.manifest(STATE, whole)
+        receiving = asyncio.create_task(sink.apply(whole.version, manifest))
+        first = Staged(whole.version, whole.buckets[:1])
+        await asyncio.to_thread(source.send, STATE, first, until(TIMEOUT))
+        source.drop(STATE.name)  # the source is gone
+        with pytest.raises(PublishError, match="Failed to receive weights"):
+            await receiving
+        assert (await client.model_info()).weight_version == "1.0-partial"
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in tasks)
+        await publish(source, sink, staged_of(model_folders[1], 2))
+        answers = await asyncio.gather(*tasks)
+        return [answer for pair in answers for answer in pair]
+
+    answers = on_server(fresh_server, work)
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+    for answer in answers:
+        assert [span.version for span in answer.meta_info.weight_versions] == ["0.0", "2.0"]
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    check_spans(answers, prompts, {"0.0": weights[0], "2.0": weights[1]}, forward_logprobs)
+
+
+def test_a_source_that_goes_before_it_sends_leaves_the_server_generating(fresh_server, model_folders):
+    async def work(client, source, sink):
+        await publish(source, sink, staged_of(model_folders[1], 1))
+        staged = staged_of(model_folders[0], 2)
+        manifest = source.manifest(STATE, staged)
+        source.drop(STATE.name)
+        with pytest.raises(PublishError):
+            await sink.apply(staged.version, manifest)
+        (answer,) = await client.generate(PROMPTS[0], {"max_new_tokens": 4}, n=1)
+        return answer
+
+    answer = on_server(fresh_server, work)
+    assert [span.version for span in answer.meta_info.weight_versions] == ["1.0"]
+
+
+def test_a_server_that_never_comes_costs_the_source_no_longer_than_it_waits(model_folders):
+    source = BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT)
+    staged = staged_of(model_folders[0], 1)
+    source.manifest(STATE, staged)
+    with pytest.raises(PublishError, match="gave up"):
+        source.send(STATE, staged, until(0.2))
+    source.close()

@@ -1,0 +1,180 @@
+"""The publisher against a service that the test plays, with one real server and one that never answers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config import Config, StreamConfig
+from streamrl.engine.client import EngineClient
+from streamrl.generate.sink import BroadcastSink
+from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.publish.kept import kept_versions
+from streamrl.publish.publisher import Publisher
+from streamrl.publish.transport import PublishError
+from streamrl.stream.messages import Applied, Bye, Hello, Message, Publish, PublishFailed, Roster, ServerState, decode
+from streamrl.stream.sockets import Router
+from streamrl.types import PolicyVersion
+
+DEADLINE = 120.0  # seconds; longer than any wait that is configured here
+
+
+class Service:
+    """The replay service and its worker, as the publisher sees them; runs in a thread of its own."""
+
+    def __init__(self, address: str | None, dead: tuple[str, ...] = (), failing: int = 0) -> None:
+        """`address` of the real server, if any; `dead` servers never answer; the first `failing` publishes fail."""
+        self.router = Router("tcp://127.0.0.1:0", StreamConfig())
+        self.heard: list[Message] = []
+        self.failing = failing
+        self.versions = {name: PolicyVersion(0) for name in (*dead, *(("real",) if address else ()))}
+        self.address = address
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(DEADLINE)
+        self.router.close()
+
+    async def _run(self) -> None:
+        client = EngineClient(self.address or "http://127.0.0.1:1", DEADLINE)
+        sink = BroadcastSink(client, "retract", DEADLINE)
+        while not self._ending.is_set():
+            received = self.router.receive(0.05)
+            if received is None:
+                continue
+            identity, frames = received
+            message = decode(frames[0].buffer)
+            self.heard.append(message)
+            if isinstance(message, Hello):
+                self.router.send(identity, self._roster())
+            elif isinstance(message, Publish) and message.server == "real":
+                self.router.send(identity, await self._apply(sink, message))
+                self.router.send(identity, self._roster())
+        await client.close()
+
+    async def _apply(self, sink: BroadcastSink, message: Publish) -> Message:
+        if self.failing:
+            self.failing -= 1
+            return PublishFailed(server="real", version=message.version, reason="not today")
+        try:
+            await sink.apply(message.version, message.manifest)
+        except PublishError as error:
+            return PublishFailed(server="real", version=message.version, reason=str(error))
+        self.versions["real"] = message.version
+        return Applied(server="real", version=message.version)
+
+    def _roster(self) -> Roster:
+        return Roster(servers=tuple(ServerState(name=name, version=at) for name, at in sorted(self.versions.items())))
+
+
+class Bench:
+    """A publisher and what it needs."""
+
+    def __init__(self, service: Service, model: Path, folder: Path, timeout: float) -> None:
+        publish = {"bucket": 1 << 16, "timeout": timeout, "keep_every": 2}
+        self.config = Config.model_validate({"model": {"path": model}, "publish": publish})
+        self.service = service
+        self.folder = folder
+        self.events = EventLog(event_path(folder, "learner"), "learner-0")
+        self.publisher = Publisher(service.router.address, self.config, folder, PolicyVersion(0), self.events)
+
+    def end(self) -> None:
+        self.publisher.close()
+        self.service.end()
+        self.events.close()
+
+    def published(self) -> list[Publish]:
+        return [message for message in self.service.heard if isinstance(message, Publish)]
+
+
+@pytest.fixture
+def bench(model_folders, tmp_path) -> Iterator:
+    benches: list[Bench] = []
+
+    def make(service: Service, timeout: float = 60.0) -> Bench:
+        benches.append(Bench(service, model_folders[0], tmp_path, timeout))
+        return benches[-1]
+
+    yield make
+    for one in benches:
+        one.end()
+
+
+def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(fresh_server, model_folders, bench):
+    weights = load_file(model_folders[1] / "model.safetensors")
+    running = bench(Service(fresh_server.address, dead=("dead",)), timeout=2.0)
+    began = time.monotonic()
+    running.publisher.offer(PolicyVersion(1), weights.items())
+    assert time.monotonic() - began < 2.0  # the copy alone, not the dead server's deadline
+    deadline = time.monotonic() + DEADLINE
+    while running.service.versions["real"] < PolicyVersion(1):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not running.publisher.wait(0.1)  # the dead one is still on the roster
+    statistics = running.publisher.statistics
+    assert statistics.failed >= 1
+
+
+def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(fresh_server, model_folders, bench):
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+    running = bench(Service(fresh_server.address))
+    for step in range(4):
+        running.publisher.offer(PolicyVersion(step), weights[step % 2].items())
+    assert running.publisher.wait(DEADLINE)
+    sent = [message.version.step for message in running.published()]
+    assert 0 not in sent  # the server began with it
+    assert sent == sorted(sent)
+    assert sent[-1] == 3
+    assert {message.manifest["group"] for message in running.published()} == {running.published()[0].manifest["group"]}
+    assert sorted(version.step for version in kept_versions(running.folder)) == [0, 2]
+    for version, folder in kept_versions(running.folder).items():
+        stored = load_file(folder / "model.safetensors")
+        assert all(torch.equal(stored[name], tensor) for name, tensor in weights[version.step % 2].items())
+        assert (folder / "config.json").exists()
+        assert (folder / "tokenizer.json").exists()
+
+
+def test_a_failed_publish_is_tried_again(fresh_server, model_folders, bench):
+    weights = load_file(model_folders[1] / "model.safetensors")
+    running = bench(Service(fresh_server.address, failing=1))
+    running.publisher.offer(PolicyVersion(1), weights.items())
+    assert running.publisher.wait(DEADLINE)
+    first, second = running.published()
+    assert first.manifest["group"] != second.manifest["group"]
+    ends = [event for event in read_events(running.events.path) if event.get("phase") == "end"]
+    assert [("error" in event) for event in ends if event["event"] == "publish"] == [True, False]
+    assert any("not today" in event.get("error", "") for event in ends)
+
+
+def test_closing_gives_up_a_transfer_and_says_bye(model_folders, bench):
+    weights = load_file(model_folders[1] / "model.safetensors")
+    running = bench(Service(None, dead=("dead",)))
+    running.publisher.offer(PolicyVersion(1), weights.items())
+    deadline = time.monotonic() + DEADLINE
+    while not running.published():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    running.publisher.close()
+    assert "publisher" not in {thread.name for thread in threading.enumerate()}
+    while not any(isinstance(message, Bye) for message in running.service.heard):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_failure_of_the_thread_reaches_the_training_loop(model_folders, bench, tmp_path):
+    weights = load_file(model_folders[1] / "model.safetensors")
+    running = bench(Service(None))
+    (tmp_path / "weights").write_text("a file where the kept versions should go")
+    running.publisher.offer(PolicyVersion(2), weights.items())
+    with pytest.raises(RuntimeError, match="the publisher has failed"):
+        running.publisher.wait(DEADLINE)

@@ -1,0 +1,74 @@
+"""The staging copy: bitwise, aligned, bounded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streamrl.publish.staging import Staging
+from streamrl.types import PolicyVersion
+
+VERSION = PolicyVersion(3)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(50, 16, generator=generator),
+        "odd": torch.randn(3, generator=generator).bfloat16(),
+        "half": torch.randn(5, 7, generator=generator).bfloat16(),
+        "norm": torch.randn(16, generator=generator),
+        "turned": torch.randn(8, 6, generator=generator).T,
+        "scalar": torch.tensor(2.5),
+    }
+
+
+def test_staged_tensors_are_bitwise_those_that_were_offered():
+    tensors = weights(0)
+    staged = Staging(1 << 20).fill(VERSION, tensors.items())
+    assert dict(staged.tensors()).keys() == tensors.keys()
+    for name, tensor in staged.tensors():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor, tensors[name])
+
+
+def test_every_tensor_lies_at_a_multiple_of_its_item_size():
+    staged = Staging(1 << 20).fill(VERSION, weights(0).items())
+    assert len(staged.buckets) > 1  # six bytes of bfloat16 stand before a float32
+    for bucket in staged.buckets:
+        start = 0
+        for _, tensor in bucket.tensors():
+            assert start % tensor.itemsize == 0
+            start += tensor.nbytes
+        assert start == bucket.layout.bytes == len(bucket.data)
+
+
+def test_a_bucket_is_no_larger_than_allowed_unless_one_tensor_is():
+    staged = Staging(256).fill(VERSION, weights(0).items())
+    for bucket in staged.buckets:
+        assert bucket.layout.bytes <= 256 or len(bucket.layout.names) == 1
+
+
+def test_the_memory_of_one_version_serves_the_next():
+    staging = Staging(256)
+    first = staging.fill(VERSION, weights(0).items())
+    places = [bucket.data.data_ptr() for bucket in first.buckets]
+    checksums = [bucket.layout.checksum for bucket in first.buckets]
+    second = staging.fill(PolicyVersion(4), weights(1).items())
+    assert [bucket.data.data_ptr() for bucket in second.buckets] == places
+    assert [bucket.layout.checksum for bucket in second.buckets] != checksums
+    assert all(torch.equal(tensor, weights(1)[name]) for name, tensor in second.tensors())
+
+
+def test_a_copy_does_not_follow_the_weights():
+    tensor = torch.zeros(4)
+    staged = Staging(256).fill(VERSION, [("w", tensor)])
+    tensor.add_(1)
+    assert dict(staged.tensors())["w"].sum() == 0
+
+
+def test_a_name_that_comes_twice_and_no_tensor_at_all_are_refused():
+    with pytest.raises(ValueError, match="version 3.0: tensor w comes twice"):
+        Staging(256).fill(VERSION, [("w", torch.zeros(2)), ("w", torch.zeros(2))])
+    with pytest.raises(ValueError, match="no tensors"):
+        Staging(256).fill(VERSION, [])
