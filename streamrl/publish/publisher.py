@@ -81,6 +81,7 @@ class _Shared:
     staged: Staged | None = None
     taken: Staged | None = None  # the last version that the thread has kept and announced
     roster: dict[str, ServerState] = field(default_factory=dict)
+    roster_known: bool = False  # the service has told it at least once
     failure: BaseException | None = None
     stopped: bool = False  # by the service
     closing: bool = False
@@ -168,8 +169,8 @@ class Publisher:
         shared = self._shared
         if shared.stopped or shared.staged is None:
             return True
-        newest = shared.staged.version
-        return shared.taken is shared.staged and all(state.version >= newest for state in shared.roster.values())
+        newest, taken = shared.staged.version, shared.taken is shared.staged
+        return taken and shared.roster_known and all(state.version >= newest for state in shared.roster.values())
 
     # -- the thread
 
@@ -295,6 +296,7 @@ class Publisher:
             match message:
                 case Roster(servers=servers):
                     self._shared.roster = {state.name: state for state in servers}
+                    self._shared.roster_known = True
                 case Applied(server=server, version=version) if server in self._shared.roster:
                     world_size = self._shared.roster[server].world_size
                     state = ServerState(name=server, version=version, world_size=world_size)

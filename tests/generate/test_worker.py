@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 
 from streamrl import config_file
 from streamrl.config import Config
+from streamrl.engine.client import EngineClient
+from streamrl.engine.server import Server
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
@@ -147,6 +150,27 @@ def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
     assert segments
     assert not any(psutil.pid_exists(pid) for pid in children)
     assert not any(path.exists() for path in segments)
+
+
+def test_an_attached_server_is_brought_to_the_initial_weights_and_outlives_the_worker(
+    start_run: Callable[..., Run], fresh_server: Server
+) -> None:
+    async def rename_and_ask(version: str | None) -> str:
+        client = EngineClient(fresh_server.address, timeout=60)
+        try:
+            if version is not None:  # what a worker that died in the middle of an update leaves
+                await client.update_weight_version(version)
+            return (await client.model_info()).weight_version
+        finally:
+            await client.close()
+
+    asyncio.run(rename_and_ask("7.0-partial"))
+    run = start_run(attach=(fresh_server.address,), probes=0)
+    batch = run.batch(0)
+    assert {span.version for sample in batch.samples for span in sample.spans} == {PolicyVersion(0)}
+    run.worker.send_signal(signal.SIGTERM)
+    assert run.worker.wait(DEADLINE) == 0
+    assert asyncio.run(rename_and_ask(None)) == "0.0"
 
 
 def test_a_worker_whose_server_dies_ends_with_the_last_lines_of_the_servers_log(

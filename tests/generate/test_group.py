@@ -1,0 +1,142 @@
+"""Groups from a real server: whole, checked, and with a placeholder for whatever failed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config import GenerateConfig
+from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
+from streamrl.generate.group import run_group
+from streamrl.generate.inference import EngineInference, Load, completion
+from streamrl.generate.tokenizer import Tokenizer
+from streamrl.observe.events import EventLog, read_events
+from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
+from streamrl.types import Group, PolicyVersion, Ticket, VersionSpan
+
+SIZE = 4
+
+
+class Task(Environment):
+    """Prompts of a given text; one point for each token."""
+
+    def __init__(self, text: str = "caf=", rollouts: int = SIZE, **sampling: Any) -> None:
+        self.text, self.rollouts, self.sampling = text, rollouts, sampling
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, text=self.text)
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        return Score(reward=float(len(completion.output_ids)), parts={"length": float(len(completion.output_ids))})
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        completions = await inference.generate(prompt.content, self.rollouts, **self.sampling)
+        return await self.score_all(prompt, completions)
+
+
+def ticket(step: int = 0) -> Ticket:
+    return Ticket(
+        group_id=5, attempt=1, task="copy", prompt_index=5, seed=1, issued_version=PolicyVersion(step), deadline=0.0
+    )
+
+
+@pytest.fixture
+def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
+    """`run(task, step_of_the_ticket, **generate)`: the group, the load and the end record of its event."""
+
+    def run(task: Environment, step: int = 0, address: str = fresh_server.address, **generate: Any):
+        config = GenerateConfig.model_validate({"sampling": {"max_new_tokens": 6}, **generate})
+        load = Load()
+        events = EventLog(tmp_path / "events.jsonl", "generator-0")
+
+        async def go() -> Group:
+            client = EngineClient(address, 60.0)
+            try:
+                inference = EngineInference(client, Tokenizer(model_folders[0]), config, load)
+                return await run_group(ticket(step), task, inference, SIZE, events)
+            finally:
+                await client.close()
+
+        group = asyncio.run(go())
+        (end,) = [event for event in read_events(events.path) if event.get("phase") == "end"]
+        return group, load, end
+
+    return run
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_a_group_has_its_samples_with_the_policys_log_probs_and_versions(run, model_folders, forward_logprobs, single):
+    group, load, end = run(Task(), single_requests=single)
+    group.check()
+    assert (group.group_id, group.attempt, group.worker, len(group.samples)) == (5, 1, "generator-0", SIZE)
+    assert 0.0 < group.started <= group.finished
+    assert load.generated == group.tokens == end["tokens"] > 0
+    assert load.busy > 0.0
+    weights = load_file(model_folders[0] / "model.safetensors")
+    prompt = Tokenizer(model_folders[0]).prompt_ids("caf=")
+    for sample in group.samples:
+        assert np.array_equal(sample.prompt_ids, prompt)
+        assert sample.loss_mask.all()
+        assert sample.reward == sample.reward_parts["length"] == len(sample.output_ids)
+        assert sample.spans == (VersionSpan(PolicyVersion(0), 0, len(sample.output_ids)),)
+        expected = forward_logprobs(weights, [*prompt, *sample.output_ids])[len(prompt) - 1 :]
+        assert np.abs(expected.numpy() - sample.logprobs).max() < 1e-4
+
+
+def test_a_prompt_that_the_server_refuses_becomes_placeholders(run):
+    group, load, end = run(Task("abcdefgh" * 20_000))
+    group.check()
+    assert [sample.finish_reason for sample in group.samples] == ["placeholder"] * SIZE
+    assert end["failed"] == SIZE
+    assert "status 400" in end["reasons"][0]
+    assert load.generated == 0
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        (Task(rollouts=SIZE - 1), "3 rollouts, 4 were asked for"),
+        (Task(temperature=0.5), "sampling override 'temperature'"),
+    ],
+)
+def test_a_task_that_fails_costs_its_group_not_the_run(run, task, reason):
+    group, _, end = run(task)
+    group.check()
+    assert all(sample.is_placeholder for sample in group.samples)
+    assert any(reason in text for text in end["reasons"])
+
+
+def test_tokens_older_than_the_ticket_allows_are_never_trained(run):
+    group, _, end = run(Task(), step=1)
+    assert all(sample.is_placeholder for sample in group.samples)
+    assert "tokens of version 0.0, its ticket needs 1.0" in end["reasons"][0]
+
+
+def test_a_server_that_cannot_be_reached_is_not_a_failed_sample(run):
+    with pytest.raises(EngineError):
+        run(Task(), address="http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("spans", "logprob_of", "reason"),
+    [
+        ([("3.0", 0, 1)], 8, "do not cover"),
+        ([("4.0-partial", 0, 2)], 8, "not of the form STEP.INCARNATION"),
+        ([("3.0", 0, 2)], 1, "log-probs of other tokens"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused(spans, logprob_of, reason):
+    meta = AnswerMeta(
+        id="r",
+        finish_reason=FinishReason(type="stop"),
+        weight_versions=tuple(WeightVersionSpan(*span) for span in spans),
+        output_token_logprobs=[(-0.1, 7, None), (-0.2, logprob_of, None)],
+    )
+    with pytest.raises(ValueError, match=reason):
+        completion(torch.tensor([1]).int().numpy(), Answer([7, 8], meta), "text")

@@ -1,0 +1,67 @@
+"""The tokenizer without torch gives what Hugging Face's gives."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from streamrl.generate.tokenizer import Tokenizer
+
+TEMPLATE = """
+{%- for message in messages -%}
+    {%- if message['role'] == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif -%}
+    {{ '<|' + message['role'] + '|>' }}{{ message['content'] | trim }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}{{ {'a': 'ü'} | tojson }}{{ '=' }}{% endif %}
+"""
+MESSAGES = [
+    {"role": "user", "content": " abc "},
+    {"role": "assistant", "content": "h"},
+    {"role": "user", "content": "fa"},
+]
+
+
+@pytest.fixture
+def model(model_folders: tuple[Path, Path], tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folders[0], folder)
+    return folder
+
+
+def test_text_and_its_ids_are_those_of_hugging_face(model):
+    ours, theirs = Tokenizer(model), AutoTokenizer.from_pretrained(model)
+    for text in ("caf=", "a", "abcdefgh" * 20, ""):
+        ids = ours.prompt_ids(text)
+        assert ids.dtype == np.int32
+        assert ids.tolist() == theirs(text)["input_ids"]
+    outputs = [[0, 1, 2, 9], [5], []]
+    assert ours.text(outputs) == theirs.batch_decode(outputs, skip_special_tokens=True)
+
+
+def test_a_conversation_is_rendered_as_hugging_face_does(model):
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    theirs = AutoTokenizer.from_pretrained(model)
+    expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert Tokenizer(model).prompt_ids(MESSAGES).tolist() == list(expected)
+
+
+def test_a_template_that_refuses_and_a_missing_one_are_errors_with_their_reason(model):
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    with pytest.raises(ValueError, match="system comes first"):
+        Tokenizer(model).prompt_ids([*MESSAGES, {"role": "system", "content": "late"}])
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer(model).prompt_ids(MESSAGES)
+
+
+def test_every_end_token_of_the_model_folder_ends_an_answer(model):
+    end = AutoTokenizer.from_pretrained(model).eos_token_id
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
+    assert Tokenizer(model).end_ids == tuple(sorted({end, 3, 5, 7}))
