@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
     )
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it tells at every import what it did not find
     try:
         return int(options.command(options))
     except ConfigError as error:
@@ -140,7 +141,9 @@ def _parser() -> argparse.ArgumentParser:
 
     audit = _command(commands, "audit", _audit, "check a run's guarantees from what it recorded")
     audit.add_argument("run", type=Path, help="run folder")
-    audit.add_argument("--tolerance", type=float, help="largest log-prob difference (1e-4 in float32, stated in bfloat16)")
+    audit.add_argument(
+        "--tolerance", type=float, help="largest log-prob difference (1e-4 in float32, stated in bfloat16)"
+    )
 
     retrain = _command(commands, "retrain", _retrain, "train the learner again from a run's recorded groups")
     retrain.add_argument("run", type=Path, help="run folder")

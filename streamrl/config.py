@@ -28,7 +28,9 @@ class RunConfig(Section):
     steps: int = Field(100, ge=1, description="learner steps of the whole run")
     start_timeout: float = Field(300.0, gt=0, description="seconds that a role may take to be ready")
     stop_timeout: float = Field(60.0, gt=0, description="seconds that a role may take to end, then it is killed")
-    silence_timeout: float = Field(600.0, gt=0, description="seconds without a learner step after which a run has failed")
+    silence_timeout: float = Field(
+        600.0, gt=0, description="seconds without a learner step after which a run has failed"
+    )
 
 
 class ModelConfig(Section):
@@ -51,15 +53,21 @@ class SamplingConfig(Section):
 
     temperature: float = Field(1.0, gt=0, description="softmax temperature")
     max_new_tokens: int = Field(16, ge=1, description="tokens after which an answer is cut")
-    top_p: float = Field(1.0, ge=1, le=1, description="truncated sampling changes the behaviour policy's support: refused")
-    top_k: int = Field(-1, ge=-1, le=-1, description="truncated sampling changes the behaviour policy's support: refused")
+    top_p: float = Field(
+        1.0, ge=1, le=1, description="truncated sampling changes the behaviour policy's support: refused"
+    )
+    top_k: int = Field(
+        -1, ge=-1, le=-1, description="truncated sampling changes the behaviour policy's support: refused"
+    )
 
 
 class GenerateConfig(Section):
     """The generator workers and their SGLang servers."""
 
     workers: int = Field(1, ge=1, description="generator workers, one SGLang server each")
-    attach: tuple[str, ...] = Field((), description="addresses (http://host:port) of running servers; empty: start own ones")
+    attach: tuple[str, ...] = Field(
+        (), description="addresses (http://host:port) of running servers; empty: start own ones"
+    )
     group_size: int = Field(8, ge=1, description="G, samples of one prompt")
     groups_in_flight: int = Field(32, ge=1, description="groups that a worker generates at once")
     single_requests: bool = Field(False, description="one request a sample (long answers) instead of one with n = G")
@@ -69,7 +77,9 @@ class GenerateConfig(Section):
     server_args: dict[str, Any] = Field(default_factory=dict, description="further SGLang arguments, passed untouched")
     threads: int = Field(1, ge=1, description="CPU threads of a server (OMP_NUM_THREADS)")
     heartbeat: float = Field(1.0, gt=0, description="seconds between heartbeats of a worker")
-    restarts: int = Field(3, ge=0, description="times that a worker which had been ready is started again after it died")
+    restarts: int = Field(
+        3, ge=0, description="times that a worker which had been ready is started again after it died"
+    )
     probes: int = Field(3, ge=0, description="held-out prompts answered greedily at the start and at the end")
 
 
@@ -86,7 +96,9 @@ class ReplayConfig(Section):
     address: str = Field("tcp://127.0.0.1:0", description="where the replay service listens; port 0 takes a free one")
     order: Literal["fifo"] = Field("fifo", description="in which order groups are consumed")
     groups_per_step: int = Field(8, ge=1, description="P, groups of one learner step")
-    max_staleness: float = Field(2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous")
+    max_staleness: float = Field(
+        2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
+    )
     group_timeout: float = Field(900.0, gt=0, description="seconds after which a ticket is issued again")
     max_attempts: int = Field(3, ge=1, description="times that one ticket is issued before the run fails")
 
@@ -99,7 +111,9 @@ class ReplayConfig(Section):
 class AdvantageConfig(Section):
     """Group-relative advantages."""
 
-    std: Literal["population", "sample", "none"] = Field("population", description="what the centred reward is divided by")
+    std: Literal["population", "sample", "none"] = Field(
+        "population", description="what the centred reward is divided by"
+    )
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what is taken from the reward")
     eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
 
@@ -113,14 +127,22 @@ class AlgoConfig(Section):
     eps_high: float = Field(0.28, ge=0, description="upper clip range")
     dual_clip: float | None = Field(None, gt=1, description="c of the dual clip for negative advantages; null: off")
     entropy: float = Field(0.0, ge=0, description="lambda, weight of the entropy bonus")
-    weight: Literal["none", "token", "sequence"] = Field("token", description="what the truncated importance weight reads")
+    weight: Literal["none", "token", "sequence"] = Field(
+        "token", description="what the truncated importance weight reads"
+    )
     weight_cap: float = Field(2.0, ge=1, description="C, cap of the importance weight")
-    weight_gamma: float = Field(1.0, gt=0, le=1, description="gamma, tightens the cap with staleness: 1 + (C - 1) gamma^s")
-    mask: Literal["none", "token", "sequence", "geometric"] = Field("none", description="what masks far off-policy tokens")
+    weight_gamma: float = Field(
+        1.0, gt=0, le=1, description="gamma, tightens the cap with staleness: 1 + (C - 1) gamma^s"
+    )
+    mask: Literal["none", "token", "sequence", "geometric"] = Field(
+        "none", description="what masks far off-policy tokens"
+    )
     mask_low: float | None = Field(None, ge=0, description="lower edge of the mask; null: the rule's own default")
     mask_high: float | None = Field(None, gt=0, description="upper edge of the mask; null: the rule's own default")
     discount: float = Field(1.0, gt=0, le=1, description="lambda_s, weight factor per step of staleness")
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = Field("token_mean", description="mean over tokens or samples")
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = Field(
+        "token_mean", description="mean over tokens or samples"
+    )
     norm_length: int | None = Field(None, ge=1, description="tokens by which sequence_sum_norm divides")
 
     @model_validator(mode="after")
@@ -142,7 +164,9 @@ class OptimizerSettings(Section):
     eps: float = Field(1e-8, gt=0, description="Adam epsilon")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
-    distributed: bool | None = Field(None, description="Megatron's distributed optimizer; null: on with CUDA, off without")
+    distributed: bool | None = Field(
+        None, description="Megatron's distributed optimizer; null: on with CUDA, off without"
+    )
 
 
 class LearnerConfig(Section):

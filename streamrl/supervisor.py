@@ -86,8 +86,7 @@ class Role:
         """True once the role has written the event `ready` since its start."""
         if not self.ready and self.events.exists():
             self.ready = any(
-                event["event"] == "ready" and event["time"] >= self.started
-                for event in events.read_events(self.events)
+                event["event"] == "ready" and event["time"] >= self.started for event in events.read_events(self.events)
             )
         return self.ready
 
@@ -283,7 +282,16 @@ def _set_aside(folder: Path) -> None:
 
 def _environment() -> dict[str, object]:
     """Packages, commit, host and command line of this start."""
-    packages = ("streamrl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine", "pyzmq", "msgpack")
+    packages = (
+        "streamrl",
+        "torch",
+        "megatron-core",
+        "sglang",
+        "transformers",
+        "transformer-engine",
+        "pyzmq",
+        "msgpack",
+    )
     installed = {name for distribution in metadata.distributions() if (name := distribution.name)}
     git = shutil.which("git")
     commit = subprocess.run(

@@ -12,7 +12,10 @@ from streamrl.config_file import ConfigError
 
 # (override, what the line must say)
 BAD = [
-    ("replay.max_stalenes=0", ["replay.max_stalenes: unknown key (given 0)", "nearest known key: replay.max_staleness"]),
+    (
+        "replay.max_stalenes=0",
+        ["replay.max_stalenes: unknown key (given 0)", "nearest known key: replay.max_staleness"],
+    ),
     ("learner.lr=1e-3", ["learner.lr: unknown key", "nearest known key: learner.optimizer.lr"]),
     ("bananas=1", ["bananas: unknown key (given 1)", "allowed: run, model, task"]),
     ("learner.ranks=0", ["learner.ranks: 0", "whole number >= 1"]),
@@ -114,4 +117,6 @@ def test_the_shipped_configurations_are_valid():
 
 
 def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "streamrl.cli", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "streamrl.cli", *arguments], capture_output=True, text=True, timeout=60
+    )

@@ -17,7 +17,9 @@ end_with([int(sys.argv[1])], grace=float(sys.argv[2]))
 print("watching", flush=True)
 time.sleep(600)
 """
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
+)
 PARENT = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)

@@ -67,7 +67,7 @@ def audit(run_folder: Path, config: Config, limit: float) -> Findings:
                 tokens[span.version].append((sample, span.start, span.end))
     _check_metrics(run_folder, findings)
     kept = kept_versions(run_folder)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval() if kept else None
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
     for version, spans in sorted(tokens.items()):
         if version in kept:
             _load(model, kept[version])
@@ -102,7 +102,9 @@ def _check_batch(batch: Batch, config: Config, seen: set[int], findings: Finding
     oldest, newest = max(ages, default=0), min(ages, default=0)
     bound = math.ceil(config.replay.max_staleness)
     if oldest > bound or newest < 0:
-        findings.problems.append(f"step {batch.step} trained tokens {oldest} steps old, newest {newest}; the bound is {bound}")
+        findings.problems.append(
+            f"step {batch.step} trained tokens {oldest} steps old, newest {newest}; the bound is {bound}"
+        )
     findings.batches += 1
     findings.groups += len(ids)
     findings.trained += sum(group.trained_tokens for group in batch.groups)
@@ -174,9 +176,7 @@ def _logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: fl
         attention[row, : len(sequence)] = 1
     logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / temperature
     taken = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return [
-        taken[row, len(sample.prompt_ids) - 1 : _length(sample) - 1].numpy() for row, sample in enumerate(samples)
-    ]
+    return [taken[row, len(sample.prompt_ids) - 1 : _length(sample) - 1].numpy() for row, sample in enumerate(samples)]
 
 
 def _print(findings: Findings, run_folder: Path, config: Config, limit: float) -> None:

@@ -2,32 +2,74 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
+import warnings
 from importlib import metadata
 
+import torch
 import zmq
 
-from streamrl import __version__, device
-from streamrl.config_file import ConfigError
-from streamrl.engine import stand_ins
-from streamrl.learner import model
+from streamrl import __version__
+from streamrl.config import Config
+from streamrl.device import Device, UnsupportedAcceleratorError, detect
+from streamrl.engine.server import server_arguments
+from streamrl.engine.stand_ins import ABSENT_ON_CPU, install
+from streamrl.learner.cpu_adapter import MEGATRON_VERSION
 
-PACKAGES = ("torch", "megatron-core", "sglang", "transformers", "transformer-engine", "pyzmq", "msgspec", "uvloop")
+NEEDED = ("torch", "megatron-core", "sglang", "transformers", "pyzmq", "msgspec", "uvloop", "datasets", "wandb")
+CUDA_ONLY = ("transformer-engine", "sglang-kernel", "triton", "torchvision")
 
 
 def main() -> int:
-    """Print the findings. Returns 1 when something that every run needs is missing."""
+    """Print the findings. Returns 1 when something is missing that every run needs, or nothing can be driven."""
     print(f"streamrl {__version__}, Python {platform.python_version()}, {os.cpu_count()} CPU cores")
-    missing = []
-    for name in PACKAGES:
-        try:
-            print(f"  {name:<20} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            optional = name == "transformer-engine"
-            print(f"  {name:<20} not installed{' (CUDA only)' if optional else ''}")
-            if not optional:
-                missing.append(name)
+    print("packages")
+    missing = [name for name in NEEDED if not _print_version(name)]
+    for name in CUDA_ONLY:
+        _print_version(name, note="(for CUDA)")
     print(f"  {'libzmq':<20} {zmq.zmq_version()}")
+    for name in missing:
+        print(f"MISSING {name}: make venv, or pip install -e '.[gpu]' on a GPU machine")
+    try:
+        device = detect()
+    except UnsupportedAcceleratorError as error:
+        print(f"REFUSED {error}")
+        return 1
+    _print_paths(device)
     return 1 if missing else 0
+
+
+def _print_version(name: str, note: str = "") -> bool:
+    """One line for a package; False when it is not installed."""
+    try:
+        print(f"  {name:<20} {metadata.version(name)}")
+    except metadata.PackageNotFoundError:
+        print(f"  {name:<20} not installed {note}".rstrip())
+        return False
+    return True
+
+
+def _print_paths(device: Device) -> None:
+    """Which of the alternatives a run on this machine takes, and why."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns about Transformer Engine, which is told below
+        from streamrl.learner.model import choose_layers
+
+    print("paths")
+    print(f"  device               {device}")
+    for dtype in (torch.bfloat16, torch.float32):
+        print(f"  layers in {str(dtype).removeprefix('torch.'):<10} {choose_layers(device, dtype)}")
+    adapter = f"Megatron-Core {MEGATRON_VERSION} through the CPU adapter" if device.kind == "cpu" else "not needed"
+    print(f"  CPU adapter          {adapter}")
+    print(f"  optimizer            {'distributed' if device.distributed_optimizer else 'not distributed'}")
+    print(f"  publishing           broadcast over {device.backend}")
+    stood_in = install(ABSENT_ON_CPU) if device.kind == "cpu" else ()
+    print(f"  SGLang stand-ins     {', '.join(stood_in) or 'none'}")
+
+    arguments = server_arguments(Config(), 0)
+    print(f"  SGLang attention     {arguments.get('attention_backend', 'its own choice')}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -63,7 +63,7 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) 
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder))
     metrics.truncate_after(trainer.version.step)
     try:
-        LeadLoop(config, trainer, source, publisher, metrics, events, stop).run()
+        LeadLoop(config, trainer, source, stop=stop, metrics=metrics, events=events, publisher=publisher).run()
     finally:
         metrics.close()
         publisher.close()
@@ -79,10 +79,11 @@ class LeadLoop:
         config: Config,
         trainer: Trainer,
         source: BatchSource,
-        publisher: Publisher | None,
+        *,
+        stop: StopSignal,
         metrics: MetricsWriter,
         events: EventLog,
-        stop: StopSignal,
+        publisher: Publisher | None = None,
     ) -> None:
         self.config = config
         self.trainer = trainer
@@ -186,7 +187,7 @@ def run_recorded(config: Config, run_folder: Path, source: BatchSource) -> Train
     events = EventLog(event_path(run_folder, "learner"), "learner-0")
     metrics = MetricsWriter(run_folder)
     try:
-        LeadLoop(config, trainer, source, None, metrics, events, stop).run()
+        LeadLoop(config, trainer, source, stop=stop, metrics=metrics, events=events).run()
     finally:
         metrics.close()
         events.close()

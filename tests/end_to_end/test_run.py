@@ -12,18 +12,21 @@ from streamrl.replay.journal import BatchRecord, Journal, read_journal, recorded
 from streamrl.stream.codec import decode_group, encode_group
 from streamrl.types import PolicyVersion
 
-DESIGN_KEYS = """step version time reward/mean reward/std pass_rate signal_rate tokens/generated tokens/trained
-tokens/generated_per_s tokens/trained_per_s staleness/mean staleness/p95 staleness/max loss/total loss/kl
-loss/entropy loss/clip_low loss/clip_high offpolicy/ess offpolicy/kl offpolicy/log_ratio_max weights/ess
-weights/masked grad_norm lr length/mean length/p95 time/step time/wait time/forward_backward time/optimizer
-time/publish idle/learner idle/generator buffer/groups buffer/bytes""".split()
+DESIGN_KEYS = {
+    "step", "version", "time", "reward/mean", "reward/std", "pass_rate", "signal_rate", "tokens/generated",
+    "tokens/trained", "tokens/generated_per_s", "tokens/trained_per_s", "staleness/mean", "staleness/p95",
+    "staleness/max", "loss/total", "loss/kl", "loss/entropy", "loss/clip_low", "loss/clip_high", "offpolicy/ess",
+    "offpolicy/kl", "offpolicy/log_ratio_max", "weights/ess", "weights/masked", "grad_norm", "lr", "length/mean",
+    "length/p95", "time/step", "time/wait", "time/forward_backward", "time/optimizer", "time/publish",
+    "idle/learner", "idle/generator", "buffer/groups", "buffer/bytes",
+}  # fmt: skip
 
 
 def test_a_finished_run_has_one_row_a_step_with_every_metric(finished_run):
     rows = list(read_metrics(finished_run.folder))
     assert [row["step"] for row in rows] == list(range(1, 9))
     for row in rows:
-        assert set(DESIGN_KEYS) <= row.keys()
+        assert row.keys() >= DESIGN_KEYS
         assert row["staleness/max"] <= 2
         assert row["tokens/trained"] > 0
         assert row["grad_norm"] > 0
@@ -150,4 +153,3 @@ def _forge_one_stamp(target: Path, source: Path) -> None:
             group = replace(group, samples=(replace(sample, spans=spans), *group.samples[1:]))
         journal.append_group(encode_group(group, 1 << 28))
     journal.close()
-
