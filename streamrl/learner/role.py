@@ -141,9 +141,9 @@ class LeadLoop:
             "time": time.time(),
             "time/wait": waited,
             "time/publish": 0.0,
+            **trained,
             **batch_metrics(delivery.batch),
             **delivery.stats,
-            **trained,
         }
 
     def _publish(self) -> float:

@@ -37,6 +37,7 @@ class Run:
     process: subprocess.Popen[str] | None = None
     descendants: set[int] = field(default_factory=set)
     shared_memory: set[str] = field(default_factory=set)
+    port: int = 0  # of the replay service, once it was seen
 
     def start(self, *overrides: str) -> "Run":
         self.shared_memory = set(os.listdir("/dev/shm"))
@@ -62,6 +63,8 @@ class Run:
 
     def note_descendants(self) -> None:
         self.descendants |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+        if (self.folder / "replay.address").exists():
+            self.port = int((self.folder / "replay.address").read_text().rpartition(":")[2])
 
     def steps(self) -> int:
         return len(list(read_metrics(self.folder))) if (self.folder / "metrics.jsonl").exists() else 0
@@ -77,8 +80,8 @@ class Run:
             assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive if _alive(pid)]
             time.sleep(0.1)
         assert set(os.listdir("/dev/shm")) <= self.shared_memory
-        port = int((self.folder / "replay.address").read_text().rpartition(":")[2])
-        assert port not in {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN}
+        assert self.port
+        assert self.port not in {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN}
 
 
 def _alive(pid: int) -> bool:
