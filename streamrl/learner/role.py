@@ -106,11 +106,11 @@ class LeadLoop:
             row = self._train(delivery, began)
             if self._due(self.config.publish.every) or self._is_last():
                 row["time/publish"] = self._publish()
+            row["time/step"] = time.monotonic() - began
+            self.metrics.write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
             if self.config.checkpoint.every and self._due(self.config.checkpoint.every):
                 self._save()
                 saved = self.trainer.version.step
-            row["time/step"] = time.monotonic() - began
-            self.metrics.write(_with_rates(row))
         if self.trainer.version.step > saved:
             self._save()
         self._end()

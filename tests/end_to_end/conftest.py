@@ -16,6 +16,7 @@ from streamrl.observe.metrics import read_metrics
 
 DEADLINE = 240.0  # seconds; a start of SGLang on two busy cores may take one of them
 STEPS = 8
+INTERRUPTED_STEPS = 80  # enough that the interruption comes before the end on a fast machine
 CONFIG = """
 run: {{name: run, folder: {folder}, steps: {steps}, stop_timeout: 30, start_timeout: 180}}
 model: {{path: {model}}}
@@ -130,14 +131,14 @@ def finished_run(make_run: Callable[..., Run]) -> Run:
 @pytest.fixture(scope="session")
 def resumed_run(make_run: Callable[..., Run]) -> Run:
     """A run that was interrupted by SIGINT in the middle and resumed by the same command."""
-    run = make_run(steps=30).start()
+    run = make_run(steps=INTERRUPTED_STEPS).start()
     run.wait_for(lambda: run.steps() >= 3)
     run.interrupt()
     code, output = run.finish()
     assert code == 130, output
     run.assert_nothing_is_left()
     interrupted = run.steps()
-    assert 3 <= interrupted < 30
+    assert 3 <= interrupted < INTERRUPTED_STEPS
     code, output = run.start().finish()
     assert code == 0, output
     return run
