@@ -30,18 +30,27 @@ def end_server(pid: int, grace: float, scratch: Path | None, *, include_root: bo
 
 
 def _segments(pid: int) -> set[Path]:
-    """The segments of the known families that processes of the tree have mapped."""
-    found: set[Path] = set()
+    """The segments of the known families that processes of the tree have mapped.
+
+    Told by inode: libc makes a semaphore under another name first, and that is the one in a process's map.
+    """
+    mapped: set[int] = set()
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
-        return found
+        return set()
     for process in tree:
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has ended meanwhile
-        paths = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if str(SHARED_MEMORY) in line}
-        found |= {path for path in paths if path.parent == SHARED_MEMORY and path.name.startswith(FAMILIES)}
-    return found
+        mapped |= {int(line.split(maxsplit=5)[4]) for line in maps.splitlines() if str(SHARED_MEMORY) in line}
+    return {path for path in SHARED_MEMORY.iterdir() if path.name.startswith(FAMILIES) and _inode(path) in mapped}
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:  # its owner has removed it meanwhile
+        return None
