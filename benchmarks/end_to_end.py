@@ -1,7 +1,8 @@
 """The whole circle, synchronous (bound 0) against asynchronous (bound 2): tokens a second, idle fractions, staleness.
 
 Both modes run on one SGLang server that stays up, one after the other, several times; every figure is the
-median over the repeats, with the smallest and largest beside it. The ratio is taken inside each repeat.
+median over the repeats, with the smallest and largest beside it. Ratios are taken inside each repeat.
+The limit is the server alone: the same prompts, as many at once, from a client that neither scores nor trains.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,10 @@ from streamrl import config_file
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
+from streamrl.generate.inference import EngineInference, Load
+from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.metrics import read_metrics
+from streamrl.tasks.registry import build_task
 
 WARM_UP = 3  # first steps of a run that no figure counts: caches fill, the pipeline of groups is still empty
 RUN_TIMEOUT = 600.0  # seconds that one run may take
@@ -55,6 +60,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder, _server(options, Path(folder)) as address:
         runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+        limits: list[float] = []
         for repeat in range(options.repeats):
             for mode, bound in MODES.items():
                 name = f"{mode}-{repeat}"
@@ -62,9 +68,12 @@ def main() -> int:
                 overrides += [f"replay.max_staleness={bound}", f"generate.attach=[{address}]", "generate.workers=1"]
                 overrides += ["generate.probes=0", "publish.keep_every=0", "observe.console=false"]
                 runs[mode].append(_run(options.config, overrides, Path(folder) / name))
-    _print(runs, steps)
+            config = config_file.load(options.config, [*options.override, f"generate.attach=[{address}]"])
+            limits.append(asyncio.run(_server_alone(config, address, steps)))
+    _print(runs, limits, steps)
     if options.json:
-        options.json.write_text(json.dumps({"steps": steps, "cpus": os.cpu_count(), "runs": runs}, indent=1) + "\n")
+        figures = {"steps": steps, "cpus": os.cpu_count(), "runs": runs, "server alone": limits}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 
 
@@ -88,6 +97,25 @@ async def _ready(server: Server, config: Config) -> None:
         await client.close()
 
 
+async def _server_alone(config: Config, address: str, steps: int) -> float:
+    """Tokens a second of the server, asked for the groups of `steps` learner steps, `groups_in_flight` at once."""
+    client = EngineClient(address, config.generate.request_timeout)
+    inference = EngineInference(client, Tokenizer(config.model.path), config.generate, load := Load())
+    task = build_task(config.task, config.run.seed, split="train")
+    slots = asyncio.Semaphore(config.generate.groups_in_flight)
+
+    async def group(index: int) -> None:
+        async with slots:
+            await inference.generate(task.prompt(index).content, config.generate.group_size)
+
+    began = time.monotonic()
+    await asyncio.gather(*(group(index) for index in range(steps * config.replay.groups_per_step)))
+    seconds = time.monotonic() - began
+    await task.close()
+    await client.close()
+    return load.generated / seconds
+
+
 def _run(config: Path, overrides: Sequence[str], run_folder: Path) -> dict[str, float]:
     """One run in processes of its own; the figures of its steps after the warm-up."""
     command = [sys.executable, "-m", "streamrl.cli", "train", str(config), *overrides]
@@ -107,8 +135,8 @@ def _share(rows: Sequence[dict[str, float]], key: str) -> float:
     return float(np.average([row[key] for row in rows], weights=[row["time/step"] for row in rows]))
 
 
-def _print(runs: dict[str, list[dict[str, float]]], steps: int) -> None:
-    repeats = len(next(iter(runs.values())))
+def _print(runs: dict[str, list[dict[str, float]]], limits: Sequence[float], steps: int) -> None:
+    repeats = len(limits)
     table = Table(title=f"{repeats} interleaved repeats of {steps} steps: median (smallest .. largest)")
     for column in ("", "sync, bound 0", "async, bound 2", "async / sync"):
         table.add_column(column, justify="left" if not column else "right")
@@ -117,7 +145,14 @@ def _print(runs: dict[str, list[dict[str, float]]], steps: int) -> None:
         ratios = [after / before for before, after in zip(synchronous, asynchronous, strict=True) if before]
         rated = name.startswith(("tokens", "steps")) and len(ratios) >= 5
         table.add_row(name, _spread(synchronous), _spread(asynchronous), _spread(ratios) if rated else "")
-    Console(width=120).print(table)
+    shares = [
+        _spread([run["tokens/s generated"] / limit for run, limit in zip(runs[mode], limits, strict=True)])
+        for mode in MODES
+    ]
+    table.add_row("of the limit", *shares, "")
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"limit: the server alone generates {_spread(limits)} tokens/s")
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -142,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
     audit = _command(commands, "audit", _audit, "check a run's guarantees from what it recorded")
     audit.add_argument("run", type=Path, help="run folder")
     audit.add_argument(
-        "--tolerance", type=float, help="largest log-prob difference (1e-4 in float32, stated in bfloat16)"
+        "--tolerance",
+        type=float,
+        help="largest log-prob difference of a token (default: 1e-4 in float32, 2 in bfloat16)",
     )
 
     retrain = _command(commands, "retrain", _retrain, "train the learner again from a run's recorded groups")

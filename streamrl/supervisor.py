@@ -34,6 +34,7 @@ from streamrl.observe.console import Console
 log = logging.getLogger(__name__)
 
 POLL = 0.2  # seconds between two looks at the roles; a person sees a dead role at once
+KILL_GRACE = 15.0  # seconds between SIGTERM and SIGKILL of what is late: a worker ends its server first, 10 s on CUDA
 LOG_LINES = 20  # last lines of a log that a report quotes
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
@@ -211,7 +212,7 @@ class Supervisor:
         for role in self._running():
             log.warning("%s did not end in time and is killed", role.name)
             assert role.process is not None
-            end_tree(role.process.pid, timeout=2.0)
+            end_tree(role.process.pid, timeout=KILL_GRACE)
             role.process.wait(timeout=10.0)
 
     def _running(self) -> list[Role]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +25,20 @@ from streamrl.publish.kept import kept_versions
 from streamrl.replay.journal import recorded_batches
 from streamrl.types import Batch, PolicyVersion, Sample
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.5}
-# Largest allowed log-prob difference. fp32: the two implementations differ by rounding alone. bf16: the server
-# rounds every activation to 8 bits, the reference forward runs in fp32; a wrong stamp shows in the mean below.
-MEAN_TOLERANCE = {"float32": 1e-5, "bfloat16": 0.03}
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest allowed log-prob differences, in nats: of any token, of 99 in 100, and on average."""
+
+    largest: float
+    p99: float
+    mean: float
+
+
+LIMITS = {"float32": Limits(1e-4, 1e-4, 1e-5), "bfloat16": Limits(2.0, 0.3, 0.05)}
+# float32: two implementations differ by rounding alone. bfloat16: a logit of 16 to 32 has a spacing of 0.125, so
+# that single tokens differ by several of these; the reference is computed in fp32 from the same bfloat16 weights.
+# What a wrong stamp changes must be larger than that to be seen, so bfloat16 shows less than float32 does.
 LOGITS_AT_ONCE = 1 << 26  # entries of a [tokens, vocabulary] block: 256 MiB in fp32
 
 
@@ -49,13 +59,15 @@ def main(run_folder: Path, tolerance: float | None = None) -> int:
     """Audit a run and print the findings. Returns 0 when every check held, 1 otherwise."""
     transformers_logging.disable_progress_bar()
     config = config_file.load(run_folder / "config.yaml")
-    limit = TOLERANCE[config.model.dtype] if tolerance is None else tolerance
-    findings = audit(run_folder, config, limit)
-    _print(findings, run_folder, config, limit)
+    limits = LIMITS[config.model.dtype]
+    if tolerance is not None:
+        limits = replace(limits, largest=tolerance)
+    findings = audit(run_folder, config, limits)
+    _print(findings, run_folder, config, limits)
     return 1 if findings.problems else 0
 
 
-def audit(run_folder: Path, config: Config, limit: float) -> Findings:
+def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     """Check the journal, the metrics and the kept weights of a run against one another."""
     findings = Findings()
     tokens: dict[PolicyVersion, list[tuple[Sample, int, int]]] = defaultdict(list)
@@ -74,16 +86,27 @@ def audit(run_folder: Path, config: Config, limit: float) -> Findings:
             _check_logprobs(model, spans, config, findings)
         elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
-    differences = np.concatenate(findings.differences) if findings.differences else np.zeros(0)
-    if not len(differences):
-        findings.problems.append("no token could be audited: publish.keep_every=0 keeps no weights")
-    elif not (differences.max() <= limit and differences.mean() <= MEAN_TOLERANCE[config.model.dtype]):
-        wrong = int((differences > limit).sum())
-        findings.problems.append(
-            f"{wrong} tokens differ from their stamped version by more than {limit:g}, the largest by "
-            f"{differences.max():.2g} (mean {differences.mean():.2g})"
-        )
+    _check_differences(findings, limits)
     return findings
+
+
+def _check_differences(findings: Findings, limits: Limits) -> None:
+    """The distribution of the differences stays within the limits."""
+    if not findings.differences:
+        findings.problems.append("no token could be audited: publish.keep_every=0 keeps no weights")
+        return
+    differences = np.concatenate(findings.differences)
+    if wrong := int((differences > limits.largest).sum()):
+        findings.problems.append(
+            f"{wrong} tokens differ from their stamped version by more than {limits.largest:g}, "
+            f"the largest by {differences.max():.2g}"
+        )
+    for name, found, limit in (
+        ("99th percentile", np.percentile(differences, 99), limits.p99),
+        ("mean", differences.mean(), limits.mean),
+    ):
+        if found > limit:
+            findings.problems.append(f"the {name} of the differences is {found:.2g}, the limit {limit:g}")
 
 
 def _check_batch(batch: Batch, config: Config, seen: set[int], findings: Findings) -> None:
@@ -174,22 +197,25 @@ def _logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: fl
         sequence = np.concatenate([sample.prompt_ids, sample.output_ids]).astype(np.int64)
         ids[row, : len(sequence)] = torch.from_numpy(sequence)
         attention[row, : len(sequence)] = 1
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1] / temperature
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperature
     taken = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
     return [taken[row, len(sample.prompt_ids) - 1 : _length(sample) - 1].numpy() for row, sample in enumerate(samples)]
 
 
-def _print(findings: Findings, run_folder: Path, config: Config, limit: float) -> None:
+def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits) -> None:
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
     print(f"audit of {run_folder}")
-    print(f"  batches {findings.batches}, groups {findings.groups}, each once, in order")
+    print(f"  batches {findings.batches}, groups {findings.groups}")
     print(f"  staleness: largest {findings.staleness}, bound {config.replay.max_staleness:g}")
     print(f"  tokens audited {findings.audited}, tokens trained {findings.trained}")
-    print(
-        f"  log-prob difference to Hugging Face: largest {differences.max():.3g}, p99 "
-        f"{np.percentile(differences, 99):.3g}, mean {differences.mean():.3g} "
-        f"(limit {limit:g}, mean {MEAN_TOLERANCE[config.model.dtype]:g}, {config.model.dtype})"
-    )
+    if config.publish.keep_every > 1:
+        print(f"  (weights of every {config.publish.keep_every}th version were kept: publish.keep_every)")
+    print(f"  log-prob difference to Hugging Face, {config.model.dtype}:")
+    for share in (50, 90, 99, 99.9):
+        limit = f", limit {limits.p99:g}" if share == 99 else ""
+        print(f"    {share:g}% of the tokens within {np.percentile(differences, share):.3g}{limit}")
+    print(f"    largest {differences.max():.3g}, limit {limits.largest:g}")
+    print(f"    mean {differences.mean():.3g}, limit {limits.mean:g}")
     for problem in findings.problems:
         print(f"  PROBLEM {problem}")
-    print("  every checked promise held" if not findings.problems else f"  {len(findings.problems)} problems")
+    print(f"  {len(findings.problems)} problems" if findings.problems else "  every checked promise held")

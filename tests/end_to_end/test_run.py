@@ -1,12 +1,14 @@
 """The whole loop on real parts: what a run leaves in its folder, and that its guarantees hold."""
 
 import json
+import os
 import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 from streamrl import cli
+from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.journal import BatchRecord, Journal, read_journal, recorded_batches
 from streamrl.stream.codec import decode_group, encode_group
@@ -118,6 +120,23 @@ def test_kill_9_of_the_supervisor_leaves_nothing_behind(make_run):
     run.process.send_signal(signal.SIGKILL)
     run.process.wait()
     run.assert_nothing_is_left(within=60.0)
+
+
+def test_a_worker_that_is_killed_is_started_again_and_no_group_is_lost_or_trained_twice(make_run):
+    run = make_run(steps=60).start()
+    run.wait_for(lambda: run.steps() >= 2)
+    os.kill(_starts(run.folder / "events" / "generator-0.jsonl")[-1], signal.SIGKILL)
+    code, output = run.finish()
+    assert code == 0, output
+    assert len(_starts(run.folder / "events" / "generator-0.jsonl")) == 2
+    assert cli.main(["audit", str(run.folder)]) == 0
+    ids = [group.group_id for batch in recorded_batches(run.folder / "journal") for group in batch.groups]
+    assert ids == list(range(60 * 4))
+
+
+def _starts(events: Path) -> list[int]:
+    """The process ids with which a role was started."""
+    return [event["pid"] for event in read_events(events) if event["event"] == "process.start"]
 
 
 def test_a_role_that_cannot_start_is_reported_with_the_last_lines_of_its_log(make_run):
