@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,9 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     config = config_file.load(options.config, options.override)
-    from streamrl import supervisor
+    from streamrl import run_folder, supervisor
 
-    return supervisor.Supervisor(config, supervisor.prepare(config, fresh=options.fresh)).run()
+    claim = run_folder.lock(config)
+    try:
+        return supervisor.Supervisor(config, run_folder.prepare(config, fresh=options.fresh)).run()
+    finally:
+        os.close(claim)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -85,19 +90,19 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _role(options: argparse.Namespace) -> tuple[Config, Path]:
     """The configuration and run folder of a role: an existing run, or one made from a configuration."""
-    from streamrl import supervisor
+    from streamrl import run_folder
     from streamrl.lifeline import end_with
 
     if (options.config is None) == (options.run_folder is None):
         raise ConfigError("a role takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
     if options.run_folder is None:
         config = config_file.load(options.config, options.override)
-        folder = supervisor.prepare(config, fresh=False)
+        folder = run_folder.prepare(config, fresh=False)
     else:
         folder = _run_folder(options.run_folder)
         config = config_file.load(folder / "config.yaml")
     if options.lifeline:
-        end_with(options.lifeline, grace=config.run.stop_timeout)
+        end_with({*options.lifeline, os.getppid()}, grace=config.run.stop_timeout)  # the parent may be torchrun
     return config, folder
 
 

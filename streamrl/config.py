@@ -229,6 +229,16 @@ class Config(Section):
         return self.run.folder / self.run.name
 
     @model_validator(mode="after")
+    def _every_worker_has_a_server(self) -> Config:
+        addresses = len(self.generate.attach)
+        if addresses and addresses < self.generate.workers:
+            raise ValueError(
+                f"generate.attach: {addresses} addresses for generate.workers={self.generate.workers}; "
+                "allowed: one for each worker"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _does_not_deadlock(self) -> Config:
         needed = self.publish.every * self.replay.groups_per_step
         if self.replay.slots < needed:

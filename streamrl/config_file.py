@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ class _Yaml(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no word", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
             seen.add(key)
@@ -73,7 +76,9 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 def save(config: Config, path: Path) -> None:
     """Write every key of `config` to `path`, so that `load(path)` gives it back."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    os.replace(draft, path)
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -123,8 +128,9 @@ def allowed(field: FieldInfo) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         tree = _parse(path.read_text(), where=str(path))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; allowed: a YAML file, such as configs/quickstart.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{path}: {reason}; allowed: a YAML file, such as configs/quickstart.yaml") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):

@@ -9,27 +9,24 @@ everyone; the learner then saves a checkpoint. Whoever has not ended `run.stop_t
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import platform
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
-from streamrl import config_file
+import psutil
+
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
 from streamrl.lifeline import end_tree
 from streamrl.observe import events, plot
 from streamrl.observe.console import Console
+from streamrl.observe.metrics import read_metrics
+from streamrl.stream.address import address_path
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +34,15 @@ POLL = 0.2  # seconds between two looks at the roles; a person sees a dead role 
 KILL_GRACE = 15.0  # seconds between SIGTERM and SIGKILL of what is late: a worker ends its server first, 10 s on CUDA
 LOG_LINES = 20  # last lines of a log that a report quotes
 
-# Keys that may change when a run is resumed: none of them alters what recorded data means.
-RESUMABLE = (
-    "run.steps", "run.start_timeout", "run.stop_timeout", "run.silence_timeout", "replay.address",
-    "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
-    "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
-    "generate.single_requests", "stream.", "learner.threads", "learner.tick", "learner.collective_timeout",
-    "checkpoint.", "publish.bucket", "publish.timeout", "publish.keep_every", "observe.",
-)  # fmt: skip
+REFUSAL = "streamrl: "  # how the one line begins by which a role refuses its configuration
 
 
 class RoleFailed(RuntimeError):
     """A role ended, or did not start, in a way that ends the run; the text quotes its log."""
+
+    def __init__(self, text: str, code: int = 1) -> None:
+        super().__init__(text)
+        self.code = code  # of the whole command: 2 where the configuration was refused
 
 
 @dataclass
@@ -91,6 +85,11 @@ class Role:
             )
         return self.ready
 
+    def refusal(self) -> str | None:
+        """The line by which the role refused its configuration, if its log ends with one in the last lines."""
+        lines = [line.strip() for line in self.last_lines().splitlines()]
+        return next((line.removeprefix(REFUSAL) for line in reversed(lines) if line.startswith(REFUSAL)), None)
+
     def last_lines(self) -> str:
         if not self.log.exists():
             return "(no log)"
@@ -123,11 +122,12 @@ class Supervisor:
             self._start()
             self._watch(console)
             self._stop(ask=bool(self.interrupts))
+            self._judge()
         except RoleFailed as failure:
             console.close()
             print(f"streamrl: {failure}", file=sys.stderr)
             self._stop(ask=True)
-            return 1
+            return failure.code
         finally:
             self._kill()
             console.close()
@@ -143,7 +143,7 @@ class Supervisor:
 
     def _start(self) -> None:
         """Start the replay service and, when it listens, the others."""
-        (self.run_folder / "replay.address").unlink(missing_ok=True)
+        address_path(self.run_folder).unlink(missing_ok=True)
         self.replay.start()
         while not self.interrupts and not self.replay.look_ready():
             self._check(self.replay)
@@ -166,7 +166,7 @@ class Supervisor:
             if time.monotonic() - last_step > self.config.run.silence_timeout:
                 raise RoleFailed(
                     f"no learner step in run.silence_timeout={self.config.run.silence_timeout:g} s; "
-                    f"last lines of {self.learner.log}:\n{self.learner.last_lines()}"
+                    f"{self._told_by(self.learner)}"
                 )
             console.refresh()
             time.sleep(POLL)
@@ -181,39 +181,72 @@ class Supervisor:
             if late and not role.look_ready():
                 raise RoleFailed(
                     f"{role.name} was not ready in run.start_timeout={self.config.run.start_timeout:g} s; "
-                    f"last lines of {role.log}:\n{role.last_lines()}"
+                    f"{self._told_by(role)}"
                 )
             return
         if code == 0:
             return
         was_ready = role.look_ready()
+        if not was_ready and (refusal := role.refusal()):
+            raise RoleFailed(refusal, code=2)
         if role in self.generators and was_ready and role.restarts < self.config.generate.restarts:
             log.warning("%s ended with %d and is started again", role.name, code)
             role.restarts += 1
             role.start()
             return
-        raise RoleFailed(f"{role.name} ended with {_exit_text(code)}; last lines of {role.log}:\n{role.last_lines()}")
+        raise RoleFailed(f"{role.name} ended with {_exit_text(code)}; {self._told_by(role)}")
+
+    def _judge(self) -> None:
+        """Raise RoleFailed unless the run is complete, or was interrupted and has saved what it had."""
+        if self.interrupts:
+            if self.learner.ready and self.learner.exit_code != 0:
+                raise RoleFailed(f"interrupted before a checkpoint was saved; {self._told_by(self.learner)}")
+            return
+        done = max((row["step"] for row in read_metrics(self.run_folder)), default=0)
+        if done < self.config.run.steps:
+            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._told_by(self.replay)}")
 
     def _stop(self, *, ask: bool) -> None:
         """Wait, `run.stop_timeout` at most, until all roles have ended.
 
-        `ask` them to: the replay service tells everyone whom it knows; a generator may still be starting.
+        `ask` them to: the replay service tells everyone whom it knows. Who is still starting knows nobody
+        yet, and is told by a signal, `ask` or not.
         """
-        if ask:
-            for role in (self.replay, *self.generators):
-                if role.process is not None and role.exit_code is None:
-                    role.process.send_signal(signal.SIGTERM)
+        for role in (self.replay, *self.generators):
+            if role in self._running() and (ask or not role.look_ready()):
+                assert role.process is not None
+                role.process.send_signal(signal.SIGTERM)
+        if ask and self.learner in self._running():
+            self._stop_learner()
         deadline = time.monotonic() + self.config.run.stop_timeout
         while time.monotonic() < deadline and self.interrupts < 2 and self._running():
             time.sleep(POLL)
 
+    def _stop_learner(self) -> None:
+        """End a learner that the replay service cannot tell: one that has nothing to save, or no service."""
+        assert self.learner.process is not None
+        if not self.learner.look_ready():
+            end_tree(self.learner.process.pid, timeout=0)
+        elif self.replay.exit_code is not None:
+            for rank in psutil.Process(self.learner.process.pid).children():
+                rank.terminate()  # it saves a checkpoint, then ends
+
     def _kill(self) -> None:
-        """End what has not ended."""
+        """End what has not ended: all are asked at once, then killed as whole trees."""
         for role in self._running():
             log.warning("%s did not end in time and is killed", role.name)
             assert role.process is not None
-            end_tree(role.process.pid, timeout=KILL_GRACE)
-            role.process.wait(timeout=10.0)
+            role.process.terminate()
+        deadline = time.monotonic() + KILL_GRACE
+        while self._running() and time.monotonic() < deadline and self.interrupts < 3:
+            time.sleep(POLL)
+        for role in self._running():
+            assert role.process is not None
+            end_tree(role.process.pid, timeout=0)
+            role.process.poll()
+
+    def _told_by(self, role: Role) -> str:
+        return f"last lines of {role.log}:\n{role.last_lines()}"
 
     def _running(self) -> list[Role]:
         return [role for role in self.roles if role.process is not None and role.exit_code is None]
@@ -242,71 +275,6 @@ class Supervisor:
 
     def _run_arguments(self) -> list[str]:
         return ["--run-folder", str(self.run_folder), "--lifeline", str(os.getpid())]
-
-
-def prepare(config: Config, *, fresh: bool) -> Path:
-    """Make the run folder, or check that an existing one may be resumed with `config`. Returns it.
-
-    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. Raises
-    ConfigError for a changed key that would alter what the recorded data means, and for a missing model.
-    """
-    if not (config.model.path / "config.json").exists():
-        raise ConfigError(
-            f"model.path: {config.model.path} is no model; allowed: a Hugging Face folder (config.json, safetensors, "
-            f"tokenizer); `python -m launch.tiny_model {config.model.path}` makes a tiny one"
-        )
-    folder = config.run_folder
-    if fresh and folder.exists():
-        _set_aside(folder)
-    record = folder / "config.yaml"
-    if record.exists():
-        for path in config_file.changed(config_file.load(record), config):
-            if not path.startswith(RESUMABLE):
-                old = config_file.value_at(config_file.load(record), path)
-                raise ConfigError(
-                    f"{path}: {config_file.value_at(config, path)} differs from {old} of the run in {folder}; "
-                    f"allowed: the same value, --fresh, or another run.name"
-                )
-    for name in ("events", "journal", "checkpoints", "logs"):
-        (folder / name).mkdir(parents=True, exist_ok=True)
-    config_file.save(config, record)
-    (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
-    return folder
-
-
-def _set_aside(folder: Path) -> None:
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(target)
-
-
-def _environment() -> dict[str, object]:
-    """Packages, commit, host and command line of this start."""
-    packages = (
-        "streamrl",
-        "torch",
-        "megatron-core",
-        "sglang",
-        "transformers",
-        "transformer-engine",
-        "pyzmq",
-        "msgpack",
-    )
-    installed = {name for distribution in metadata.distributions() if (name := distribution.name)}
-    git = shutil.which("git")
-    commit = subprocess.run(
-        [git or "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip() if git else ""  # fmt: skip
-    return {
-        "packages": {name: metadata.version(name) for name in packages if name in installed},
-        "python": platform.python_version(),
-        "commit": commit,
-        "host": socket.gethostname(),
-        "cpus": os.cpu_count(),
-        "command": sys.argv,
-    }
 
 
 def _exit_text(code: int) -> str:

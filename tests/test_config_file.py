@@ -1,12 +1,13 @@
 """Bad input is refused with exit code 2 and one line: which key, what was given, what is allowed."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from streamrl import cli, config_file
+from streamrl import cli, config_file, run_folder
 from streamrl.config import Config
 from streamrl.config_file import ConfigError
 
@@ -26,6 +27,7 @@ BAD = [
     ("replay.order=random", ["replay.order: random", "allowed: fifo"]),
     ("observe.wandb=on", ["observe.wandb: on", "one of off, offline, online"]),
     ("observe.console=perhaps", ["observe.console: perhaps", "true or false"]),
+    ("generate.attach=[a]", ["generate.attach: 1 addresses for generate.workers=2", "one for each worker"]),
     ("publish.every=9", ["publish.every: 9 would deadlock", "allowed: up to 3"]),
     ("algo.aggregation=sequence_sum_norm", ["algo.norm_length", "is needed by aggregation=sequence_sum_norm"]),
     ("algo.eps_low=1.5", ["algo.eps_low: 1.5", "number >= 0 and <= 1"]),
@@ -44,7 +46,7 @@ BAD = [
 @pytest.mark.parametrize(("override", "said"), BAD)
 def test_a_bad_configuration_ends_with_exit_code_2_and_one_line(override, said, tmp_path, capsys):
     file = tmp_path / "config.yaml"
-    file.write_text("run:\n  name: bad\n")
+    file.write_text("run:\n  name: bad\ngenerate:\n  workers: 2\n")
     assert cli.main(["train", str(file), override]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -81,7 +83,23 @@ def test_a_missing_file_and_a_missing_model_are_told_by_the_command_itself(tmp_p
     no_model = _command("train", str(file))
     assert (no_model.returncode, no_model.stderr.count("\n")) == (2, 1)
     assert "model.path:" in no_model.stderr
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_bad_task_arguments_and_a_folder_in_use_are_told_before_anything_starts(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {model}}}\n")
+    bad = _command("train", str(file), "task.args.lenght=3")
+    assert (bad.returncode, bad.stderr.count("\n")) == (2, 1), bad.stderr
+    assert "task.args.lenght" in bad.stderr
+    claim = run_folder.lock(config_file.load(file))
+    in_use = _command("train", str(file))
+    os.close(claim)
+    assert (in_use.returncode, in_use.stderr.count("\n")) == (2, 1), in_use.stderr
+    assert "is in use by another" in in_use.stderr
 
 
 def test_wrong_usage_is_one_line_and_exit_code_2():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,16 +17,17 @@ log = logging.getLogger(__name__)
 
 
 async def run_group(
-    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, events: EventLog
+    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, *, longest: int, events: EventLog
 ) -> Group:
     """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
 
+    A sample of more than `longest` tokens, prompt included, has failed too: no micro batch of the learner holds it.
     Raises EngineError when the server cannot be reached: that is the worker's matter, not the sample's.
     """
     fields = {"group_id": ticket.group_id, "attempt": ticket.attempt, "prompt_index": ticket.prompt_index}
     with events.span("group", **fields) as outcome:
         started = now()
-        samples = await _samples(ticket, task, inference, group_size)
+        samples = await _samples(ticket, task, inference, group_size, longest)
         group = Group(
             group_id=ticket.group_id,
             attempt=ticket.attempt,
@@ -44,7 +46,7 @@ async def run_group(
 
 
 async def _samples(
-    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int
+    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, longest: int
 ) -> tuple[Sample, ...]:
     try:
         rollouts = await task.rollout_group(inference, task.prompt(ticket.prompt_index), group_size)
@@ -56,10 +58,10 @@ async def _samples(
         log.exception("group %d: the task failed on prompt %d", ticket.group_id, ticket.prompt_index)
         inference.failures.append(f"{type(error).__name__}: {error}")
         return (_placeholder(np.empty(0, np.int32)),) * group_size
-    return tuple(_sample(rollout, ticket, inference.failures) for rollout in rollouts)
+    return tuple(_sample(rollout, ticket, longest, inference.failures) for rollout in rollouts)
 
 
-def _sample(rollout: Rollout, ticket: Ticket, failures: list[str]) -> Sample:
+def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str]) -> Sample:
     """A rollout as a sample, or a placeholder where it is none that can be trained on."""
     answer = rollout.completion
     if answer.finish_reason == "abort":
@@ -77,6 +79,7 @@ def _sample(rollout: Rollout, ticket: Ticket, failures: list[str]) -> Sample:
     try:
         sample.check(f"group {ticket.group_id}")
         _check_age(sample, ticket)
+        _check_length(sample, ticket, longest)
     except ValueError as error:
         failures.append(str(error))
         return _placeholder(answer.prompt_ids)
@@ -89,6 +92,19 @@ def _check_age(sample: Sample, ticket: Ticket) -> None:
         raise ValueError(
             f"group {ticket.group_id}: tokens of version {sample.oldest}, its ticket needs {ticket.issued_version}"
         )
+
+
+def _check_length(sample: Sample, ticket: Ticket, longest: int) -> None:
+    tokens = len(sample.prompt_ids) + len(sample.output_ids)
+    if tokens > longest:
+        raise ValueError(
+            f"group {ticket.group_id}: a sequence of {tokens} tokens, learner.tokens_per_micro_batch={longest}"
+        )
+
+
+def as_placeholders(group: Group) -> Group:
+    """The same group without its content: every sample a placeholder."""
+    return replace(group, samples=tuple(_placeholder(np.empty(0, np.int32)) for _ in group.samples))
 
 
 def _placeholder(prompt_ids: np.ndarray) -> Sample:

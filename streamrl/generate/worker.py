@@ -26,7 +26,7 @@ import uvloop
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
-from streamrl.generate.group import run_group
+from streamrl.generate.group import as_placeholders, run_group
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.probes import answer_probes
 from streamrl.generate.served import ServedModel
@@ -50,9 +50,9 @@ from streamrl.stream.messages import (
     Stop,
     Tickets,
 )
-from streamrl.stream.sockets import AsyncDealer, ReceivedBatch, StreamTimeout
+from streamrl.stream.sockets import AsyncDealer, ReceivedBatch
 from streamrl.tasks.registry import build_task
-from streamrl.types import Ticket
+from streamrl.types import Group, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +79,15 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> int:
     try:
         if await _unless(stop, served.start()):
             return 0
-        address = await asyncio.to_thread(replay_address, config, run_folder)
+        address = await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
         worker = Worker(config, index, served, address=address, events=events)
         try:
             await worker.run(stop)
         finally:
             await worker.close()
-    except (ServerFailed, EngineError, StreamTimeout) as failure:
+    except (ServerFailed, EngineError, TimeoutError) as failure:
+        if stop.is_set():
+            return 0  # told to end while it waited
         events.emit("worker.failed", reason=str(failure))
         print(f"generator-{index}: {failure}", file=sys.stderr)
         return 1
@@ -190,16 +192,28 @@ class Worker:
             async with asyncio.timeout(self._config.replay.group_timeout):  # it is issued again by then
                 await self._served.at_least(ticket.issued_version)
                 size = self._config.generate.group_size
-                group = await run_group(ticket, self._task, self._inference(), size, self._events)
+                longest = self._config.learner.tokens_per_micro_batch
+                group = await run_group(
+                    ticket, self._task, self._inference(), size, longest=longest, events=self._events
+                )
         except TimeoutError:
             self._events.emit("group.expired", group_id=ticket.group_id, attempt=ticket.attempt)
         except EngineError:
             self._served.check()  # its log says more than a refused connection
             raise
         else:
-            await self._dealer.send_group(group)
+            await self._send(group)
         finally:
             del self._running[(ticket.group_id, ticket.attempt)]
+
+    async def _send(self, group: Group) -> None:
+        """Send a group; one that is larger than a message may be goes as placeholders, so that its step can be made."""
+        try:
+            await self._dealer.send_group(group)
+        except ValueError as error:
+            self._events.emit("group.too_large", group_id=group.group_id, reason=str(error))
+            log.warning("group %d is replaced by placeholders: %s", group.group_id, error)
+            await self._dealer.send_group(as_placeholders(group))
 
     def _inference(self, *, greedy: bool = False) -> EngineInference:
         return EngineInference(self._served.client, self._tokenizer, self._config.generate, self._load, greedy=greedy)

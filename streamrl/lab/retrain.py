@@ -30,7 +30,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None) -> int:
     starts itself again under torchrun.
     """
     recorded = config_file.load(run_folder / "config.yaml")
-    if output.exists() and any(output.iterdir()):
+    if "RANK" not in os.environ and output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output: {output} is not empty; allowed: a new folder")
     config = config_file.load(
         run_folder / "config.yaml",
@@ -38,8 +38,9 @@ def main(run_folder: Path, output: Path, steps: int | None = None) -> int:
     )
     if config.learner.ranks > 1 and "RANK" not in os.environ:
         _under_torchrun(config)
-    output.mkdir(parents=True, exist_ok=True)
-    config_file.save(config, output / "config.yaml")
+    if os.environ.get("RANK", "0") == "0":
+        output.mkdir(parents=True, exist_ok=True)
+        config_file.save(config, output / "config.yaml")
     trainer = run_recorded(config, output, RecordedBatches(recorded_batches(run_folder / "journal")))
     try:
         weights = dict(trainer.export())

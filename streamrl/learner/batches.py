@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -46,12 +47,17 @@ class ServiceBatches:
         self._dealer = Dealer(address, config.stream, "learner")
         self._dealer.send(Hello(role="learner", name="learner-0", version=version))
         self._asked: int | None = None
+        self._asked_at = 0.0
+        self._patience = config.stream.reply_timeout
 
     def next(self, step: int, timeout: float) -> Delivery:
-        """Ask once for `step`, then wait; the service answers when the groups are complete."""
-        if self._asked != step:
+        """Ask for `step`, then wait; the service answers when the groups are complete.
+
+        Asks again from time to time: an answer that was lost with a connection is then given again.
+        """
+        if self._asked != step or time.monotonic() - self._asked_at > self._patience:
             self._dealer.send(Next(step=step))
-            self._asked = step
+            self._asked, self._asked_at = step, time.monotonic()
         received = self._dealer.receive(timeout)
         if isinstance(received, ReceivedBatch) and received.batch.step == step:
             return Delivery("batch", received.batch, _stats(received.stats))

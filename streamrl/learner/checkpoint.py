@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from streamrl.config_file import ConfigError
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
 from streamrl.types import PolicyVersion
@@ -34,7 +35,7 @@ _DESCRIPTION = "checkpoint.json"
 _NAME = re.compile(r"step_(\d+)")
 
 
-class CheckpointMismatchError(ValueError):
+class CheckpointMismatchError(ConfigError):
     """A checkpoint was written by another layout; the text names the first difference."""
 
 

@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from streamrl.config_file import ConfigError
 from streamrl.device import Device
 from streamrl.learner.attention import PackedAttention, RMSNorm
 from streamrl.learner.logprobs import Targets, token_logprobs
@@ -36,7 +37,7 @@ VOCABULARY_MULTIPLE = 64
 The pads are on no machine part of a softmax."""
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(ConfigError):
     """The folder holds a model that streamrl does not build; the text names what and what is allowed."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from streamrl.config import Config
@@ -31,16 +32,22 @@ def tell_address(run_folder: Path, endpoint: str) -> str:
     return endpoint
 
 
-def replay_address(config: Config, run_folder: Path) -> str:
-    """The service's address, waited for. Raises TimeoutError after `run.start_timeout` seconds."""
-    path = address_path(run_folder)
+def told_address(run_folder: Path) -> str | None:
+    """The service's address; None while it does not listen."""
+    try:
+        return address_path(run_folder).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
+def replay_address(config: Config, run_folder: Path, give_up: Callable[[], bool] = lambda: False) -> str:
+    """The service's address, waited for. Raises TimeoutError after `run.start_timeout` seconds, or on `give_up()`."""
     deadline = time.monotonic() + config.run.start_timeout
-    while time.monotonic() < deadline:
-        try:
-            return path.read_text().strip()
-        except FileNotFoundError:
-            time.sleep(POLL)
+    while time.monotonic() < deadline and not give_up():
+        if (address := told_address(run_folder)) is not None:
+            return address
+        time.sleep(POLL)
     raise TimeoutError(
-        f"no replay service has written {path} in run.start_timeout={config.run.start_timeout:g} seconds; "
-        f"see {run_folder / 'logs'}"
+        f"no replay service has written {address_path(run_folder)} in run.start_timeout="
+        f"{config.run.start_timeout:g} seconds; see {run_folder / 'logs'}"
     )

@@ -50,7 +50,9 @@ def ticket(step: int = 0) -> Ticket:
 def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
     """`run(task, step_of_the_ticket, **generate)`: the group, the load and the end record of its event."""
 
-    def run(task: Environment, step: int = 0, address: str = fresh_server.address, **generate: Any):
+    def run(
+        task: Environment, step: int = 0, address: str = fresh_server.address, longest: int = 1000, **generate: Any
+    ):
         config = GenerateConfig.model_validate({"sampling": {"max_new_tokens": 6}, **generate})
         load = Load()
         events = EventLog(tmp_path / "events.jsonl", "generator-0")
@@ -59,7 +61,7 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
             client = EngineClient(address, 60.0)
             try:
                 inference = EngineInference(client, Tokenizer(model_folders[0]), config, load)
-                return await run_group(ticket(step), task, inference, SIZE, events)
+                return await run_group(ticket(step), task, inference, SIZE, longest=longest, events=events)
             finally:
                 await client.close()
 
@@ -68,6 +70,12 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
         return group, load, end
 
     return run
+
+
+def test_a_sequence_that_no_micro_batch_holds_is_a_placeholder(run):
+    group, _, end = run(Task(), longest=3)
+    assert all(sample.is_placeholder for sample in group.samples)
+    assert "learner.tokens_per_micro_batch=3" in end["reasons"][0]
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -1,0 +1,122 @@
+"""The run folder: made for a new run, checked for one that is resumed, claimed by one supervisor at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from streamrl import config_file
+from streamrl.config import Config
+from streamrl.config_file import ConfigError
+from streamrl.tasks.registry import build_task
+
+# Keys that may change when a run is resumed: none of them alters what recorded data means.
+RESUMABLE = (
+    "run.steps", "run.start_timeout", "run.stop_timeout", "run.silence_timeout", "replay.address",
+    "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
+    "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
+    "generate.single_requests", "stream.", "learner.threads", "learner.tick",
+    "learner.tokens_per_micro_batch", "learner.collective_timeout",
+    "checkpoint.", "publish.bucket", "publish.timeout", "publish.keep_every", "observe.",
+)  # fmt: skip
+
+
+def prepare(config: Config, *, fresh: bool) -> Path:
+    """Make the run folder, or check that an existing one may be resumed with `config`. Returns it.
+
+    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. Raises
+    ConfigError for a changed key that would alter what the recorded data means, and for a missing model.
+    """
+    if not (config.model.path / "config.json").exists():
+        raise ConfigError(
+            f"model.path: {config.model.path} is no model; allowed: a Hugging Face folder (config.json, safetensors, "
+            f"tokenizer); `python -m launch.tiny_model {config.model.path}` makes a tiny one"
+        )
+    try:
+        build_task(config.task, config.run.seed, split="train")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    folder = config.run_folder
+    if fresh and folder.exists():
+        _set_aside(folder)
+    record = folder / "config.yaml"
+    if record.exists():
+        for path in config_file.changed(config_file.load(record), config):
+            if not path.startswith(RESUMABLE):
+                old = config_file.value_at(config_file.load(record), path)
+                raise ConfigError(
+                    f"{path}: {config_file.value_at(config, path)} differs from {old} of the run in {folder}; "
+                    f"allowed: the same value, --fresh, or another run.name"
+                )
+    try:
+        for name in ("events", "journal", "checkpoints", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        config_file.save(config, record)
+        (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"run.folder: {folder}: {error.strerror}; allowed: a folder that can be written") from None
+    return folder
+
+
+def lock(config: Config) -> int:
+    """Claim the run folder for this process. Returns the file that holds the claim, open until the process ends.
+
+    Raises ConfigError when another process has it. The file stands beside the folder, which may be renamed.
+    """
+    path = config.run.folder / f".{config.run.name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"run.folder: {path}: {error.strerror}; allowed: a folder that can be written") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigError(
+            f"run.name: {config.run_folder} is in use by another `streamrl train`; allowed: another run.name"
+        ) from None
+    return handle
+
+
+def _set_aside(folder: Path) -> None:
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)
+
+
+def _environment() -> dict[str, object]:
+    """Packages, commit, host and command line of this start."""
+    packages = (
+        "streamrl",
+        "torch",
+        "megatron-core",
+        "sglang",
+        "transformers",
+        "transformer-engine",
+        "pyzmq",
+        "msgpack",
+    )
+    installed = {name for distribution in metadata.distributions() if (name := distribution.name)}
+    git = shutil.which("git")
+    commit = subprocess.run(
+        [git or "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
+        capture_output=True, text=True, check=False,
+    ).stdout.strip() if git else ""  # fmt: skip
+    return {
+        "packages": {name: metadata.version(name) for name in packages if name in installed},
+        "python": platform.python_version(),
+        "commit": commit,
+        "host": socket.gethostname(),
+        "cpus": os.cpu_count(),
+        "command": sys.argv,
+    }
