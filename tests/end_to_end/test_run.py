@@ -153,6 +153,22 @@ def test_a_run_folder_refuses_a_changed_key_that_would_alter_its_data(finished_r
     assert "generate.group_size: 8 differs from 4" in capsys.readouterr().err
 
 
+def test_an_interrupt_while_the_roles_start_leaves_nothing_behind(make_run):
+    run = make_run().start()
+    run.wait_for(lambda: (run.folder / "logs" / "generator-0.log").exists() and run.port > 0)
+    run.interrupt()
+    code, output = run.finish()
+    assert code == 130, output
+    run.assert_nothing_is_left()
+
+
+def test_train_on_a_finished_run_ends_at_once_and_changes_no_step(finished_run):
+    rows = list(read_metrics(finished_run.folder))
+    code, output = finished_run.start().finish()
+    assert code == 0, output
+    assert list(read_metrics(finished_run.folder)) == rows
+
+
 def _forge_one_stamp(target: Path, source: Path) -> None:
     """Write the journal again with the last consumed group's first sample stamped with the version before its own."""
     last = list(recorded_batches(source))[-1].groups[-1].group_id
