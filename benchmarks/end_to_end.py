@@ -30,6 +30,7 @@ from streamrl.engine.server import Server
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.metrics import read_metrics
+from streamrl.replay.journal import recorded_batches
 from streamrl.tasks.registry import build_task
 
 WARM_UP = 3  # first steps of a run that no figure counts: caches fill, the pipeline of groups is still empty
@@ -42,9 +43,6 @@ FIGURES = {
     "steps/s": lambda rows: len(rows) / sum(row["time/step"] for row in rows),
     "idle learner": lambda rows: _share(rows, "idle/learner"),
     "idle generator": lambda rows: _share(rows, "idle/generator"),
-    "staleness p50": lambda rows: float(np.percentile([row["staleness/mean"] for row in rows], 50)),
-    "staleness p95": lambda rows: float(max(row["staleness/p95"] for row in rows)),
-    "staleness max": lambda rows: float(max(row["staleness/max"] for row in rows)),
 }
 
 
@@ -123,7 +121,20 @@ def _run(config: Path, overrides: Sequence[str], run_folder: Path) -> dict[str, 
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
     rows = list(read_metrics(run_folder))[WARM_UP:]
-    return {name: figure(rows) for name, figure in FIGURES.items()}
+    return {name: figure(rows) for name, figure in FIGURES.items()} | _staleness(run_folder)
+
+
+def _staleness(run_folder: Path) -> dict[str, float]:
+    """Percentiles over all trained tokens after the warm-up, from the journal."""
+    ages = np.concatenate(
+        [
+            (batch.step - sample.token_steps())[sample.loss_mask]
+            for batch in recorded_batches(run_folder / "journal")
+            if batch.step >= WARM_UP
+            for sample in batch.samples
+        ]
+    )
+    return {f"staleness p{share}": float(np.percentile(ages, share)) for share in (50, 95, 100)}
 
 
 def _rate(rows: Sequence[dict[str, float]], key: str) -> float:
@@ -140,7 +151,7 @@ def _print(runs: dict[str, list[dict[str, float]]], limits: Sequence[float], ste
     table = Table(title=f"{repeats} interleaved repeats of {steps} steps: median (smallest .. largest)")
     for column in ("", "sync, bound 0", "async, bound 2", "async / sync"):
         table.add_column(column, justify="left" if not column else "right")
-    for name in FIGURES:
+    for name in runs["sync"][0]:
         synchronous, asynchronous = ([run[name] for run in runs[mode]] for mode in MODES)
         ratios = [after / before for before, after in zip(synchronous, asynchronous, strict=True) if before]
         rated = name.startswith(("tokens", "steps")) and len(ratios) >= 5

@@ -206,7 +206,7 @@ class ObserveConfig(Section):
     wandb: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases")
     wandb_project: str = Field("streamrl", description="project at Weights & Biases")
     tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
-    journal: bool = Field(True, description="keep every consumed group in RUN/journal")
+    journal: bool = Field(True, description="keep every accepted group, and what each step consumed, in RUN/journal")
 
 
 class Config(Section):

@@ -49,8 +49,11 @@ def prepare(config: Config, *, fresh: bool) -> Path:
         _set_aside(folder)
     record = folder / "config.yaml"
     if record.exists():
+        decays = (
+            config.learner.optimizer.decay != "constant"
+        )  # over run.steps, so that these are part of the data's meaning
         for path in config_file.changed(config_file.load(record), config):
-            if not path.startswith(RESUMABLE):
+            if not path.startswith(RESUMABLE) or (path == "run.steps" and decays):
                 old = config_file.value_at(config_file.load(record), path)
                 raise ConfigError(
                     f"{path}: {config_file.value_at(config, path)} differs from {old} of the run in {folder}; "
@@ -104,7 +107,7 @@ def _environment() -> dict[str, object]:
         "transformers",
         "transformer-engine",
         "pyzmq",
-        "msgpack",
+        "msgspec",
     )
     installed = {name for distribution in metadata.distributions() if (name := distribution.name)}
     git = shutil.which("git")

@@ -113,7 +113,8 @@ class Sample:
 class Ticket:
     """The right to generate one group, and the slot of the buffer that waits for it.
 
-    Example: `Ticket(group_id=64, task="copy", prompt_index=64, seed=1, issued_version=v2)` may be
+    Example: `Ticket(group_id=64, task="copy", prompt_index=64, seed=1, issued_version=v2,
+    deadline=900.0)` may be
     generated only by weights of step 2 or newer, which is what keeps the staleness bound.
     """
 

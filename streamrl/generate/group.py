@@ -10,7 +10,7 @@ import numpy as np
 from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference
 from streamrl.observe.events import EventLog, now
-from streamrl.tasks.environment import Environment, Rollout
+from streamrl.tasks.environment import FAILED, Environment, Rollout
 from streamrl.types import Group, Sample, Ticket
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ async def run_group(
             worker=events.role,
         )
         failed = sum(sample.is_placeholder for sample in samples)
-        outcome |= {"tokens": group.tokens, "failed": failed}
+        unscored = sum(FAILED in sample.reward_parts for sample in samples)
+        outcome |= {"tokens": group.tokens, "failed": failed, "unscored": unscored}
         if failed:
             outcome["reasons"] = sorted(set(inference.failures))[:3]
     return group

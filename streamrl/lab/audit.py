@@ -93,7 +93,9 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
 def _check_differences(findings: Findings, limits: Limits) -> None:
     """The distribution of the differences stays within the limits."""
     if not findings.differences:
-        findings.problems.append("no token could be audited: publish.keep_every=0 keeps no weights")
+        findings.problems.append(
+            "no token could be audited: publish.keep_every=0 keeps no weights, observe.journal=false no groups"
+        )
         return
     differences = np.concatenate(findings.differences)
     if wrong := int((differences > limits.largest).sum()):
@@ -206,7 +208,7 @@ def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits)
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
     print(f"audit of {run_folder}")
     print(f"  batches {findings.batches}, groups {findings.groups}")
-    print(f"  staleness: largest {findings.staleness}, bound {config.replay.max_staleness:g}")
+    print(f"  staleness: largest {findings.staleness}, bound {math.ceil(config.replay.max_staleness)}")
     print(f"  tokens audited {findings.audited}, tokens trained {findings.trained}")
     if config.publish.keep_every > 1:
         print(f"  (weights of every {config.publish.keep_every}th version were kept: publish.keep_every)")

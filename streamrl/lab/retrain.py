@@ -9,6 +9,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -29,19 +30,18 @@ def main(run_folder: Path, output: Path, steps: int | None = None) -> int:
     Returns 0, or 1 when the run's kept weights of that step differ. With more than one rank the command
     starts itself again under torchrun.
     """
-    recorded = config_file.load(run_folder / "config.yaml")
     if "RANK" not in os.environ and output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output: {output} is not empty; allowed: a new folder")
     config = config_file.load(
         run_folder / "config.yaml",
-        [f"run.folder={output.parent}", f"run.name={output.name}", f"run.steps={steps or recorded.run.steps}"],
+        [f"run.folder={output.parent}", f"run.name={output.name}"],
     )
     if config.learner.ranks > 1 and "RANK" not in os.environ:
         _under_torchrun(config)
     if os.environ.get("RANK", "0") == "0":
         output.mkdir(parents=True, exist_ok=True)
         config_file.save(config, output / "config.yaml")
-    trainer = run_recorded(config, output, RecordedBatches(recorded_batches(run_folder / "journal")))
+    trainer = run_recorded(config, output, RecordedBatches(islice(recorded_batches(run_folder / "journal"), steps)))
     try:
         weights = dict(trainer.export())
         return _report(run_folder, output, trainer.version.step, weights) if trainer.rank == 0 else 0

@@ -34,6 +34,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container
 
+from streamrl.config import ReplayConfig
+
 
 class Order(ABC):
     """Which tickets may be issued, which groups make a step, whose slots are free again. No state."""
@@ -109,3 +111,10 @@ class StrictOrder(Order):
 
     def evict(self, acknowledged: int) -> int:
         return acknowledged * self._groups_per_step
+
+
+def make_order(config: ReplayConfig) -> Order:
+    """The order that `replay.order` names."""
+    match config.order:
+        case "fifo":
+            return StrictOrder(config.groups_per_step, config.slots)

@@ -24,7 +24,7 @@ from streamrl.config import Config
 from streamrl.observe.events import EventLog, event_path
 from streamrl.replay.buffer import AttemptsExhausted, Buffer, GroupRefused, Stored
 from streamrl.replay.journal import Journal
-from streamrl.replay.order import StrictOrder
+from streamrl.replay.order import make_order
 from streamrl.replay.workers import Worker, Workers, assign
 from streamrl.stream.address import address_path, tell_address
 from streamrl.stream.codec import decode_group
@@ -392,7 +392,7 @@ class Service:
 
 def _new_buffer(config: Config, start: PolicyVersion) -> Buffer:
     return Buffer(
-        StrictOrder(config.replay.groups_per_step, config.replay.slots),
+        make_order(config.replay),
         start=start,
         last_step=config.run.steps,
         task=config.task.name,
