@@ -146,6 +146,12 @@ class AlgoConfig(Section):
     norm_length: int | None = Field(None, ge=1, description="tokens by which sequence_sum_norm divides")
 
     @model_validator(mode="after")
+    def _mask_keeps_something(self) -> AlgoConfig:
+        if self.mask_low is not None and self.mask_high is not None and self.mask_low >= self.mask_high:
+            raise ValueError(f"mask_low: {self.mask_low:g} is not below mask_high={self.mask_high:g}")
+        return self
+
+    @model_validator(mode="after")
     def _norm_length_given(self) -> AlgoConfig:
         if self.aggregation == "sequence_sum_norm" and self.norm_length is None:
             raise ValueError("norm_length: a length in tokens is needed by aggregation=sequence_sum_norm")
@@ -167,6 +173,12 @@ class OptimizerSettings(Section):
     distributed: bool | None = Field(
         None, description="Megatron's distributed optimizer; null: on with CUDA, off without"
     )
+
+    @model_validator(mode="after")
+    def _decays_downwards(self) -> OptimizerSettings:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: {self.min_lr:g} is above lr={self.lr:g}; allowed: up to lr")
+        return self
 
 
 class LearnerConfig(Section):

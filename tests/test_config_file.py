@@ -30,6 +30,8 @@ BAD = [
     ("generate.attach=[a]", ["generate.attach: 1 addresses for generate.workers=2", "one for each worker"]),
     ("publish.every=9", ["publish.every: 9 would deadlock", "allowed: up to 3"]),
     ("algo.aggregation=sequence_sum_norm", ["algo.norm_length", "is needed by aggregation=sequence_sum_norm"]),
+    ("learner.optimizer.min_lr=1", ["learner.optimizer.min_lr: 1 is above lr", "allowed: up to lr"]),
+    ("algo={mask_low: 2, mask_high: 1}", ["algo.mask_low: 2 is not below mask_high=1"]),
     ("algo.eps_low=1.5", ["algo.eps_low: 1.5", "number >= 0 and <= 1"]),
     ("generate.sampling.top_p=0.9", ["generate.sampling.top_p: 0.9", "changes the behaviour policy's support"]),
     ("generate.attach=3", ["generate.attach: 3", "a list of text"]),
