@@ -23,7 +23,7 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda
-from streamrl.engine.shutdown import end_server
+from streamrl.engine.shutdown import end_server, segments_of
 
 HOST = "127.0.0.1"
 # A server takes commands (weights, pause) from whoever reaches it, so it is not reachable from elsewhere by default.
@@ -67,6 +67,7 @@ class Server:
         port = _free_port()
         arguments = server_arguments(config, index)
         self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
+        self._segments: set[Path] = set()
         self.scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
         command = [sys.executable, "-m", "streamrl.engine.launch"]
         command += ["--lifeline", str(os.getpid()), "--scratch", str(self.scratch)]
@@ -96,6 +97,7 @@ class Server:
             self.check()
             try:
                 await client.model_info()  # /health would generate a token, a second each time
+                self._segments = segments_of(self.pid)
                 return
             except EngineError:
                 await asyncio.sleep(POLL)
@@ -108,7 +110,8 @@ class Server:
 
     async def stop(self) -> None:
         """End the whole process tree, within CUDA_GRACE and REAP; may be called twice."""
-        await asyncio.to_thread(end_server, self.pid, CUDA_GRACE if has_cuda() else 0.0, self.scratch)
+        grace = CUDA_GRACE if has_cuda() else 0.0
+        await asyncio.to_thread(end_server, self.pid, grace, self.scratch, known=self._segments)
         await asyncio.to_thread(self._process.wait, REAP)
 
     def _last_lines(self) -> str:

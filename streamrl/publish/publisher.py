@@ -14,7 +14,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class _Shared:
     taken: Staged | None = None  # the last version that the thread has kept and announced
     roster: dict[str, ServerState] = field(default_factory=dict)
     roster_known: bool = False  # the service has told it at least once
+    sending: bool = False  # a version to a server
     failure: BaseException | None = None
     stopped: bool = False  # by the service
     closing: bool = False
@@ -143,7 +144,10 @@ class Publisher:
             self._changed.notify_all()
 
     def wait(self, timeout: float) -> bool:
-        """Wait until every live server has the newest version; False when `timeout` seconds were not enough."""
+        """Wait until every live server has the newest version and the thread is done with it.
+
+        False when `timeout` seconds were not enough.
+        """
         with self._changed:
             done = self._changed.wait_for(lambda: self._shared.failure or self._is_complete(), timeout)
         self._raise_failure()
@@ -170,7 +174,8 @@ class Publisher:
         if shared.stopped or shared.staged is None:
             return True
         newest, taken = shared.staged.version, shared.taken is shared.staged
-        return taken and shared.roster_known and all(state.version >= newest for state in shared.roster.values())
+        settled = taken and shared.roster_known and not shared.sending
+        return settled and all(state.version >= newest for state in shared.roster.values())
 
     # -- the thread
 
@@ -244,7 +249,7 @@ class Publisher:
             self._check(server.name, deadline)
 
         try:
-            with self._events.span("publish", server=server.name, version=str(staged.version)):
+            with self._sending(), self._events.span("publish", server=server.name, version=str(staged.version)):
                 dealer.send(
                     Publish(server=server.name, version=staged.version, manifest=source.manifest(server, staged))
                 )
@@ -256,6 +261,18 @@ class Publisher:
             return
         self._retries.pop(server.name, None)
         self._count(published=self.statistics.published + 1)
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """`wait` returns when this is over, not before."""
+        with self._changed:
+            self._shared.sending = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._shared.sending = False
+                self._changed.notify_all()
 
     def _check(self, server: str, deadline: float) -> None:
         """Raise PublishError when waiting for `server` has become pointless."""

@@ -16,6 +16,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server, ServerFailed, command_line, server_arguments
+from streamrl.engine.shutdown import SHARED_MEMORY, end_server
 
 DEADLINE = 120.0  # seconds; what takes longer on any machine hangs
 
@@ -99,3 +100,28 @@ def test_a_server_ends_when_its_parent_is_killed(model_folders, tmp_path):
         finally:
             parent.send_signal(signal.SIGKILL)
     wait_until(lambda: gone(tree) and not scratch.exists())
+
+
+STARTER = """
+import sys
+import time
+from multiprocessing import shared_memory
+
+print("up", flush=True)
+segments = []
+for index in range(100000):
+    segments.append(shared_memory.SharedMemory(f"sgl_shm_test_{sys.argv[1]}_{index}", create=True, size=64))
+    time.sleep(0.0005)
+"""
+
+
+def test_a_process_that_makes_segments_up_to_the_kill_leaves_none(tmp_path):
+    mark = tmp_path.name + str(time.monotonic_ns())
+    command = [sys.executable, "-c", STARTER, mark]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as starter:
+        assert starter.stdout.readline()
+        time.sleep(0.3)
+        made = list(SHARED_MEMORY.glob(f"sgl_shm_test_{mark}_*"))
+        end_server(starter.pid, 0.0, None)
+    assert made
+    assert not list(SHARED_MEMORY.glob(f"sgl_shm_test_{mark}_*"))

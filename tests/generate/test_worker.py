@@ -179,7 +179,10 @@ def test_a_worker_whose_server_dies_ends_with_the_last_lines_of_the_servers_log(
     run = start_run(probes=0)
     run.batch(0)
     (launch,) = psutil.Process(run.worker.pid).children()
+    segments = {path for child in launch.children(recursive=True) for path in _shared_memory(child.pid)}
+    assert any(path.name.startswith("sglang_") for path in segments)
     launch.send_signal(signal.SIGKILL)
     assert run.worker.wait(60) == 1
     assert "last lines of" in run.log("generator")
     assert "server-0.log" in run.log("generator")
+    assert not [path for path in segments if path.exists()]
