@@ -20,10 +20,11 @@ from streamrl.tasks.registry import build_task
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
-    "run.steps", "run.start_timeout", "run.stop_timeout", "run.silence_timeout", "replay.address",
+    "run.steps", "run.restarts", "run.start_timeout", "run.stop_timeout", "run.silence_timeout", "replay.address",
     "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
-    "generate.single_requests", "stream.", "learner.threads", "learner.tick",
+    "generate.single_requests", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
+    "journal.", "learner.threads", "learner.tick",
     "learner.tokens_per_micro_batch", "learner.collective_timeout",
     "checkpoint.", "publish.bucket", "publish.timeout", "publish.keep_every", "observe.",
 )  # fmt: skip

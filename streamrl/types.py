@@ -71,6 +71,13 @@ class Sample:
     reward: float
     reward_parts: dict[str, float] = field(default_factory=dict)
     finish_reason: str = "stop"  # stop | length | abort | placeholder
+    extras: dict[str, np.ndarray] = field(default_factory=dict)
+    # further numbers of each output token, any dtype, [T, ...]: routed experts, top log-probs, sampling masks
+
+    @property
+    def passed(self) -> bool:
+        """A wholly right answer: by the reward part `exact` where the task gives it, else by a reward of 1."""
+        return self.reward_parts.get("exact", self.reward) >= 1.0 - 1e-9
 
     @property
     def is_placeholder(self) -> bool:
@@ -105,6 +112,9 @@ class Sample:
             position, previous = span.end, span.version
         if position != length:
             raise ValueError(f"{where}.spans cover {position} of {length} output tokens")
+        for name, column in self.extras.items():
+            if column.ndim < 1 or len(column) != length:
+                raise ValueError(f"{where}.extras[{name!r}] is {list(column.shape)} for {length} output tokens")
         if not np.isfinite(self.reward):
             raise ValueError(f"{where}.reward is {self.reward}, a finite number is needed")
 
@@ -124,7 +134,21 @@ class Ticket:
     prompt_index: int  # counts up through the epochs of the task's prompts
     seed: int
     issued_version: PolicyVersion  # the oldest version that may generate it
-    deadline: float  # seconds, on the replay service's clock
+    deadline: float  # seconds, on the replay service's clock; heartbeats of the worker that has it extend it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """Which groups a learner's weights contain, and which prompts were out: the data's half of a checkpoint.
+
+    Example: `Ledger(below=64, above=(66,), pending={64: ("copy", 64), 65: ("copy", 65)}, cursors={"copy": 67})`
+    after a look-ahead past groups 64 and 65.
+    """
+
+    below: int = 0  # every group id below is settled
+    above: tuple[int, ...] = ()  # settled ones above it, ascending
+    pending: dict[int, tuple[str, int]] = field(default_factory=dict)  # group id: (task, prompt index), issued only
+    cursors: dict[str, int] = field(default_factory=dict)  # task: its next prompt index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +173,28 @@ class Group:
     def trained_tokens(self) -> int:
         """Tokens that enter the loss."""
         return sum(int(np.count_nonzero(sample.loss_mask)) for sample in self.samples)
+
+    @property
+    def oldest(self) -> PolicyVersion | None:
+        """The oldest version among all tokens; None for a group of empty outputs."""
+        return min((oldest for sample in self.samples if (oldest := sample.oldest) is not None), default=None)
+
+    @property
+    def answered(self) -> tuple[Sample, ...]:
+        """The samples that are no placeholders."""
+        return tuple(sample for sample in self.samples if not sample.is_placeholder)
+
+    @property
+    def pass_rate(self) -> float:
+        """Share of right answers among the samples that are no placeholders; 0 without any."""
+        answered = self.answered
+        return sum(sample.passed for sample in answered) / len(answered) if answered else 0.0
+
+    @property
+    def has_signal(self) -> bool:
+        """The rewards differ (population std above 1e-6, Megatron-RL's rule): some advantage is not 0."""
+        rewards = [sample.reward for sample in self.answered]
+        return len(rewards) > 1 and float(np.std(rewards)) > 1e-6
 
     def check(self) -> None:
         """Raise ValueError, naming the field, unless every sample is well formed."""

@@ -94,7 +94,7 @@ def _check_differences(findings: Findings, limits: Limits) -> None:
     """The distribution of the differences stays within the limits."""
     if not findings.differences:
         findings.problems.append(
-            "no token could be audited: publish.keep_every=0 keeps no weights, observe.journal=false no groups"
+            "no token could be audited: publish.keep_every=0 keeps no weights, journal.keep=none no groups"
         )
         return
     differences = np.concatenate(findings.differences)
@@ -125,7 +125,7 @@ def _check_batch(batch: Batch, config: Config, seen: set[int], findings: Finding
     seen.update(ids)
     ages = [batch.step - span.version.step for sample in batch.samples for span in sample.spans]
     oldest, newest = max(ages, default=0), min(ages, default=0)
-    bound = math.ceil(config.replay.max_staleness)
+    bound = math.ceil(config.replay.bound)
     if oldest > bound or newest < 0:
         findings.problems.append(
             f"step {batch.step} trained tokens {oldest} steps old, newest {newest}; the bound is {bound}"
@@ -208,7 +208,7 @@ def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits)
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
     print(f"audit of {run_folder}")
     print(f"  batches {findings.batches}, groups {findings.groups}")
-    print(f"  staleness: largest {findings.staleness}, bound {math.ceil(config.replay.max_staleness)}")
+    print(f"  staleness: largest {findings.staleness}, bound {math.ceil(config.replay.bound)}")
     print(f"  tokens audited {findings.audited}, tokens trained {findings.trained}")
     if config.publish.keep_every > 1:
         print(f"  (weights of every {config.publish.keep_every}th version were kept: publish.keep_every)")

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from streamrl.types import Batch, Group, Sample
-
-PASS = 1.0 - 1e-9  # a sample passes when its reward reaches 1
-SIGNAL = 1e-6  # a group carries signal when the standard deviation of its rewards is above this (Megatron-RL's rule)
+from streamrl.types import Batch, Sample
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -24,8 +21,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "pass_rate": float((rewards >= PASS).mean()),
-        "signal_rate": float(np.mean([_carries_signal(group) for group in batch.groups])),
+        "pass_rate": float(np.mean([sample.passed for sample in samples] or [False])),
+        "signal_rate": float(np.mean([group.has_signal for group in batch.groups])),
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
         "staleness/mean": float(ages.mean()),
         "staleness/p95": float(np.percentile(ages, 95, method="higher")),
@@ -38,8 +35,3 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 def _ages(sample: Sample, step: int) -> np.ndarray:
     """Staleness of every trained token of a sample: int32 [trained tokens]."""
     return (step - sample.token_steps())[sample.loss_mask]
-
-
-def _carries_signal(group: Group) -> bool:
-    rewards = [sample.reward for sample in group.samples if not sample.is_placeholder]
-    return len(rewards) > 1 and float(np.std(rewards)) > SIGNAL

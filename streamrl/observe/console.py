@@ -185,7 +185,7 @@ def _fields(rows: list[dict[str, Any]], config: Config) -> Iterator[tuple[str, s
     generated, trained = _latest(rows, "tokens/generated_per_s"), _latest(rows, "tokens/trained_per_s")
     yield "tokens/s", f"generated {generated:,.0f}/s, trained {trained:,.0f}/s"
     largest = max(row.get("staleness/max") or 0 for row in rows)
-    allowed = math.ceil(config.replay.max_staleness)
+    allowed = math.ceil(config.replay.bound)
     mean = _latest(rows, "staleness/mean")
     yield "staleness", f"mean {mean:.2f}, max {largest:g} of {allowed} allowed"
     waiting, slots = last.get("buffer/groups") or 0, config.replay.slots

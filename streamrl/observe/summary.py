@@ -54,14 +54,14 @@ def next_commands(config: Config, run_folder: Path) -> list[tuple[str, str]]:
     """(command, purpose) of what makes sense after this run."""
     copy = run_folder / "config.yaml"
     commands = []
-    if config.publish.keep_every > 0 and config.observe.journal:
+    if config.publish.keep_every > 0 and config.journal.keep == "all":
         commands.append(
             (f"streamrl audit {run_folder}", "compute the behaviour log-probs again, by the Hugging Face model")
         )
     commands.append(
         (f"streamrl train {copy} run.steps={2 * config.run.steps}", "resume this run and train as long again")
     )
-    if config.replay.max_staleness > 0:
+    if config.replay.bound > 0:
         commands.append(
             (
                 f"streamrl train {copy} run.name={config.run.name}-sync replay.max_staleness=0",

@@ -5,11 +5,14 @@ carry further frames (`stream/codec.py`). `decode` checks the type of every fiel
 it returns can be used without a second look.
 
     worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Bye
-    service   ─▶ worker    Tickets Accepted Refused Publish Stop
-    learner   ─▶ service   Hello Next Progress Finished Bye
-    service   ─▶ learner   BatchHeader (+ groups) Stop
-    publisher ─▶ service   Hello Announce Publish Bye
-    service   ─▶ publisher Roster Applied PublishFailed Stop
+    service   ─▶ worker    Tickets Accepted Refused Publish Introduce Stop
+    learner   ─▶ service   Hello Heartbeat Next Progress Saved Finished Bye
+    service   ─▶ learner   Welcome BatchHeader (+ groups) Introduce Stop
+    publisher ─▶ service   Hello Heartbeat Announce Publish Bye
+    service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
+
+A service that was started again knows nobody: it answers whoever it does not know by Introduce, and the
+peer says Hello again, with what it holds. The same answer follows a gap in a peer's sequence numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from streamrl.types import PolicyVersion, Ticket
+from streamrl.types import Ledger, PolicyVersion, Ticket
 
 PROTOCOL = 1  # raised by every change that an older peer would misread
 
@@ -79,19 +82,36 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Hello(Message, frozen=True, kw_only=True):
     """The first word of every peer; a worker repeats it when its set of servers changes.
 
-    A learner's `version` is the step that it trains next and its incarnation: tickets begin there.
+    A learner's `version` is the step that it trains next and its incarnation; its `ledger` comes from the
+    checkpoint that it starts from. A worker that says Hello again tells which `tickets` it still has,
+    finished groups that nobody has acknowledged included.
     """
 
     role: Role
     name: Name  # unique among the live peers of a role; a new peer of the same name replaces the old
     servers: tuple[ServerState, ...] = ()
     version: PolicyVersion | None = None  # needed from learner and publisher
+    ledger: Ledger | None = None  # of a learner that starts from a checkpoint
+    tickets: tuple[TicketKey, ...] = ()  # of a worker
 
     def __post_init__(self) -> None:
         if self.version is not None:
             _check_version(self.version)
         elif self.role != "generator":
             raise ValueError(f"hello of a {self.role} without its version")
+
+
+class Introduce(Message, frozen=True, kw_only=True):
+    """The service does not know this peer, or has missed words of it: say Hello again, then everything open."""
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The service's answer to a learner's Hello: `published` is the newest version that any server ever had.
+
+    A learner publishes nothing below that step: it trains the redelivered batches first.
+    """
+
+    published: PolicyVersion | None = None
 
 
 class Bye(Message, frozen=True, kw_only=True):
@@ -115,9 +135,9 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """A worker lives: sent every `generate.heartbeat` seconds."""
+    """A peer lives: sent every `generate.heartbeat` seconds by a worker, at every tick of waiting by the others."""
 
-    tickets: tuple[TicketKey, ...] = ()  # what it is generating
+    tickets: tuple[TicketKey, ...] = ()  # what it is generating, or has finished: their leases are extended
     busy: Seconds = 0.0  # seconds with at least one server request running, since the worker's start
     generated: Count = 0  # tokens, since the worker's start
 
@@ -186,6 +206,7 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     generator_busy: Fraction  # mean over the workers of the time with a request running, since the last batch
     groups: Count  # accepted and not yet delivered
     bytes: Count  # of their frames
+    selection: dict[str, float] = {}  # metrics `selection/...` of the groups that were generated and dropped
 
 
 class BatchHeader(Message, frozen=True, kw_only=True):
@@ -194,18 +215,27 @@ class BatchHeader(Message, frozen=True, kw_only=True):
     step: Count
     groups: Positive
     stats: BatchStats
+    ledger: Ledger | None = None  # as it stands when this batch is trained: for the checkpoint
 
 
 class Progress(Versioned, frozen=True, kw_only=True):
-    """The learner has made `version`: its step is trained."""
+    """The learner has made `version`: its step is trained. `ess` is its metric offpolicy/ess."""
+
+    ess: Fraction | None = None
+
+
+class Saved(Versioned, frozen=True, kw_only=True):
+    """A checkpoint of `version` is complete; no step before that of the `oldest` kept one comes again."""
+
+    oldest: Count
 
 
 class Finished(Versioned, frozen=True, kw_only=True):
     """The run is complete with `version`: the last step is trained."""
 
 
-_WORKER = (Hello, Credit, Heartbeat, Applied, PublishFailed, Tickets, Accepted, Refused, Bye, Stop)
-_LEARNER = (Next, Progress, Finished, BatchHeader, Announce, Publish, Roster)
+_WORKER = (Hello, Introduce, Credit, Heartbeat, Applied, PublishFailed, Tickets, Accepted, Refused, Bye, Stop)
+_LEARNER = (Welcome, Next, Progress, Saved, Finished, BatchHeader, Announce, Publish, Roster)
 _DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_WORKER, *_LEARNER)}
 _ENCODER = msgspec.msgpack.Encoder()
 

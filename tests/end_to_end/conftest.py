@@ -24,6 +24,7 @@ task: {{name: copy}}
 generate: {{group_size: 4, groups_in_flight: 8, probes: 1, sampling: {{max_new_tokens: 8}}}}
 replay: {{groups_per_step: 4, max_staleness: 2}}
 learner: {{optimizer: {{lr: 1.0e-3}}}}
+journal: {{keep: all}}
 publish: {{keep_every: 1}}
 checkpoint: {{every: 4}}
 """
