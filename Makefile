@@ -33,7 +33,8 @@ check: venv  ## lint, format, types
 	$(RUN)/mypy
 
 bench: venv models/tiny/config.json  ## every benchmark in its quick form
-	$(RUN)/python -m benchmarks.stream --quick
+	$(RUN)/python -m benchmarks.rollout_path --quick
+	$(RUN)/python -m benchmarks.fuzz_decoder --quick
 	$(RUN)/python -m benchmarks.end_to_end --quick
 
 clean:  ## everything that was made here, except run folders

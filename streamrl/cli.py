@@ -53,19 +53,19 @@ def _train(options: argparse.Namespace) -> int:
 def _replay(options: argparse.Namespace) -> int:
     from streamrl.replay import service
 
-    return service.main(*_role(options))
+    return service.main(*_role(options, "replay-0"))
 
 
 def _generator(options: argparse.Namespace) -> int:
     from streamrl.generate import worker
 
-    return worker.main(*_role(options), options.index)
+    return worker.main(*_role(options, f"generator-{options.index}"), options.index)
 
 
 def _learner(options: argparse.Namespace) -> int:
     from streamrl.learner import role
 
-    return role.main(*_role(options))
+    return role.main(*_role(options, f"learner-{os.environ.get('RANK', '0')}"))
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -82,14 +82,24 @@ def _retrain(options: argparse.Namespace) -> int:
     return retrain.main(run_folder, options.output, options.steps)
 
 
+def _journal(options: argparse.Namespace) -> int:
+    run_folder = _run_folder(options.run)
+    from streamrl.lab import journal
+
+    return journal.main(run_folder, options.verify, options.export)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from streamrl.lab import doctor
 
     return doctor.main()
 
 
-def _role(options: argparse.Namespace) -> tuple[Config, Path]:
-    """The configuration and run folder of a role: an existing run, or one made from a configuration."""
+def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
+    """The configuration and run folder of a role: an existing run, or one made from a configuration.
+
+    This process is the only `name` of the run from now on.
+    """
     from streamrl import run_folder
     from streamrl.lifeline import end_with
 
@@ -103,6 +113,7 @@ def _role(options: argparse.Namespace) -> tuple[Config, Path]:
         config = config_file.load(folder / "config.yaml")
     if options.lifeline:
         end_with({*options.lifeline, os.getppid()}, grace=config.run.stop_timeout)  # the parent may be torchrun
+    run_folder.claim(folder, name, timeout=config.run.start_timeout)
     return config, folder
 
 
@@ -156,6 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     retrain.add_argument("run", type=Path, help="run folder")
     retrain.add_argument("--output", type=Path, required=True, help="new folder for metrics and checkpoints")
     retrain.add_argument("--steps", type=int, help="learner steps (default: all that are recorded)")
+
+    journal = _command(commands, "journal", _journal, "show, verify or export what a run's journal holds")
+    journal.add_argument("run", type=Path, help="run folder")
+    journal.add_argument("--verify", action="store_true", help="read every byte; exit code 1 for anything damaged")
+    journal.add_argument("--export", type=Path, metavar="FILE", help="write all samples to FILE.jsonl or FILE.parquet")
 
     _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
     return parser

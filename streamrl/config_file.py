@@ -221,6 +221,8 @@ def _type_words(annotation: Any) -> str:
         return f"a list of {_type_words(arguments[0])}"
     if origin is dict:
         return "a mapping"
+    if nested := _as_section(annotation):
+        return f"mappings of {', '.join(nested.model_fields)}"
     return _WORDS[annotation]
 
 

@@ -10,13 +10,16 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 from streamrl import config_file
 from streamrl.config import Config
 from streamrl.config_file import ConfigError
-from streamrl.tasks.registry import build_task
+from streamrl.tasks.registry import build_tasks
+
+CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
@@ -42,7 +45,7 @@ def prepare(config: Config, *, fresh: bool) -> Path:
             f"tokenizer); `python -m launch.tiny_model {config.model.path}` makes a tiny one"
         )
     try:
-        build_task(config.task, config.run.seed, split="train")
+        build_tasks(config.task, config.run.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder = config.run_folder
@@ -81,14 +84,38 @@ def lock(config: Config) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise ConfigError(f"run.folder: {path}: {error.strerror}; allowed: a folder that can be written") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _locks(handle):
         os.close(handle)
         raise ConfigError(
             f"run.name: {config.run_folder} is in use by another `streamrl train`; allowed: another run.name"
-        ) from None
+        )
     return handle
+
+
+def claim(run_folder: Path, role: str, timeout: float) -> int:
+    """Be the run's only process of `role` (`replay-0`) from now on. Returns the file that holds the claim.
+
+    A former one may still be on its way out, as after a kill of its supervisor: it is waited for, so that no
+    two write one journal, or one checkpoint. Raises ConfigError after `timeout` seconds.
+    """
+    path = run_folder / "locks" / role
+    path.parent.mkdir(exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + timeout
+    while not _locks(handle):
+        if time.monotonic() > deadline:
+            os.close(handle)
+            raise ConfigError(f"{path}: another process is {role} of this run and does not end; allowed: one of each")
+        time.sleep(CLAIM_POLL)
+    return handle
+
+
+def _locks(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _set_aside(folder: Path) -> None:

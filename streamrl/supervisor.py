@@ -5,6 +5,9 @@
 Every role runs in a session of its own, writes RUN/logs/ROLE.log, and watches the supervisor's process:
 whatever ends the supervisor, kill -9 included, ends them. A stop begins at the replay service, which tells
 everyone; the learner then saves a checkpoint. Whoever has not ended `run.stop_timeout` later is killed.
+
+A role that was ready and dies is started again, as often as `run.restarts` and `generate.restarts` allow: the
+service recovers from its journal, the learner from its checkpoint, and a worker's tickets are issued again.
 """
 
 from __future__ import annotations
@@ -85,6 +88,13 @@ class Role:
             )
         return self.ready
 
+    def has_stepped(self) -> bool:
+        """True when the learner has trained a step since its start."""
+        return any(
+            event["event"] == "learner.step" and event["phase"] == "end" and event["time"] >= self.started
+            for event in events.read_events(self.events)
+        )
+
     def refusal(self) -> str | None:
         """The line by which the role refused its configuration, if its log ends with one in the last lines."""
         lines = [line.strip() for line in self.last_lines().splitlines()]
@@ -153,12 +163,12 @@ class Supervisor:
                 role.start()
 
     def _watch(self, console: Console) -> None:
-        """Until the learner is done or a signal came: report dead and late roles, restart generators."""
+        """Until the learner is done or a signal came: report late roles, restart dead ones."""
         if self.learner.process is None:
             return
         metrics, last_step = self.run_folder / "metrics.jsonl", time.monotonic()
         size = 0
-        while not self.interrupts and self.learner.exit_code is None:
+        while not self.interrupts and self.learner.exit_code != 0:
             for role in self.roles:
                 self._check(role)
             if metrics.exists() and metrics.stat().st_size != size:
@@ -170,11 +180,9 @@ class Supervisor:
                 )
             console.refresh()
             time.sleep(POLL)
-        if not self.interrupts:
-            self._check(self.learner)
 
     def _check(self, role: Role) -> None:
-        """Raise RoleFailed for a role that has failed or is late; restart a generator that may be restarted."""
+        """Raise RoleFailed for a role that has failed or is late; start one again that may be."""
         code = role.exit_code
         if code is None:
             late = time.time() - role.started > self.config.run.start_timeout
@@ -189,12 +197,19 @@ class Supervisor:
         was_ready = role.look_ready()
         if not was_ready and (refusal := role.refusal()):
             raise RoleFailed(refusal, code=2)
-        if role in self.generators and was_ready and role.restarts < self.config.generate.restarts:
-            log.warning("%s ended with %d and is started again", role.name, code)
+        if was_ready and self._may_restart(role):
             role.restarts += 1
+            log.warning("%s ended with %s and is started again (%d)", role.name, _exit_text(code), role.restarts)
             role.start()
             return
         raise RoleFailed(f"{role.name} ended with {_exit_text(code)}; {self._told_by(role)}")
+
+    def _may_restart(self, role: Role) -> bool:
+        """Restarts are counted, and a learner that died twice without a step in between would only die again."""
+        if role in self.generators:
+            return role.restarts < self.config.generate.restarts
+        fails_again = role is self.learner and role.restarts > 0 and not role.has_stepped()
+        return role.restarts < self.config.run.restarts and not fails_again
 
     def _judge(self) -> None:
         """Raise RoleFailed unless the run is complete, or was interrupted and has saved what it had."""

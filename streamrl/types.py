@@ -8,11 +8,13 @@ arrived, never copies. A value is checked once, where it enters a process (`chec
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
 import numpy as np
 
+_INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
 _VERSION_TEXT = re.compile(r"(\d+)\.(\d+)")
 
 
@@ -74,6 +76,19 @@ class Sample:
     extras: dict[str, np.ndarray] = field(default_factory=dict)
     # further numbers of each output token, any dtype, [T, ...]: routed experts, top log-probs, sampling masks
 
+    @classmethod
+    def placeholder(cls, prompt_ids: np.ndarray | None = None) -> Sample:
+        """A sample that stands for a failed one: no output, reward 0."""
+        return cls(
+            prompt_ids=np.empty(0, np.int32) if prompt_ids is None else prompt_ids,
+            output_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            loss_mask=np.empty(0, np.bool_),
+            spans=(),
+            reward=0.0,
+            finish_reason="placeholder",
+        )
+
     @property
     def passed(self) -> bool:
         """A wholly right answer: by the reward part `exact` where the task gives it, else by a reward of 1."""
@@ -99,10 +114,10 @@ class Sample:
     def check(self, where: str = "sample") -> None:
         """Raise ValueError, naming the field, unless shapes, dtypes and spans fit together."""
         length = len(self.output_ids)
-        _check_array(self.prompt_ids, np.int32, None, f"{where}.prompt_ids")
-        _check_array(self.output_ids, np.int32, length, f"{where}.output_ids")
-        _check_array(self.logprobs, np.float32, length, f"{where}.logprobs")
-        _check_array(self.loss_mask, np.bool_, length, f"{where}.loss_mask")
+        _check_array(self.prompt_ids, _INT32, len(self.prompt_ids), where, "prompt_ids")
+        _check_array(self.output_ids, _INT32, length, where, "output_ids")
+        _check_array(self.logprobs, _FLOAT32, length, where, "logprobs")
+        _check_array(self.loss_mask, _BOOL, length, where, "loss_mask")
         position, previous = 0, None
         for span in self.spans:
             if span.start != position or span.end <= span.start:
@@ -115,7 +130,7 @@ class Sample:
         for name, column in self.extras.items():
             if column.ndim < 1 or len(column) != length:
                 raise ValueError(f"{where}.extras[{name!r}] is {list(column.shape)} for {length} output tokens")
-        if not np.isfinite(self.reward):
+        if not math.isfinite(self.reward):
             raise ValueError(f"{where}.reward is {self.reward}, a finite number is needed")
 
 
@@ -216,8 +231,8 @@ class Batch:
         return tuple(sample for group in self.groups for sample in group.samples)
 
 
-def _check_array(array: np.ndarray, dtype: type, length: int | None, where: str) -> None:
+def _check_array(array: np.ndarray, dtype: np.dtype, length: int, where: str, name: str) -> None:
     if array.ndim != 1 or array.dtype != dtype:
-        raise ValueError(f"{where} is {array.dtype} {list(array.shape)}, {np.dtype(dtype)} [T] is needed")
-    if length is not None and len(array) != length:
-        raise ValueError(f"{where} has {len(array)} entries for {length} output tokens")
+        raise ValueError(f"{where}.{name} is {array.dtype} {list(array.shape)}, {dtype} [T] is needed")
+    if len(array) != length:
+        raise ValueError(f"{where}.{name} has {len(array)} entries for {length} output tokens")

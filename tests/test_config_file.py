@@ -24,7 +24,7 @@ BAD = [
     ("learner.ranks=two", ["learner.ranks: two", "whole number >= 1"]),
     ("replay.max_staleness=-1", ["replay.max_staleness: -1", "number >= 0"]),
     ("replay.max_staleness=.nan", ["replay.max_staleness: .nan", "number >= 0"]),
-    ("replay.order=random", ["replay.order: random", "allowed: fifo"]),
+    ("replay.order=random", ["replay.order: random", "one of fifo, windowed, ready, synchronous"]),
     ("observe.wandb=on", ["observe.wandb: on", "one of off, offline, online"]),
     ("observe.console=perhaps", ["observe.console: perhaps", "true or false"]),
     ("generate.attach=[a]", ["generate.attach: 1 addresses for generate.workers=2", "one for each worker"]),

@@ -9,6 +9,8 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
+from streamrl.engine.keys import NO_KEYS, EngineKeys
+
 Interruption = Literal["retract", "in_place"]
 
 
@@ -26,6 +28,10 @@ class EngineError(RuntimeError):
         self.status = status
         self.reason = reason
         self.late = late
+
+
+API_PATHS = ("/generate", "/model_info")
+# of the paths used here, those that SGLang opens to its API key; all others command the server: its admin key.
 
 
 class WeightVersionSpan(msgspec.Struct, frozen=True):
@@ -79,15 +85,13 @@ class EngineClient:
     >>> answers = await client.generate([5, 6, 7], {"temperature": 1.0, "max_new_tokens": 4}, n=8)
     """
 
-    def __init__(self, address: str, timeout: float, api_key: str | None = None) -> None:
+    def __init__(self, address: str, timeout: float, keys: EngineKeys = NO_KEYS) -> None:
         """`address`: `http://HOST:PORT`, HOST a name, IPv4 or a bracketed IPv6 address. `timeout`: seconds a call."""
         self.address = address.rstrip("/")
         self._timeout = timeout
-        headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            headers["Authorization"] = f"Bearer {api_key}"
+        self._api, self._admin = _bearer(keys.api), _bearer(keys.admin or keys.api)
         self._session = aiohttp.ClientSession(
-            headers=headers,
+            headers={"Content-Type": "application/json"},
             timeout=aiohttp.ClientTimeout(total=None),  # every call brings its own
             connector=aiohttp.TCPConnector(limit=0),  # how much is in flight is decided by tickets
         )
@@ -176,10 +180,11 @@ class EngineClient:
         return await self._call("POST", path, _JSON.encode(body), timeout or self._timeout)
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: float) -> bytes:
+        headers = self._api if path in API_PATHS else self._admin
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._session.request(method, self.address + path, data=body) as response,
+                self._session.request(method, self.address + path, data=body, headers=headers) as response,
             ):
                 content = await response.read()
         except TimeoutError as error:
@@ -195,6 +200,10 @@ class EngineClient:
             return decoder.decode(content)
         except msgspec.DecodeError as error:
             raise EngineError(self.address, path, 200, f"{error}: {_first_line(content)}") from error
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def _first_line(content: bytes) -> str:

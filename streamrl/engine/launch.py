@@ -3,7 +3,8 @@
 Two things are added to `python -m sglang.launch_server ARGS`. On a machine without CUDA the stand-ins
 are installed when this module is imported: multiprocessing imports the main module again in every
 process that SGLang spawns, so they get them too. And with `--lifeline PID` the server ends, with all
-its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
+its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then. The keys that
+the server asks for are taken from the environment (`engine/keys.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from streamrl.engine import stand_ins
 from streamrl.engine.hardware import has_cuda
+from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
 from streamrl.lifeline import watch
 
@@ -44,7 +46,7 @@ def main(arguments: list[str]) -> None:
 
     load_plugins()
     try:
-        run_server(prepare_server_args(sglang_arguments))
+        run_server(prepare_server_args([*sglang_arguments, *take_keys(os.environ)]))
     finally:
         end_server(os.getpid(), 0.0, own.scratch, include_root=False)
 

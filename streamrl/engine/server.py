@@ -23,6 +23,7 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda
+from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
 from streamrl.engine.shutdown import end_server, segments_of
 
 HOST = "127.0.0.1"
@@ -60,25 +61,27 @@ class Server:
     >>> await server.stop()
     """
 
-    def __init__(self, config: Config, run_folder: Path, index: int) -> None:
-        """Start the process; `ready` waits for it."""
+    def __init__(self, config: Config, run_folder: Path, index: int, keys: EngineKeys = NO_KEYS) -> None:
+        """Start the process, which then asks for `keys`; `ready` waits for it."""
         self.log = run_folder / "logs" / f"server-{index}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         port = _free_port()
         arguments = server_arguments(config, index)
+        if keys != NO_KEYS:
+            arguments = {name: value for name, value in arguments.items() if name not in KEY_ARGUMENTS}
         self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
         self._segments: set[Path] = set()
         self.scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
         command = [sys.executable, "-m", "streamrl.engine.launch"]
         command += ["--lifeline", str(os.getpid()), "--scratch", str(self.scratch)]
-        with self.log.open("ab") as output:
+        with open(self.log, "ab", opener=_private) as output:  # SGLang logs its arguments, keys included
             self._process = subprocess.Popen(
                 [*command, *command_line({**arguments, "port": port})],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **_environment(config), "TMPDIR": str(self.scratch)},
+                env={**os.environ, **_environment(config), **key_environment(keys), "TMPDIR": str(self.scratch)},
             )
 
     @property
@@ -152,6 +155,10 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
         elif value is not True:
             words.append(str(value))
     return words
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _environment(config: Config) -> dict[str, str]:

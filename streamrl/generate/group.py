@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from dataclasses import replace
 
@@ -15,6 +16,9 @@ from streamrl.types import Group, Sample, Ticket
 
 log = logging.getLogger(__name__)
 
+SCORING_TIME = 10.0
+# seconds behind the deadline of the requests in which a task scores what came in time; then its samples have failed.
+
 
 async def run_group(
     ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, *, longest: int, events: EventLog
@@ -22,12 +26,16 @@ async def run_group(
     """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
 
     A sample of more than `longest` tokens, prompt included, has failed too: no micro batch of the learner holds it.
-    Raises EngineError when the server cannot be reached: that is the worker's matter, not the sample's.
+    At the deadline of `inference` the samples that are finished are kept, the others have failed, and the event
+    tells how many tokens each had `reached`. Raises EngineError when the server cannot be reached: that is the
+    worker's matter, not the sample's.
     """
     fields = {"group_id": ticket.group_id, "attempt": ticket.attempt, "prompt_index": ticket.prompt_index}
     with events.span("group", **fields) as outcome:
         started = now()
-        samples = await _samples(ticket, task, inference, group_size, longest)
+        rollouts = await _rollouts(ticket, task, inference, group_size)
+        samples = tuple(_sample(rollout, ticket, longest, inference.failures) for rollout in rollouts)
+        samples = samples or (Sample.placeholder(),) * group_size
         group = Group(
             group_id=ticket.group_id,
             attempt=ticket.attempt,
@@ -43,14 +51,20 @@ async def run_group(
         outcome |= {"tokens": group.tokens, "failed": failed, "unscored": unscored}
         if failed:
             outcome["reasons"] = sorted(set(inference.failures))[:3]
+            outcome["reached"] = [
+                len(rollout.completion.output_ids)
+                for rollout, sample in zip(rollouts, samples, strict=False)  # no rollouts where the task failed
+                if sample.is_placeholder
+            ]
     return group
 
 
-async def _samples(
-    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, longest: int
-) -> tuple[Sample, ...]:
+async def _rollouts(ticket: Ticket, task: Environment, inference: EngineInference, group_size: int) -> list[Rollout]:
+    """As many as were asked for, or none where the task failed."""
+    deadline = None if inference.deadline is None else inference.deadline + SCORING_TIME
     try:
-        rollouts = await task.rollout_group(inference, task.prompt(ticket.prompt_index), group_size)
+        async with asyncio.timeout_at(deadline):
+            rollouts = await task.rollout_group(inference, task.prompt(ticket.prompt_index), group_size)
         if len(rollouts) != group_size:
             raise ValueError(f"the task gave {len(rollouts)} rollouts, {group_size} were asked for")
     except EngineError:
@@ -58,15 +72,15 @@ async def _samples(
     except Exception as error:  # the policy for foreign tasks: the group is lost, not the run
         log.exception("group %d: the task failed on prompt %d", ticket.group_id, ticket.prompt_index)
         inference.failures.append(f"{type(error).__name__}: {error}")
-        return (_placeholder(np.empty(0, np.int32)),) * group_size
-    return tuple(_sample(rollout, ticket, longest, inference.failures) for rollout in rollouts)
+        return []
+    return rollouts
 
 
 def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str]) -> Sample:
     """A rollout as a sample, or a placeholder where it is none that can be trained on."""
     answer = rollout.completion
     if answer.finish_reason == "abort":
-        return _placeholder(answer.prompt_ids)
+        return Sample.placeholder(answer.prompt_ids)
     sample = Sample(
         prompt_ids=answer.prompt_ids,
         output_ids=answer.output_ids,
@@ -83,7 +97,7 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str])
         _check_length(sample, ticket, longest)
     except ValueError as error:
         failures.append(str(error))
-        return _placeholder(answer.prompt_ids)
+        return Sample.placeholder(answer.prompt_ids)
     return sample
 
 
@@ -105,16 +119,4 @@ def _check_length(sample: Sample, ticket: Ticket, longest: int) -> None:
 
 def as_placeholders(group: Group) -> Group:
     """The same group without its content: every sample a placeholder."""
-    return replace(group, samples=tuple(_placeholder(np.empty(0, np.int32)) for _ in group.samples))
-
-
-def _placeholder(prompt_ids: np.ndarray) -> Sample:
-    return Sample(
-        prompt_ids=prompt_ids,
-        output_ids=np.empty(0, np.int32),
-        logprobs=np.empty(0, np.float32),
-        loss_mask=np.empty(0, np.bool_),
-        spans=(),
-        reward=0.0,
-        finish_reason="placeholder",
-    )
+    return replace(group, samples=(Sample.placeholder(),) * len(group.samples))

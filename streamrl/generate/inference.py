@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,10 @@ from streamrl.types import PolicyVersion, VersionSpan
 OVERRIDES = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
 # What a task may choose for itself. Anything that shapes the distribution (temperature, penalties, truncation)
 # would make the recorded log-probs those of another policy than the learner's.
+
+CUT_TIMEOUT = 5.0
+# seconds that a server has to give what a request reached when it is ended at its deadline: one decoding step and
+# the way back.
 
 
 class Load:
@@ -53,11 +58,23 @@ class EngineInference:
 
     A request that fails costs its own answers: they come back empty, with the finish reason `abort`, and
     the reason in `failures`. Only a server that cannot be reached raises EngineError.
+
+    What still runs at the `deadline` is ended there: a request of one sample gives the tokens that it reached, as
+    an `abort`; one for a whole group gives nothing, because SGLang names its samples as it likes.
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, config: GenerateConfig, load: Load, *, greedy: bool = False
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        config: GenerateConfig,
+        load: Load,
+        *,
+        greedy: bool = False,
+        deadline: float | None = None,
     ) -> None:
+        """`deadline`: seconds, on the event loop's clock."""
+        self.deadline = deadline
         self._client = client
         self._tokenizer = tokenizer
         self._load = load
@@ -86,14 +103,33 @@ class EngineInference:
         """The answers of one request; None for each that it failed to give."""
         try:
             with self._load.request():
-                answers = await self._client.generate(ids, sampling, n)
+                answers = await self._in_time(ids, sampling, n)
         except EngineError as error:
             if error.status is None and not error.late:
                 raise
             self.failures.append(str(error))
             return [None] * n
-        self._load.generated += sum(len(answer.output_ids) for answer in answers)
+        self._load.generated += sum(len(answer.output_ids) for answer in answers if answer is not None)
         return answers
+
+    async def _in_time(self, ids: list[int], sampling: dict[str, Any], n: int) -> Sequence[Answer | None]:
+        """The answers of one request, or what there is of them at the deadline."""
+        name = uuid.uuid4().hex if n == 1 else None
+        asking = asyncio.ensure_future(self._client.generate(ids, sampling, n, name))
+        try:
+            await asyncio.wait((asking,), timeout=self._remaining())
+            if not asking.done():
+                self.failures.append("not finished at the deadline")
+            if not asking.done() and name is not None:
+                await self._client.abort(name)
+                await asyncio.wait((asking,), timeout=CUT_TIMEOUT)
+            return asking.result() if asking.done() else [None] * n
+        finally:
+            asking.cancel()  # the server ends what nobody listens to any more
+
+    def _remaining(self) -> float | None:
+        """Seconds until the deadline."""
+        return None if self.deadline is None else max(0.0, self.deadline - asyncio.get_running_loop().time())
 
     def _completions(self, prompt_ids: np.ndarray, answers: Sequence[Answer | None]) -> list[Completion]:
         texts = self._tokenizer.text([answer.output_ids if answer else [] for answer in answers])

@@ -9,11 +9,11 @@ from streamrl.tasks.registry import build_task
 
 
 async def answer_probes(config: Config, inference: Inference, events: EventLog, moment: str) -> None:
-    """Write one event `probe` for each of the first `generate.probes` prompts of the probe split.
+    """Write one event `probe` for each of the first `generate.probes` prompts of the first task's probe split.
 
     Its fields: `moment` (start | end), `index`, `prompt`, `expected`, `answer`, `reward`.
     """
-    task = build_task(config.task, config.run.seed, split="probe")
+    task = build_task(config.task.shares[0], config.run.seed, split="probe")
     try:
         for index in range(config.generate.probes):
             prompt = task.prompt(index)

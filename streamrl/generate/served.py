@@ -9,7 +9,9 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.config_file import ConfigError
 from streamrl.engine.client import EngineClient, EngineError
+from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.server import Server, ServerFailed
+from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
@@ -47,10 +49,10 @@ class ServedModel:
         self._config = config
         self._version = INITIAL
         self._changed = asyncio.Condition()
-        self._process = None if attach else Server(config, run_folder, index)
+        keys = engine_keys(config, run_folder)
+        self._process = None if attach else Server(config, run_folder, index, keys)
         self.address = self._process.address if self._process else attach[index]
-        key = config.generate.server_args.get("api_key")
-        self.client = EngineClient(self.address, config.generate.request_timeout, None if key is None else str(key))
+        self.client = EngineClient(self.address, config.generate.request_timeout, keys)
 
     @property
     def state(self) -> ServerState:
@@ -106,6 +108,18 @@ class ServedModel:
         await self.client.close()
         if self._process is not None:
             await self._process.stop()
+
+
+def engine_keys(config: Config, run_folder: Path) -> EngineKeys:
+    """The tokens of the run's servers, made when the first of them starts; those in `generate.server_args` win.
+
+    A server to attach to is started with the same ones (`--api-key`, `--admin-api-key`), or with none.
+    """
+    arguments = {name.replace("-", "_"): value for name, value in config.generate.server_args.items()}
+    if arguments.keys() & set(KEY_ARGUMENTS):
+        return EngineKeys(*(arguments.get(name) for name in KEY_ARGUMENTS))
+    folder = key_folder(config, run_folder)
+    return EngineKeys(bearer_token(folder, "api"), bearer_token(folder, "admin"))
 
 
 async def _reset(client: EngineClient, timeout: float) -> None:

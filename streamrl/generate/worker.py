@@ -1,11 +1,12 @@
 """The generator worker: takes tickets, keeps that many groups going on its server, sends them, takes in new weights.
 
-    server ready ─▶ Hello, Credit ─▶ ┌ Tickets ─▶ run_group ─▶ group      (groups_in_flight at once)
-                                     │ Publish ─▶ sink ─▶ Applied         (one after another)
-                                     │ every heartbeat: Heartbeat
-                                     └ the server's health
+    server ready ─▶ greet the service ─▶ ┌ Tickets ─▶ run_group ─▶ outbox    (groups_in_flight at once)
+                                         │ outbox ─▶ service, until answered (generate/link.py)
+                                         │ Publish ─▶ sink ─▶ Applied        (one after another)
+                                         │ every heartbeat: Heartbeat
+                                         └ the server's health
     Stop ─▶ Bye ─▶ abort what is in flight ─▶ probes ─▶ the server ends ─▶ exit 0
-    SIGTERM ─▶ Bye ─▶ the server ends ─▶ exit 0
+    SIGTERM ─▶ no more tickets ─▶ the open ones are finished, as far as time allows ─▶ Bye ─▶ the server ends ─▶ exit 0
 
 A server that dies ends the worker with the last lines of its log; whoever started the worker decides
 whether it is started again.
@@ -26,8 +27,9 @@ import uvloop
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
-from streamrl.generate.group import as_placeholders, run_group
+from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load
+from streamrl.generate.link import ServiceLink
 from streamrl.generate.probes import answer_probes
 from streamrl.generate.served import ServedModel
 from streamrl.generate.sink import BroadcastSink
@@ -35,28 +37,16 @@ from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.transport import PublishError
 from streamrl.stream.address import replay_address
-from streamrl.stream.messages import (
-    Accepted,
-    Applied,
-    Bye,
-    Credit,
-    Heartbeat,
-    Hello,
-    MalformedMessage,
-    Message,
-    Publish,
-    PublishFailed,
-    Refused,
-    Stop,
-    Tickets,
-)
-from streamrl.stream.sockets import AsyncDealer, ReceivedBatch
-from streamrl.tasks.registry import build_task
-from streamrl.types import Group, Ticket
+from streamrl.stream.messages import Applied, Message, Publish, PublishFailed, Stop, Tickets
+from streamrl.tasks.registry import build_tasks
+from streamrl.types import Ticket
 
 log = logging.getLogger(__name__)
 
 ABORT_TIMEOUT = 5.0  # seconds for the server to hear that nobody waits for its answers any more
+
+DRAIN_SHARE = 0.5
+# of run.stop_timeout, for open tickets after SIGTERM: the end of the server needs the rest.
 
 
 class Stopped(Exception):
@@ -80,7 +70,7 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> int:
         if await _unless(stop, served.start()):
             return 0
         address = await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
-        worker = Worker(config, index, served, address=address, events=events)
+        worker = Worker(config, run_folder, index, served, address=address, events=events)
         try:
             await worker.run(stop)
         finally:
@@ -113,7 +103,9 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 class Worker:
     """One worker on a server that is ready. `close` it."""
 
-    def __init__(self, config: Config, index: int, served: ServedModel, *, address: str, events: EventLog) -> None:
+    def __init__(
+        self, config: Config, run_folder: Path, index: int, served: ServedModel, *, address: str, events: EventLog
+    ) -> None:
         """`address` of the replay service. Raises ValueError for task arguments that do not fit."""
         self.name = f"generator-{index}"
         self._config = config
@@ -122,38 +114,41 @@ class Worker:
         self._events = events
         self._load = Load()
         self._tokenizer = Tokenizer(config.model.path)
-        self._task = build_task(config.task, config.run.seed, split="train")
-        self._dealer = AsyncDealer(address, config.stream, self.name)
+        self._tasks = build_tasks(config.task, config.run.seed)
+        self._link = ServiceLink(
+            config, run_folder, self.name, address=address, servers=lambda: (served.state,), events=events
+        )
         self._sink = BroadcastSink(served.client, config.publish.interruption, config.publish.timeout)
         self._publishes: asyncio.Queue[Publish] = asyncio.Queue()
-        self._running: dict[tuple[int, int], asyncio.Task[None]] = {}  # by (group_id, attempt)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set or the service says Stop. Raises ServerFailed, EngineError or StreamTimeout."""
         await self._probe("start")
-        await self._dealer.send(Hello(role="generator", name=self.name, servers=(self._served.state,)))
-        await self._dealer.send(Credit(capacity=self._config.generate.groups_in_flight))
+        await self._link.greet()
         self._events.emit("ready", server=self._served.address, version=str(self._served.state.version))
         try:
-            interrupted = await _unless(stop, self._serve())
+            await self._serve(stop)
         finally:
-            await self._dealer.send(Bye())
-        if not interrupted:  # else whoever sent the signal will not wait for long
+            await self._link.bye()
+        if not stop.is_set():  # else whoever sent the signal will not wait for long
             await self._abandon()
             await self._probe("end")
 
     async def close(self) -> None:
-        await self._task.close()
-        self._dealer.close()
+        for task in self._tasks.values():
+            await task.close()
+        self._link.close()
 
-    async def _serve(self) -> None:
-        """Everything that goes on at once; returns on Stop."""
+    async def _serve(self, stop: asyncio.Event) -> None:
+        """Everything that goes on at once; returns on Stop, or when it is drained."""
         try:
             async with asyncio.TaskGroup() as together:
                 together.create_task(self._listen(together))
+                together.create_task(self._link.deliver())
                 together.create_task(self._beat())
                 together.create_task(self._update())
                 together.create_task(self._served.watch())
+                together.create_task(self._drain(stop))
         except ExceptionGroup as raised:
             stopped, failures = raised.split(Stopped)
             if failures is not None:
@@ -162,67 +157,55 @@ class Worker:
 
     async def _listen(self, together: asyncio.TaskGroup) -> None:
         while True:
-            try:
-                message = await self._dealer.receive(self._config.generate.heartbeat)
-            except MalformedMessage as error:
-                log.warning("malformed message from the replay service: %s", error.reason)
-                continue
+            message = await self._link.receive()
             if message is not None:
                 self._take(message, together)
 
-    def _take(self, message: Message | ReceivedBatch, together: asyncio.TaskGroup) -> None:
+    def _take(self, message: Message, together: asyncio.TaskGroup) -> None:
         match message:
             case Tickets(tickets=tickets):
                 for ticket in tickets:
-                    key = (ticket.group_id, ticket.attempt)
-                    self._running[key] = together.create_task(self._run_ticket(ticket))
+                    if self._link.open(ticket):
+                        together.create_task(self._run_ticket(ticket))
             case Publish():
                 self._publishes.put_nowait(message)
-            case Accepted():
-                pass  # a group is not sent twice, so that there is nothing to forget
-            case Refused(group_id=group_id, attempt=attempt, reason=reason):
-                self._events.emit("group.refused", group_id=group_id, attempt=attempt, reason=reason)
             case Stop(reason=reason):
                 raise Stopped(reason)
             case _:
                 log.warning("unexpected %s from the replay service", type(message).__name__)
 
     async def _run_ticket(self, ticket: Ticket) -> None:
+        deadline = asyncio.get_running_loop().time() + self._config.replay.group_timeout
         try:
-            async with asyncio.timeout(self._config.replay.group_timeout):  # it is issued again by then
-                await self._served.at_least(ticket.issued_version)
-                size = self._config.generate.group_size
-                longest = self._config.learner.tokens_per_micro_batch
-                group = await run_group(
-                    ticket, self._task, self._inference(), size, longest=longest, events=self._events
-                )
-        except TimeoutError:
-            self._events.emit("group.expired", group_id=ticket.group_id, attempt=ticket.attempt)
+            await self._served.at_least(ticket.issued_version)
+            group = await run_group(
+                ticket,
+                self._tasks[ticket.task],
+                self._inference(deadline=deadline),
+                self._config.generate.group_size,
+                longest=self._config.learner.tokens_per_micro_batch,
+                events=self._events,
+            )
         except EngineError:
             self._served.check()  # its log says more than a refused connection
             raise
-        else:
-            await self._send(group)
-        finally:
-            del self._running[(ticket.group_id, ticket.attempt)]
+        self._link.finish(group)
 
-    async def _send(self, group: Group) -> None:
-        """Send a group; one that is larger than a message may be goes as placeholders, so that its step can be made."""
-        try:
-            await self._dealer.send_group(group)
-        except ValueError as error:
-            self._events.emit("group.too_large", group_id=group.group_id, reason=str(error))
-            log.warning("group %d is replaced by placeholders: %s", group.group_id, error)
-            await self._dealer.send_group(as_placeholders(group))
+    async def _drain(self, stop: asyncio.Event) -> None:
+        """After SIGTERM: finish what was begun."""
+        await stop.wait()
+        await self._link.drain(DRAIN_SHARE * self._config.run.stop_timeout)
+        raise Stopped("drained after a signal")
 
-    def _inference(self, *, greedy: bool = False) -> EngineInference:
-        return EngineInference(self._served.client, self._tokenizer, self._config.generate, self._load, greedy=greedy)
+    def _inference(self, *, greedy: bool = False, deadline: float | None = None) -> EngineInference:
+        generate = self._config.generate
+        return EngineInference(
+            self._served.client, self._tokenizer, generate, self._load, greedy=greedy, deadline=deadline
+        )
 
     async def _beat(self) -> None:
         while True:
-            await self._dealer.send(
-                Heartbeat(tickets=tuple(self._running), busy=self._load.busy, generated=self._load.generated)
-            )
+            await self._link.beat(self._load.busy, self._load.generated)
             await asyncio.sleep(self._config.generate.heartbeat)
 
     async def _update(self) -> None:
@@ -231,14 +214,17 @@ class Worker:
             publish = await self._publishes.get()
             while not self._publishes.empty():
                 publish = self._publishes.get_nowait()
-            await self._dealer.send(await self._apply(publish))
+            await self._link.say(await self._apply(publish))
 
     async def _apply(self, publish: Publish) -> Applied | PublishFailed:
         version, server = publish.version, publish.server
         try:
             if server != self._served.name:
                 raise PublishError(f"{self.name} has no server {server}")
-            with self._events.span("publish.apply", server=server, version=str(version), requests=len(self._running)):
+            if version.step < self._served.state.version.step:  # a server's version never goes back
+                return Applied(server=server, version=self._served.state.version)
+            tickets = len(self._link.tickets)
+            with self._events.span("publish.apply", server=server, version=str(version), tickets=tickets):
                 await self._sink.apply(version, publish.manifest)
         except PublishError as error:
             log.warning("version %s was not applied: %s", version, error)

@@ -1,12 +1,12 @@
 """`streamrl audit RUN`: what a run recorded, checked against what it promised, by means that are not its own.
 
 Every trained token's behaviour log-prob is computed again by a plain Hugging Face forward pass of the kept
-weights of the version that is stamped on it. The bound, the order and the counts follow from the journal.
+weights of the version that is stamped on it. The bound, the order, the prompts and the counts follow from the
+journal's surviving history: a step that was trained again after a restart counts once.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +22,9 @@ from streamrl import config_file
 from streamrl.config import Config
 from streamrl.observe.metrics import read_metrics
 from streamrl.publish.kept import kept_versions
-from streamrl.replay.journal import recorded_batches
-from streamrl.types import Batch, PolicyVersion, Sample
+from streamrl.replay.journal import JournalDamaged, recorded_batches
+from streamrl.replay.order import make_order
+from streamrl.types import Batch, Group, PolicyVersion, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,13 @@ LOGITS_AT_ONCE = 1 << 26  # entries of a [tokens, vocabulary] block: 256 MiB in 
 class Findings:
     """What an audit found; `problems` empty means that every checked promise held."""
 
+    first: int = 0  # step of the first batch that the journal still has
     batches: int = 0
     groups: int = 0
     trained: int = 0  # tokens
     audited: int = 0  # tokens whose log-prob was computed again
     staleness: int = 0  # largest, in learner steps
+    bound: int | None = None  # of the order; None: `ready` that passes over-age groups on has none
     differences: list[np.ndarray] = field(default_factory=list)  # |log-prob difference| of audited tokens
     problems: list[str] = field(default_factory=list)
 
@@ -69,14 +72,17 @@ def main(run_folder: Path, tolerance: float | None = None) -> int:
 
 def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     """Check the journal, the metrics and the kept weights of a run against one another."""
-    findings = Findings()
+    findings = Findings(bound=make_order(config.replay).worst_staleness)
     tokens: dict[PolicyVersion, list[tuple[Sample, int, int]]] = defaultdict(list)
-    seen: set[int] = set()
-    for batch in recorded_batches(run_folder / "journal"):
-        _check_batch(batch, config, seen, findings)
-        for sample in batch.samples:
-            for span in sample.spans:
-                tokens[span.version].append((sample, span.start, span.end))
+    history = History(config, {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)})
+    try:
+        for batch in recorded_batches(run_folder / "journal"):
+            history.check(batch, findings)
+            for sample in batch.samples:
+                for span in sample.spans:
+                    tokens[span.version].append((sample, span.start, span.end))
+    except JournalDamaged as damage:
+        findings.problems.append(str(damage))
     _check_metrics(run_folder, findings)
     kept = kept_versions(run_folder)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
@@ -111,34 +117,77 @@ def _check_differences(findings: Findings, limits: Limits) -> None:
             findings.problems.append(f"the {name} of the differences is {found:.2g}, the limit {limit:g}")
 
 
-def _check_batch(batch: Batch, config: Config, seen: set[int], findings: Findings) -> None:
-    """Order, completeness and staleness of one batch."""
-    expected = findings.batches
-    if batch.step != expected:
-        findings.problems.append(f"batch of step {batch.step} where step {expected} was due")
-    size = config.replay.groups_per_step
-    ids = [group.group_id for group in batch.groups]
-    if ids != list(range(batch.step * size, (batch.step + 1) * size)):
-        findings.problems.append(f"step {batch.step} trained groups {ids}, not the {size} that strict order gives")
-    if again := seen.intersection(ids):
-        findings.problems.append(f"step {batch.step} trained groups {sorted(again)} a second time")
-    seen.update(ids)
-    ages = [batch.step - span.version.step for sample in batch.samples for span in sample.spans]
-    oldest, newest = max(ages, default=0), min(ages, default=0)
-    bound = math.ceil(config.replay.bound)
-    if oldest > bound or newest < 0:
-        findings.problems.append(
-            f"step {batch.step} trained tokens {oldest} steps old, newest {newest}; the bound is {bound}"
-        )
-    findings.batches += 1
-    findings.groups += len(ids)
-    findings.trained += sum(group.trained_tokens for group in batch.groups)
-    findings.staleness = max(findings.staleness, oldest)
+class History:
+    """What the batches so far have trained, against which the next one is checked."""
+
+    def __init__(self, config: Config, versions: dict[int, str]) -> None:
+        """`versions`: learner step: the version that it made, from the metrics."""
+        self._config = config
+        self._incarnations = {step: PolicyVersion.parse(version).incarnation for step, version in versions.items()}
+        self._trained: set[int] = set()  # group ids
+        self._oldest = 0  # the first id that is not trained yet
+        self._prompts: set[tuple[str, int]] = set()
+
+    def check(self, batch: Batch, findings: Findings) -> None:
+        """Order, completeness, prompts and staleness of the next batch."""
+        if findings.batches == 0 and self._config.journal.keep != "all":
+            findings.first = batch.step  # what was before it has been deleted
+        if batch.step != (due := findings.first + findings.batches):
+            findings.problems.append(f"batch of step {batch.step} where step {due} was due")
+        if len(batch.groups) != self._config.replay.groups_per_step:
+            findings.problems.append(f"step {batch.step} trained {len(batch.groups)} groups")
+        for group in batch.groups:
+            problems = self._problems(group, from_the_start=findings.first == 0)
+            findings.problems += [f"step {batch.step} trained {problem}" for problem in problems]
+            self._add(group)
+        ages = self._check_ages(batch, findings)
+        findings.batches += 1
+        findings.groups += len(batch.groups)
+        findings.trained += sum(group.trained_tokens for group in batch.groups)
+        findings.staleness = max(findings.staleness, ages)
+
+    def _problems(self, group: Group, from_the_start: bool) -> Iterator[str]:
+        """What is wrong with training this group next; the order shows only in a history that is whole."""
+        replay, name = self._config.replay, f"group {group.group_id}"
+        if group.group_id in self._trained:
+            yield f"{name} a second time"
+            return
+        window = {"fifo": 1, "synchronous": 1, "windowed": replay.window}.get(replay.order)
+        if window is not None and from_the_start and group.group_id - self._oldest >= window:
+            yield f"{name} before group {self._oldest}, which {replay.order} with window {window} does not allow"
+        if group.task not in {share.key for share in self._config.task.shares}:
+            yield f"{name} of task {group.task!r}, which is none of the run"
+        if replay.curriculum == "sequential" and (group.task, group.prompt_index) in self._prompts:
+            yield f"prompt {group.prompt_index} of {group.task} a second time, in {name}"
+
+    def _add(self, group: Group) -> None:
+        self._trained.add(group.group_id)
+        self._prompts.add((group.task, group.prompt_index))
+        while self._oldest in self._trained:
+            self._oldest += 1
+
+    def _check_ages(self, batch: Batch, findings: Findings) -> int:
+        """Staleness of a batch: no token too old, none from a future that its own incarnation had not reached.
+
+        A group that was lost in a crash may be generated again by servers that a former incarnation had brought
+        further. Returns the largest age in learner steps, at least 0.
+        """
+        spans = [span for sample in batch.samples for span in sample.spans]
+        oldest = max((batch.step - span.version.step for span in spans), default=0)
+        if findings.bound is not None and oldest > findings.bound:
+            findings.problems.append(
+                f"step {batch.step} trained tokens {oldest} steps old; the bound is {findings.bound}"
+            )
+        incarnation = self._incarnations.get(batch.step, 0)
+        ahead = [span.version for span in spans if span.version.step > batch.step]
+        if early := [version for version in ahead if version.incarnation >= incarnation]:
+            findings.problems.append(f"step {batch.step} trained tokens of version {early[0]}, which it came before")
+        return max(oldest, 0)
 
 
 def _check_metrics(run_folder: Path, findings: Findings) -> None:
     """The metrics say the same about counts and staleness."""
-    rows = list(read_metrics(run_folder))
+    rows = [row for row in read_metrics(run_folder) if row["step"] > findings.first]
     tokens = sum(int(row["tokens/trained"]) for row in rows)
     worst = max((int(row["staleness/max"]) for row in rows), default=0)
     for what, told, found in (
@@ -208,7 +257,9 @@ def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits)
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
     print(f"audit of {run_folder}")
     print(f"  batches {findings.batches}, groups {findings.groups}")
-    print(f"  staleness: largest {findings.staleness}, bound {math.ceil(config.replay.bound)}")
+    if findings.first:
+        print(f"  (from step {findings.first} on; journal.keep={config.journal.keep} has deleted what was before)")
+    print(f"  staleness: largest {findings.staleness}, bound {'none' if findings.bound is None else findings.bound}")
     print(f"  tokens audited {findings.audited}, tokens trained {findings.trained}")
     if config.publish.keep_every > 1:
         print(f"  (weights of every {config.publish.keep_every}th version were kept: publish.keep_every)")

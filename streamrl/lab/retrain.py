@@ -36,6 +36,8 @@ def main(run_folder: Path, output: Path, steps: int | None = None) -> int:
         run_folder / "config.yaml",
         [f"run.folder={output.parent}", f"run.name={output.name}"],
     )
+    if config.journal.keep != "all":
+        raise ConfigError(f"journal.keep: {config.journal.keep} has not kept every group of {run_folder}; allowed: all")
     if config.learner.ranks > 1 and "RANK" not in os.environ:
         _under_torchrun(config)
     if os.environ.get("RANK", "0") == "0":

@@ -10,14 +10,13 @@ from streamrl.types import Batch, Sample
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """The `reward/`, `staleness/`, `length/` and `tokens/trained` metrics of one batch.
 
-    Staleness counts every trained token: `batch.step - version.step` of the token. Placeholders count
-    in no reward and no length.
+    Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length.
     """
     samples = [sample for sample in batch.samples if not sample.is_placeholder]
     rewards = np.array([sample.reward for sample in samples] or [0.0])
     lengths = np.array([len(sample.output_ids) for sample in samples] or [0])
-    ages = np.concatenate([_ages(sample, batch.step) for sample in samples] or [np.zeros(0, np.int32)])
-    ages = ages if len(ages) else np.zeros(1, np.int32)
+    trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in samples]
+    ages = np.concatenate(trained) if any(map(len, trained)) else np.zeros(1, np.int32)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -32,6 +31,9 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def _ages(sample: Sample, step: int) -> np.ndarray:
-    """Staleness of every trained token of a sample: int32 [trained tokens]."""
-    return (step - sample.token_steps())[sample.loss_mask]
+def token_ages(sample: Sample, step: int) -> np.ndarray:
+    """Staleness of every output token at learner step `step`, in steps: int32 [T].
+
+    Never below 0: after a crash a lost group may have been generated again by newer weights than it trains.
+    """
+    return np.maximum(step - sample.token_steps(), 0)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from streamrl.config import Config
-from streamrl.stream.messages import Bye, Finished, Hello, Next, Progress, Stop
-from streamrl.stream.sockets import Dealer, ReceivedBatch
-from streamrl.types import Batch, PolicyVersion
+from streamrl.stream.messages import Bye, Finished, Hello, Message, Next, Progress, Saved, Stop, Welcome
+from streamrl.stream.peer import Peer
+from streamrl.stream.sockets import ReceivedBatch, StreamTimeout
+from streamrl.types import Batch, Ledger, PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +27,30 @@ class Delivery:
 class BatchSource(Protocol):
     """The learner's view of whatever feeds it."""
 
+    @property
+    def published(self) -> PolicyVersion | None:
+        """The newest version that any server ever had; None where that is none. Known once `begun`."""
+        ...
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The groups that the learner's weights contain, for its checkpoint; None where nobody keeps account."""
+        ...
+
+    def begun(self, timeout: float) -> bool:
+        """Wait `timeout` seconds at most for the source to know the learner. True once it does."""
+        ...
+
     def next(self, step: int, timeout: float) -> Delivery:
         """The batch of learner step `step`, waited for `timeout` seconds at most."""
         ...
 
-    def trained(self, version: PolicyVersion) -> None:
-        """Hear that `version` has been made."""
+    def trained(self, version: PolicyVersion, ess: float | None) -> None:
+        """Hear that `version` has been made, with which off-policy effective sample size (0..1)."""
+        ...
+
+    def saved(self, version: PolicyVersion, oldest: int) -> None:
+        """Hear that a checkpoint of `version` is complete; `oldest` is the step of the oldest one that is kept."""
         ...
 
     def end(self, complete: PolicyVersion | None) -> None:
@@ -41,43 +61,118 @@ class BatchSource(Protocol):
 
 
 class ServiceBatches:
-    """Batches from the replay service."""
+    """Batches from the replay service, which may be killed and started again at any moment.
 
-    def __init__(self, address: str, config: Config, version: PolicyVersion) -> None:
-        self._dealer = Dealer(address, config.stream, "learner")
-        self._dealer.send(Hello(role="learner", name="learner-0", version=version))
+    Whatever the service forgets is said again: who the learner is, what its weights contain (`ledger`), which
+    step it waits for, and that it has finished.
+    """
+
+    def __init__(self, config: Config, run_folder: Path, version: PolicyVersion, ledger: Ledger | None = None) -> None:
+        """`version` of the weights that training goes on from, with the ledger of their checkpoint, if any.
+
+        Raises TimeoutError where no service has told its address in `run.start_timeout`.
+        """
+        self.published: PolicyVersion | None = None
+        self.ledger = ledger
+        self._config = config
+        self._version = version
+        self._delivered: Ledger | None = None  # as it will be when the batch delivered last is trained
+        self._welcomed = False
+        self._stopped = False
         self._asked: int | None = None
-        self._asked_at = 0.0
-        self._patience = config.stream.reply_timeout
+        self._asked_at = self._since = time.monotonic()  # the last time, the first time
+        self._complete: PolicyVersion | None = None
+        self._peer = Peer(config, run_folder, "learner", self._opening)
+
+    def begun(self, timeout: float) -> bool:
+        """Wait for the service's Welcome. Raises StreamTimeout after `run.start_timeout` seconds without it."""
+        limit = self._config.run.start_timeout
+        if time.monotonic() - self._since > limit:
+            raise StreamTimeout(
+                f"the replay service did not welcome the learner in run.start_timeout={limit:g} seconds"
+            )
+        if not self._welcomed and not self._stopped:
+            self._peer.beat()
+            self._hear(timeout)
+        return self._welcomed or self._stopped
 
     def next(self, step: int, timeout: float) -> Delivery:
         """Ask for `step`, then wait; the service answers when the groups are complete.
 
-        Asks again from time to time: an answer that was lost with a connection is then given again.
+        Asks again from time to time: an answer that was lost with a connection is then given again. Raises
+        StreamTimeout when the service is not heard of for `run.silence_timeout` seconds.
         """
-        if self._asked != step or time.monotonic() - self._asked_at > self._patience:
-            self._dealer.send(Next(step=step))
-            self._asked, self._asked_at = step, time.monotonic()
-        received = self._dealer.receive(timeout)
+        now = time.monotonic()
+        if self._asked != step:
+            self._since = now
+        if self._asked != step or now - self._asked_at > self._config.stream.reply_timeout:
+            self._asked, self._asked_at = step, now
+            self._peer.send(Next(step=step))
+        self._peer.beat()
+        received = None if self._stopped else self._hear(timeout)
+        if self._stopped:
+            return Delivery("stop")
         if isinstance(received, ReceivedBatch) and received.batch.step == step:
-            return Delivery("batch", received.batch, _stats(received.stats))
-        return Delivery("stop") if isinstance(received, Stop) else Delivery("nothing")
+            self._delivered = received.ledger
+            return Delivery("batch", received.batch, _metrics(received.stats))
+        self._check_silence()
+        return Delivery("nothing")
 
-    def trained(self, version: PolicyVersion) -> None:
-        self._dealer.send(Progress(version=version))
+    def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
+        self._version, self.ledger, self._asked = version, self._delivered, None
+        self._peer.send(Progress(version=version, ess=None if ess is None else min(1.0, max(0.0, ess))))
+
+    def saved(self, version: PolicyVersion, oldest: int) -> None:
+        self._peer.send(Saved(version=version, oldest=oldest))
 
     def end(self, complete: PolicyVersion | None) -> None:
-        self._dealer.send(Bye() if complete is None else Finished(version=complete))
+        """Say Bye; or say Finished and wait `stream.reply_timeout` at most until the service has heard it."""
+        self._complete = complete
+        if complete is None:
+            self._peer.send(Bye())
+            return
+        self._peer.send(Finished(version=complete))
+        deadline = time.monotonic() + self._config.stream.reply_timeout
+        while not self._stopped and time.monotonic() < deadline:
+            self._peer.beat()
+            self._hear(self._config.learner.tick)
 
     def close(self) -> None:
-        self._dealer.close()
+        self._peer.close()
+
+    def _opening(self) -> Iterator[Message]:
+        yield Hello(role="learner", name="learner-0", version=self._version, ledger=self.ledger)
+        if self._complete is not None:
+            yield Finished(version=self._complete)
+        elif self._asked is not None:
+            yield Next(step=self._asked)
+
+    def _hear(self, timeout: float) -> Message | ReceivedBatch | None:
+        """One message, noted."""
+        received = self._peer.receive(timeout)
+        if isinstance(received, Welcome):
+            self.published, self._welcomed = received.published, True
+        elif isinstance(received, Stop):
+            self._stopped = True
+        return received
+
+    def _check_silence(self) -> None:
+        limit = self._config.run.silence_timeout
+        if min(self._peer.silence, time.monotonic() - self._since) > limit:
+            raise StreamTimeout(f"the replay service was not heard of in run.silence_timeout={limit:g} seconds")
 
 
 class RecordedBatches:
     """Batches of a recorded run, in its order."""
 
+    published = None
+    ledger = None
+
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches: Iterator[Batch] = iter(batches)
+
+    def begun(self, timeout: float) -> bool:
+        return True
 
     def next(self, step: int, timeout: float) -> Delivery:
         """The recorded batch of `step`; stops at the end of the record. Raises ValueError for a gap."""
@@ -88,7 +183,10 @@ class RecordedBatches:
             raise ValueError(f"the record has no batch of step {step}, the next is {batch.step}")
         return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in batch.groups)})
 
-    def trained(self, version: PolicyVersion) -> None:
+    def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
+        return None
+
+    def saved(self, version: PolicyVersion, oldest: int) -> None:
         return None
 
     def end(self, complete: PolicyVersion | None) -> None:
@@ -98,11 +196,12 @@ class RecordedBatches:
         return None
 
 
-def _stats(stats: dict[str, float]) -> dict[str, float]:
+def _metrics(stats: dict[str, Any]) -> dict[str, float]:
     """The service's figures under their metric names."""
     return {
         "tokens/generated": stats["tokens_generated"],
         "idle/generator": 1.0 - stats["generator_busy"],
         "buffer/groups": stats["groups"],
         "buffer/bytes": stats["bytes"],
+        **stats["selection"],
     }

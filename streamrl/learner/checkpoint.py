@@ -2,7 +2,8 @@
 
     checkpoints/.step_20.saving ──rename──▶ checkpoints/step_20 (checkpoint.json + Megatron's files)
 
-A folder named `step_N` is complete. It resumes bit for bit in the layout that wrote it.
+A folder named `step_N` is complete. It resumes bit for bit in the layout that wrote it. Its ledger names the
+groups that are in its weights: which data has been trained is what the checkpoint says, not what was delivered.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -27,12 +29,12 @@ from megatron.core.transformer.module import MegatronModule
 from streamrl.config_file import ConfigError
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
-from streamrl.types import PolicyVersion
+from streamrl.types import Ledger, PolicyVersion
 
-FORMAT = 1
+FORMAT = 2
 
 _DESCRIPTION = "checkpoint.json"
-_NAME = re.compile(r"step_(\d+)")
+_NAME = re.compile(r"step_\d+")
 
 
 class CheckpointMismatchError(ConfigError):
@@ -46,6 +48,7 @@ class Checkpoint:
     folder: Path
     version: PolicyVersion
     layout: dict[str, Any]
+    ledger: Ledger | None  # None where the batches came from a record
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,19 @@ def latest(root: Path) -> Checkpoint | None:
     description = json.loads((folders[-1] / _DESCRIPTION).read_text())
     if description["format"] != FORMAT:
         raise CheckpointMismatchError(f"{folders[-1]} has format {description['format']}, this streamrl reads {FORMAT}")
-    return Checkpoint(folders[-1], PolicyVersion.parse(description["version"]), description["layout"])
+    ledger = description["ledger"]
+    return Checkpoint(
+        folders[-1],
+        PolicyVersion.parse(description["version"]),
+        description["layout"],
+        None if ledger is None else msgspec.convert(ledger, Ledger, str_keys=True),
+    )
+
+
+def oldest_step(root: Path) -> int | None:
+    """The step of the oldest checkpoint in `root`; None when there is none."""
+    folders = _complete(root)
+    return _step(folders[0]) if folders else None
 
 
 def next_incarnation(root: Path, ranks: Ranks) -> int:
@@ -83,8 +98,11 @@ def next_incarnation(root: Path, ranks: Ranks) -> int:
     return int(ranks.broadcast(incarnation))
 
 
-def save(root: Path, version: PolicyVersion, state: State, keep: int) -> Path:
-    """Write `root/step_N` and delete all but the newest `keep`. All ranks call and return together."""
+def save(root: Path, version: PolicyVersion, state: State, keep: int, ledger: Ledger | None = None) -> Path:
+    """Write `root/step_N` and delete all but the newest `keep`. All ranks call and return together.
+
+    `ledger` is rank 0's: which groups are in the weights.
+    """
     target = root / f"step_{version.step}"
     partial = root / f".{target.name}.saving"
     if state.ranks.rank == 0:
@@ -104,8 +122,8 @@ def save(root: Path, version: PolicyVersion, state: State, keep: int) -> Path:
     filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(sharded, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
     if state.ranks.rank == 0:
-        description = {"format": FORMAT, "version": str(version), "layout": state.layout}
-        _write_durably(partial / _DESCRIPTION, json.dumps(description, indent=2))
+        description = {"format": FORMAT, "version": str(version), "layout": state.layout, "ledger": ledger}
+        _write_durably(partial / _DESCRIPTION, msgspec.json.format(msgspec.json.encode(description)).decode())
         _replace(target, partial)
         for folder in _complete(root)[:-keep]:
             shutil.rmtree(folder)
@@ -199,8 +217,11 @@ def _complete(root: Path) -> list[Path]:
     """The complete checkpoints of `root`, oldest first."""
     if not root.is_dir():
         return []
-    steps = {int(match[1]): path for path in root.iterdir() if (match := _NAME.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps)]
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def _replace(target: Path, partial: Path) -> None:

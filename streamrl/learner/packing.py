@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from streamrl.learner.batch_metrics import token_ages
 from streamrl.types import Batch, Sample
 
 
@@ -224,7 +225,7 @@ class _Row:
             "tokens": sample.output_ids[trained],
             "behaviour": sample.logprobs[trained],
             "advantages": np.full(len(trained), advantage, np.float32),
-            "staleness": self._step - sample.token_steps()[trained],
+            "staleness": token_ages(sample, self._step)[trained],
             "sample": np.full(len(trained), self._samples),
         }
         for name, array in values.items():

@@ -2,6 +2,9 @@
 
     wait for a batch ──▶ train ──▶ every k steps: offer to the publisher ──▶ checkpoint when due ──▶ again
 
+After a restart the steps behind the checkpoint come again, with the same groups; the weights are offered again
+from the step on that some server had before.
+
 Rank 0 talks to the replay service and tells the other ranks what to do next; while it waits it says so
 once a `learner.tick`, so that no collective runs into its timeout.
 """
@@ -23,7 +26,7 @@ from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
 from streamrl.publish.publisher import Publisher
-from streamrl.stream.address import replay_address
+from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +59,9 @@ def main(config: Config, run_folder: Path) -> int:
 
 def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) -> None:
     """Rank 0: opens what the run needs, runs the loop, closes it in order."""
-    address = replay_address(config, run_folder)
     events = EventLog(event_path(run_folder, "learner"), "learner-0")
-    source = ServiceBatches(address, config, trainer.version)
-    publisher = Publisher(address, config, run_folder, trainer.version, events)
+    source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger)
+    publisher = Publisher(config, run_folder, trainer.version, events)
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder))
     metrics.truncate_after(trainer.version.step)
     try:
@@ -92,10 +94,13 @@ class LeadLoop:
         self.metrics = metrics
         self.events = events
         self.stop = stop
+        self._offered: PolicyVersion | None = None  # the version that was published last
 
     def run(self) -> None:
         """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish and save."""
-        self._publish()
+        self._begin()
+        if self._publish_is_due():
+            self._publish()
         self.events.emit("ready", version=str(self.trainer.version))
         saved = self.trainer.version.step
         while self.trainer.version.step < self.config.run.steps:
@@ -104,7 +109,7 @@ class LeadLoop:
             if delivery.kind == "stop":
                 break
             row = self._train(delivery, began)
-            if self._due(self.config.publish.every) or self._is_last():
+            if self._publish_is_due():
                 row["time/publish"] = self._publish()
             row["time/step"] = time.monotonic() - began
             self.metrics.write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
@@ -114,6 +119,11 @@ class LeadLoop:
         if self.trainer.version.step > saved:
             self._save()
         self._end()
+
+    def _begin(self) -> None:
+        """Wait until the source knows this learner, and this learner what has been published."""
+        while not self.source.begun(self.config.learner.tick) and not self.stop.given:
+            self.trainer.broadcast("wait")
 
     def _wait(self) -> Delivery:
         """The next batch, or the wish to stop; the other ranks hear once a tick that nothing is there yet."""
@@ -126,6 +136,9 @@ class LeadLoop:
                 if delivery.kind != "nothing":
                     return delivery
                 self.trainer.broadcast("wait")
+                if self._is_catching_up() and self._offered != self.trainer.version:
+                    # The step's groups were lost and are generated again, maybe by servers that need weights for it.
+                    self._publish()
 
     def _train(self, delivery: Delivery, began: float) -> dict[str, Any]:
         """One learner step on a delivered batch; returns its metrics row without the totals."""
@@ -134,7 +147,7 @@ class LeadLoop:
         self.trainer.broadcast("train")
         with self.events.span("learner.step", step=delivery.batch.step):
             trained = self.trainer.train_step(delivery.batch)
-        self.source.trained(self.trainer.version)
+        self.source.trained(self.trainer.version, trained.get("offpolicy/ess"))
         return {
             "step": self.trainer.version.step,
             "version": str(self.trainer.version),
@@ -154,12 +167,16 @@ class LeadLoop:
         self.trainer.broadcast("export")
         with self.events.span("learner.offer", version=str(self.trainer.version)):
             self.publisher.offer(self.trainer.version, self.trainer.export())
+        self._offered = self.trainer.version
         return time.monotonic() - began
 
     def _save(self) -> None:
         self.trainer.broadcast("save")
         with self.events.span("learner.save", step=self.trainer.version.step):
-            self.trainer.save()
+            self.trainer.save(self.source.ledger)
+        oldest = self.trainer.oldest_checkpoint
+        assert oldest is not None  # the one that was just saved, at the latest
+        self.source.saved(self.trainer.version, oldest)
 
     def _end(self) -> None:
         """Tell the ranks, let the last version arrive, tell the service whether the run is complete."""
@@ -168,6 +185,17 @@ class LeadLoop:
         if complete and self.publisher is not None:
             self.publisher.wait(self.config.publish.timeout)
         self.source.end(self.trainer.version if complete else None)
+
+    def _publish_is_due(self) -> bool:
+        """Every `publish.every` steps, at the end, and when a resumed learner has caught up with what was published."""
+        if self._is_catching_up():
+            return False
+        return self._offered is None or self._due(self.config.publish.every) or self._is_last()
+
+    def _is_catching_up(self) -> bool:
+        """Some server has had newer weights than these: a generator's version never goes back."""
+        published = self.source.published
+        return published is not None and self.trainer.version.step < published.step
 
     def _due(self, every: int) -> bool:
         return self.trainer.version.step % every == 0

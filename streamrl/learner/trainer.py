@@ -37,7 +37,7 @@ from streamrl.learner.model import PolicyModel, build, choose_layers, read_shape
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import MicroBatch, plan_batch
 from streamrl.learner.parallel import Ranks
-from streamrl.types import Batch, PolicyVersion
+from streamrl.types import Batch, Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Trainer:
         self._ddp = self._wrap(dtype)
         self._optimizer = PolicyOptimizer(self._ddp, config.learner.optimizer, dtype, config.run.steps)
         self._version = PolicyVersion(0)
+        self.ledger: Ledger | None = None  # of the checkpoint that was restored
 
     @property
     def rank(self) -> int:
@@ -102,6 +103,7 @@ class Trainer:
         else:
             checkpoint.load(found, self._state())
             self._version = PolicyVersion(found.version.step, max(incarnation, found.version.incarnation + 1))
+            self.ledger = found.ledger
         log.info("starting as version %s from %s", self._version, found.folder if found else self._config.model.path)
 
     def train_step(self, batch: Batch | None) -> dict[str, float]:
@@ -142,9 +144,15 @@ class Trainer:
         for name, tensor in export_weights(self._model):
             yield name, tensor.cpu()
 
-    def save(self) -> Path:
-        """Write the checkpoint of this version. Returns its folder."""
-        return checkpoint.save(self._checkpoints, self._version, self._state(), self._config.checkpoint.keep)
+    def save(self, ledger: Ledger | None = None) -> Path:
+        """Write the checkpoint of this version, on rank 0 with the groups that it contains. Returns its folder."""
+        keep = self._config.checkpoint.keep
+        return checkpoint.save(self._checkpoints, self._version, self._state(), keep, ledger)
+
+    @property
+    def oldest_checkpoint(self) -> int | None:
+        """The step of the oldest checkpoint that is kept; None when there is none."""
+        return checkpoint.oldest_step(self._checkpoints)
 
     def broadcast(self, value: Any) -> Any:
         """A small object of rank 0, on every rank."""

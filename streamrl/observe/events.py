@@ -50,6 +50,7 @@ class EventLog:
     def __init__(self, path: Path, role: str) -> None:
         self.path = path
         self.role = role
+        self.lost = 0  # records that could not be written
         self._spans = itertools.count()
         path.parent.mkdir(parents=True, exist_ok=True)
         torn = _is_torn(path)
@@ -62,7 +63,8 @@ class EventLog:
         """Append one record. Values that JSON does not know are written as their text.
 
         Raises ValueError for a field named time, role or event. After `close` a record is only logged: what a
-        thread still says while its process ends must not make the end a failure.
+        thread still says while its process ends must not make the end a failure. Nor may a full disk end a process
+        that only wanted to tell something: such a record is counted in `lost`.
         """
         if self._file < 0:
             log.warning("event %r came after %s was closed", event, self.path)
@@ -70,7 +72,12 @@ class EventLog:
         if clash := _RESERVED & fields.keys():
             raise ValueError(f"event {event!r}: field {min(clash)!r} is the log's own")
         record = {"time": round(now(), 6), "role": self.role, "event": event, **fields}
-        os.write(self._file, json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n")
+        try:
+            os.write(self._file, json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n")
+        except OSError as error:
+            if self.lost == 0:
+                log.error("%s: %s; records are lost until there is room", self.path, error.strerror)
+            self.lost += 1
 
     @contextmanager
     def span(self, event: str, /, **fields: Any) -> Iterator[dict[str, Any]]:

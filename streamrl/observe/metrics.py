@@ -83,6 +83,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory/peak", "bytes", "its largest value so far; CUDA only"),
     Metric("buffer/groups", "groups", "complete groups that wait for training"),
     Metric("buffer/bytes", "bytes", "their size"),
+    Metric("staleness/admitted", "steps", "staleness that admission allows now; below replay.max_staleness if adapted"),
+    *(
+        Metric(f"selection/{which}/{name}", unit, f"{meaning} of the groups that were {which} since the last batch")
+        for which in ("generated", "dropped", "trained")
+        for name, unit, meaning in (
+            ("groups", "groups", "number"),
+            ("length", "tokens", "mean output length"),
+            ("pass_rate", "share", "mean share of right answers"),
+        )
+    ),
+    Metric("selection/placeholders", "groups", "groups given up since the last batch: lost too often, or for too long"),
+    Metric("selection/reissued", "groups", "tickets issued again since the last batch"),
+    Metric("selection/late_duplicates", "groups", "answers since the last batch whose ticket was another's by then"),
+    Metric("selection/over_age", "groups", "groups since the last batch that were too old to be trained"),
 )
 
 NAMES = frozenset(metric.name for metric in METRICS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,36 @@ def _figures(rows: list[dict[str, Any]]) -> Table:
     )
     oldest = max(row.get("staleness/max") or 0 for row in rows)
     table.add_row("staleness", f"mean {_mean(rows, 'staleness/mean'):.2f}, max {oldest:g} learner steps")
+    for name, text in _selection(rows):
+        table.add_row(name, text)
     table.add_row("idle", f"learner {_mean(rows, 'idle/learner'):.0%}, generators {_mean(rows, 'idle/generator'):.0%}")
     return table
+
+
+def _selection(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What became of groups that were not trained as they came, where there are any: is the selection biased?"""
+    generated, dropped = (_total(rows, f"selection/{which}/groups") for which in ("generated", "dropped"))
+    if dropped:
+        length, pass_rate = (
+            f"{_over_groups(rows, 'dropped', name):.3g}, of the trained {_over_groups(rows, 'trained', name):.3g}"
+            for name in ("length", "pass_rate")
+        )
+        yield "dropped", f"{dropped:,.0f} of {generated:,.0f} groups; mean length {length}; pass rate {pass_rate}"
+    if given_up := _total(rows, "selection/placeholders"):
+        yield "given up", f"{given_up:,.0f} groups became placeholders: lost too often, or for too long"
+    if over_age := _total(rows, "selection/over_age"):
+        yield "over age", f"{over_age:,.0f} groups were generated again"
+
+
+def _over_groups(rows: list[dict[str, Any]], which: str, name: str) -> float:
+    """The mean of a figure over all groups of the run that were `which`."""
+    counts = [row.get(f"selection/{which}/groups") or 0 for row in rows]
+    values = [row.get(f"selection/{which}/{name}") or 0.0 for row in rows]
+    return sum(count * value for count, value in zip(counts, values, strict=True)) / max(1, sum(counts))
+
+
+def _total(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row.get(name) or 0 for row in rows)
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:

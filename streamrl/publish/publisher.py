@@ -4,7 +4,7 @@
       ▲ waits only while the former version is still going out
 
 A server that fails is left, tried again after a pause, and never holds the others or the training loop
-for longer than `publish.timeout`.
+for longer than `publish.timeout`. A replay service that is started again hears anew what there is to publish.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from streamrl.stream.messages import (
     ServerState,
     Stop,
 )
-from streamrl.stream.sockets import Dealer, ReceivedBatch, StreamTimeout
+from streamrl.stream.peer import Peer
+from streamrl.stream.sockets import ReceivedBatch, StreamTimeout
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -92,17 +93,14 @@ class _Shared:
 class Publisher:
     """One thread with a socket of its own. `close` it.
 
-    >>> publisher = Publisher(address, config, run_folder, version, events)
+    >>> publisher = Publisher(config, run_folder, version, events)
     >>> publisher.offer(PolicyVersion(1), model.export())  # (Hugging Face name, CPU tensor)
     >>> publisher.wait(timeout=60)
     True
     """
 
-    def __init__(
-        self, address: str, config: Config, run_folder: Path, version: PolicyVersion, events: EventLog
-    ) -> None:
-        """`address` of the replay service; `version` that the learner has now."""
-        self._address = address
+    def __init__(self, config: Config, run_folder: Path, version: PolicyVersion, events: EventLog) -> None:
+        """`version` that the learner has now. The replay service's address is read from the run folder."""
         self._config = config
         self._run_folder = run_folder
         self._version = version
@@ -113,6 +111,7 @@ class Publisher:
         self._shared = _Shared()
         self._retries: dict[str, _Retry] = {}  # the thread's alone, as the socket and the source are
         self._refusals: dict[str, str] = {}  # server: the reason that its sink gave, this one too
+        self._openings = 0  # times that the service did not know the publisher, this one too
         self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
         self._thread.start()
 
@@ -181,19 +180,27 @@ class Publisher:
 
     def _main(self) -> None:
         try:
-            source = BroadcastSource(_own_host(self._address), detect(), self._config.publish.timeout)
-            dealer = Dealer(self._address, self._config.stream, "publisher")
-            with contextlib.closing(source), contextlib.closing(dealer):
-                dealer.send(Hello(role="publisher", name="publisher", version=self._version))
-                while self._next_round():
-                    self._hear(dealer, 0.0)
-                    self._round(dealer, source)
-                dealer.send(Bye())
+            with contextlib.closing(Peer(self._config, self._run_folder, "publisher", self._opening)) as peer:
+                source = BroadcastSource(_own_host(peer.address), detect(), self._config.publish.timeout)
+                with contextlib.closing(source):
+                    while self._next_round():
+                        self._hear(peer, 0.0)
+                        self._round(peer, source)
+                peer.send(Bye())
         except Exception as failure:  # goes on in the training loop's thread
             log.exception("the publisher has failed")
             with self._changed:
                 self._shared.failure = failure
                 self._changed.notify_all()
+
+    def _opening(self) -> Iterator[Message]:
+        """What a service hears first, also one that was started again: its servers are known once it tells them."""
+        self._openings += 1
+        with self._changed:
+            taken, self._shared.roster_known = self._shared.taken, False
+        yield Hello(role="publisher", name="publisher", version=taken.version if taken else self._version)
+        if taken is not None:
+            yield Announce(version=taken.version)
 
     def _next_round(self) -> bool:
         """Wait for an offer, or for the next look at the roster. False: the end."""
@@ -204,7 +211,7 @@ class Publisher:
     def _is_new(self) -> bool:
         return self._shared.staged is not self._shared.taken
 
-    def _round(self, dealer: Dealer, source: Source) -> None:
+    def _round(self, peer: Peer, source: Source) -> None:
         """Keep and announce a new version; bring the servers that are behind to the newest one."""
         with self._staging_lock:
             with self._changed:
@@ -212,21 +219,21 @@ class Publisher:
             if staged is None:
                 return
             if is_new:
-                self._take(dealer, staged)
+                self._take(peer, staged)
             began = time.monotonic()
             behind = [] if stopped else self._behind(staged.version)
             for server in behind:
-                self._publish(dealer, source, server, staged)
+                self._publish(peer, source, server, staged)
             if behind:
                 self._count(seconds=time.monotonic() - began)
 
-    def _take(self, dealer: Dealer, staged: Staged) -> None:
+    def _take(self, peer: Peer, staged: Staged) -> None:
         """A version is kept before any server has it: no token without the weights that it can be checked with."""
         every = self._config.publish.keep_every
         if every and staged.version.step % every == 0:
             with self._events.span("publish.keep", version=str(staged.version)):
                 keep(staged, self._config.model.path, self._run_folder)
-        dealer.send(Announce(version=staged.version))
+        peer.send(Announce(version=staged.version))
         self._retries.clear()
         with self._changed:
             self._shared.taken = staged
@@ -239,20 +246,21 @@ class Publisher:
             servers = [state for state in self._shared.roster.values() if state.version < version]
         return [state for state in servers if state.name not in self._retries or self._retries[state.name].at <= now]
 
-    def _publish(self, dealer: Dealer, source: Source, server: ServerState, staged: Staged) -> None:
+    def _publish(self, peer: Peer, source: Source, server: ServerState, staged: Staged) -> None:
         """One version to one server, within `publish.timeout`; a failure is counted and retried later."""
         deadline = time.monotonic() + self._config.publish.timeout
         self._refusals.pop(server.name, None)  # of a former try
+        openings = self._openings
 
         def check() -> None:
-            self._hear(dealer, WAIT_POLL)
+            self._hear(peer, WAIT_POLL)
+            if self._openings != openings:
+                raise PublishError(f"{server.name}: what was said of it may be lost with a former replay service")
             self._check(server.name, deadline)
 
         try:
             with self._sending(), self._events.span("publish", server=server.name, version=str(staged.version)):
-                dealer.send(
-                    Publish(server=server.name, version=staged.version, manifest=source.manifest(server, staged))
-                )
+                peer.send(Publish(server=server.name, version=staged.version, manifest=source.manifest(server, staged)))
                 source.send(server, staged, check)
                 while self._version_of(server.name) < staged.version:
                     check()
@@ -295,11 +303,12 @@ class Publisher:
         log.warning("publish failed, next try in %g s: %s", pause, reason)
         self._count(failed=self.statistics.failed + 1)
 
-    def _hear(self, dealer: Dealer, timeout: float) -> None:
+    def _hear(self, peer: Peer, timeout: float) -> None:
         """Take in what the service said, waiting `timeout` seconds for the first message."""
+        peer.beat()
         while True:
             try:
-                message = dealer.receive(timeout)
+                message = peer.receive(timeout)
             except MalformedMessage as error:
                 log.warning("malformed message from the replay service: %s", error.reason)
                 continue

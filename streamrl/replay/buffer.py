@@ -2,274 +2,438 @@
 
 The life of a group, and of the slot that it occupies:
 
-                      ┌──── lost: deadline, worker gone, bad content; attempt + 1 ────┐
-                      ▼                                                               │
-    (slot charged) ISSUED ──▶ COMPLETED ──▶ CONSUMED ──▶ (slot freed)      ISSUED ──▶ LOST
+                      ┌─ lost: lease over, worker gone, bad content; attempt + 1 ─┐
+                      ▼                                                           │
+    (slot charged) ISSUED ──▶ COMPLETED ──▶ CONSUMED ──▶ (slot freed)         WAITING ◀─ filtered out, over age
       issue()               complete()      take(step)    acknowledge(version that contains the step)
 
-The slot is charged when the ticket is first issued and freed when a server has acknowledged weights that
-contain the group's step: neither a reissue nor the learner's taking of a batch changes it. At most
-`order.capacity` slots are charged at any time, and that alone bounds memory and staleness (`replay/order.py`).
+The slot is charged when the group's first ticket is issued and freed when a server has acknowledged weights that
+contain the group's step. At most `order.capacity` slots are charged, and that alone bounds memory and staleness
+(`replay/order.py`). A group is known by its id, one of its generations by (id, attempt): the first complete
+answer to the current attempt is taken, every other one is refused.
 
-A group is known by its id, one of its generations by (id, attempt): the first complete answer to the
-current attempt is taken, every other one is refused. The frames of a consumed batch are kept until the
-next step is asked for, so that a learner that lost the answer can ask again.
+Every change that outlives a crash is a record: the buffer decides, applies it to its state (`replay/state.py`), and
+keeps it for `drain`, from where it goes to the journal. Leases, frames and the audit are the process's own.
 
 Told the same things in the same order, a buffer answers the same: time is an argument.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from streamrl.replay.order import Order
-from streamrl.types import Group, PolicyVersion, Ticket
-
-
-class State(Enum):
-    ISSUED = "issued"
-    LOST = "lost"
-    COMPLETED = "completed"
-    CONSUMED = "consumed"
+from streamrl.config import Config, FilterConfig
+from streamrl.replay.adaptive import AdaptiveBound
+from streamrl.replay.curriculum import Curriculum, make_curriculum
+from streamrl.replay.leases import Lease, Leases
+from streamrl.replay.order import Order, make_order
+from streamrl.replay.records import (
+    Acknowledged,
+    AnyRecord,
+    Began,
+    Completed,
+    Consumed,
+    Dropped,
+    Issued,
+    Phase,
+    Place,
+    Saved,
+    Slot,
+    Snapshot,
+    Stored,
+)
+from streamrl.replay.selection import Audit, measure, mismatch, reason_to_drop
+from streamrl.replay.shares import Shares, make_shares
+from streamrl.replay.state import State
+from streamrl.types import Group, Ledger, PolicyVersion, Ticket
 
 
 class GroupRefused(Exception):
     """The group cannot be taken; the message says why."""
 
 
-class AttemptsExhausted(RuntimeError):
-    """A ticket was lost as often as it may be issued: the run cannot go on in strict order."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stored:
-    """A completed group: its identity, and its frames as they came."""
-
-    group_id: int
-    attempt: int
-    frames: Sequence[Any]
-    size: int  # bytes of the frames
-    tokens: int  # generated
-
-
-@dataclass(slots=True)
-class _Slot:
-    ticket: Ticket
-    holder: str  # the worker that generates it
-    state: State = State.ISSUED
-    stored: Stored | None = None
+class DuplicateGroup(GroupRefused):
+    """This very attempt was accepted before: its worker may forget it."""
 
 
 class Buffer:
-    """Tickets, slots, attempts, deadlines, batches and acknowledged versions of one incarnation of a learner."""
+    """Tickets, slots, batches and acknowledged versions of a run."""
 
     def __init__(
         self,
         order: Order,
         *,
-        start: PolicyVersion,
+        shares: Shares,
+        curriculum: Curriculum,
+        adaptive: AdaptiveBound,
+        filters: FilterConfig,
         last_step: int,
-        task: str,
         seed: int,
+        lease: float,
         group_timeout: float,
         max_attempts: int,
     ) -> None:
-        """`start` is the version that the learner begins with; tickets end before step `last_step`."""
+        """Tickets end before step `last_step`. Times are in seconds.
+
+        A worker ends a group by itself at `group_timeout`; the buffer gives it up one lease later.
+        """
         self.order = order
-        self.start = start
-        self.acknowledged: PolicyVersion | None = None  # newest weights of this incarnation on any server
-        self.next_step = start.step  # the step that is taken next
-        self._next_id = order.first(start.step)
+        self.adaptive = adaptive
+        self._shares = shares
+        self._curriculum = curriculum
+        self._filters = filters
         self._end_id = order.first(last_step)
-        self._task = task
         self._seed = seed
-        self._group_timeout = group_timeout
-        self._max_attempts = max_attempts
-        self._slots: dict[int, _Slot] = {}
-        self._completed: set[int] = set()
-        self._lost: list[int] = []  # a heap: the oldest group is issued again first
-        self._delivered: tuple[Stored, ...] = ()  # the batch of step next_step - 1
-        self._held: Counter[str] = Counter()  # open tickets of each worker
-        self._bytes = 0
+        self._lease = lease
+        self._state = State(shares)
+        self._records: list[AnyRecord] = []
+        self._leases = Leases(lease, group_timeout + lease, max_attempts)
+        self._frames: dict[int, Sequence[Any]] = {}
+        self._trained = 0  # weights of this step contain the batch taken last
+        self._audit = Audit()
+
+    # -- what there is
+
+    @property
+    def began(self) -> PolicyVersion | None:
+        """The version that the learner started with last; no ticket is issued before."""
+        return self._state.began
+
+    @property
+    def acknowledged(self) -> PolicyVersion | None:
+        """The newest weights that any server ever had, in any incarnation."""
+        return self._state.acknowledged
+
+    @property
+    def next_step(self) -> int:
+        """The first step that is not consumed."""
+        return self._state.next_step
 
     @property
     def charged(self) -> int:
-        """Slots in use, at most `order.capacity`."""
-        return len(self._slots)
+        """Slots in use."""
+        return self._state.next_id - self.order.first(self._contained)
 
     @property
     def groups(self) -> int:
         """Completed groups that wait for the learner."""
-        return len(self._completed)
+        return len(self._state.completed)
 
     @property
     def bytes(self) -> int:
         """Size of their frames."""
-        return self._bytes
+        return sum(self._state.record(group_id).size for group_id in self._state.completed)
 
-    def state(self, group_id: int) -> State | None:
-        """Where the group is; None before its ticket and after its slot."""
-        slot = self._slots.get(group_id)
-        return slot.state if slot else None
+    def phase(self, group_id: int) -> Phase | None:
+        """How far the group is; None before its ticket, and when its step can never be delivered again."""
+        slot = self._state.slots.get(group_id)
+        return slot.phase if slot else None
 
     def held(self, holder: str) -> int:
         """Tickets that this worker has and whose groups are not back."""
-        return self._held[holder]
+        return self._leases.held(holder)
+
+    def tickets(self, holder: str) -> tuple[tuple[int, int], ...]:
+        """Their (group id, attempt)."""
+        return tuple((lease.ticket.group_id, lease.ticket.attempt) for lease in self._leases.of(holder))
+
+    def ledger(self) -> Ledger:
+        """What the weights contain once the batch taken last is trained."""
+        return self._state.ledger(self._trained)
+
+    def oldest_place(self) -> int | None:
+        """The lowest journal segment that holds frames which may be needed; None without any."""
+        return self._state.oldest_place()
+
+    def selection_metrics(self) -> dict[str, float]:
+        """The audit since the last call, by the names of its metrics: called once a batch."""
+        audit, self._audit = self._audit, Audit()
+        return audit.metrics() | self.adaptive.metrics()
+
+    # -- what outlives a crash
+
+    def drain(self) -> list[AnyRecord]:
+        """The records since the last call, in order: for the journal. Each Completed is then told its place."""
+        records, self._records = self._records, []
+        return records
+
+    def stored(self, group_id: int) -> Stored:
+        """A completed group. Raises KeyError where it is not completed any more."""
+        return self._state.slots[group_id].stored(self._frames.get(group_id))
+
+    def placed(self, group_id: int, place: Place) -> None:
+        """The journal has written the Completed of this group there."""
+        if slot := self._state.slots.get(group_id):
+            slot.place = place
+
+    def snapshot(self) -> Snapshot:
+        """The whole durable state; call it with nothing left to drain."""
+        return self._state.snapshot()
+
+    def restore(self, snapshot: Snapshot | None, records: Iterable[AnyRecord | tuple[Completed, Place]] = ()) -> None:
+        """Become what a journal says. Tickets that were out are nobody's, with a fresh lease.
+
+        A Completed without a place is one whose frames cannot be read: its group is generated again.
+        """
+        if snapshot is not None:
+            self._state.load(snapshot)
+        for record in records:
+            if isinstance(record, tuple):
+                self._state.apply(*record)
+            else:
+                self._state.apply(record)
+        self._state.reopen_placeless()
+        self._trained = self._state.next_step
+        out = [slot for slot in self._state.slots.values() if slot.phase is Phase.ISSUED]
+        self._leases.recover(out, self._seed)
+        self._reconcile()
+
+    def begin(self, version: PolicyVersion, ledger: Ledger | None = None) -> None:
+        """A learner starts, or starts again, with weights `version`; its checkpoint's `ledger` says what is in them.
+
+        Steps from there on that were consumed are delivered again, as they were. Where frames of one are
+        nowhere, its missing groups are generated again, and those steps are put together anew.
+        """
+        resumed, lost = self._state.redeliverable(version.step, self._frames)
+        self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost))
+        self._trained = version.step
+        self._reconcile()
+
+    def lose(self, group_id: int, reason: str) -> None:
+        """The frames of a completed group cannot be read: it is generated again, with the same prompt."""
+        slot = self._state.slots[group_id]
+        self._frames.pop(group_id, None)
+        if slot.phase is Phase.COMPLETED:
+            self._drop(slot, reason, same_prompt=True)
+        elif slot.phase is Phase.CONSUMED and self._state.began is not None:
+            slot.place = None
+            self.begin(self._state.began)
+
+    def saved(self, oldest: int) -> None:
+        """The oldest checkpoint that is kept has step `oldest`: the steps before it are forgotten."""
+        self._emit(Saved(oldest=oldest))
+        self._frames = {i: frames for i, frames in self._frames.items() if i in self._state.slots}
+
+    def acknowledge(self, version: PolicyVersion) -> bool:
+        """A server generates with `version`. True if that is news."""
+        if self._state.acknowledged is not None and version <= self._state.acknowledged:
+            return False
+        self._emit(Acknowledged(version=version))
+        return True
+
+    def progress(self, version: PolicyVersion, ess: float | None) -> None:
+        """The learner has made `version`; `ess` is the off-policy effective sample size of its step."""
+        self.adaptive.hear(version.step, ess)
+
+    # -- tickets
 
     def issue(self, holder: str, newest: PolicyVersion, now: float) -> Ticket | None:
         """The next ticket for a worker whose newest server is at `newest`; None when there is none for it."""
-        if newest.incarnation != self.start.incarnation:
+        state = self._state
+        waiting = self._leases.first_waiting
+        group_id = state.next_id if waiting is None else waiting
+        if state.began is None or state.acknowledged is None or group_id >= self._end_id:
             return None
-        if self._lost:
-            group_id = self._lost[0]
-            ticket = self._slots[group_id].ticket
-            if newest < ticket.issued_version:
-                return None
-            heapq.heappop(self._lost)
-            ticket = replace(ticket, attempt=ticket.attempt + 1, deadline=now + self._group_timeout)
+        required = self.order.required_step(group_id, state.next_step, self.adaptive.slots)
+        if newest.step < required or self._contained < required:
+            return None
+        if waiting is None:
+            task, attempt = self._shares.task(group_id), 0
+            prompt_index = self._curriculum.choose(task, state.cursors[task])
         else:
-            group_id = self._next_id
-            required = self._required(group_id)
-            if newest < required or not self._admitted(group_id):
-                return None
-            self._next_id += 1
-            ticket = Ticket(
-                group_id=group_id,
-                task=self._task,
-                prompt_index=group_id,
-                seed=self._seed,
-                issued_version=required,
-                deadline=now + self._group_timeout,
-            )
-        self._slots[group_id] = _Slot(ticket, holder)
-        self._held[holder] += 1
+            slot = state.slots[group_id]
+            task, prompt_index, attempt = slot.task, slot.prompt_index, slot.attempt + 1
+            self._audit.counts["reissued"] += slot.issues > 0
+        ticket = Ticket(
+            group_id=group_id,
+            attempt=attempt,
+            task=task,
+            prompt_index=prompt_index,
+            seed=self._seed,
+            issued_version=PolicyVersion(required),
+            deadline=now + self._lease,
+        )
+        self._emit(Issued(ticket=ticket))
+        self._leases.grant(ticket, holder, now)
         return ticket
 
-    def complete(self, holder: str, group: Group, frames: Sequence[Any], size: int) -> Stored:
-        """Take a group. Raises GroupRefused unless it answers the current attempt of a ticket of this worker.
+    def extend(self, holder: str, tickets: Iterable[tuple[int, int]], now: float) -> None:
+        """A heartbeat: the worker generates these (group id, attempt), or has them finished."""
+        self._leases.extend(holder, tickets, now)
 
-        A group that answers it with the wrong content is refused too, and its ticket is lost: at the last
-        attempt that raises AttemptsExhausted.
-        """
-        slot = self._open(holder, group.group_id, group.attempt)
-        if reason := _mismatch(group, slot.ticket):
-            self._lose(group.group_id, reason)
-            raise GroupRefused(reason)
-        self._held[slot.holder] -= 1
-        self._bytes += size
-        slot.state = State.COMPLETED
-        slot.stored = Stored(
-            group_id=group.group_id, attempt=group.attempt, frames=frames, size=size, tokens=group.tokens
-        )
-        self._completed.add(group.group_id)
-        return slot.stored
-
-    def fail(self, holder: str, group_id: int, attempt: int, reason: str) -> None:
-        """This attempt came to nothing. Raises GroupRefused as `complete` does, AttemptsExhausted at the last."""
-        self._open(holder, group_id, attempt)
-        self._lose(group_id, reason)
-
-    def expire(self, now: float) -> list[Ticket]:
-        """Tickets whose deadline has passed become lost. Raises AttemptsExhausted."""
-        return self._lose_where(lambda slot: slot.ticket.deadline <= now, "its deadline passed")
+    def adopt(self, holder: str, tickets: Iterable[tuple[int, int]], now: float) -> None:
+        """A worker comes back with these (group id, attempt): those that are its own or nobody's it keeps."""
+        self._leases.adopt(holder, tickets, now)
 
     def release(self, holder: str) -> list[Ticket]:
-        """The open tickets of a worker that is gone become lost. Raises AttemptsExhausted."""
-        return self._lose_where(lambda slot: slot.holder == holder, f"worker {holder} is gone")
+        """The worker is gone for good: its open tickets are to be issued again."""
+        return self._give_back(self._leases.of(holder))
 
-    def acknowledge(self, version: PolicyVersion) -> bool:
-        """A server generates with `version`. True if that is news; other incarnations do not count."""
-        if version.incarnation != self.start.incarnation or version.step < self.start.step:
-            return False
-        if self.acknowledged is not None and version <= self.acknowledged:
-            return False
-        self.acknowledged = version
-        freed = self.order.evict(min(version.step, self.next_step))
-        for group_id in [i for i in self._slots if i < freed]:
-            del self._slots[group_id]
-        return True
+    def expire(self, now: float) -> list[Ticket]:
+        """The tickets whose lease is over are to be issued again."""
+        return self._give_back(self._leases.expired(now))
+
+    def fail(self, holder: str, group_id: int, attempt: int, reason: str) -> None:
+        """This attempt came to nothing. Raises GroupRefused as `complete` does."""
+        self._give_back([self._open(holder, group_id, attempt)])
+
+    def complete(self, holder: str, group: Group, frames: Sequence[Any], size: int) -> Stored | None:
+        """Take a group. None: a filter dropped it, its place gets another prompt, and the worker may forget it.
+
+        Raises DuplicateGroup where this attempt was taken before, and GroupRefused unless it answers the current
+        attempt of a ticket of this worker. One that answers it with the wrong content is refused, and its
+        ticket is lost.
+        """
+        lease = self._open(holder, group.group_id, group.attempt)
+        record = measure(group, size)
+        if reason := mismatch(group, record, lease.ticket):
+            self._give_back([lease])
+            raise GroupRefused(reason)
+        self._leases.end(group.group_id)
+        return self._accept(group, record, frames)
+
+    def exhausted(self) -> list[Ticket]:
+        """Tickets that will not be issued again: each of these groups is to be completed as a placeholder."""
+        slots = [self._state.slots[group_id] for group_id in self._leases.exhausted]
+        return [slot.ticket(self._seed, 0.0) for slot in slots]
+
+    def complete_placeholder(self, group: Group, frames: Sequence[Any], size: int) -> Stored | None:
+        """Take a group of placeholders for an exhausted ticket. Raises GroupRefused unless it is for one."""
+        slot = self._state.slots.get(group.group_id)
+        if slot is None or group.group_id not in self._leases.exhausted or slot.attempt != group.attempt:
+            raise GroupRefused(f"group {group.group_id} attempt {group.attempt} is not exhausted")
+        self._audit.counts["placeholders"] += 1
+        return self._accept(group, measure(group, size), frames)
+
+    # -- batches
 
     def take(self, step: int) -> tuple[Stored, ...] | None:
         """The groups of a learner step, in order; None while they are not complete.
 
-        The step before may be asked for again. Raises ValueError for any other step.
+        A step that was consumed may be asked for again, as long as it may be needed. Raises ValueError for
+        any other.
         """
-        if step == self.next_step - 1 and self._delivered:
-            return self._delivered
-        if step != self.next_step:
-            raise ValueError(f"step {step} was asked for, {self.next_step} is next")
-        ids = self.order.select(step, self._completed)
+        state = self._state
+        if step in state.batches:
+            self._trained = step + 1
+            return tuple(self.stored(group_id) for group_id in state.batches[step])
+        if step != state.next_step:
+            raise ValueError(f"step {step} was asked for, {state.next_step} is next")
+        self._let_go(step)
+        ids = self._select(step)
         if ids is None:
             return None
-        self._forget_delivered()
-        slots = [self._slots[group_id] for group_id in ids]
-        self._delivered = tuple(slot.stored for slot in slots if slot.stored is not None)
-        for slot in slots:
-            slot.state = State.CONSUMED
-        self._completed.difference_update(ids)
-        self._bytes -= sum(stored.size for stored in self._delivered)
-        self.next_step += 1
-        return self._delivered
+        batch = tuple(self.stored(group_id) for group_id in ids)
+        for group_id in ids:
+            self._audit.trained.add(state.record(group_id))
+        self._emit(Consumed(step=step, group_ids=ids))
+        self._trained = step + 1
+        return batch
 
-    def _required(self, group_id: int) -> PolicyVersion:
-        step = max(self.start.step, self.order.required_step(group_id))
-        return PolicyVersion(step, self.start.incarnation)
+    def _select(self, step: int) -> tuple[int, ...] | None:
+        state = self._state
+        if len(state.completed) < self.order.groups_per_step:
+            return None
+        for group_id in [i for i, oldest in state.completed.items() if self.order.over_age(step, oldest)]:
+            self._frames.pop(group_id, None)
+            self._audit.counts["over_age"] += 1
+            self._drop(state.slots[group_id], f"too old for step {step}", same_prompt=True)
+        return self.order.select(step, state.completed, state.below, state.above)
 
-    def _admitted(self, group_id: int) -> bool:
-        if self.acknowledged is None or group_id >= self._end_id:
-            return False
-        return self.order.admit(group_id, min(self.acknowledged.step, self.next_step))
+    def _let_go(self, step: int) -> None:
+        """The learner has the batch before: its frames go, and without a journal the step with them."""
+        group_ids = self._state.batches.get(step - 1, ())
+        for group_id in group_ids:
+            self._frames.pop(group_id, None)
+        if any(self._state.slots[group_id].place is None for group_id in group_ids):
+            self._state.forget_batch(step - 1)
 
-    def _open(self, holder: str, group_id: int, attempt: int) -> _Slot:
-        slot = self._slots.get(group_id)
+    # -- inside
+
+    @property
+    def _contained(self) -> int:
+        """v: the step whose groups have their slots freed."""
+        acknowledged = self._state.acknowledged
+        return min(acknowledged.step, self._state.next_step) if acknowledged else self._state.next_step
+
+    def _emit(self, record: AnyRecord) -> None:
+        self._state.apply(record)
+        self._records.append(record)
+
+    def _accept(self, group: Group, record: Completed, frames: Sequence[Any]) -> Stored | None:
+        slot = self._state.slots[group.group_id]
+        self._leases.forget(group.group_id)
+        self._audit.generated.add(record)
+        self._curriculum.hear(slot.task, slot.prompt_index, record.pass_rate)
+        reason = reason_to_drop(group, record, self._filters)
+        if reason is not None and slot.prompts < self._filters.tries:
+            self._audit.dropped.add(record)
+            self._drop(slot, reason, same_prompt=False)
+            return None
+        self._frames[group.group_id] = frames
+        self._emit(record)
+        return slot.stored(frames)
+
+    def _drop(self, slot: Slot, reason: str, *, same_prompt: bool) -> None:
+        cursor = self._state.cursors[slot.task]
+        prompt_index = slot.prompt_index if same_prompt else self._curriculum.choose(slot.task, cursor)
+        self._emit(
+            Dropped(
+                group_id=slot.group_id,
+                attempt=slot.attempt,
+                reason=reason,
+                same_prompt=same_prompt,
+                prompt_index=prompt_index,
+            )
+        )
+        self._leases.wait(slot)
+
+    def _give_back(self, leases: Iterable[Lease]) -> list[Ticket]:
+        """These tickets are out no longer, and their groups not complete."""
+        tickets = [lease.ticket for lease in leases]
+        for ticket in tickets:
+            self._leases.end(ticket.group_id)
+            self._leases.wait(self._state.slots[ticket.group_id])
+        return tickets
+
+    def _open(self, holder: str, group_id: int, attempt: int) -> Lease:
+        """The lease that an answer is for. Nobody's, after a crash, is anybody's who answers it."""
+        lease = self._leases.get(group_id)
+        if lease is not None and lease.ticket.attempt == attempt and lease.holder in (None, holder):
+            return lease
+        slot = self._state.slots.get(group_id)
+        what = f"group {group_id} attempt {attempt}"
         if slot is None:
-            known = "is trained already" if group_id < self._next_id else "was never issued"
-            raise GroupRefused(f"group {group_id} {known}")
-        if slot.state is not State.ISSUED or slot.ticket.attempt != attempt:
-            raise GroupRefused(
-                f"group {group_id} attempt {attempt}: attempt {slot.ticket.attempt} is {slot.state.value}"
-            )
-        if slot.holder != holder:
-            raise GroupRefused(f"group {group_id} attempt {attempt} is the ticket of worker {slot.holder}")
-        return slot
+            raise GroupRefused(f"{what} is trained already" if group_id < self._state.next_id else f"{what}: no ticket")
+        if slot.completed is not None and slot.completed.attempt == attempt:
+            raise DuplicateGroup(f"{what} is {slot.phase.value} already")
+        self._audit.counts["late_duplicates"] += 1
+        if lease is not None and lease.ticket.attempt == attempt:
+            raise GroupRefused(f"{what} is the ticket of worker {lease.holder}")
+        phase = "lost" if slot.phase is Phase.ISSUED and lease is None else slot.phase.value
+        raise GroupRefused(f"{what}: attempt {slot.attempt} is {phase}")
 
-    def _lose_where(self, lost: Callable[[_Slot], bool], reason: str) -> list[Ticket]:
-        slots = [slot for slot in self._slots.values() if slot.state is State.ISSUED and lost(slot)]
-        for slot in slots:
-            self._lose(slot.ticket.group_id, reason)
-        return [slot.ticket for slot in slots]
-
-    def _lose(self, group_id: int, reason: str) -> None:
-        slot = self._slots[group_id]
-        if slot.ticket.attempt + 1 >= self._max_attempts:
-            raise AttemptsExhausted(
-                f"group {group_id} was lost {self._max_attempts} times, last because {reason}; "
-                "see replay.max_attempts, replay.group_timeout and the logs of the generators"
-            )
-        slot.state = State.LOST
-        self._held[slot.holder] -= 1
-        heapq.heappush(self._lost, group_id)
-
-    def _forget_delivered(self) -> None:
-        """Let go of the frames of the batch before; the slots stay charged until they are acknowledged."""
-        for stored in self._delivered:
-            if slot := self._slots.get(stored.group_id):
-                slot.stored = None
-        self._delivered = ()
+    def _reconcile(self) -> None:
+        """What the process knows by itself follows a change of many groups at once."""
+        slots = self._state.slots
+        self._leases.follow(slots)
+        self._frames = {i: frames for i, frames in self._frames.items() if i in slots and slots[i].completed}
 
 
-def _mismatch(group: Group, ticket: Ticket) -> str | None:
-    """Why a group does not answer its ticket. The version check is what the staleness bound rests on."""
-    if (group.task, group.prompt_index) != (ticket.task, ticket.prompt_index):
-        return f"it answers {group.task} prompt {group.prompt_index}, not {ticket.task} prompt {ticket.prompt_index}"
-    required = ticket.issued_version
-    for sample in group.samples:
-        for span in sample.spans:
-            if span.version.step < required.step or span.version.incarnation != required.incarnation:
-                return f"tokens of version {span.version}, at least {required} is required"
-    return None
+def make_buffer(config: Config) -> Buffer:
+    """The buffer of a run. Raises ValueError where an order would deadlock or a curriculum is not there."""
+    replay, every = config.replay, config.publish.every
+    order = make_order(replay, every)
+    return Buffer(
+        order,
+        shares=make_shares(config),
+        curriculum=make_curriculum(replay.curriculum, config.run.seed),
+        adaptive=AdaptiveBound(replay.adaptive, order, replay.bound, every),
+        filters=replay.filter,
+        last_step=config.run.steps,
+        seed=config.run.seed,
+        lease=replay.lease,
+        group_timeout=replay.group_timeout,
+        max_attempts=replay.max_attempts,
+    )

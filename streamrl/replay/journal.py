@@ -1,186 +1,213 @@
-"""The record of a run's data: every accepted group as it came, and which groups each step consumed.
+"""The journal's writer: the buffer's records and the groups' frames on disk, committed in groups.
 
-`RUN/journal/` holds numbered segments, one for each start of the service. A segment is its magic line and
-then records, appended and never changed:
+    append ─▶ in memory ──commit()──▶ written and fsynced ──roll()──▶ next segment ──compact()──▶ deleted
 
-    crc32 u32 | kind u8 | length of frame 0 u32 | length of frame 1 u64 | frame 0 | frame 1    (little-endian)
+`RUN/journal/` holds numbered segments (`replay/segments.py`). Each begins with a snapshot of the buffer, so that
+recovery (`replay/recovery.py`) reads the newest one alone, and older ones only for the frames of groups that stand
+in them. What was appended is held in memory until its commit; nothing outside may depend on it before.
 
-kind 1 is a group (its two frames, byte for byte), kind 2 a batch (step and the ids of its groups, in
-order). The checksum covers everything behind it.
-
-What this holds on to now: records are buffered and handed to the operating system at every batch, so a
-killed service loses groups that no step has consumed; a machine that loses power may lose more. Recovery
-(group commit before a group is accepted, batch records before delivery) is to be built on `append_group` and
-`append_batch`: the service calls the one before Accepted leaves and the other before the batch does.
-
-A run that was resumed has trained some steps twice. Reading follows the surviving history: a batch record
-replaces the records of its step and of all later ones.
+A disk that takes no more leaves the segment as it was after the last commit and everything newer in memory:
+the next commit tries again.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-import struct
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import errno
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-import msgspec
+from streamrl.config import JournalConfig
+from streamrl.replay.history import read_journal, recorded_batches
+from streamrl.replay.records import AnyRecord, Completed, Place
+from streamrl.replay.recovery import Recovery, recover
+from streamrl.replay.segments import (
+    MAGIC,
+    Chunk,
+    Frames,
+    JournalDamaged,
+    Opening,
+    encode_record,
+    load_frames,
+    segment_path,
+    segments,
+)
 
-from streamrl.stream.codec import decode_group, ticket_of
-from streamrl.types import Batch
+__all__ = ["Journal", "JournalDamaged", "JournalFull", "Recovery", "read_journal", "recorded_batches", "recover"]
 
-log = logging.getLogger(__name__)
-
-MAGIC = b"streamrl journal 1\n"
-_HEAD = struct.Struct("<IBIQ")
-_CHECKED = struct.Struct("<BIQ")  # the head behind its checksum
-_GROUP, _BATCH = 1, 2
-_SEGMENT = re.compile(r"(\d{6})\.journal")
-_BUFFER = 1 << 20
-# bytes gathered before a write; larger frames pass it by.
-
-
-class JournalDamaged(ValueError):
-    """A record in the middle of a segment is not what was written."""
-
-
-class _BatchRecord(msgspec.Struct, frozen=True):
-    step: int
-    group_ids: tuple[int, ...]
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PIECES = os.sysconf("SC_IOV_MAX")
+# buffers that one call to the operating system takes.
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
-    """An accepted group: its frames (`stream/codec.py`)."""
-
-    header: bytes
-    arena: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRecord:
-    """A step and the groups that it consumed, in order."""
-
-    step: int
-    group_ids: tuple[int, ...]
+class JournalFull(OSError):
+    """The disk takes no more. What was appended is still in memory; `commit` or `roll` may be tried again."""
 
 
 class Journal:
-    """Appends to a new segment of `folder`. Not for several writers at once."""
+    """Appends to a new segment of `folder`. One writer at a time.
 
-    def __init__(self, folder: Path) -> None:
+    >>> journal = Journal(run_folder / "journal", config.journal, snapshot)
+    >>> place = journal.append_group(completed, frames)
+    >>> if journal.due(time.monotonic()):
+    ...     journal.commit()  # now the worker may be told
+    """
+
+    def __init__(self, folder: Path, config: JournalConfig, snapshot: bytes) -> None:
+        """Begin a segment whose first record is the buffer's `snapshot`. Raises JournalFull, OSError."""
         folder.mkdir(parents=True, exist_ok=True)
-        numbers = [number for number, _ in _segments(folder)]
-        self.path = folder / f"{max(numbers, default=-1) + 1:06d}.journal"
-        self._file = open(self.path, "xb", buffering=_BUFFER)  # noqa: SIM115  closed by close()
-        self._file.write(MAGIC)
-        self._file.flush()
+        self._folder = folder
+        self._config = config
+        number = max((number for number, _ in segments(folder)), default=-1) + 1
+        self._segment = _Segment(folder, number, snapshot)
+        self._chunks: list[Chunk] = []  # appended and not committed, in order
+        self._frames: dict[int, Sequence[Chunk]] = {}  # of the groups among them, by offset
+        self._records = 0
+        self._since = 0.0  # seconds, when the oldest of them was appended
+        self.size = self._segment.size
 
-    def append_group(self, frames: Sequence[bytes | memoryview]) -> None:
-        """Record an accepted group; frames as they were received."""
-        header, arena = frames
-        self._append(_GROUP, header, arena)
+    @property
+    def uncommitted(self) -> int:
+        """Records that a crash would lose."""
+        return self._records
 
-    def append_batch(self, step: int, group_ids: Sequence[int]) -> None:
-        """Record what a step consumes, and hand everything so far to the operating system."""
-        self._append(_BATCH, msgspec.msgpack.encode(_BatchRecord(step, tuple(group_ids))), b"")
-        self._file.flush()
+    @property
+    def due_at(self) -> float:
+        """When the next commit is due, on the clock of time.monotonic; infinite without anything to commit."""
+        if len(self._frames) >= self._config.commit_groups:
+            return self._since
+        return self._since + self._config.commit_seconds if self._records else float("inf")
+
+    def due(self, now: float) -> bool:
+        """`journal.commit_groups` groups, or the first record `journal.commit_seconds` ago, are not committed yet."""
+        return now >= self.due_at
+
+    @property
+    def full_segment(self) -> bool:
+        """The segment has `journal.segment` bytes or more: time to roll."""
+        return self.size >= self._config.segment
+
+    def append(self, record: AnyRecord) -> None:
+        """Record an event that has no frames."""
+        self._append(encode_record(record))
+
+    def append_group(self, record: Completed, frames: Sequence[Chunk]) -> Place:
+        """Record an accepted group with its two frames as they came. They must not change until the next commit."""
+        place = Place(self._segment.number, self.size)
+        self._append(encode_record(record, frames))
+        self._frames[place.offset] = frames
+        return place
+
+    def commit(self) -> None:
+        """Put on disk what was appended since the last commit: one write, one fsync.
+
+        Raises JournalFull when the disk takes no more, OSError when it fails otherwise; the segment then ends
+        with the last commit, and the next call tries to write the same again.
+        """
+        if not self._records:
+            return
+        self._segment.write(self._chunks)
+        self._chunks, self._frames, self._records = [], {}, 0
+
+    def roll(self, snapshot: bytes) -> None:
+        """Commit, then begin the next segment with `snapshot`, which has everything that was appended.
+
+        Raises as `commit` does; the journal then goes on in the segment that it has.
+        """
+        self.commit()
+        following = _Segment(self._folder, self._segment.number + 1, snapshot)
+        self._segment.close()
+        self._segment, self.size = following, following.size
+
+    def load(self, place: Place) -> Frames:
+        """The frames of a group, committed or not. Raises JournalDamaged where they are not whole."""
+        if place.segment == self._segment.number and (frames := self._frames.get(place.offset)):
+            header, arena = frames
+            return bytes(header), bytes(arena)
+        return load_frames(self._folder, place)
+
+    def compact(self, oldest: int | None) -> list[Path]:
+        """Delete the segments below number `oldest`, the lowest that a group still stands in (None: in none).
+
+        The segment in use and the one before it stay: on that one recovery falls back where the snapshot of
+        the newest cannot be read. Returns what was deleted, nothing with `journal.keep=all`.
+        """
+        if self._config.keep == "all":
+            return []
+        recoverable = [number for number, _ in segments(self._folder)][-2:]
+        limit = min(recoverable) if oldest is None else min(oldest, *recoverable)
+        deleted = [path for number, path in segments(self._folder) if number < limit]
+        for path in deleted:
+            path.unlink()
+        return deleted
 
     def close(self) -> None:
-        """May be called twice."""
-        self._file.close()
+        """Let go of the file; what is not committed is lost. May be called twice."""
+        self._segment.close()
 
-    def _append(self, kind: int, first: bytes | memoryview, second: bytes | memoryview) -> None:
-        head = _CHECKED.pack(kind, len(first), len(second))
-        checksum = zlib.crc32(second, zlib.crc32(first, zlib.crc32(head)))
-        for part in (struct.pack("<I", checksum), head, first, second):
-            self._file.write(part)
-
-
-def read_journal(folder: Path) -> Iterator[GroupRecord | BatchRecord]:
-    """Every record in the order of writing.
-
-    The torn tail of a segment, which a kill leaves, is cut and told in the log. Raises JournalDamaged for a
-    record in the middle that does not match its checksum.
-    """
-    for _, path in _segments(folder):
-        with path.open("rb") as file:
-            for _, kind, first, second in _records(file, path):
-                yield _record(kind, first, second)
+    def _append(self, chunks: list[Chunk]) -> None:
+        if not self._records:
+            self._since = time.monotonic()
+        self._records += 1
+        self._chunks += chunks
+        self.size += sum(len(chunk) for chunk in chunks)
 
 
-def recorded_batches(folder: Path) -> Iterator[Batch]:
-    """The batches that were trained in the surviving history, decoded, in the order of their steps.
+class _Segment:
+    """The file of a segment that is being written. All of its `size` bytes are whole records, and on disk."""
 
-    Two passes: the first notes where the groups stand, the second reads one batch at a time, so that
-    memory holds one batch. Raises JournalDamaged; a step without its groups is such a damage.
-    """
-    groups: dict[int, tuple[Path, int]] = {}
-    steps: dict[int, list[tuple[Path, int]]] = {}
-    for _, path in _segments(folder):
-        with path.open("rb") as file:
-            for offset, kind, first, second in _records(file, path):
-                record = _record(kind, first, second)
-                if isinstance(record, GroupRecord):
-                    group_id, _ = ticket_of(record.header)
-                    groups[group_id] = (path, offset)
-                    continue
-                for later in [step for step in steps if step >= record.step]:
-                    del steps[later]
-                if missing := [i for i in record.group_ids if i not in groups]:
-                    raise JournalDamaged(f"{path}: step {record.step} without its groups {missing}")
-                steps[record.step] = [groups[i] for i in record.group_ids]
-    for step, places in sorted(steps.items()):
-        yield Batch(step=step, groups=tuple(decode_group(*_group_at(*place)) for place in places))
+    def __init__(self, folder: Path, number: int, snapshot: bytes) -> None:
+        self.number = number
+        self.size = 0
+        self._path = segment_path(folder, number)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            self.write([MAGIC, *encode_record(Opening(time=time.time()), (snapshot, b""))])
+            _sync_folder(folder)
+        except OSError:
+            self.close()
+            self._path.unlink()
+            raise
 
+    def write(self, chunks: Sequence[Chunk]) -> None:
+        """Append and fsync, or leave the file as it was. Raises JournalFull, OSError."""
+        try:
+            end = _write(self._file, chunks, self.size)
+            os.fdatasync(self._file)
+        except OSError as error:
+            # After a failed fsync the kernel may have dropped the pages: all of it has to be written again.
+            os.ftruncate(self._file, self.size)
+            if error.errno in _FULL:
+                raise JournalFull(error.errno, f"the journal cannot grow: {error.strerror}", str(self._path)) from error
+            raise
+        self.size = end
 
-def _segments(folder: Path) -> list[tuple[int, Path]]:
-    """(number, path) of the segments, in order."""
-    found = [(match, path) for path in folder.glob("*.journal") if (match := _SEGMENT.fullmatch(path.name))]
-    return sorted((int(match[1]), path) for match, path in found)
-
-
-def _records(file: BinaryIO, path: Path) -> Iterator[tuple[int, int, bytes, bytes]]:
-    """(offset, kind, frame 0, frame 1) of every whole record."""
-    end = path.stat().st_size
-    if (magic := file.read(len(MAGIC))) != MAGIC:
-        if MAGIC.startswith(magic):
-            return _tell_cut(path, 0, end)
-        raise JournalDamaged(f"{path} does not begin as a journal of this version")
-    while (offset := file.tell()) < end:
-        head = file.read(_HEAD.size)
-        if len(head) < _HEAD.size:
-            return _tell_cut(path, offset, end)
-        checksum, kind, first_length, second_length = _HEAD.unpack(head)
-        stop = offset + _HEAD.size + first_length + second_length
-        if stop > end:
-            return _tell_cut(path, offset, end)
-        first, second = file.read(first_length), file.read(second_length)
-        if zlib.crc32(second, zlib.crc32(first, zlib.crc32(head[4:]))) != checksum:
-            if stop == end:
-                return _tell_cut(path, offset, end)
-            raise JournalDamaged(f"{path}: the record at byte {offset} does not match its checksum")
-        yield offset, kind, first, second
-    return None
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
 
 
-def _tell_cut(path: Path, offset: int, end: int) -> None:
-    log.warning("%s: torn tail of %d bytes at byte %d is left out", path, end - offset, offset)
+def _write(file: int, chunks: Sequence[Chunk], offset: int) -> int:
+    """Write all chunks from `offset` on, however many calls that takes. Returns the offset behind them."""
+    waiting = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
+    first = 0
+    while first < len(waiting):
+        written = os.pwritev(file, waiting[first : first + _PIECES], offset)
+        offset += written
+        while first < len(waiting) and written >= len(waiting[first]):
+            written -= len(waiting[first])
+            first += 1
+        if written:
+            waiting[first] = waiting[first][written:]
+    return offset
 
 
-def _record(kind: int, first: bytes, second: bytes) -> GroupRecord | BatchRecord:
-    if kind == _GROUP:
-        return GroupRecord(first, second)
-    record = msgspec.msgpack.decode(first, type=_BatchRecord)
-    return BatchRecord(record.step, record.group_ids)
-
-
-def _group_at(path: Path, offset: int) -> tuple[bytes, bytes]:
-    with path.open("rb") as file:
-        file.seek(offset)
-        _, _, first_length, second_length = _HEAD.unpack(file.read(_HEAD.size))
-        return file.read(first_length), file.read(second_length)
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

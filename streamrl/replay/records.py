@@ -3,11 +3,16 @@
     Began ─▶ Issued ─▶ Completed ─▶ Consumed ─▶ Saved          Dropped: back to before Issued, with another prompt
                  └▶ Issued again (attempt + 1)                 Acknowledged: a server has new weights
 
-A buffer applies each of them once when it happens and once more when it is recovered, by the same code.
-Deadlines and holders are not among them: after a crash every open ticket has a fresh lease and is nobody's.
+A buffer applies each of them once when it happens and once more when it is recovered, by the same code
+(`replay/state.py`). Deadlines and holders are not among them: after a crash every open ticket has a fresh lease
+and is nobody's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
 
 import msgspec
 
@@ -23,6 +28,8 @@ class Began(Record, frozen=True, kw_only=True):
 
     version: PolicyVersion
     ledger: Ledger | None = None
+    next_step: int  # the first step that is not delivered as it was before
+    lost: tuple[int, ...] = ()  # groups of the steps from there on whose frames are nowhere: generated again
 
 
 class Issued(Record, frozen=True, kw_only=True):
@@ -39,6 +46,8 @@ class Completed(Record, frozen=True, kw_only=True):
     size: int  # bytes of the frames
     tokens: int  # generated
     oldest: int | None = None  # step of the oldest version among its tokens; None without tokens
+    answers: int = 0  # samples that are no placeholders
+    pass_rate: float = 0.0  # share of right ones among them
 
 
 class Dropped(Record, frozen=True, kw_only=True):
@@ -48,6 +57,7 @@ class Dropped(Record, frozen=True, kw_only=True):
     attempt: int
     reason: str
     same_prompt: bool = False
+    prompt_index: int  # what is asked in its place
 
 
 class Consumed(Record, frozen=True, kw_only=True):
@@ -77,3 +87,77 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     segment: int  # number
     offset: int  # bytes, of its record
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """A completed group: its identity, and its frames as they came, or where they are."""
+
+    group_id: int
+    attempt: int
+    frames: Sequence[Any] | None  # None: only the journal has them
+    place: Place | None  # None: not in a journal
+    size: int  # bytes of the frames
+    tokens: int  # generated
+
+
+class Phase(Enum):
+    """How far a group is. Of a lost ticket, and of a crash, only the memory of the process knows."""
+
+    WAITING = "waiting"  # no ticket is out for its prompt
+    ISSUED = "issued"
+    COMPLETED = "completed"
+    CONSUMED = "consumed"
+
+
+class Slot(msgspec.Struct, kw_only=True):
+    """One group from its first ticket until its step can never be delivered again."""
+
+    group_id: int
+    task: str
+    prompt_index: int
+    phase: Phase = Phase.WAITING
+    attempt: int = -1  # of its newest ticket; -1 before the first
+    issues: int = 0  # tickets for this prompt
+    prompts: int = 1  # prompts that this place has had, the present one included
+    required: int = 0  # oldest step whose weights may generate it, of its newest ticket
+    completed: Completed | None = None
+    place: Place | None = None
+    step: int | None = None  # that consumed it
+
+    def ticket(self, seed: int, deadline: float) -> Ticket:
+        """Its newest ticket."""
+        return Ticket(
+            group_id=self.group_id,
+            attempt=self.attempt,
+            task=self.task,
+            prompt_index=self.prompt_index,
+            seed=seed,
+            issued_version=PolicyVersion(self.required),
+            deadline=deadline,
+        )
+
+    def stored(self, frames: Sequence[Any] | None) -> Stored:
+        """Its group, with these frames. Raises KeyError unless it is completed."""
+        if self.completed is None:
+            raise KeyError(self.group_id)
+        return Stored(
+            group_id=self.group_id,
+            attempt=self.completed.attempt,
+            frames=frames,
+            place=self.place,
+            size=self.completed.size,
+            tokens=self.completed.tokens,
+        )
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole durable state of a buffer: the first record of a journal segment."""
+
+    slots: tuple[Slot, ...] = ()  # ascending ids
+    completed: tuple[int, ...] = ()  # groups that wait for the learner, in the order of completion
+    batches: dict[int, tuple[int, ...]] = {}  # steps that can still be asked for again, with their groups
+    next_id: int = 0
+    next_step: int = 0
+    cursors: dict[str, int] = {}  # prompts of each task that have been asked for
+    began: PolicyVersion | None = None  # the learner's latest start
+    acknowledged: PolicyVersion | None = None

@@ -12,8 +12,8 @@ from streamrl.stream.messages import Heartbeat, ServerState
 from streamrl.types import PolicyVersion, Ticket
 
 SILENCE = 10
-# heartbeats without a word after which a worker counts as lost; one is easily late on a machine that is
-# loading weights, ten in a row are not.
+# heartbeats without a word after which a worker gets no more tickets and its servers are not waited for; one is
+# easily late on a machine that is loading weights, ten in a row are not.
 
 
 class BusyMeter:
@@ -47,7 +47,7 @@ class Worker:
     servers: dict[str, ServerState]
     failed: dict[str, PolicyVersion] = field(default_factory=dict)  # servers that missed a version
     capacity: int = 0
-    lost: bool = False  # silent for too long; a word from it brings it back
+    lost: bool = False  # silent for too long; a word from it brings it back, and its tickets last as their leases do
     busy: BusyMeter = field(default_factory=BusyMeter)
 
     @property
@@ -129,6 +129,10 @@ class Workers:
             for name, state in worker.servers.items()
             if name not in worker.failed
         )
+
+    def named(self, name: str) -> Worker | None:
+        """The worker of this name, lost or not."""
+        return self._by_name.get(name)
 
     def owner(self, server: str) -> Worker | None:
         """The live worker that commands this server."""

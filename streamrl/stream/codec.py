@@ -1,19 +1,25 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 1, "kind": "group", group_id, attempt, task, prompt_index, ..., prompts, samples}
-    frame 1   distinct prompts int32 | output ids int32 | log-probs float32     (8 bytes an output token)
+    frame 0   {"v": 2, "kind": "group", group_id, attempt, task, prompt_index, ..., prompts, columns, samples}
+    frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns     (8 bytes an output token)
 
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
 header, and a prompt that samples share travels once. The number of frames is what costs on this path,
 so there are two. Decoding copies nothing: the arrays of a decoded group are read-only views of the
 received frame, which lives as long as any of them. Integers and floats are little-endian.
+
+`Sample.extras` become the columns behind the log-probs: the header tells the name, the dtype and the shape
+for one token of each, and which samples have it, so that a new field needs no line here. A column begins at
+a multiple of its item's size. Any bool, whole or floating dtype of numpy up to 8 bytes travels; others
+(bfloat16, say) travel as the unsigned integers of their size.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Annotated, Literal
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, get_args
 
 import msgspec
 import numpy as np
@@ -29,12 +35,21 @@ from streamrl.stream.messages import (
     parse,
     read_kind,
 )
-from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
+from streamrl.types import Batch, Group, Sample, VersionSpan
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
-_ALIGNMENT = 4  # ZeroMQ hands small frames out of a shared buffer, at any address
-Step = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Length = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_DTypeName = Literal["|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"]
+_DTYPES = {name: np.dtype(name) for name in get_args(_DTypeName)}
+_MOST = 2**31 - 1  # of a step, and of the tokens of a sample
+Length = Annotated[int, Meta(ge=0, le=_MOST)]
+
+
+class _Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A field of `Sample.extras`. Fields of one name that differ in dtype or shape are different columns."""
+
+    name: Annotated[str, Meta(max_length=256)]
+    dtype: _DTypeName
+    shape: Annotated[tuple[Length, ...], Meta(max_length=8)]  # for one token
 
 
 class _SampleHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -42,17 +57,18 @@ class _SampleHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     prompt: Length  # index into the group's distinct prompts
     tokens: Length  # T
-    spans: list[tuple[Step, Step, Length]]  # (step, incarnation, end), each starting where the last ended
+    spans: tuple[VersionSpan, ...]
     mask: list[Length]  # run lengths of the loss mask, the first run is of trained tokens
     reward: float
     parts: dict[str, float]
     finish_reason: Literal["stop", "length", "abort", "placeholder"]
+    columns: list[Length]  # indices of those that it has
 
 
 class _GroupHeader(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="group"
 ):
-    v: int = PROTOCOL
+    v: Annotated[int, Meta(ge=PROTOCOL, le=PROTOCOL)] = PROTOCOL
     group_id: Count
     attempt: Count
     task: Name
@@ -61,6 +77,7 @@ class _GroupHeader(
     finished: float
     worker: Annotated[str, Meta(max_length=256)]
     prompts: list[Length]  # lengths of the distinct prompts
+    columns: list[_Column]
     samples: list[_SampleHeader]
 
 
@@ -76,14 +93,22 @@ _DECODER = msgspec.msgpack.Decoder(_GroupHeader)
 _TICKET_DECODER = msgspec.msgpack.Decoder(_TicketOfHeader)
 
 
-def encode_group(group: Group, max_message: int) -> tuple[bytes, memoryview]:
-    """The two frames of a group; the arena is a fresh buffer that is the caller's.
+def new_arena(size: int) -> np.ndarray:
+    """A fresh uint8 [size]."""
+    return np.empty(size, np.uint8)
+
+
+def encode_group(
+    group: Group, max_message: int, allocate: Callable[[int], np.ndarray] = new_arena
+) -> tuple[bytes, memoryview]:
+    """The two frames of a group; the arena lies in the uint8 [size] that `allocate(size)` gave.
 
     Raises ValueError, naming what is wrong, for a group that no service would accept: badly formed
-    (`Group.check`) or with a frame of more than `max_message` bytes.
+    (`Group.check`), with a field whose dtype does not travel, or with a frame of more than `max_message` bytes.
     """
     group.check()
     places, prompts = _distinct_prompts(group)
+    columns, pieces = _gather_columns(group)
     header = _GroupHeader(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -93,19 +118,23 @@ def encode_group(group: Group, max_message: int) -> tuple[bytes, memoryview]:
         finished=group.finished,
         worker=group.worker,
         prompts=[len(prompt) for prompt in prompts],
-        samples=[_sample_header(sample, place) for sample, place in zip(group.samples, places, strict=True)],
+        columns=list(columns),
+        samples=[_sample_header(sample, place, columns) for sample, place in zip(group.samples, places, strict=True)],
     )
     frame = _ENCODER.encode(header)
-    whole_numbers = sum(header.prompts) + group.tokens
-    size = 4 * (whole_numbers + group.tokens)
-    if max(len(frame), size) > max_message:
+    layout = _Layout(header)
+    if max(len(frame), layout.size) > max_message:
         raise ValueError(
-            f"group {group.group_id}: header of {len(frame)} and arena of {size} bytes, "
+            f"group {group.group_id}: header of {len(frame)} and arena of {layout.size} bytes, "
             f"stream.max_message allows {max_message}"
         )
-    arena = np.empty(size, np.uint8)
-    _gather([*prompts, *(sample.output_ids for sample in group.samples)], arena[: 4 * whole_numbers].view(_INT))
-    _gather([sample.logprobs for sample in group.samples], arena[4 * whole_numbers :].view(_FLOAT))
+    arena = allocate(layout.size)
+    layout.clear_gaps(arena)
+    samples = group.samples
+    _concatenate([*prompts, *(sample.output_ids for sample in samples)], layout.ids(arena))
+    _concatenate([sample.logprobs for sample in samples], layout.logprobs(arena))
+    for index, arrays in enumerate(pieces):
+        _concatenate(arrays, layout.column(arena, index))
     return frame, arena.data
 
 
@@ -114,13 +143,10 @@ def decode_group(header: Buffer, arena: Buffer) -> Group:
 
     Raises MalformedMessage with the reason, and with the ticket where the header still tells it.
     """
-    ticket = ticket_of(header)
     try:
-        group = _build(parse(_DECODER, header, "group"), arena)
-        group.check()
-    except ValueError as error:  # MalformedMessage is one of them, and does not know the ticket yet
-        raise MalformedMessage(str(error), ticket) from error
-    return group
+        return _build(_DECODER.decode(header), arena)
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        raise MalformedMessage(f"group: {error}", ticket_of(header)) from error
 
 
 def ticket_of(header: Buffer) -> tuple[int, int]:
@@ -155,55 +181,124 @@ def _distinct_prompts(group: Group) -> tuple[list[int], list[np.ndarray]]:
     return places, prompts
 
 
-def _sample_header(sample: Sample, prompt: int) -> _SampleHeader:
+def _gather_columns(group: Group) -> tuple[dict[_Column, int], list[list[np.ndarray]]]:
+    """The columns of a group with their indices, and for each the arrays of the samples that have it."""
+    columns: dict[_Column, int] = {}
+    pieces: list[list[np.ndarray]] = []
+    for sample in group.samples:
+        for name, array in sample.extras.items():
+            index = columns.setdefault(_column(name, array), len(columns))
+            if index == len(pieces):
+                pieces.append([])
+            pieces[index].append(array)
+    return columns, pieces
+
+
+def _column(name: str, array: np.ndarray) -> _Column:
+    """Raises ValueError for a dtype that does not travel."""
+    dtype = array.dtype.newbyteorder("<").str
+    if dtype not in _DTYPES:
+        raise ValueError(f"extras[{name!r}] is {array.dtype}, allowed: bool, and numbers of up to 8 bytes")
+    return _Column(name, dtype, array.shape[1:])  # type: ignore[arg-type]  # it is one of the literals
+
+
+def _sample_header(sample: Sample, prompt: int, columns: dict[_Column, int]) -> _SampleHeader:
     return _SampleHeader(
         prompt,
         len(sample.output_ids),
-        [(span.version.step, span.version.incarnation, span.end) for span in sample.spans],
+        sample.spans,
         _runs(sample.loss_mask),
         float(sample.reward),
         {name: float(value) for name, value in sample.reward_parts.items()},
         sample.finish_reason,  # type: ignore[arg-type]  # the decoder knows the allowed ones
+        [columns[_column(name, array)] for name, array in sample.extras.items()],
     )
 
 
-def _gather(arrays: list[np.ndarray], out: np.ndarray) -> None:
+def _concatenate(arrays: list[np.ndarray], out: np.ndarray) -> None:
     if arrays:
         np.concatenate(arrays, out=out)
 
 
+class _Layout:
+    """Where the parts of a group lie in its arena of `size` bytes; the same for both ends."""
+
+    def __init__(self, header: _GroupHeader) -> None:
+        self.lengths = [sample.tokens for sample in header.samples]
+        tokens = sum(self.lengths)
+        self._logprobs = 4 * (sum(header.prompts) + tokens)
+        self.size = self._logprobs + 4 * tokens
+        self.alignment = _INT.itemsize
+        self._columns: list[tuple[int, int, np.dtype, tuple[int, ...]]] = []  # start, end, dtype, shape
+        self._gaps: list[tuple[int, int]] = []  # start, end
+        if not header.columns:
+            return
+        counts = [0] * len(header.columns)
+        for sample in header.samples:
+            for index in sample.columns:
+                counts[index] += sample.tokens
+        for column, count in zip(header.columns, counts, strict=True):
+            self._append(_DTYPES[column.dtype], (count, *column.shape))
+
+    def _append(self, dtype: np.dtype, shape: tuple[int, ...]) -> None:
+        start = -(-self.size // dtype.itemsize) * dtype.itemsize
+        self._gaps.append((self.size, start))
+        self.size = start + dtype.itemsize * math.prod(shape)
+        self.alignment = max(self.alignment, dtype.itemsize)
+        self._columns.append((start, self.size, dtype, shape))
+
+    def clear_gaps(self, arena: np.ndarray) -> None:
+        """One group has one encoding, whatever the memory held before."""
+        for start, end in self._gaps:
+            arena[start:end] = 0
+
+    def ids(self, arena: np.ndarray) -> np.ndarray:
+        return arena[: self._logprobs].view(_INT)
+
+    def logprobs(self, arena: np.ndarray) -> np.ndarray:
+        return arena[self._logprobs : self._logprobs + 4 * sum(self.lengths)].view(_FLOAT)
+
+    def column(self, arena: np.ndarray, index: int) -> np.ndarray:
+        start, end, dtype, shape = self._columns[index]
+        return arena[start:end].view(dtype).reshape(shape)
+
+
 def _runs(mask: np.ndarray) -> list[int]:
     """Run lengths of a bool mask [T], the first of True: `[1, 1, 0, 1]` -> `[2, 1, 1]`."""
-    if mask.all():
+    if np.count_nonzero(mask) == len(mask):  # the usual case, and much the cheaper one
         return [len(mask)]
     edges = np.flatnonzero(mask[1:] != mask[:-1]) + 1
     runs = np.diff(edges, prepend=0, append=len(mask)).tolist()
     return runs if mask[0] else [0, *runs]
 
 
-def _mask(runs: list[int], tokens: int) -> np.ndarray:
-    """The bool mask [T] of its run lengths. Raises ValueError unless they add up to T."""
-    if sum(runs) != tokens:
-        raise ValueError(f"loss mask covers {sum(runs)} of {tokens} output tokens")
-    plain = len(runs) == 1  # the usual case, and much the cheaper one
-    mask = np.ones(tokens, np.bool_) if plain else np.repeat(np.arange(len(runs)) % 2 == 0, runs)
+def _mask(runs: list[int], trained: np.ndarray) -> np.ndarray:
+    """The read-only bool mask [T] of its run lengths; `trained` is the one of a single run, all True.
+
+    Raises ValueError unless the runs add up to T.
+    """
+    if sum(runs) != len(trained):
+        raise ValueError(f"loss mask covers {sum(runs)} of {len(trained)} output tokens")
+    if len(runs) == 1:
+        return trained
+    mask = np.repeat(np.arange(len(runs)) % 2 == 0, runs)
     mask.flags.writeable = False
     return mask
 
 
-class _Versions(dict[tuple[int, int], PolicyVersion]):
-    """The few versions of a group, each made once: (step, incarnation) -> PolicyVersion."""
-
-    def __missing__(self, key: tuple[int, int]) -> PolicyVersion:
-        return self.setdefault(key, PolicyVersion(*key))
-
-
-def _spans(runs: list[tuple[int, int, int]], versions: _Versions) -> tuple[VersionSpan, ...]:
-    spans, start = [], 0
-    for step, incarnation, end in runs:
-        spans.append(VersionSpan(versions[step, incarnation], start, end))
-        start = end
-    return tuple(spans)
+def _check_spans(spans: tuple[VersionSpan, ...], tokens: int) -> None:
+    """Raise ValueError unless the spans cover T tokens without a gap and their versions never fall."""
+    position, step, incarnation = 0, 0, 0
+    for span in spans:
+        version = span.version
+        falls = version.step < step or (version.step == step and version.incarnation < incarnation)
+        if falls or not (version.step <= _MOST and 0 <= version.incarnation <= _MOST):
+            raise ValueError(f"version {version} follows {step}.{incarnation} in the spans")
+        if span.start != position or span.end <= position:
+            raise ValueError(f"span {span.start}..{span.end} does not continue at {position}")
+        position, step, incarnation = span.end, version.step, version.incarnation
+    if position != tokens:
+        raise ValueError(f"spans cover {position} of {tokens} output tokens")
 
 
 def _cut(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
@@ -213,30 +308,43 @@ def _cut(array: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
 
 
 def _build(header: _GroupHeader, arena: Buffer) -> Group:
-    """Cut the arena by the header. Raises ValueError where the two do not fit together."""
-    tokens = sum(sample.tokens for sample in header.samples)
-    whole_numbers = sum(header.prompts) + tokens
-    numbers = _aligned(np.frombuffer(arena, np.uint8))
-    if numbers.nbytes != 4 * (whole_numbers + tokens):
-        raise ValueError(f"arena of {numbers.nbytes} bytes, the header asks for {4 * (whole_numbers + tokens)}")
-    ids, logprobs = numbers[: 4 * whole_numbers].view(_INT), numbers[4 * whole_numbers :].view(_FLOAT)
-    lengths = [sample.tokens for sample in header.samples]
-    pieces = _cut(ids, [*header.prompts, *lengths])
+    """Cut the arena by the header. Raises ValueError where the two do not fit together.
+
+    What `Group.check` asks for holds by the way in which the pieces are cut, or is asked here.
+    """
+    if not header.samples:
+        raise ValueError("no samples")
+    if any(index >= len(header.columns) for sample in header.samples for index in sample.columns):
+        raise ValueError(f"a sample has a column beyond the {len(header.columns)} of its group")
+    layout = _Layout(header)
+    numbers = _aligned(np.frombuffer(arena, np.uint8), layout.alignment)
+    if numbers.nbytes != layout.size:
+        raise ValueError(f"arena of {numbers.nbytes} bytes, the header asks for {layout.size}")
+    pieces = _cut(layout.ids(numbers), [*header.prompts, *layout.lengths])
     prompts, outputs = pieces[: len(header.prompts)], pieces[len(header.prompts) :]
-    versions, samples = _Versions(), []
-    for sample, output_ids, sample_logprobs in zip(header.samples, outputs, _cut(logprobs, lengths), strict=True):
+    extras = _extras(header, layout, numbers)
+    all_trained = np.ones(max(layout.lengths, default=0), np.bool_)
+    all_trained.flags.writeable = False
+    samples = []
+    for index, (sample, logprobs) in enumerate(
+        zip(header.samples, _cut(layout.logprobs(numbers), layout.lengths), strict=True)
+    ):
         if sample.prompt >= len(prompts):
-            raise ValueError(f"prompt {sample.prompt} of {len(prompts)}")
+            raise ValueError(f"sample {index} has prompt {sample.prompt} of {len(prompts)}")
+        if not math.isfinite(sample.reward):
+            raise ValueError(f"sample {index}: reward is {sample.reward}")
+        _check_spans(sample.spans, sample.tokens)
         samples.append(
             Sample(
                 prompt_ids=prompts[sample.prompt],
-                output_ids=output_ids,
-                logprobs=sample_logprobs,
-                loss_mask=_mask(sample.mask, sample.tokens),
-                spans=_spans(sample.spans, versions),
+                output_ids=outputs[index],
+                logprobs=logprobs,
+                loss_mask=_mask(sample.mask, all_trained[: len(logprobs)]),
+                spans=sample.spans,
                 reward=sample.reward,
                 reward_parts=sample.parts,
                 finish_reason=sample.finish_reason,
+                extras=extras[index],
             )
         )
     return Group(
@@ -251,9 +359,27 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     )
 
 
-def _aligned(array: np.ndarray) -> np.ndarray:
-    """The bytes [n], read-only, at an address that suits a 4-byte number; copied only where it does not."""
-    if array.ctypes.data % _ALIGNMENT != 0:
+def _extras(header: _GroupHeader, layout: _Layout, numbers: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """`Sample.extras` of each sample. Raises ValueError for a name twice in a sample, and for a bool of 2 or more."""
+    extras: list[dict[str, np.ndarray]] = [{} for _ in header.samples]
+    for index, column in enumerate(header.columns):
+        owners = [place for place, sample in enumerate(header.samples) if index in sample.columns]
+        values = layout.column(numbers, index)
+        if column.dtype == "|b1" and values.size and values.view(np.uint8).max() > 1:
+            raise ValueError(f"extras[{column.name!r}] holds bytes that are no bool")
+        for place, piece in zip(owners, _cut(values, [layout.lengths[place] for place in owners]), strict=True):
+            if column.name in extras[place]:
+                raise ValueError(f"sample {place} has extras[{column.name!r}] twice")
+            extras[place][column.name] = piece
+    return extras
+
+
+def _aligned(array: np.ndarray, alignment: int) -> np.ndarray:
+    """The bytes [n], read-only, at a multiple of `alignment`; copied only where they are not.
+
+    ZeroMQ hands small frames out of a shared buffer, at any address.
+    """
+    if array.__array_interface__["data"][0] % alignment:
         array = array.copy()
     array.flags.writeable = False
     return array

@@ -7,6 +7,9 @@ Nothing is dropped silently and nothing grows without bound:
   the service treats it as lost;
 - a frame above `stream.max_message` is refused before it is sent, and closes the connection when a foreign
   peer sends it;
+- both ends number what they say to each other, in 8 bytes before the header frame, so that a word that was
+  lost on the way, or that a peer never took, shows as a gap (`Received.missed`, `Dealer.missed`);
+- whatever is not on this machine is encrypted, and only peers with the run's key come in (`stream/keys.py`);
 - `close` gives what is queued a second to leave (a Bye, a Stop), then lets go of it.
 
 A socket belongs to the thread, or the event loop, that made it.
@@ -15,19 +18,25 @@ A socket belongs to the thread, or the event loop, that made it.
 from __future__ import annotations
 
 import asyncio
+import struct
 import uuid
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from streamrl.config import StreamConfig
+from streamrl.stream.arenas import COPIED, Arenas, keep_pages
 from streamrl.stream.codec import decode_batch, encode_group
-from streamrl.stream.messages import BatchHeader, MalformedMessage, Message, decode, encode
-from streamrl.types import Batch, Group
+from streamrl.stream.door import Door
+from streamrl.stream.keys import client_keys, needs_curve, service_keys
+from streamrl.stream.messages import BatchHeader, Buffer, MalformedMessage, Message, decode, encode
+from streamrl.types import Batch, Group, Ledger
 
 LINGER = 1000
 # milliseconds; enough for a last word on any network, and short enough not to be felt at the end of a role.
@@ -41,6 +50,11 @@ SERVICE_QUEUE = 1024
 PING = 10_000
 # milliseconds between transport pings; a peer whose host vanished is noticed after three of them.
 
+PEERS = 4096
+# identities whose numbers the service remembers; every process has one. Who is forgotten is heard with a gap.
+
+_NUMBER = struct.Struct("<Q")
+
 
 class StreamTimeout(TimeoutError):
     """The replay service did not take a message within `stream.reply_timeout`."""
@@ -51,11 +65,45 @@ class ReceivedBatch:
     """A batch as it reached the learner, with the service's `BatchStats` as a dict."""
 
     batch: Batch
-    stats: dict[str, float]
+    stats: dict[str, Any]
+    ledger: Ledger | None = None
+
+
+class Received(NamedTuple):
+    """What the service heard: the frames are views of what ZeroMQ received, and keep it alive."""
+
+    peer: bytes  # its identity, the same for the life of its socket
+    frames: list[memoryview]
+    missed: int  # words of this peer before this one that never came; more than 0 asks for an Introduce
+
+
+class _Numbers:
+    """Both directions of one connection: the number that is said next, and the one that should come next."""
+
+    __slots__ = ("_heard", "_said")
+
+    def __init__(self) -> None:
+        self._said = self._heard = 0
+
+    def stamp(self, header: Buffer) -> bytes:
+        """The header frame behind its number. A message counts as said even if nobody takes it."""
+        self._said += 1
+        return _NUMBER.pack(self._said - 1) + header
+
+    def strip(self, frame: memoryview) -> tuple[memoryview, int]:
+        """The header frame, and how many before it were missed. A lower number: the other end counts anew."""
+        if len(frame) < _NUMBER.size:
+            return frame[:0], 0  # `decode` refuses it
+        number = _NUMBER.unpack_from(frame)[0]
+        missed = number - self._heard if number >= self._heard else number
+        self._heard = number + 1
+        return frame[_NUMBER.size :], missed
 
 
 def configure(socket: zmq.Socket, stream: StreamConfig) -> None:
-    """Every option that both ends share. Authentication (CURVE keys) belongs here, before bind and connect."""
+    """Everything that both ends share."""
+    keep_pages()
+    socket.copy_threshold = COPIED
     socket.setsockopt(zmq.LINGER, LINGER)
     socket.setsockopt(zmq.MAXMSGSIZE, stream.max_message)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING)
@@ -65,10 +113,16 @@ def configure(socket: zmq.Socket, stream: StreamConfig) -> None:
 class Router:
     """The service's end: receives from every peer, sends to a peer by its identity, never waits to send."""
 
-    def __init__(self, address: str, stream: StreamConfig) -> None:
-        """Bind `address`; port 0 takes a free one. Raises zmq.ZMQError, naming the address, where that fails."""
+    def __init__(self, address: str, stream: StreamConfig, keys: Path | None = None) -> None:
+        """Bind `address`; port 0 takes a free one. `keys`: the folder of the run's keys, made when CURVE needs them.
+
+        Raises zmq.ZMQError, naming the address, where binding fails, and KeysUnusable.
+        """
+        secured = service_keys(keys) if needs_curve(stream, address) else None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._door = Door(self._context, self._socket, secured) if secured else None
+        self._peers: OrderedDict[bytes, _Numbers] = OrderedDict()
         configure(self._socket, stream)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects takes its identity over
@@ -86,17 +140,28 @@ class Router:
         """Where the socket listens, with its real port."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def receive(self, timeout: float) -> tuple[bytes, list[zmq.Frame]] | None:
-        """The identity of a peer and its frames, uncopied; None when nothing came for `timeout` seconds."""
-        if not self._socket.poll(int(timeout * 1000)):
-            return None
-        identity, *frames = self._socket.recv_multipart(copy=False)
-        return identity.bytes, frames
+    @property
+    def refused(self) -> int:
+        """Attempts to connect that were turned away, for want of the run's key."""
+        return self._door.refused if self._door else 0
 
-    def send(self, identity: bytes, message: Message, frames: Sequence[zmq.Frame] = ()) -> bool:
-        """Queue a message and further frames as they are. False: the peer is gone or does not read."""
+    def receive(self, timeout: float) -> Received | None:
+        """A peer's next word; None when nothing came for `timeout` seconds."""
+        parts = _waited(self._socket, timeout)
+        if parts is None:
+            return None
+        identity, *parts = parts
+        peer, frames = identity.bytes, [part.buffer for part in parts]
+        if not frames:
+            return Received(peer, frames, 0)
+        frames[0], missed = self._numbers(peer).strip(frames[0])
+        return Received(peer, frames, missed)
+
+    def send(self, peer: bytes, message: Message, frames: Sequence[Buffer] = ()) -> bool:
+        """Queue a message and further frames, uncopied. False: the peer is gone or does not read."""
+        header = self._numbers(peer).stamp(encode(message))
         try:
-            self._socket.send_multipart([identity, encode(message), *frames], zmq.NOBLOCK, copy=False)
+            self._socket.send_multipart([peer, header, *map(_uncopied, frames)], zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -104,6 +169,16 @@ class Router:
                 raise
             return False
         return True
+
+    def _numbers(self, peer: bytes) -> _Numbers:
+        numbers = self._peers.get(peer)
+        if numbers is None:
+            numbers = self._peers[peer] = _Numbers()
+            if len(self._peers) > PEERS:
+                self._peers.popitem(last=False)
+        else:
+            self._peers.move_to_end(peer)
+        return numbers
 
     def close(self) -> None:
         """Stop listening; what is queued has `LINGER` to leave. May be called twice."""
@@ -114,17 +189,23 @@ class Router:
 class Dealer:
     """A peer's end for plain threads: the learner and its publisher.
 
-    >>> dealer = Dealer(address, config.stream, "learner")
+    >>> dealer = Dealer(address, config.stream, key_folder(config, run_folder), "learner")
     >>> dealer.send(Next(step=7))
     >>> received = dealer.receive(timeout=1.0)  # None, a Message, or a ReceivedBatch
     """
 
-    def __init__(self, address: str, stream: StreamConfig, name: str = "peer") -> None:
-        """Connect to the service at `address`, now or as soon as it listens; `name` shows in its log."""
+    def __init__(self, address: str, stream: StreamConfig, keys: Path | None = None, name: str = "peer") -> None:
+        """Connect to the service at `address`, now or as soon as it listens; `name` shows in its log.
+
+        `keys`: the folder of the run's keys. Raises KeysUnusable where CURVE needs them.
+        """
         self._stream = stream
         self._context = zmq.Context()
-        self._socket = _connected(self._context.socket(zmq.DEALER), address, stream, name)
+        self._socket = _connected(self._context.socket(zmq.DEALER), address, stream, keys, name)
         self._socket.setsockopt(zmq.SNDTIMEO, int(stream.reply_timeout * 1000))
+        self._numbers = _Numbers()
+        self._arenas = Arenas()
+        self.missed = 0  # words of the service that never came
 
     def send(self, message: Message) -> None:
         """Raises StreamTimeout, or ValueError for a message above `stream.max_message`."""
@@ -132,22 +213,27 @@ class Dealer:
 
     def send_group(self, group: Group) -> None:
         """Raises StreamTimeout, or ValueError for a group that no service would accept (`encode_group`)."""
-        self._send(encode_group(group, self._stream.max_message))
+        header, arena = encode_group(group, self._stream.max_message, self._arenas.allocate)
+        self._arenas.lend(arena, self._send([header, arena], track=True))
 
     def receive(self, timeout: float) -> Message | ReceivedBatch | None:
         """What the service said; None after `timeout` seconds. Raises MalformedMessage."""
-        if not self._socket.poll(int(timeout * 1000)):
+        parts = _waited(self._socket, timeout)
+        if parts is None:
             return None
-        return _read(self._socket.recv_multipart(copy=False))
+        received, missed = _read(parts, self._numbers)
+        self.missed += missed
+        return received
 
     def close(self) -> None:
         """May be called twice; takes `LINGER` at most."""
         self._socket.close()
         self._context.term()
 
-    def _send(self, frames: Sequence[Any]) -> None:
+    def _send(self, frames: list[Any], track: bool = False) -> Any:
+        frames[0] = self._numbers.stamp(frames[0])
         try:
-            self._socket.send_multipart(frames, copy=False)
+            return self._socket.send_multipart(frames, copy=False, track=track)
         except zmq.Again as error:
             raise _timeout(self._stream) from error
 
@@ -155,16 +241,19 @@ class Dealer:
 class AsyncDealer:
     """A peer's end for asyncio: the generator worker.
 
-    >>> dealer = AsyncDealer(address, config.stream, "generator-0")
+    >>> dealer = AsyncDealer(address, config.stream, key_folder(config, run_folder), "generator-0")
     >>> await dealer.send(Hello(role="generator", name="generator-0"))
     >>> message = await dealer.receive(timeout=1.0)
     """
 
-    def __init__(self, address: str, stream: StreamConfig, name: str = "peer") -> None:
-        """Connect to the service at `address`, now or as soon as it listens; `name` shows in its log."""
+    def __init__(self, address: str, stream: StreamConfig, keys: Path | None = None, name: str = "peer") -> None:
+        """As `Dealer`."""
         self._stream = stream
         self._context = zmq.asyncio.Context()
-        self._socket = _connected(self._context.socket(zmq.DEALER), address, stream, name)
+        self._socket = _connected(self._context.socket(zmq.DEALER), address, stream, keys, name)
+        self._numbers = _Numbers()
+        self._arenas = Arenas()
+        self.missed = 0  # words of the service that never came
 
     async def send(self, message: Message) -> None:
         """Raises StreamTimeout, or ValueError for a message above `stream.max_message`."""
@@ -172,29 +261,38 @@ class AsyncDealer:
 
     async def send_group(self, group: Group) -> None:
         """Raises StreamTimeout, or ValueError for a group that no service would accept (`encode_group`)."""
-        await self._send(encode_group(group, self._stream.max_message))
+        header, arena = encode_group(group, self._stream.max_message, self._arenas.allocate)
+        self._arenas.lend(arena, await self._send([header, arena], track=True))
 
     async def receive(self, timeout: float) -> Message | ReceivedBatch | None:
         """What the service said; None after `timeout` seconds. Raises MalformedMessage."""
         if not await self._socket.poll(int(timeout * 1000)):
             return None
-        return _read(await self._socket.recv_multipart(copy=False))
+        received, missed = _read(await self._socket.recv_multipart(copy=False), self._numbers)
+        self.missed += missed
+        return received
 
     def close(self) -> None:
         """May be called twice; takes `LINGER` at most."""
         self._socket.close()
         self._context.term()
 
-    async def _send(self, frames: Sequence[Any]) -> None:
+    async def _send(self, frames: list[Any], track: bool = False) -> Any:
+        frames[0] = self._numbers.stamp(frames[0])
         try:
             async with asyncio.timeout(self._stream.reply_timeout):
-                await self._socket.send_multipart(frames, copy=False)
+                return await self._socket.send_multipart(frames, copy=False, track=track)
         except TimeoutError as error:
             raise _timeout(self._stream) from error
 
 
-def _connected(socket: Any, address: str, stream: StreamConfig, name: str) -> Any:
+def _connected(socket: Any, address: str, stream: StreamConfig, keys: Path | None, name: str) -> Any:
     configure(socket, stream)
+    if needs_curve(stream, address):
+        mine = client_keys(keys)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, mine.secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, mine.service_public)
     socket.setsockopt(zmq.IDENTITY, f"{name[:200]}:{uuid.uuid4().hex[:12]}".encode())
     socket.setsockopt(zmq.SNDHWM, QUEUE)
     socket.setsockopt(zmq.RCVHWM, QUEUE)
@@ -204,20 +302,40 @@ def _connected(socket: Any, address: str, stream: StreamConfig, name: str) -> An
 
 
 def _small(frame: bytes, stream: StreamConfig) -> bytes:
-    if len(frame) > stream.max_message:
+    if len(frame) + _NUMBER.size > stream.max_message:
         raise ValueError(f"message of {len(frame)} bytes, stream.max_message allows {stream.max_message}")
     return frame
 
 
-def _read(frames: list[zmq.Frame]) -> Message | ReceivedBatch:
-    """The service's message. A batch brings two frames a group, any other message none."""
-    message = decode(frames[0].buffer)
+def _waited(socket: zmq.Socket, timeout: float) -> list[zmq.Frame] | None:
+    """The frames of the next message; None after `timeout` seconds."""
+    socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))  # cheaper than a poll before each message
+    try:
+        frames = [socket.recv(copy=False)]
+    except zmq.Again:
+        return None
+    while frames[-1].more:
+        frames.append(socket.recv(copy=False))
+    return frames
+
+
+def _uncopied(frame: Buffer) -> Buffer | zmq.Frame:
+    """A frame that came as a whole goes out as the message that it came in: nothing to keep alive, nothing to copy."""
+    origin = frame.obj if isinstance(frame, memoryview) else None
+    return origin if isinstance(origin, zmq.Frame) and len(origin) == len(frame) else frame
+
+
+def _read(parts: list[zmq.Frame], numbers: _Numbers) -> tuple[Message | ReceivedBatch, int]:
+    """The service's message, and how many were missed. A batch brings two frames a group, any other message none."""
+    frames = [part.buffer for part in parts]
+    header, missed = numbers.strip(frames[0])
+    message = decode(header)
     if isinstance(message, BatchHeader):
-        batch = decode_batch(message, [frame.buffer for frame in frames[1:]])
-        return ReceivedBatch(batch, msgspec.structs.asdict(message.stats))
+        batch = decode_batch(message, frames[1:])
+        return ReceivedBatch(batch, msgspec.structs.asdict(message.stats), message.ledger), missed
     if len(frames) > 1:
         raise MalformedMessage(f"{len(frames) - 1} frames behind a message that has none")
-    return message
+    return message, missed
 
 
 def _timeout(stream: StreamConfig) -> StreamTimeout:

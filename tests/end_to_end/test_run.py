@@ -4,15 +4,19 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from streamrl import cli
+from streamrl.config import JournalConfig
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
-from streamrl.replay.journal import BatchRecord, Journal, read_journal, recorded_batches
+from streamrl.replay.journal import Journal, read_journal, recorded_batches
+from streamrl.replay.records import Completed, Consumed
+from streamrl.replay.segments import Opening, load_frames
 from streamrl.stream.codec import decode_group, encode_group
-from streamrl.types import PolicyVersion
+from streamrl.types import Group, PolicyVersion
 
 DESIGN_KEYS = {
     "step", "version", "time", "reward/mean", "reward/std", "pass_rate", "signal_rate", "tokens/generated",
@@ -55,27 +59,39 @@ def test_the_audit_of_a_finished_run_covers_every_trained_token(finished_run, ca
 
 
 def test_the_audit_fails_when_one_stamp_is_wrong(finished_run, tmp_path, capsys):
-    copy = tmp_path / "run"
-    shutil.copytree(finished_run.folder, copy)
-    _forge_one_stamp(copy / "journal", finished_run.folder / "journal")
+    last = list(recorded_batches(finished_run.folder / "journal"))[-1].groups[-1].group_id
+
+    def forge_one_stamp(record, frames):
+        if isinstance(record, Completed) and record.group_id == last:
+            frames = encode_group(_stamped_one_version_back(decode_group(*frames)), 1 << 28)
+        return record, frames
+
+    copy = _copy_with_journal(finished_run.folder, tmp_path, forge_one_stamp)
     assert cli.main(["audit", str(copy)]) == 1
     assert "differ from their stamped version" in capsys.readouterr().out
 
 
 def test_the_audit_fails_when_a_group_is_trained_twice(finished_run, tmp_path, capsys):
-    copy = tmp_path / "run"
-    shutil.copytree(finished_run.folder, copy)
-    shutil.rmtree(copy / "journal")
-    journal = Journal(copy / "journal")
-    for record in read_journal(finished_run.folder / "journal"):
-        if isinstance(record, BatchRecord):
-            ids = record.group_ids if record.step != 5 else (*record.group_ids[:-1], record.group_ids[0])
-            journal.append_batch(record.step, ids)
-        else:
-            journal.append_group((record.header, record.arena))
-    journal.close()
+    def train_one_twice(record, frames):
+        if isinstance(record, Consumed) and record.step == 5:
+            record = Consumed(step=5, group_ids=(*record.group_ids[:-1], record.group_ids[0]))
+        return record, frames
+
+    copy = _copy_with_journal(finished_run.folder, tmp_path, train_one_twice)
     assert cli.main(["audit", str(copy)]) == 1
-    assert "not the 4 that strict order gives" in capsys.readouterr().out
+    assert "step 5 trained group 20 a second time" in capsys.readouterr().out
+
+
+def test_the_audit_fails_when_a_group_is_trained_before_its_turn(finished_run, tmp_path, capsys):
+    def swap_two(record, frames):
+        if isinstance(record, Consumed) and record.step == 5:
+            first, second, *rest = record.group_ids
+            record = Consumed(step=5, group_ids=(second, first, *rest))
+        return record, frames
+
+    copy = _copy_with_journal(finished_run.folder, tmp_path, swap_two)
+    assert cli.main(["audit", str(copy)]) == 1
+    assert "group 21 before group 20, which fifo with window 1 does not allow" in capsys.readouterr().out
 
 
 def test_training_again_from_the_record_gives_the_same_weights_bit_for_bit(finished_run, tmp_path, capsys):
@@ -169,22 +185,29 @@ def test_train_on_a_finished_run_ends_at_once_and_changes_no_step(finished_run):
     assert list(read_metrics(finished_run.folder)) == rows
 
 
-def _forge_one_stamp(target: Path, source: Path) -> None:
-    """Write the journal again with the last consumed group's first sample stamped with the version before its own."""
-    last = list(recorded_batches(source))[-1].groups[-1].group_id
-    shutil.rmtree(target)
-    journal = Journal(target)
-    for record in read_journal(source):
-        if isinstance(record, BatchRecord):
-            journal.append_batch(record.step, record.group_ids)
+def _copy_with_journal(run_folder: Path, target: Path, change: Callable[..., tuple]) -> Path:
+    """A copy of a run whose journal was written again, each record and its frames as `change` gives them."""
+    copy = target / "run"
+    shutil.copytree(run_folder, copy, ignore=shutil.ignore_patterns("journal"))
+    journal = Journal(copy / "journal", JournalConfig(), snapshot=b"")
+    for entry in read_journal(run_folder / "journal"):
+        if isinstance(entry.record, Opening):
             continue
-        group = decode_group(record.header, record.arena)
-        if group.group_id == last:
-            sample = group.samples[0]
-            spans = tuple(
-                replace(span, version=PolicyVersion(span.version.step - 1, span.version.incarnation))
-                for span in sample.spans
-            )
-            group = replace(group, samples=(replace(sample, spans=spans), *group.samples[1:]))
-        journal.append_group(encode_group(group, 1 << 28))
+        frames = load_frames(run_folder / "journal", entry.place) if entry.frame_bytes else ()
+        record, frames = change(entry.record, frames)
+        if isinstance(record, Completed):
+            journal.append_group(record, frames)
+        else:
+            journal.append(record)
+    journal.commit()
     journal.close()
+    return copy
+
+
+def _stamped_one_version_back(group: Group) -> Group:
+    """The group, its first sample stamped with the version before its own."""
+    sample = group.samples[0]
+    spans = tuple(
+        replace(span, version=PolicyVersion(span.version.step - 1, span.version.incarnation)) for span in sample.spans
+    )
+    return replace(group, samples=(replace(sample, spans=spans), *group.samples[1:]))

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.keys import EngineKeys
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 12}
 PROMPT = [1, 4, 2, 8]
@@ -96,7 +97,7 @@ def test_an_ipv6_address_and_a_host_name_reach_a_server_with_the_api_key():
         for bound, host in (("::1", "[::1]"), ("127.0.0.1", "localhost")):
             server = await asyncio.start_server(answer, bound, 0)
             port = server.sockets[0].getsockname()[1]
-            client = EngineClient(f"http://{host}:{port}", 10.0, api_key="secret")
+            client = EngineClient(f"http://{host}:{port}", 10.0, EngineKeys(api="secret"))
             versions.append((await client.model_info()).weight_version)
             await client.close()
             server.close()

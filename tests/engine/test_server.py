@@ -7,14 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from streamrl.config import Config
-from streamrl.engine.client import EngineClient
+from streamrl.engine.client import EngineClient, EngineError
+from streamrl.engine.keys import NO_KEYS, EngineKeys, key_environment, take_keys
 from streamrl.engine.server import Server, ServerFailed, command_line, server_arguments
 from streamrl.engine.shutdown import SHARED_MEMORY, end_server
 
@@ -47,6 +48,57 @@ def test_the_users_arguments_win_over_all_others():
 def test_arguments_become_a_command_line():
     arguments = {"tp_size": 2, "sleep_on_idle": True, "a": False, "b": None, "c": [1, 2], "d": {"x": 1}}
     assert command_line(arguments) == ["--tp-size", "2", "--sleep-on-idle", "--c", "1", "2", "--d", '{"x": 1}']
+
+
+def test_keys_go_by_the_environment_and_leave_it():
+    environment = {"HOME": "/", **key_environment(EngineKeys("api-secret", "admin-secret"))}
+    assert "api-secret" in environment.values()
+    assert take_keys(environment) == ["--api-key", "api-secret", "--admin-api-key", "admin-secret"]
+    assert environment == {"HOME": "/"}
+    assert take_keys({**key_environment(EngineKeys(admin="x"))}) == ["--admin-api-key", "x"]
+    assert key_environment(NO_KEYS) == {}
+
+
+def test_a_server_obeys_its_keys_and_shows_them_to_no_other_user(model_folders, tmp_path):
+    keys = EngineKeys("api-secret", "admin-secret")
+    server = Server(config_of(model_folders[0], api_key="of the user"), tmp_path, index=5, keys=keys)
+
+    async def status(call: Callable[[EngineClient], Awaitable[object]], keys: EngineKeys) -> int | None:
+        client = EngineClient(server.address, DEADLINE, keys)
+        try:
+            await call(client)
+        except EngineError as error:
+            return error.status
+        finally:
+            await client.close()
+        return 200
+
+    def generate(client: EngineClient) -> Awaitable[object]:
+        return client.generate([5, 6], {"max_new_tokens": 1}, n=1)
+
+    def command(client: EngineClient) -> Awaitable[object]:
+        return client.update_weight_version("9.0")
+
+    async def run() -> list[tuple[int | None, ...]]:
+        client = EngineClient(server.address, DEADLINE, keys)
+        try:
+            await server.ready(client, DEADLINE)
+        finally:
+            await client.close()
+        return [
+            tuple([await status(call, held) for held in (keys, EngineKeys("api-secret"), NO_KEYS)])
+            for call in (generate, command)
+        ]
+
+    try:
+        assert asyncio.run(run()) == [(200, 200, 401), (200, 401, 401)]
+        tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+        shown = " ".join(word for process in tree for word in process.cmdline())
+        assert "secret" not in shown
+        assert "of the user" not in shown
+        assert server.log.stat().st_mode & 0o077 == 0
+    finally:
+        asyncio.run(server.stop())
 
 
 def test_a_server_that_cannot_start_is_reported_with_the_last_lines_of_its_log(model_folders, tmp_path):

@@ -51,7 +51,13 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
     """`run(task, step_of_the_ticket, **generate)`: the group, the load and the end record of its event."""
 
     def run(
-        task: Environment, step: int = 0, address: str = fresh_server.address, longest: int = 1000, **generate: Any
+        task: Environment,
+        step: int = 0,
+        *,
+        address: str = fresh_server.address,
+        longest: int = 1000,
+        seconds: float | None = None,
+        **generate: Any,
     ):
         config = GenerateConfig.model_validate({"sampling": {"max_new_tokens": 6}, **generate})
         load = Load()
@@ -60,7 +66,8 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
         async def go() -> Group:
             client = EngineClient(address, 60.0)
             try:
-                inference = EngineInference(client, Tokenizer(model_folders[0]), config, load)
+                deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+                inference = EngineInference(client, Tokenizer(model_folders[0]), config, load, deadline=deadline)
                 return await run_group(ticket(step), task, inference, SIZE, longest=longest, events=events)
             finally:
                 await client.close()
@@ -95,6 +102,38 @@ def test_a_group_has_its_samples_with_the_policys_log_probs_and_versions(run, mo
         assert sample.spans == (VersionSpan(PolicyVersion(0), 0, len(sample.output_ids)),)
         expected = forward_logprobs(weights, [*prompt, *sample.output_ids])[len(prompt) - 1 :]
         assert np.abs(expected.numpy() - sample.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is_told(run, single):
+    class Late(Task):
+        """Two samples that are finished when the deadline comes, two that have a long way to go."""
+
+        async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+            completions = await inference.generate(prompt.content, 2, max_new_tokens=2)
+            inference.deadline = asyncio.get_running_loop().time() + 0.3
+            inference._sampling["ignore_eos"] = True  # the tiny model ends an answer after a few tokens
+            completions += await inference.generate(prompt.content, 2, max_new_tokens=1900, stop_token_ids=[])
+            return await self.score_all(prompt, completions)
+
+    group, _, end = run(Late(), seconds=60, single_requests=single)
+    group.check()
+    assert [sample.is_placeholder for sample in group.samples] == [False, False, True, True]
+    assert end["failed"] == 2
+    assert "not finished at the deadline" in end["reasons"]
+    assert all(reached > 2 for reached in end["reached"]) if single else end["reached"] == [0, 0]
+
+
+def test_a_task_that_hangs_costs_its_group_not_the_worker(run, monkeypatch):
+    class Hangs(Task):
+        async def score(self, prompt: Prompt, completion: Completion) -> Score:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+    monkeypatch.setattr("streamrl.generate.group.SCORING_TIME", 0.5)
+    group, _, end = run(Hangs(), seconds=1.0)
+    assert all(sample.is_placeholder for sample in group.samples)
+    assert any("TimeoutError" in reason for reason in end["reasons"])
 
 
 def test_a_prompt_that_the_server_refuses_becomes_placeholders(run):

@@ -41,7 +41,7 @@ class Run:
         config_file.save(config, folder / "config.yaml")
         self.service = self._role("replay")
         self.worker = self._role("generator")
-        self.dealer = Dealer(replay_address(config, folder), config.stream, "learner")
+        self.dealer = Dealer(replay_address(config, folder), config.stream, name="learner")
         self.dealer.send(Hello(role="learner", name="learner", version=PolicyVersion(0)))
 
     def _role(self, name: str) -> subprocess.Popen[bytes]:
@@ -108,7 +108,7 @@ def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
     run = start_run(probes=2)
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
     events = EventLog(event_path(run.folder, "learner"), "learner-0")
-    publisher = Publisher(replay_address(run.config, run.folder), run.config, run.folder, PolicyVersion(0), events)
+    publisher = Publisher(run.config, run.folder, PolicyVersion(0), events)
     batches = []
     try:
         for step in range(STEPS):
@@ -170,6 +170,8 @@ def test_an_attached_server_is_brought_to_the_initial_weights_and_outlives_the_w
     assert {span.version for sample in batch.samples for span in sample.spans} == {PolicyVersion(0)}
     run.worker.send_signal(signal.SIGTERM)
     assert run.worker.wait(DEADLINE) == 0
+    assert [event["tickets"] for event in run.events("replay", "worker.gone")] == [0]  # what was begun is finished
+    assert not run.events("generator", "worker.undrained")
     assert asyncio.run(rename_and_ask(None)) == "0.0"
 
 

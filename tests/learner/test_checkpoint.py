@@ -8,6 +8,7 @@ from learner_parts import make_batch, make_config, weights
 
 from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint import CheckpointMismatchError
+from streamrl.types import Ledger
 
 
 @pytest.mark.parametrize("distributed", [False, True])
@@ -79,6 +80,19 @@ def test_the_newest_checkpoints_are_kept_and_nothing_half_written_counts(model_f
     assert folders == ["step_2", "step_3"]
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert (found.folder.name, str(found.version)) == ("step_3", "3.0")
+
+
+def test_a_checkpoint_holds_the_ledger_of_the_groups_that_are_in_its_weights(model_folder, trainer_of, tmp_path):
+    config = make_config(model_folder())
+    trainer = trainer_of(config, tmp_path)
+    assert (trainer.ledger, trainer.oldest_checkpoint) == (None, None)
+    ledger = Ledger(below=64, above=(66,), pending={65: ("copy", 65), 67: ("sums", 0)}, cursors={"copy": 67, "sums": 1})
+    trainer.save(ledger)
+    trainer.train_step(make_batch())
+    resumed = trainer_of(config, tmp_path)
+    assert (resumed.ledger, resumed.oldest_checkpoint) == (ledger, 0)
+    resumed.save()  # as a learner does that trains from a record
+    assert trainer_of(config, tmp_path).ledger is None
 
 
 def test_saving_a_step_again_replaces_it(model_folder, trainer_of, tmp_path):

@@ -15,7 +15,9 @@ from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.summary import probes
 
-CONFIG = Config.model_validate({"run": {"name": "trial", "steps": 20}, "publish": {"keep_every": 1}})
+CONFIG = Config.model_validate(
+    {"run": {"name": "trial", "steps": 20}, "publish": {"keep_every": 1}, "journal": {"keep": "all"}}
+)
 
 
 def terminal(interactive: bool) -> Terminal:
@@ -165,3 +167,15 @@ def test_the_summary_shows_answers_before_and_after_figures_and_what_is_next(tmp
     ):
         assert words in text
     assert json.dumps(probes(tmp_path)[0][1]["answer"]) == '"abc"'
+
+
+def test_the_summary_compares_what_was_dropped_with_what_was_trained(tmp_path, writer):
+    selection = {"generated/groups": 12.0, "dropped/groups": 4.0, "trained/groups": 8.0, "placeholders": 1.0}
+    means = {"dropped/length": 20.0, "dropped/pass_rate": 1.0, "trained/length": 10.0, "trained/pass_rate": 0.5}
+    writer.write(row(1) | {f"selection/{name}": value for name, value in (selection | means).items()})
+    writer.write(row(2) | {"selection/generated/groups": 8.0, "selection/dropped/groups": 0.0})
+    screen = terminal(interactive=False)
+    Console(CONFIG, tmp_path, screen).summary()
+    text = " ".join(screen.export_text().split())
+    assert "4 of 20 groups; mean length 20, of the trained 10; pass rate 1, of the trained 0.5" in text
+    assert "1 groups became placeholders" in text

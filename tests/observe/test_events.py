@@ -110,3 +110,22 @@ def test_the_merge_is_sorted_by_time_and_complete(tmp_path: Path):
     assert times == sorted(times)
     assert [record["number"] for record in records if record["event"] == "tick"] == list(range(30))
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
+
+
+def test_a_full_disk_ends_no_process_that_tells_an_event(tmp_path: Path):
+    path = event_path(tmp_path, "replay")
+    script = f"""
+import resource
+from pathlib import Path
+from streamrl.observe.events import EventLog
+log = EventLog(Path({str(path)!r}), "replay-0")
+size = Path({str(path)!r}).stat().st_size
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+log.emit("lost"), log.emit("lost too")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.emit("told", lost=log.lost)
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [(record["event"], record.get("lost")) for record in read_events(path)][1:] == [("told", 2)]
+    assert done.stderr.count("records are lost until there is room") == 1

@@ -20,6 +20,8 @@ from streamrl.config import Config
 from streamrl.observe import plot
 from streamrl.observe.metrics import METRICS, NAMES, MetricsWriter, describe, is_known, read_metrics
 from streamrl.observe.sinks import open_sinks
+from streamrl.replay.records import Completed
+from streamrl.replay.selection import Audit
 
 DESIGNED = """step version time reward/mean reward/std pass_rate signal_rate tokens/generated tokens/trained
 tokens/generated_per_s tokens/trained_per_s staleness/mean staleness/p95 staleness/max loss/total loss/kl loss/entropy
@@ -41,6 +43,13 @@ def test_every_metric_of_the_design_is_in_the_table_once():
 @pytest.mark.parametrize("name", ["reward/mean", "offpolicy/ess/s0", "loss/clip_low/s3_4", "weights/ess/s9+"])
 def test_the_table_and_its_staleness_buckets_are_known(name):
     assert is_known(name)
+
+
+def test_what_the_replay_service_tells_of_its_selection_is_in_the_table():
+    audit = Audit()
+    for sums in (audit.generated, audit.dropped, audit.trained):
+        sums.add(Completed(group_id=0, attempt=0, size=1, tokens=4, answers=2, pass_rate=0.5))
+    assert audit.metrics().keys() <= NAMES
 
 
 @pytest.mark.parametrize("name", ["reward", "reward/mean/x", "offpolicy/ess/s", "ess/s0", "offpolicy/ess/s0/s1"])

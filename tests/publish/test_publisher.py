@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,21 @@ from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
 from streamrl.publish.transport import PublishError
-from streamrl.stream.messages import Applied, Bye, Hello, Message, Publish, PublishFailed, Roster, ServerState, decode
+from streamrl.stream.address import tell_address
+from streamrl.stream.messages import (
+    Announce,
+    Applied,
+    Bye,
+    Heartbeat,
+    Hello,
+    Introduce,
+    Message,
+    Publish,
+    PublishFailed,
+    Roster,
+    ServerState,
+    decode,
+)
 from streamrl.stream.sockets import Router
 from streamrl.types import PolicyVersion
 
@@ -34,6 +48,7 @@ class Service:
         self.router = Router("tcp://127.0.0.1:0", StreamConfig())
         self.heard: list[Message] = []
         self.failing = failing
+        self.forgets = False  # set: it does not know the publisher once
         self.versions = {name: PolicyVersion(0) for name in (*dead, *(("real",) if address else ()))}
         self.address = address
         self._ending = threading.Event()
@@ -52,9 +67,12 @@ class Service:
             received = self.router.receive(0.05)
             if received is None:
                 continue
-            identity, frames = received
-            message = decode(frames[0].buffer)
+            identity, frames, _ = received
+            message = decode(frames[0])
             self.heard.append(message)
+            if self.forgets:
+                self.forgets = False
+                self.router.send(identity, Introduce())
             if isinstance(message, Hello):
                 self.router.send(identity, self._roster())
             elif isinstance(message, Publish) and message.server == "real":
@@ -86,7 +104,8 @@ class Bench:
         self.service = service
         self.folder = folder
         self.events = EventLog(event_path(folder, "learner"), "learner-0")
-        self.publisher = Publisher(service.router.address, self.config, folder, PolicyVersion(0), self.events)
+        tell_address(folder, service.router.address)
+        self.publisher = Publisher(self.config, folder, PolicyVersion(0), self.events)
 
     def end(self) -> None:
         self.publisher.close()
@@ -178,3 +197,28 @@ def test_a_failure_of_the_thread_reaches_the_training_loop(model_folders, bench,
     running.publisher.offer(PolicyVersion(2), weights.items())
     with pytest.raises(RuntimeError, match="the publisher has failed"):
         running.publisher.wait(DEADLINE)
+
+
+def test_a_service_that_was_started_again_hears_of_the_newest_version(model_folders, bench):
+    weights = load_file(model_folders[1] / "model.safetensors")
+    running = bench(Service(None, dead=("dead",)))
+    running.publisher.offer(PolicyVersion(1), weights.items())
+    heard = running.service.heard
+    _until(lambda: any(isinstance(message, Publish) for message in heard))
+    time.sleep(1.0)  # learner.tick, within which one greeting is enough
+    heard.clear()
+    running.service.forgets = True
+    _until(lambda: any(isinstance(message, Publish) for message in heard))
+    words = [message for message in heard if not isinstance(message, Heartbeat)]
+    assert words[:2] == [
+        Hello(role="publisher", name="publisher", version=PolicyVersion(1)),
+        Announce(version=PolicyVersion(1)),
+    ]
+    assert running.publisher.statistics.failed == 1  # what was under way is begun again
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,290 +1,423 @@
-"""The buffer under every schedule that hypothesis finds: bound, order, exactly once, slots, progress."""
+"""The buffer under every schedule that hypothesis finds, and its rules one by one."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, ClassVar
 
+import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis import HealthCheck, settings
+from hypothesis import Phase as HypothesisPhase
+from hypothesis.stateful import run_state_machine_as_test
+from replay_schedule import Schedule, answer, placeholder
 
-from streamrl.replay.buffer import AttemptsExhausted, Buffer, GroupRefused, State
+from streamrl.config import Config
+from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
 from streamrl.replay.order import StrictOrder
-from streamrl.types import Group, PolicyVersion, Ticket
+from streamrl.replay.records import Completed, Phase, Place, Snapshot
+from streamrl.types import Ledger, PolicyVersion, Ticket
 
-STEPS = 9
-WORKERS = ("a", "b", "c")
-LOST_TOO_OFTEN = 10**6
 NEW = PolicyVersion(0)
-MakeGroup = Callable[..., Group]
+SCHEDULES = settings(
+    max_examples=250, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+FIRST_FAILURE = settings(SCHEDULES, max_examples=1000, phases=[HypothesisPhase.generate], report_multiple_bugs=False)
 
 
-class OneSlotTooMany(StrictOrder):
-    """The slot formula broken by one, the required version with it: what the test must notice."""
-
-    def __init__(self, groups_per_step: int, slots: int) -> None:
-        super().__init__(groups_per_step, slots + 1)
-
-
-def new_buffer(order: StrictOrder, *, start: PolicyVersion = NEW, attempts: int = LOST_TOO_OFTEN) -> Buffer:
-    return Buffer(
-        order,
-        start=start,
-        last_step=start.step + STEPS,
-        task="copy",
-        seed=1,
-        group_timeout=100.0,
-        max_attempts=attempts,
-    )
+def buffer_of(**replay: Any) -> Buffer:
+    """A buffer of steps of four groups that has begun with fresh weights on a server."""
+    steps = replay.pop("steps", 9)
+    config = {"run": {"steps": steps}, "replay": {"groups_per_step": 4, "max_staleness": 1} | replay}
+    buffer = make_buffer(Config.model_validate(config))
+    buffer.begin(NEW)
+    buffer.acknowledge(NEW)
+    return buffer
 
 
-def machine(make_group: MakeGroup, order_class: type[StrictOrder]) -> type[RuleBasedStateMachine]:
-    """Workers with one server each, a learner and a publisher that does only every k-th version."""
-
-    class Schedule(RuleBasedStateMachine):
-        @initialize(
-            staleness=st.sampled_from([0, 1, 2, 3, 0.5, 1.25, 1.75, 2.5]),
-            groups=st.integers(1, 5),
-            start=st.sampled_from([PolicyVersion(0), PolicyVersion(6, 2)]),
-            data=st.data(),
-        )
-        def begin(self, staleness: float, groups: int, start: PolicyVersion, data: st.DataObject) -> None:
-            self.staleness, self.groups = staleness, groups
-            self.slots = math.floor((staleness + 1) * groups)
-            self.interval = data.draw(st.integers(1, self.slots // groups), label="publish interval")
-            self.start, self.now = start, 0.0
-            self.buffer = new_buffer(order_class(groups, self.slots), start=start)
-            self.servers = dict.fromkeys(WORKERS, start)
-            self.buffer.acknowledge(start)
-            self.open: dict[tuple[int, int], tuple[str, Ticket]] = {}
-            self.dead: list[Ticket] = []
-            self.accepted: dict[int, PolicyVersion] = {}  # with the version that generated it
-            self.trained: list[int] = []
-            self.published = start
-
-        @rule(worker=st.sampled_from(WORKERS))
-        def issue(self, worker: str) -> None:
-            ticket = self.buffer.issue(worker, self.servers[worker], self.now)
-            if ticket is None:
-                return
-            assert self.servers[worker] >= ticket.issued_version
-            assert ticket.group_id not in self.accepted
-            self.open[ticket.group_id, ticket.attempt] = worker, ticket
-
-        @precondition(lambda self: self.open)
-        @rule(data=st.data())
-        def complete(self, data: st.DataObject) -> None:
-            """The worst case that the ticket allows: every token from its oldest version."""
-            key = data.draw(st.sampled_from(sorted(self.open)))
-            worker, ticket = self.open.pop(key)
-            group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version)
-            with pytest.raises(GroupRefused, match="is the ticket of worker"):
-                self.buffer.complete("nobody", group, frames=(), size=10)
-            self.buffer.complete(worker, group, frames=(), size=10)
-            assert ticket.group_id not in self.accepted
-            self.accepted[ticket.group_id] = ticket.issued_version
-            with pytest.raises(GroupRefused):
-                self.buffer.complete(worker, group, frames=(), size=10)
-
-        @precondition(lambda self: self.dead)
-        @rule(data=st.data())
-        def complete_too_late(self, data: st.DataObject) -> None:
-            ticket = data.draw(st.sampled_from(self.dead))
-            group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version)
-            with pytest.raises(GroupRefused):
-                self.buffer.complete(data.draw(st.sampled_from(WORKERS)), group, frames=(), size=10)
-
-        @rule(worker=st.sampled_from(WORKERS))
-        def worker_dies(self, worker: str) -> None:
-            self._die(self.buffer.release(worker))
-
-        @rule(seconds=st.sampled_from([1.0, 60.0, 101.0]))
-        def time_passes(self, seconds: float) -> None:
-            self.now += seconds
-            self._die(self.buffer.expire(self.now))
-            assert all(ticket.deadline > self.now for _, ticket in self.open.values())
-
-        def _die(self, tickets: list[Ticket]) -> None:
-            for ticket in tickets:
-                del self.open[ticket.group_id, ticket.attempt]
-            self.dead += tickets
-
-        @rule()
-        def take(self) -> None:
-            self._take()
-
-        def _take(self) -> bool:
-            step = self.buffer.next_step
-            batch = self.buffer.take(step)
-            if batch is None:
-                return False
-            ids = [stored.group_id for stored in batch]
-            assert ids == list(range(step * self.groups, (step + 1) * self.groups))
-            for group_id in ids:
-                age = step - self.accepted[group_id].step
-                assert age <= math.ceil(self.staleness), "older than the bound"
-            assert not set(ids) & set(self.trained)
-            assert self.buffer.take(step) == batch  # a learner that lost it asks again
-            self.trained += ids
-            return True
-
-        @rule()
-        def publish(self) -> None:
-            steps = self.buffer.next_step - self.start.step
-            self.published = replace(self.start, step=self.start.step + steps - steps % self.interval)
-
-        @rule(worker=st.sampled_from(WORKERS))
-        def server_applies(self, worker: str) -> None:
-            self.servers[worker] = self.published
-            self.buffer.acknowledge(self.published)
-
-        @invariant()
-        def slots_are_bounded_and_counted(self) -> None:
-            if not hasattr(self, "buffer"):
-                return
-            assert self.buffer.charged <= self.buffer.order.capacity
-            assert self.buffer.groups == len(self.accepted.keys() - set(self.trained))
-            assert self.buffer.bytes == 10 * self.buffer.groups
-            for worker in WORKERS:
-                assert self.buffer.held(worker) == sum(holder == worker for holder, _ in self.open.values())
-
-        def teardown(self) -> None:
-            """From any point, one worker that does its work brings the run to its end: no deadlock."""
-            if not hasattr(self, "buffer"):
-                return
-            while self.buffer.next_step < self.start.step + STEPS:
-                before = self.buffer.next_step, self.published
-                self.publish()
-                self.server_applies("a")
-                self.worker_dies("b")
-                self.worker_dies("c")
-                while (ticket := self.buffer.issue("a", self.servers["a"], self.now)) is not None:
-                    self.open[ticket.group_id, ticket.attempt] = "a", ticket
-                for key in sorted(self.open):
-                    worker, ticket = self.open.pop(key)
-                    version = ticket.issued_version
-                    self.buffer.complete(worker, make_group(key[0], attempt=key[1], version=version), (), 10)
-                    self.accepted[key[0]] = version
-                assert self._take() or (self.buffer.next_step, self.published) != before
-            first = self.start.step * self.groups
-            assert self.trained == list(range(first, first + STEPS * self.groups))
-            assert self.buffer.issue("a", replace(self.start, step=99), self.now) is None
-
-    return Schedule
+def issue_all(buffer: Buffer, worker: str = "a", version: PolicyVersion = NEW, now: float = 0.0) -> list[Ticket]:
+    tickets = []
+    while (ticket := buffer.issue(worker, version, now)) is not None:
+        tickets.append(ticket)
+    return tickets
 
 
-SCHEDULES = settings(max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck))
+def complete(buffer: Buffer, tickets: list[Ticket], version: PolicyVersion = NEW, worker: str = "a") -> None:
+    for ticket in tickets:
+        assert buffer.complete(worker, answer(ticket, version), (b"header", b"arena"), 11) is not None
 
 
-def test_every_schedule_keeps_bound_order_and_slots_trains_each_group_once_and_ends(make_group: MakeGroup) -> None:
-    run_state_machine_as_test(machine(make_group, StrictOrder), settings=SCHEDULES)
+def train(buffer: Buffer, step: int, version: PolicyVersion | None = None) -> list[int]:
+    """One step in which everything is answered and published."""
+    version = version or PolicyVersion(step)
+    complete(buffer, issue_all(buffer, version=version), version)
+    batch = buffer.take(step)
+    assert batch is not None
+    buffer.acknowledge(PolicyVersion(step + 1))
+    return [stored.group_id for stored in batch]
 
 
-def test_one_slot_too_many_breaks_the_bound(make_group: MakeGroup) -> None:
-    first_failure = settings(SCHEDULES, phases=[Phase.generate], report_multiple_bugs=False, database=None)
+def written(buffer: Buffer) -> list[Any]:
+    """The journal of a buffer: its records, with a place for every group."""
+    journal: list[Any] = []
+    for record in buffer.drain():
+        if isinstance(record, Completed):
+            buffer.placed(record.group_id, Place(0, len(journal)))
+            journal.append((record, Place(0, len(journal))))
+        else:
+            journal.append(record)
+    return journal
+
+
+# -- every schedule
+
+
+def test_every_schedule_keeps_bound_and_order_trains_each_group_once_survives_crashes_and_ends() -> None:
+    run_state_machine_as_test(Schedule, settings=SCHEDULES)
+
+
+@pytest.mark.slow
+def test_many_more_schedules() -> None:
+    run_state_machine_as_test(Schedule, settings=settings(SCHEDULES, max_examples=8000))
+
+
+class OneSlotTooMany(Schedule):
+    """The slot formula broken by one: what the schedules must notice."""
+
+    orders: ClassVar[tuple[str, ...]] = ("fifo",)
+
+    @staticmethod
+    def make(config: Config) -> Buffer:
+        buffer = make_buffer(config)
+        proved = buffer.order
+        assert isinstance(proved, StrictOrder)
+
+        class Wider(StrictOrder):
+            worst_staleness = proved.worst_staleness
+
+        buffer.order = Wider(proved.groups_per_step, proved.capacity + 1)
+        buffer.adaptive._order = buffer.order
+        return buffer
+
+
+def test_one_slot_too_many_breaks_the_bound() -> None:
     with pytest.raises(AssertionError, match="older than the bound"):
-        run_state_machine_as_test(machine(make_group, OneSlotTooMany), settings=first_failure)
+        run_state_machine_as_test(OneSlotTooMany, settings=FIRST_FAILURE)
 
 
-def run_steps(make_group: MakeGroup, buffer: Buffer, steps: int, interval: int = 1) -> list[int]:
+# -- staleness
+
+
+def ages(buffer: Buffer, steps: int, interval: int = 1) -> list[int]:
     """A generator that is always as early as it may be; the staleness of every trained group."""
-    ages: list[int] = []
-    version = buffer.start
-    buffer.acknowledge(version)
-    for _ in range(steps):
-        while (ticket := buffer.issue("a", version, 0.0)) is not None:
-            buffer.complete("a", make_group(ticket.group_id, version=version), (), 1)
-            ages.append(ticket.group_id // 4 - version.step)
-        assert buffer.take(buffer.next_step) is not None
-        if (buffer.next_step - buffer.start.step) % interval == 0:
-            version = replace(version, step=buffer.next_step)
+    found: list[int] = []
+    version = NEW
+    for step in range(steps):
+        tickets = issue_all(buffer, version=version)
+        complete(buffer, tickets, version)
+        found += [ticket.group_id // 4 - version.step for ticket in tickets]
+        assert buffer.take(step) is not None
+        if (step + 1) % interval == 0:
+            version = PolicyVersion(step + 1)
             buffer.acknowledge(version)
-    return ages
+    return found
 
 
-def test_staleness_zero_is_exactly_synchronous(make_group: MakeGroup) -> None:
-    assert set(run_steps(make_group, new_buffer(StrictOrder(4, 4)), STEPS)) == {0}
+def test_staleness_zero_is_exactly_synchronous() -> None:
+    assert set(ages(buffer_of(max_staleness=0), 9)) == {0}
+    assert set(ages(buffer_of(max_staleness=3, order="synchronous"), 9)) == {0}
 
 
-def test_a_fraction_lets_that_share_of_a_step_be_one_older(make_group: MakeGroup) -> None:
-    ages = run_steps(make_group, new_buffer(StrictOrder(4, 6)), STEPS)  # S = 0.5
-    assert set(ages) == {0, 1}
-    assert sum(ages) / len(ages) == pytest.approx(0.5, abs=0.1)
+def test_a_fraction_lets_that_share_of_a_step_be_one_older() -> None:
+    found = ages(buffer_of(max_staleness=0.5), 9)
+    assert set(found) == {0, 1}
+    assert sum(found) / len(found) == pytest.approx(0.5, abs=0.1)
 
 
-def test_a_publish_interval_keeps_the_same_bound(make_group: MakeGroup) -> None:
-    assert max(run_steps(make_group, new_buffer(StrictOrder(4, 12)), STEPS, interval=3)) == 2
+def test_a_publish_interval_keeps_the_same_bound() -> None:
+    assert max(ages(buffer_of(max_staleness=2), 9, interval=3)) == 2
 
 
-def test_a_resume_begins_at_its_step_and_counts_only_its_own_incarnation(make_group: MakeGroup) -> None:
-    start = PolicyVersion(20, incarnation=1)
-    buffer = new_buffer(StrictOrder(4, 8), start=start)
-    assert not buffer.acknowledge(PolicyVersion(30, incarnation=0))
-    assert buffer.issue("a", start, 0.0) is None  # no server has the restored weights yet
-    assert buffer.acknowledge(start)
-    assert buffer.issue("a", PolicyVersion(30, incarnation=0), 0.0) is None  # weights of a lost history
-    ticket = buffer.issue("a", start, 0.0)
-    assert ticket is not None
-    assert (ticket.group_id, ticket.prompt_index, ticket.issued_version) == (80, 80, start)
+def test_a_straggler_holds_fifo_and_is_passed_by_the_window_within_its_bound() -> None:
+    trained = {}
+    for order, window in (("fifo", 1), ("windowed", 5)):
+        buffer = buffer_of(order=order, window=window, max_staleness=3)
+        straggler, *others = issue_all(buffer)
+        complete(buffer, others)
+        trained[order] = 0
+        while buffer.take(trained[order]) is not None:
+            trained[order] += 1
+            buffer.acknowledge(PolicyVersion(trained[order]))
+            complete(buffer, issue_all(buffer, version=PolicyVersion(trained[order])), PolicyVersion(trained[order]))
+        complete(buffer, [straggler])
+        step = trained[order]
+        batch = buffer.take(step)
+        assert batch is not None
+        assert batch[0].group_id == 0
+        assert buffer.order.worst_staleness is not None
+        assert step <= buffer.order.worst_staleness == 3
+    assert trained == {"fifo": 0, "windowed": 1}
 
 
-def test_tokens_older_than_the_ticket_are_refused_and_the_ticket_is_issued_again(make_group: MakeGroup) -> None:
-    buffer = new_buffer(StrictOrder(4, 4))
-    run_steps(make_group, buffer, 1)
-    ticket = buffer.issue("a", PolicyVersion(1), 0.0)
-    assert ticket is not None
-    with pytest.raises(GroupRefused, match=r"tokens of version 0\.0, at least 1\.0 is required"):
-        buffer.complete("a", make_group(4, version=PolicyVersion(0)), (), 1)
-    with pytest.raises(GroupRefused, match="attempt 0 is lost"):
-        buffer.complete("a", make_group(4, version=PolicyVersion(1)), (), 1)
-    again = buffer.issue("b", PolicyVersion(1), 5.0)
-    assert again == replace(ticket, attempt=1, deadline=105.0)
+def test_ready_generates_an_over_age_group_again_with_the_same_prompt_and_younger_weights() -> None:
+    buffer = buffer_of(order="ready")
+    straggler, *others = issue_all(buffer)
+    complete(buffer, others)
+    for step in range(2):
+        assert 0 not in train(buffer, step)
+    complete(buffer, [straggler])
+    complete(buffer, issue_all(buffer, version=PolicyVersion(2)), PolicyVersion(2))
+    assert buffer.take(2) is not None
+    assert buffer.phase(0) is Phase.WAITING
+    assert buffer.issue("a", NEW, 0.0) is None  # it could not be trained by step 3
+    again = buffer.issue("a", PolicyVersion(2), 0.0)
+    assert again is not None
+    assert (again.group_id, again.attempt, again.prompt_index, again.issued_version) == (0, 1, 0, PolicyVersion(2))
+    assert buffer.selection_metrics()["selection/over_age"] == 1
 
 
-def test_the_oldest_lost_ticket_is_issued_again_first(make_group: MakeGroup) -> None:
-    buffer = new_buffer(StrictOrder(4, 4))
-    buffer.acknowledge(PolicyVersion(0))
+def test_ready_may_pass_an_over_age_group_on() -> None:
+    buffer = buffer_of(order="ready", over_age="pass")
+    straggler, *others = issue_all(buffer)
+    complete(buffer, others)
+    for step in range(2):
+        train(buffer, step)
+    complete(buffer, [straggler])
+    assert buffer.order.worst_staleness is None
+    assert 0 in {*train(buffer, 2), *train(buffer, 3)}
+    assert buffer.phase(0) is not Phase.WAITING
+
+
+# -- leases
+
+
+def test_a_heartbeat_extends_the_tickets_that_it_names_and_no_other() -> None:
+    buffer = buffer_of(lease=10.0)
+    first, second = [buffer.issue("a", NEW, 0.0) for _ in range(2)]
+    assert first is not None
+    buffer.extend("a", [(first.group_id, 0)], 8.0)
+    buffer.extend("b", [(1, 0)], 8.0)
+    assert buffer.expire(10.0) == [second]
+    assert buffer.expire(17.9) == []
+    assert buffer.expire(18.0) == [first]
+    assert buffer.held("a") == 0
+
+
+def test_the_oldest_lost_ticket_is_issued_again_first_with_the_next_attempt() -> None:
+    buffer = buffer_of(max_staleness=0)
     for worker in "abab":
-        buffer.issue(worker, PolicyVersion(0), 0.0)
+        buffer.issue(worker, NEW, 0.0)
     buffer.release("b")
     buffer.release("a")
-    again = [buffer.issue("c", PolicyVersion(0), 0.0) for _ in range(5)]
+    again = [buffer.issue("c", NEW, 0.0) for _ in range(5)]
     assert [ticket and (ticket.group_id, ticket.attempt) for ticket in again] == [(0, 1), (1, 1), (2, 1), (3, 1), None]
 
 
-def test_a_ticket_that_is_lost_too_often_ends_the_run_with_a_reason() -> None:
-    buffer = new_buffer(StrictOrder(4, 4), attempts=2)
-    buffer.acknowledge(PolicyVersion(0))
-    buffer.issue("a", PolicyVersion(0), 0.0)
-    assert [ticket.group_id for ticket in buffer.expire(100.0)] == [0]
-    buffer.issue("a", PolicyVersion(0), 100.0)
-    with pytest.raises(AttemptsExhausted, match="group 0 was lost 2 times, last because worker a is gone"):
-        buffer.release("a")
+def test_a_late_answer_is_refused_and_counted_and_a_repeated_one_is_known() -> None:
+    buffer = buffer_of()
+    ticket = buffer.issue("a", NEW, 0.0)
+    assert ticket is not None
+    buffer.release("a")
+    with pytest.raises(GroupRefused, match="attempt 0 is lost"):
+        buffer.complete("a", answer(ticket, NEW), (), 1)
+    again = buffer.issue("b", NEW, 0.0)
+    assert again is not None
+    complete(buffer, [again], worker="b")
+    with pytest.raises(DuplicateGroup):
+        buffer.complete("b", answer(again, NEW), (), 1)
+    with pytest.raises(GroupRefused, match="attempt 1 is completed"):
+        buffer.complete("a", answer(ticket, NEW), (), 1)
+    assert buffer.selection_metrics()["selection/late_duplicates"] == 2
 
 
-def test_frames_of_a_batch_are_kept_until_the_next_is_asked_for(make_group: MakeGroup) -> None:
-    buffer = new_buffer(StrictOrder(1, 3))
-    buffer.acknowledge(PolicyVersion(0))
-    for group_id in range(2):
-        buffer.issue("a", PolicyVersion(0), 0.0)
-        buffer.complete("a", make_group(group_id), (b"header", b"arena"), 11)
+def test_an_answer_with_older_tokens_or_another_prompt_is_refused_and_the_ticket_issued_again() -> None:
+    buffer = buffer_of(max_staleness=0)
+    train(buffer, 0)
+    ticket = buffer.issue("a", PolicyVersion(1), 0.0)
+    assert ticket is not None
+    with pytest.raises(GroupRefused, match=r"tokens of version 0\.0, at least step 1 is required"):
+        buffer.complete("a", answer(ticket, NEW), (), 1)
+    again = buffer.issue("b", PolicyVersion(1), 5.0)
+    assert again == replace(ticket, attempt=1, deadline=35.0)
+    with pytest.raises(GroupRefused, match="it answers copy prompt 99, not copy prompt 4"):
+        buffer.complete("b", replace(answer(again, PolicyVersion(1)), prompt_index=99), (), 1)
+
+
+def test_a_group_that_is_lost_too_often_ends_as_placeholders() -> None:
+    buffer = buffer_of(max_attempts=2, lease=10.0)
+    for now in (0.0, 10.0):
+        buffer.issue("a", NEW, now)
+        buffer.expire(now + 10.0)
+    (ticket,) = buffer.exhausted()
+    assert (ticket.group_id, ticket.attempt) == (0, 1)
+    assert buffer.complete_placeholder(placeholder(ticket), (), 1) is not None
+    assert buffer.exhausted() == []
+    assert buffer.selection_metrics()["selection/placeholders"] == 1
+    assert 0 in train(buffer, 0)
+
+
+def test_an_endless_answer_ends_as_placeholders_although_its_worker_lives() -> None:
+    buffer = buffer_of(lease=10.0, group_timeout=50.0)
+    ticket = buffer.issue("a", NEW, 0.0)
+    for now in range(0, 60, 5):
+        buffer.extend("a", [(0, 0)], float(now))
+        assert buffer.expire(float(now)) == []
+    assert buffer.expire(60.0) == [ticket]  # the worker had until 50 to end it by itself
+    assert [exhausted.group_id for exhausted in buffer.exhausted()] == [0]
+
+
+def test_time_without_any_worker_does_not_count_against_a_prompt() -> None:
+    buffer = buffer_of(lease=10.0, group_timeout=50.0)
+    buffer.issue("a", NEW, 0.0)
+    buffer.expire(10.0)
+    assert buffer.issue("b", NEW, 10_000.0) is not None
+    assert buffer.exhausted() == []
+
+
+# -- crashes and restarts
+
+
+def test_a_worker_keeps_its_tickets_over_a_crash_of_the_service() -> None:
+    buffer = buffer_of(lease=10.0)
+    kept, *_ = [buffer.issue("a", NEW, 0.0) for _ in range(2)]
+    assert kept is not None
+    recovered = buffer_of(lease=10.0)
+    recovered.restore(None, written(buffer))
+    recovered.begin(NEW)
+    assert recovered.expire(1000.0) == []  # the clock is another one: their leases begin now
+    recovered.adopt("a", [(0, 0)], 1005.0)
+    assert [ticket.group_id for ticket in recovered.expire(1010.0)] == [1]
+    assert recovered.held("a") == 1
+    complete(recovered, [kept])
+
+
+def test_a_snapshot_is_the_whole_state_and_survives_its_encoding() -> None:
+    buffer = buffer_of(filter={"signal": True})
+    train(buffer, 0)
+    ticket = buffer.issue("a", PolicyVersion(1), 0.0)
+    assert ticket is not None
+    assert buffer.complete("a", answer(ticket, PolicyVersion(1), (1.0, 1.0)), (), 1) is None
+    written(buffer)
+    snapshot = buffer.snapshot()
+    again = buffer_of()
+    again.restore(msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=Snapshot))
+    assert again.snapshot() == snapshot
+
+
+def test_a_restarted_learner_gets_the_same_batches_again_while_servers_keep_their_version() -> None:
+    buffer = buffer_of()
+    batches = []
+    for step in range(3):
+        batches.append(train(buffer, step))
+        written(buffer)
+    buffer.begin(PolicyVersion(1, incarnation=1), Ledger(below=4, cursors={"copy": 4}))
+    assert buffer.acknowledged == PolicyVersion(3)
+    assert buffer.issue("a", PolicyVersion(3), 0.0) is not None
+    for step in (1, 2):
+        batch = buffer.take(step)
+        assert batch is not None
+        assert [stored.group_id for stored in batch] == batches[step]
+        assert all(stored.place is not None for stored in batch)
+    assert buffer.ledger().below == 12
+
+
+def test_the_ledger_of_a_step_that_is_delivered_again_holds_no_later_group() -> None:
+    buffer = buffer_of()
+    for step in range(3):
+        train(buffer, step)
+        written(buffer)
+    buffer.begin(PolicyVersion(1, incarnation=1))
+    assert buffer.take(1) is not None
+    ledger = buffer.ledger()
+    assert (ledger.below, ledger.above) == (8, ())
+    assert list(ledger.pending) == list(range(8, ledger.cursors["copy"]))
+
+
+def test_frames_that_cannot_be_read_are_generated_again_with_their_prompts() -> None:
+    buffer = buffer_of()
+    for step in range(3):
+        train(buffer, step)
+        written(buffer)
+    buffer.begin(PolicyVersion(1, incarnation=1))
+    buffer.lose(5, "it is damaged")
+    assert buffer.next_step == 1
+    assert buffer.take(1) is None
+    ticket = buffer.issue("a", PolicyVersion(3), 0.0)
+    assert ticket is not None
+    assert (ticket.group_id, ticket.attempt, ticket.prompt_index) == (5, 1, 5)
+    complete(buffer, [ticket], PolicyVersion(3))
+    assert [stored.group_id for stored in buffer.take(1) or ()] == [4, 5, 6, 7]
+    assert [stored.group_id for stored in buffer.take(2) or ()] == [8, 9, 10, 11]
+
+
+def test_a_fresh_buffer_goes_on_where_the_ledger_of_a_checkpoint_ends() -> None:
+    buffer = make_buffer(Config.model_validate({"replay": {"groups_per_step": 2, "order": "windowed", "window": 2}}))
+    ledger = Ledger(below=1, above=(2,), pending={1: ("copy", 4), 3: ("copy", 3)}, cursors={"copy": 5})
+    buffer.begin(PolicyVersion(1, incarnation=1), ledger)
+    buffer.acknowledge(PolicyVersion(1, incarnation=1))
+    tickets = issue_all(buffer, version=PolicyVersion(1))
+    assert [(ticket.group_id, ticket.prompt_index) for ticket in tickets[:4]] == [(1, 4), (3, 3), (4, 5), (5, 6)]
+    complete(buffer, tickets, PolicyVersion(1))
+    assert [stored.group_id for stored in buffer.take(1) or ()] == [1, 3]
+
+
+def test_what_the_learner_has_trained_beyond_a_torn_journal_is_settled() -> None:
+    buffer = buffer_of()
+    train(buffer, 0)
+    journal = written(buffer)
+    train(buffer, 1)
+    recovered = buffer_of()
+    recovered.restore(None, journal)
+    recovered.begin(PolicyVersion(2), buffer.ledger())
+    assert (recovered.next_step, recovered.groups) == (2, 0)
+    recovered.acknowledge(PolicyVersion(2))
+    assert [ticket.group_id for ticket in issue_all(recovered, version=PolicyVersion(2))][:2] == [8, 9]
+
+
+def test_steps_before_the_oldest_checkpoint_are_forgotten_with_their_segments() -> None:
+    buffer = buffer_of()
+    for step in range(3):
+        train(buffer, step)
+        for record in buffer.drain():
+            if isinstance(record, Completed):
+                buffer.placed(record.group_id, Place(step, 0))
+    assert buffer.oldest_place() == 0
+    buffer.saved(oldest=2)
+    assert buffer.oldest_place() == 1  # a group of step 2 was generated during step 1
+    with pytest.raises(ValueError, match="step 1 was asked for, 3 is next"):
+        buffer.take(1)
+
+
+def test_without_a_journal_frames_and_step_go_when_the_next_one_is_asked_for() -> None:
+    buffer = buffer_of()
+    train(buffer, 0)
     first = buffer.take(0)
     assert first is not None
-    assert buffer.take(0) == first
-    assert buffer.state(0) is State.CONSUMED
-    assert buffer.take(1) is not None
+    assert first[0].frames == (b"header", b"arena")
+    assert buffer.phase(0) is Phase.CONSUMED
+    train(buffer, 1)
+    assert buffer.phase(0) is None
     with pytest.raises(ValueError, match="step 0 was asked for, 2 is next"):
         buffer.take(0)
-    buffer.acknowledge(PolicyVersion(1))
-    assert buffer.state(0) is None
-    assert buffer.charged == 1
+
+
+# -- filters
+
+
+def test_a_filtered_group_is_replaced_in_its_place_and_the_last_try_is_taken_as_it_is() -> None:
+    buffer = buffer_of(filter={"signal": True, "tries": 3})
+    first, *_ = issue_all(buffer)
+    for attempt, prompt_index in ((0, 0), (1, 8), (2, 9)):
+        assert (first.group_id, first.attempt, first.prompt_index) == (0, attempt, prompt_index)
+        stored = buffer.complete("a", answer(first, NEW, (1.0, 1.0)), (), 1)
+        assert (stored is None) == (attempt < 2)
+        if stored is None:
+            (first,) = issue_all(buffer)
+    metrics = buffer.selection_metrics()
+    assert (metrics["selection/generated/groups"], metrics["selection/dropped/groups"]) == (3, 2)
+    assert metrics["selection/dropped/pass_rate"] == 1.0
+
+
+def test_the_last_step_ends_the_tickets() -> None:
+    buffer = buffer_of(steps=1, max_staleness=3)
+    assert [ticket.group_id for ticket in issue_all(buffer)] == [0, 1, 2, 3]

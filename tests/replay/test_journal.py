@@ -1,118 +1,237 @@
-"""The journal: what was written comes back, what was torn is cut, what was damaged is told."""
+"""The journal's writer: what was committed is on disk, what was not is in memory, and a full disk loses neither."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+import resource
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from streamrl.replay.journal import (
-    BatchRecord,
-    GroupRecord,
-    Journal,
-    JournalDamaged,
-    read_journal,
-    recorded_batches,
-)
-from streamrl.stream.codec import encode_group
-from streamrl.types import Group, PolicyVersion
+from streamrl.config import JournalConfig
+from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, read_journal, recover
+from streamrl.replay.records import Completed, Consumed, Place, Saved
+from streamrl.replay.segments import segment_path, segments
 
-MakeGroup = Callable[..., Group]
+FRAMES = (b"header", b"arena" * 20)
 
 
-def write(folder: Path, groups: list[Group], steps: dict[int, list[int]]) -> Path:
-    """One service's life: all groups, then its batches."""
-    journal = Journal(folder)
-    for group in groups:
-        journal.append_group(encode_group(group, 1 << 20))
-    for step, group_ids in steps.items():
-        journal.append_batch(step, group_ids)
+def settings(**keys: object) -> JournalConfig:
+    return JournalConfig.model_validate({"commit_seconds": 1000.0, **keys})
+
+
+def completed(group_id: int, attempt: int = 0) -> Completed:
+    return Completed(group_id=group_id, attempt=attempt, size=106, tokens=10, oldest=0)
+
+
+def consumed(step: int, *group_ids: int) -> Consumed:
+    return Consumed(step=step, group_ids=group_ids)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    journal = Journal(tmp_path, settings(), b"snapshot 0")
+    yield journal
     journal.close()
-    return journal.path
 
 
-def steps_and_ids(folder: Path) -> list[tuple[int, list[int]]]:
-    return [(batch.step, [group.group_id for group in batch.groups]) for batch in recorded_batches(folder)]
+def test_records_come_back_in_order_with_their_frames(journal: Journal, tmp_path: Path) -> None:
+    place = journal.append_group(completed(7), FRAMES)
+    journal.append(consumed(0, 7))
+    journal.commit()
+    recovery = recover(tmp_path)
+    assert recovery.snapshot == b"snapshot 0"
+    assert recovery.records == [(completed(7), place), consumed(0, 7)]
+    assert recovery.told == []
+    assert journal.load(place) == FRAMES
 
 
-def test_frames_come_back_as_they_were_received(tmp_path: Path, make_group: MakeGroup) -> None:
-    groups = [make_group(group_id, tokens=50) for group_id in (1, 0)]
-    write(tmp_path, groups, {0: [0, 1]})
-    records = list(read_journal(tmp_path))
-    assert records[:2] == [
-        GroupRecord(header, bytes(arena)) for header, arena in (encode_group(g, 1 << 20) for g in groups)
-    ]
-    assert records[2] == BatchRecord(0, (0, 1))
+def test_nothing_is_on_disk_before_the_commit_and_everything_after(journal: Journal, tmp_path: Path) -> None:
+    before = segment_path(tmp_path, 0).stat().st_size
+    journal.append_group(completed(0), FRAMES)
+    assert segment_path(tmp_path, 0).stat().st_size == before
+    assert journal.uncommitted == 1
+    journal.commit()
+    assert segment_path(tmp_path, 0).stat().st_size == journal.size
+    assert journal.uncommitted == 0
 
 
-def test_batches_are_decoded_in_the_order_of_their_steps(tmp_path: Path, make_group: MakeGroup) -> None:
-    groups = [make_group(group_id) for group_id in (3, 0, 2, 1)]
-    write(tmp_path, groups, {0: [0, 1], 1: [2, 3]})
-    assert steps_and_ids(tmp_path) == [(0, [0, 1]), (1, [2, 3])]
-    first = next(recorded_batches(tmp_path)).groups[1].samples[0]
-    assert first.logprobs.tobytes() == make_group(1).samples[0].logprobs.tobytes()
+def test_an_uncommitted_group_is_loaded_from_memory_and_from_its_place_later(journal: Journal) -> None:
+    journal.append(consumed(0, 1))
+    place = journal.append_group(completed(0), (b"a", memoryview(b"b")))
+    assert journal.load(place) == (b"a", b"b")
+    journal.commit()
+    assert journal.load(place) == (b"a", b"b")
 
 
-def test_a_resumed_run_replaces_its_steps_and_all_that_followed_them(tmp_path: Path, make_group: MakeGroup) -> None:
-    write(tmp_path, [make_group(i) for i in range(4)], {step: [step] for step in range(4)})
-    again = PolicyVersion(2, incarnation=1)
-    write(tmp_path, [make_group(2, version=again)], {2: [2]})
-    assert steps_and_ids(tmp_path) == [(0, [0]), (1, [1]), (2, [2])]
-    versions = [batch.groups[0].samples[0].oldest for batch in recorded_batches(tmp_path)]
-    assert versions == [PolicyVersion(0), PolicyVersion(0), again]
+def test_frames_without_any_bytes_are_frames_too(journal: Journal, tmp_path: Path) -> None:
+    place = journal.append_group(completed(0), (b"", b""))
+    journal.commit()
+    assert journal.load(place) == (b"", b"")
+    assert recover(tmp_path).records == [(completed(0), place)]
 
 
-def test_a_torn_tail_is_cut_and_told_wherever_it_was_torn(
-    tmp_path: Path, make_group: MakeGroup, caplog: pytest.LogCaptureFixture
+def test_a_commit_is_due_by_the_count_of_groups_or_by_the_time_of_the_first_record(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, settings(commit_groups=2, commit_seconds=5.0), b"")
+    now = time.monotonic()
+    assert journal.due_at == float("inf")
+    journal.append(Saved(oldest=0))
+    journal.append_group(completed(0), FRAMES)
+    assert not journal.due(now)
+    assert now + 5.0 <= journal.due_at
+    assert journal.due(time.monotonic() + 5.0)
+    journal.append_group(completed(1), FRAMES)
+    assert journal.due(time.monotonic())
+    journal.commit()
+    assert not journal.due(float(2**60))
+    journal.close()
+
+
+def test_a_group_of_more_pieces_than_one_call_takes_is_written_whole(journal: Journal, tmp_path: Path) -> None:
+    places = [journal.append_group(completed(i), (b"%d" % i, b"x")) for i in range(3000)]
+    journal.commit()
+    assert [journal.load(place)[0] for place in places] == [b"%d" % i for i in range(3000)]
+    assert len(recover(tmp_path).records) == 3000
+
+
+def test_a_new_writer_begins_a_new_segment_and_old_places_still_load(tmp_path: Path) -> None:
+    first = Journal(tmp_path, settings(), b"one")
+    place = first.append_group(completed(0), FRAMES)
+    first.commit()
+    first.close()
+    first.close()
+    second = Journal(tmp_path, settings(), b"two")
+    assert [number for number, _ in segments(tmp_path)] == [0, 1]
+    assert second.load(place) == FRAMES
+    assert recover(tmp_path).snapshot == b"two"
+    assert recover(tmp_path).records == []
+    second.close()
+
+
+def test_rolling_commits_and_goes_on_behind_the_new_snapshot(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, settings(segment=4096), b"old")
+    assert not journal.full_segment
+    place = journal.append_group(completed(0), (b"", b"z" * 4096))
+    assert journal.full_segment
+    journal.roll(b"new")
+    assert not journal.full_segment
+    after = journal.append_group(completed(1), FRAMES)
+    journal.commit()
+    assert (place.segment, after.segment) == (0, 1)
+    assert journal.load(place) == (b"", b"z" * 4096)
+    recovery = recover(tmp_path)
+    assert (recovery.snapshot, recovery.records) == (b"new", [(completed(1), after)])
+    journal.close()
+
+
+def test_compaction_deletes_what_no_group_stands_in_but_never_the_newest_two(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, settings(), b"0")
+    for number in range(1, 6):
+        journal.roll(b"%d" % number)
+    assert journal.compact(2) == [segment_path(tmp_path, number) for number in (0, 1)]
+    assert journal.compact(2) == []
+    assert journal.compact(None) == [segment_path(tmp_path, number) for number in (2, 3)]
+    assert journal.compact(9) == []
+    assert recover(tmp_path).snapshot == b"5"
+    with pytest.raises(JournalDamaged, match=r"000002\.journal is gone"):
+        journal.load(Place(2, 19))
+    journal.close()
+
+
+def test_keeping_all_deletes_nothing(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, settings(keep="all"), b"0")
+    for _ in range(4):
+        journal.roll(b"")
+    assert journal.compact(None) == []
+    assert len(segments(tmp_path)) == 5
+    journal.close()
+
+
+def test_a_full_disk_loses_nothing_and_the_next_commit_goes_on(journal: Journal, tmp_path: Path) -> None:
+    journal.append_group(completed(0), FRAMES)
+    journal.commit()
+    whole = journal.size
+    places = [journal.append_group(completed(i), (b"h", b"x" * 5000)) for i in (1, 2)]
+    with limited_files(whole + 6000):  # the first of the two fits, the second does not
+        for _ in range(3):
+            with pytest.raises(JournalFull, match=r"cannot grow: File too large.*000000\.journal"):
+                journal.commit()
+            assert segment_path(tmp_path, 0).stat().st_size == whole
+            assert journal.uncommitted == 2
+        assert journal.load(places[1]) == (b"h", b"x" * 5000)
+        with pytest.raises(JournalFull):
+            journal.roll(b"")
+    journal.append(consumed(0, 0))
+    journal.commit()
+    assert [type(record) for record in recover(tmp_path).records] == [tuple, tuple, tuple, Consumed]
+    assert recover(tmp_path).told == []
+
+
+def test_a_segment_that_a_full_disk_does_not_take_leaves_no_file_and_the_old_one_in_use(
+    journal: Journal, tmp_path: Path
 ) -> None:
-    path = write(tmp_path, [make_group(0)], {0: [0]})
-    whole = path.stat().st_size
-    path.unlink()
-    path = write(tmp_path, [make_group(0)], {0: [0], 1: [0]})
-    content = path.read_bytes()
-    for size in range(whole + 1, len(content)):
-        path.write_bytes(content[:size])
-        with caplog.at_level(logging.WARNING):
-            assert steps_and_ids(tmp_path) == [(0, [0])]
-        assert f"torn tail of {size - whole} bytes at byte {whole} is left out" in caplog.text
-    path.write_bytes(content[:-1] + b"\xff")  # the length is there, the content is not
-    assert steps_and_ids(tmp_path) == [(0, [0])]
+    with limited_files(5000):
+        with pytest.raises(JournalFull):
+            journal.roll(b"s" * 6000)
+        with pytest.raises(JournalFull):
+            Journal(tmp_path, settings(), b"s" * 6000)
+        assert [number for number, _ in segments(tmp_path)] == [0]
+        place = journal.append_group(completed(0), FRAMES)
+        journal.commit()
+        assert place.segment == 0
+    journal.roll(b"s" * 6000)
+    assert recover(tmp_path).snapshot == b"s" * 6000
 
 
-def test_a_life_that_ended_before_its_first_record_is_no_damage(tmp_path: Path, make_group: MakeGroup) -> None:
-    write(tmp_path, [], {}).write_bytes(b"strea")
-    write(tmp_path, [make_group(0)], {0: [0]})
-    assert steps_and_ids(tmp_path) == [(0, [0])]
-
-
-def test_a_record_that_was_changed_in_the_middle_is_told_with_its_place(tmp_path: Path, make_group: MakeGroup) -> None:
-    path = write(tmp_path, [make_group(0), make_group(1)], {0: [0, 1]})
-    content = bytearray(path.read_bytes())
-    content[200] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(JournalDamaged, match="record at byte 19 does not match its checksum"):
-        list(read_journal(tmp_path))
-
-
-def test_a_step_without_its_groups_is_told(tmp_path: Path, make_group: MakeGroup) -> None:
-    write(tmp_path, [make_group(0)], {0: [0, 1]})
-    with pytest.raises(JournalDamaged, match=r"step 0 without its groups \[1\]"):
-        list(recorded_batches(tmp_path))
-
-
-def test_another_file_is_not_taken_for_a_journal(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("not mine")
-    assert list(read_journal(tmp_path)) == []
-    (tmp_path / "000000.journal").write_text("something else entirely")
-    with pytest.raises(JournalDamaged, match="does not begin as a journal"):
-        list(read_journal(tmp_path))
-
-
-def test_a_batch_is_on_its_way_to_disk_when_it_is_recorded(tmp_path: Path, make_group: MakeGroup) -> None:
-    journal = Journal(tmp_path)
-    journal.append_group(encode_group(make_group(0), 1 << 20))
-    journal.append_batch(0, [0])
-    assert steps_and_ids(tmp_path) == [(0, [0])]  # by another reader, while the writer still lives
+def test_a_file_system_without_room_is_waited_for(small_disk: Path) -> None:
+    journal = Journal(small_disk / "journal", settings(), b"")
+    filler = small_disk / "filler"
+    filler.write_bytes(b"f" * (32 << 10))
+    place = journal.append_group(completed(0), (b"h", b"x" * (48 << 10)))
+    with pytest.raises(JournalFull, match="No space left on device"):
+        journal.commit()
+    filler.unlink()
+    journal.commit()
     journal.close()
+    assert recover(small_disk / "journal").records == [(completed(0), place)]
+
+
+def test_every_record_is_read_in_the_order_of_writing_over_all_segments(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, settings(), b"")
+    journal.append_group(completed(3), FRAMES)
+    journal.roll(b"")
+    journal.append(consumed(0, 3))
+    journal.commit()
+    journal.close()
+    told = [(entry.place.segment, type(entry.record).__name__, entry.frame_bytes) for entry in read_journal(tmp_path)]
+    assert told == [(0, "Opening", 0), (0, "Completed", 106), (1, "Opening", 0), (1, "Consumed", 0)]
+
+
+@contextmanager
+def limited_files(size: int) -> Iterator[None]:
+    """No file of this process can grow beyond `size` bytes: the kernel refuses with EFBIG."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = run("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder))
+    if mounted.returncode != 0:
+        pytest.skip(f"mounting a tmpfs needs privileges: {mounted.stderr.strip()}")
+    yield folder
+    run("umount", str(folder))
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, timeout=30)

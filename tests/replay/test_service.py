@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from random import Random
-from typing import Any, TypeVar
 
 import pytest
 import zmq
+from service_parts import (
+    V0,
+    V1,
+    WAIT,
+    MakeGroup,
+    Running,
+    ServiceProcess,
+    answer,
+    hear,
+    hear_tickets,
+    ids,
+    make_config,
+)
 
-from streamrl.config import Config
-from streamrl.observe.events import EventLog
 from streamrl.replay.journal import recorded_batches
 from streamrl.replay.service import Service
-from streamrl.stream.address import replay_address
 from streamrl.stream.codec import encode_group
 from streamrl.stream.messages import (
     Accepted,
@@ -32,7 +36,7 @@ from streamrl.stream.messages import (
     Finished,
     Heartbeat,
     Hello,
-    Message,
+    Introduce,
     Next,
     Progress,
     Publish,
@@ -42,113 +46,11 @@ from streamrl.stream.messages import (
     ServerState,
     Stop,
     Tickets,
+    Welcome,
     encode,
 )
 from streamrl.stream.sockets import Dealer, ReceivedBatch
-from streamrl.types import Group, PolicyVersion, Ticket
-
-WAIT = 20.0  # seconds for anything that must come; nothing waits as long when all is well
-V0, V1 = PolicyVersion(0), PolicyVersion(1)
-MakeGroup = Callable[..., Group]
-M = TypeVar("M")
-
-
-def make_config(**sections: dict[str, Any]) -> Config:
-    """Steps of two groups, staleness 1: four slots."""
-    tree: dict[str, dict[str, Any]] = {
-        "run": {"steps": 3, "stop_timeout": 5.0, "start_timeout": 20.0},
-        "generate": {"heartbeat": 1.0},
-        "replay": {"groups_per_step": 2, "max_staleness": 1},
-        "publish": {"timeout": 5.0},
-    }
-    for name, fields in sections.items():
-        tree.setdefault(name, {}).update(fields)
-    return Config.model_validate(tree)
-
-
-class Running:
-    """A service in a thread."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.config, self.folder = config, folder
-        self.events = EventLog(folder / "events" / "replay-0.jsonl", "replay-0")
-        self.service = Service(config, folder, self.events)
-        self.codes: list[int] = []
-        self.thread = threading.Thread(target=lambda: self.codes.append(self.service.run()))
-        self.thread.start()
-        self.peers: list[Dealer] = []
-
-    def peer(self, hello: Hello) -> Dealer:
-        dealer = Dealer(self.service.address, self.config.stream, hello.name)
-        self.peers.append(dealer)
-        dealer.send(hello)
-        return dealer
-
-    def worker(self, name: str = "w", capacity: int = 99, version: PolicyVersion = V0) -> Dealer:
-        server = ServerState(name=f"{name}-server", version=version)
-        dealer = self.peer(Hello(role="generator", name=name, servers=(server,)))
-        dealer.send(Credit(capacity=capacity))
-        return dealer
-
-    def learner(self, version: PolicyVersion = V0) -> Dealer:
-        return self.peer(Hello(role="learner", name="learner-0", version=version))
-
-    def publisher(self) -> Dealer:
-        return self.peer(Hello(role="publisher", name="publisher-0", version=V0))
-
-    def told(self, event: str) -> list[dict[str, Any]]:
-        lines = self.events.path.read_text().splitlines()
-        return [record for line in lines if (record := json.loads(line))["event"] == event]
-
-    def end(self) -> int:
-        self.thread.join(WAIT)
-        assert not self.thread.is_alive()
-        return self.codes[0]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def make(**sections: dict[str, Any]) -> Running:
-        started.append(Running(make_config(**sections), tmp_path))
-        return started[-1]
-
-    yield make
-    for running in started:
-        running.service.interrupt("the end of the test", 0)
-        running.thread.join(WAIT)
-        running.events.close()
-        for peer in running.peers:
-            peer.close()
-
-
-def hear(dealer: Dealer, kind: type[M]) -> M:
-    """The next message, which must be of this kind."""
-    message = dealer.receive(WAIT)
-    assert isinstance(message, kind), message
-    return message
-
-
-def hear_tickets(dealer: Dealer, count: int) -> list[Ticket]:
-    tickets: list[Ticket] = []
-    while len(tickets) < count:
-        tickets += hear(dealer, Tickets).tickets
-    assert len(tickets) == count
-    return tickets
-
-
-def answer(dealer: Dealer, make_group: MakeGroup, ticket: Ticket, version: PolicyVersion | None = None) -> Message:
-    version = version or ticket.issued_version
-    dealer.send_group(make_group(ticket.group_id, attempt=ticket.attempt, version=version))
-    while isinstance(message := dealer.receive(WAIT), Tickets):  # a Publish or more tickets may come between
-        pass
-    assert isinstance(message, Accepted | Refused), message
-    return message
-
-
-def ids(received: ReceivedBatch) -> list[int]:
-    return [group.group_id for group in received.batch.groups]
+from streamrl.types import PolicyVersion
 
 
 def test_a_whole_run_with_two_workers_a_learner_and_a_publisher(
@@ -210,12 +112,10 @@ def test_nothing_is_issued_beyond_the_slots_until_a_server_has_the_weights(
         answer(worker, make_group, ticket)
     learner.send(Next(step=0))
     received = hear(learner, ReceivedBatch)
-    assert received.stats == {
-        "tokens_generated": 40,
-        "generator_busy": 0.0,
-        "groups": 2,
-        "bytes": received.stats["bytes"],
-    }
+    assert (received.stats["tokens_generated"], received.stats["groups"]) == (40, 2)
+    assert received.stats["selection"]["selection/trained/groups"] == 2
+    assert received.ledger is not None
+    assert (received.ledger.below, set(received.ledger.pending)) == (2, {2, 3})
     assert worker.receive(0.3) is None  # consumed, and still charged
     worker.send(Applied(server="w-server", version=V1))
     assert [(t.group_id, t.issued_version) for t in hear_tickets(worker, 2)] == [(4, V1), (5, V1)]
@@ -234,57 +134,10 @@ def test_the_same_step_may_be_asked_for_again_and_a_wrong_one_ends_the_run(
     learner = running.learner()  # after a reconnect
     learner.send(Next(step=0))
     assert ids(hear(learner, ReceivedBatch)) == [0, 1]
-    assert len(running.told("batch")) == 1
+    assert len(running.told("batch")) == 2  # one for each start of a learner
     learner.send(Next(step=2))
     assert "step 2 was asked for, 1 is next" in hear(learner, Stop).reason
     assert running.end() == 1
-
-
-def test_a_silent_workers_tickets_go_to_another_and_its_late_groups_are_refused(
-    start: Callable[..., Running], make_group: MakeGroup
-) -> None:
-    running = start(generate={"heartbeat": 0.2})
-    lost, heir = running.worker("lost"), running.worker("heir", capacity=0)
-    running.learner()
-    tickets = hear_tickets(lost, 4)
-    heir.send(Credit(capacity=4))
-    again: list[Ticket] = []
-    while len(again) < 4:
-        heir.send(Heartbeat())
-        message = heir.receive(0.05)
-        again += message.tickets if isinstance(message, Tickets) else ()
-    assert [(t.group_id, t.attempt) for t in again] == [(t.group_id, 1) for t in tickets]
-    late = answer(lost, make_group, tickets[0])
-    assert isinstance(late, Refused)
-    assert late.reason == "group 0 attempt 0: attempt 1 is issued"
-    assert isinstance(answer(heir, make_group, again[0]), Accepted)
-
-
-def test_a_ticket_past_its_deadline_is_issued_again_and_the_last_attempt_ends_the_run(
-    start: Callable[..., Running],
-) -> None:
-    running = start(replay={"group_timeout": 0.4, "max_attempts": 2}, generate={"heartbeat": 9.0})
-    worker = running.worker(capacity=1)
-    learner = running.learner()
-    assert [(t.group_id, t.attempt) for t in hear_tickets(worker, 1)] == [(0, 0)]
-    assert [(t.group_id, t.attempt) for t in hear_tickets(worker, 1)] == [(0, 1)]
-    for peer in (worker, learner):
-        assert "group 0 was lost 2 times" in hear(peer, Stop).reason
-    assert running.end() == 1
-
-
-def test_a_worker_that_says_bye_or_comes_back_as_a_new_process_loses_its_tickets_at_once(
-    start: Callable[..., Running],
-) -> None:
-    running = start()
-    first = running.worker("w")
-    running.learner()
-    hear_tickets(first, 4)
-    second = running.worker("w")
-    assert [t.attempt for t in hear_tickets(second, 4)] == [1] * 4
-    second.send(Bye())
-    third = running.worker("other")
-    assert [t.attempt for t in hear_tickets(third, 4)] == [2] * 4
 
 
 def test_a_group_with_bad_content_costs_its_attempt_not_the_service(
@@ -321,14 +174,14 @@ def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
         [os.urandom(300), os.urandom(300)],
     ]
     for frames in junk:
-        worker._send(frames)
-        learner._send(frames)
-    stranger = Dealer(running.service.address, running.config.stream, "stranger")
-    stranger.send(Credit(capacity=1))
-    assert hear(stranger, Stop).reason == "refused: Credit before a Hello"
+        worker._send(list(frames))
+        learner._send(list(frames))
+    stranger = Dealer(running.service.address, running.config.stream, name="stranger")
+    stranger._send([b"junk"])
+    assert "refused: header" in hear(stranger, Stop).reason
     stranger.close()
     assert isinstance(answer(worker, make_group, ticket), Accepted)
-    assert running.service.malformed == 2 * len(junk)  # and the stranger, less the learner's rightful Next
+    assert running.service.malformed == 2 * len(junk)  # and the stranger's, less the learner's rightful Next
     assert len(running.told("replay.malformed")) == 3
 
 
@@ -380,18 +233,33 @@ def test_the_publisher_knows_the_servers_and_hears_what_became_of_its_versions(s
     assert hear(publisher, Roster).servers == ()
 
 
-def test_a_resumed_run_issues_nothing_before_its_weights_are_back(start: Callable[..., Running]) -> None:
-    running = start(run={"steps": 30})
-    restored = PolicyVersion(20, incarnation=1)
+def test_a_strangers_words_are_answered_by_one_introduce_and_its_hello_counts(
+    start: Callable[..., Running], make_group: MakeGroup
+) -> None:
+    running = start()
+    running.learner()
+    stranger = Dealer(running.service.address, running.config.stream, name="w")
+    running.peers.append(stranger)
+    for _ in range(20):
+        stranger.send(Heartbeat())
+    stranger.send_group(make_group(0))
+    hear(stranger, Introduce)
+    stranger.send(Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
+    stranger.send(Credit(capacity=1))
+    (ticket,) = hear_tickets(stranger, 1)
+    assert isinstance(answer(stranger, make_group, ticket), Accepted)
+    assert running.service.malformed == 0
+
+
+def test_a_run_without_a_journal_goes_on_from_the_checkpoints_version(start: Callable[..., Running]) -> None:
+    running = start(run={"steps": 30}, journal={"keep": "none"})
     worker = running.worker(version=PolicyVersion(25))  # a server that outlived the learner
-    running.learner(restored)
-    assert worker.receive(0.3) is None
-    worker.send(Applied(server="w-server", version=restored))
+    running.learner(PolicyVersion(20, incarnation=1))
+    assert running.welcome.published == PolicyVersion(25)
     tickets = hear_tickets(worker, 4)
     assert [t.group_id for t in tickets] == [40, 41, 42, 43]
-    assert {t.issued_version for t in tickets} == {restored}
-    other = running.learner(PolicyVersion(21, incarnation=2))
-    assert "tickets began at version 20.1" in hear(other, Stop).reason
+    assert {t.issued_version.step for t in tickets} <= {19, 20}
+    assert not list((running.folder / "journal").glob("*"))
 
 
 def test_the_end_waits_for_the_last_version_but_not_for_ever(start: Callable[..., Running]) -> None:
@@ -404,32 +272,21 @@ def test_the_end_waits_for_the_last_version_but_not_for_ever(start: Callable[...
     assert running.end() == 0  # after run.stop_timeout; it never said Bye
 
 
-def test_the_role_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
-    """As its own process, by its entry point."""
-    script = (
-        "import sys; from pathlib import Path; from streamrl.config import Config;"
-        "from streamrl.replay.service import main;"
-        "sys.exit(main(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2])))"
-    )
-    config = make_config()
-    process = subprocess.Popen([sys.executable, "-c", script, config.model_dump_json(), str(tmp_path)])
-    try:
-        address = replay_address(config, tmp_path)
-        learner = Dealer(address, config.stream, "learner-0")
-        learner.send(Hello(role="learner", name="learner-0", version=V0))
-        worker = Dealer(address, config.stream, "w")
-        worker.send(Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
-        worker.send(Credit(capacity=1))
-        hear_tickets(worker, 1)
-        process.send_signal(signal.SIGTERM)
-        for peer in (learner, worker):
-            assert "ended by SIGTERM" in hear(peer, Stop).reason
-            peer.close()
-        assert process.wait(WAIT) == 0
-        assert not (tmp_path / "replay.address").exists()
-    finally:
-        process.kill()
-        process.wait(WAIT)
+def test_the_role_ends_cleanly_on_sigterm(start_process: Callable[..., ServiceProcess]) -> None:
+    service = start_process()
+    learner = Dealer(service.address, service.config.stream, name="learner-0")
+    learner.send(Hello(role="learner", name="learner-0", version=V0))
+    worker = Dealer(service.address, service.config.stream, name="w")
+    worker.send(Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
+    worker.send(Credit(capacity=1))
+    hear_tickets(worker, 1)
+    hear(learner, Welcome)
+    service.process.send_signal(signal.SIGTERM)
+    for peer in (learner, worker):
+        assert "ended by SIGTERM" in hear(peer, Stop).reason
+        peer.close()
+    assert service.process.wait(WAIT) == 0
+    assert not (service.folder / "replay.address").exists()
 
 
 def test_an_address_in_use_is_told_before_anything_is_started(start: Callable[..., Running]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from streamrl.replay.buffer import Buffer
-from streamrl.replay.order import StrictOrder
+from streamrl.config import Config
+from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.workers import Workers, assign
 from streamrl.stream.messages import Heartbeat, ServerState
 from streamrl.types import PolicyVersion
@@ -17,10 +17,10 @@ def server(name: str, version: PolicyVersion = V0) -> ServerState:
     return ServerState(name=name, version=version)
 
 
-def new_buffer(slots: int) -> Buffer:
-    buffer = Buffer(
-        StrictOrder(4, slots), start=V0, last_step=50, task="copy", seed=1, group_timeout=9.0, max_attempts=3
-    )
+def new_buffer(staleness: float) -> Buffer:
+    """Steps of four groups: `(staleness + 1) * 4` slots."""
+    buffer = make_buffer(Config.model_validate({"replay": {"groups_per_step": 4, "max_staleness": staleness}}))
+    buffer.begin(V0)
     buffer.acknowledge(V0)
     return buffer
 
@@ -38,14 +38,14 @@ def test_groups_spread_by_the_share_of_credit_in_use() -> None:
     workers = Workers(1.0)
     join(workers, "a", 8, server("sa"))
     join(workers, "b", 4, server("sb"))
-    buffer = new_buffer(9)
+    buffer = new_buffer(1.25)
     assert granted(buffer, workers) == {"a": [0, 2, 3, 5, 6, 8], "b": [1, 4, 7]}
 
 
 def test_credit_is_a_level_that_open_tickets_count_against() -> None:
     workers = Workers(1.0)
     join(workers, "a", 2, server("sa"))
-    buffer = new_buffer(9)
+    buffer = new_buffer(1.25)
     assert granted(buffer, workers) == {"a": [0, 1]}
     assert granted(buffer, workers) == {}
     workers.live[0].capacity = 3
@@ -59,7 +59,7 @@ def test_a_worker_whose_servers_are_behind_waits_and_the_others_go_on() -> None:
     workers = Workers(1.0)
     join(workers, "behind", 9, server("s0", V0))
     join(workers, "ahead", 9, server("s1", V1), server("s2", V0))
-    buffer = new_buffer(4)
+    buffer = new_buffer(0)
     assert granted(buffer, workers) == {"ahead": [0, 2], "behind": [1, 3]}
     buffer.acknowledge(V1)  # ahead of the learner, who has taken nothing: frees no slot
     assert granted(buffer, workers) == {}
@@ -71,14 +71,14 @@ def test_a_server_that_failed_a_publish_gets_no_tickets_until_it_has_that_versio
     worker = workers.live[0]
     worker.failed["sa"] = V1
     assert worker.newest is None
-    assert granted(new_buffer(4), workers) == {}
+    assert granted(new_buffer(0), workers) == {}
     worker.applied("sa", V0)
     assert worker.newest is None
     worker.applied("sa", V1)
     assert worker.newest == V1
 
 
-def test_ten_missed_heartbeats_lose_a_worker_and_a_word_brings_it_back() -> None:
+def test_ten_missed_heartbeats_take_a_worker_off_the_roster_and_a_word_brings_it_back() -> None:
     workers = Workers(heartbeat=1.0)
     join(workers, "a", 1, server("sa"))
     assert workers.silent(10.0) == []

@@ -24,6 +24,7 @@ MAX = 1 << 20
 STREAM = StreamConfig(max_message=MAX, reply_timeout=10.0)
 STATS = BatchStats(tokens_generated=9, generator_busy=0.5, groups=2, bytes=77)
 MakeGroup = Callable[..., Group]
+DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8")
 _INT32 = st.integers(-(2**31), 2**31 - 1)
 
 
@@ -38,6 +39,17 @@ def _spans(draw: st.DrawFn, tokens: int) -> tuple[VersionSpan, ...]:
 
 
 @st.composite
+def _extras(draw: st.DrawFn, tokens: int) -> dict[str, np.ndarray]:
+    """Fields of every dtype that travels, with up to two further dimensions, empty ones included."""
+    extras = {}
+    for name in draw(st.sets(st.sampled_from(["routed_experts", "top_logprobs", "mask", ""]), max_size=2)):
+        shape = (tokens, *draw(st.lists(st.integers(0, 3), max_size=2)))
+        dtype = np.dtype(draw(st.sampled_from([name.lstrip("|<") for name in DTYPES])))
+        extras[name] = draw(npst.arrays(dtype, shape))
+    return extras
+
+
+@st.composite
 def _samples(draw: st.DrawFn, prompts: list[np.ndarray]) -> Sample:
     tokens = draw(st.integers(0, 40))
     return Sample(
@@ -49,6 +61,7 @@ def _samples(draw: st.DrawFn, prompts: list[np.ndarray]) -> Sample:
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         reward_parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-1, 1), max_size=3)),
         finish_reason=draw(st.sampled_from(["stop", "length", "abort", "placeholder"])),
+        extras=draw(_extras(tokens)),
     )
 
 
@@ -79,12 +92,16 @@ def assert_same(left: Group, right: Group) -> None:
             assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes()), name
         for name in ("spans", "reward", "reward_parts", "finish_reason"):
             assert getattr(a, name) == getattr(b, name), name
+        assert a.extras.keys() == b.extras.keys()
+        for name, x in a.extras.items():
+            y = b.extras[name]
+            assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes()), name
 
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[tuple[Router, Dealer]]:
     router = Router("tcp://127.0.0.1:0", STREAM)
-    dealer = Dealer(router.address, STREAM, "learner")
+    dealer = Dealer(router.address, STREAM, None, "learner")
     yield router, dealer
     dealer.close()
     router.close()
@@ -97,9 +114,9 @@ def test_a_group_survives_real_sockets_there_and_back_bit_for_bit(wire: tuple[Ro
     dealer.send_group(group)
     received = router.receive(10.0)
     assert received is not None
-    identity, frames = received
-    assert_same(decode_group(*(frame.buffer for frame in frames)), group)
-    assert ticket_of(frames[0].buffer) == (group.group_id, group.attempt)
+    identity, frames, _ = received
+    assert_same(decode_group(*frames), group)
+    assert ticket_of(frames[0]) == (group.group_id, group.attempt)
     router.send(identity, BatchHeader(step=4, groups=2, stats=STATS), [*frames, *frames])
     reply = dealer.receive(10.0)
     assert isinstance(reply, ReceivedBatch)
@@ -118,6 +135,66 @@ def test_decoded_arrays_are_read_only_views_of_the_received_frame(make_group: Ma
         assert not sample.loss_mask.flags.writeable
 
 
+def _with_extras(group: Group) -> Group:
+    """Sample 0 has experts and a sampling mask, sample 1 the experts alone."""
+    random = np.random.default_rng(1)
+    first, second = (
+        {"experts": random.integers(0, 128, (len(sample.output_ids), 2, 3), dtype=np.int16)} for sample in group.samples
+    )
+    first["kept"] = random.random(len(group.samples[0].output_ids)) < 0.5
+    first["margin"] = random.random(len(group.samples[0].output_ids))
+    samples = [replace(sample, extras=extras) for sample, extras in zip(group.samples, (first, second), strict=True)]
+    return replace(group, samples=tuple(samples))
+
+
+def test_a_new_field_of_each_token_travels_without_a_line_of_code(make_group: MakeGroup) -> None:
+    group = _with_extras(make_group(3))
+    header, arena = encode_group(group, MAX)
+    decoded = decode_group(header, memoryview(b"x" + bytes(arena))[1:])  # at an odd address too
+    assert_same(decoded, group)
+    for sample in decoded.samples:
+        for column in sample.extras.values():
+            assert column.flags.aligned
+            assert not column.flags.writeable
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda f: f["columns"][0].__setitem__(1, "<c8"), "Invalid enum value '<c8'"),
+        (lambda f: f["columns"][0].__setitem__(1, "|O8"), "Invalid enum value '|O8'"),
+        (lambda f: f["columns"][0].__setitem__(2, [2, 4]), "the header asks for"),
+        (lambda f: f["columns"][0].__setitem__(2, [2**31 - 1] * 8), "the header asks for"),
+        (lambda f: f["columns"][0].__setitem__(2, [0, 2**31 - 1, 2**31 - 1, 2**31 - 1]), "the header asks for"),
+        (lambda f: f["columns"].pop(), "column beyond the 2"),
+        (lambda f: f["samples"][1][7].append(2), "the header asks for"),
+        (lambda f: f["samples"][0][7].append(0), "the header asks for"),
+        (lambda f: f["columns"][2].__setitem__(0, "kept"), r"sample 0 has extras\['kept'\] twice"),
+        (lambda f: f["columns"][0].__setitem__(slice(1, 3), ["|b1", [2, 2, 3]]), "bytes that are no bool"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused_with_their_reason(
+    make_group: MakeGroup, change: Callable[[dict[str, Any]], None], reason: str
+) -> None:
+    header, arena = encode_group(_with_extras(make_group(3)), MAX)
+    with pytest.raises(MalformedMessage, match=reason):
+        decode_group(_changed(header, change), arena)
+
+
+def test_a_dtype_that_does_not_travel_is_refused_by_its_field(make_group: MakeGroup) -> None:
+    group = make_group(3)
+    strange = replace(group.samples[0], extras={"phase": np.zeros(5, np.complex64)})
+    with pytest.raises(ValueError, match=r"extras\['phase'\] is complex64"):
+        encode_group(replace(group, samples=(strange,)), MAX)
+
+
+def test_an_arena_that_is_used_again_carries_nothing_over(make_group: MakeGroup) -> None:
+    used = np.full(1 << 12, 255, np.uint8)
+    fresh = encode_group(_with_extras(make_group(3)), MAX)
+    again = encode_group(_with_extras(make_group(3)), MAX, lambda size: used[:size])
+    assert [bytes(frame) for frame in again] == [bytes(frame) for frame in fresh]
+
+
 def test_a_frame_at_an_odd_address_decodes_to_aligned_arrays(make_group: MakeGroup) -> None:
     group = make_group(3)
     header, arena = encode_group(group, MAX)
@@ -131,10 +208,14 @@ def test_a_shared_prompt_and_eight_bytes_a_token_are_all_that_travels(make_group
     assert arena.nbytes == 4 * 7 + 8 * 16 * 1000
 
 
-def _damaged(frame: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+def _changed(frame: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
     fields = msgspec.msgpack.decode(frame)
     change(fields)
     return msgspec.msgpack.encode(fields)
+
+
+def _span(step: int, start: int, end: int) -> dict[str, Any]:
+    return {"version": {"step": step, "incarnation": 0}, "start": start, "end": end}
 
 
 @pytest.mark.parametrize(
@@ -144,12 +225,15 @@ def _damaged(frame: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
         (lambda f: f.update(kind="credit"), "a group is expected"),
         (lambda f: f.update(group_id="x"), "group_id"),
         (lambda f: f.update(worker=1), "worker"),
-        (lambda f: f.update(samples=[]), "arena of 108 bytes"),
+        (lambda f: f.update(samples=[]), "no samples"),
         (lambda f: f["prompts"].append(5), "arena of 108 bytes, the header asks for 128"),
         (lambda f: f["samples"][1].__setitem__(0, 4), "prompt 4 of 1"),
-        (lambda f: f["samples"][1].__setitem__(2, [[0, 0, 4]]), "spans cover 4 of 5"),
-        (lambda f: f["samples"][1].__setitem__(2, [[1, 0, 2], [0, 0, 5]]), "version falls from 1.0 to 0.0"),
-        (lambda f: f["samples"][1].__setitem__(2, [[2**31, 0, 5]]), "samples"),
+        (lambda f: f["samples"][1].__setitem__(2, [_span(0, 0, 4)]), "spans cover 4 of 5"),
+        (lambda f: f["samples"][1].__setitem__(2, [_span(0, 0, 2), _span(0, 3, 5)]), "3..5 does not continue at 2"),
+        (lambda f: f["samples"][1].__setitem__(2, [_span(0, 0, 5), _span(0, 5, 5)]), "5..5 does not continue at 5"),
+        (lambda f: f["samples"][1].__setitem__(2, [_span(1, 0, 2), _span(0, 2, 5)]), "version 0.0 follows 1.0"),
+        (lambda f: f["samples"][1].__setitem__(2, [_span(2**31, 0, 5)]), "version 2147483648.0"),
+        (lambda f: f["samples"][1].__setitem__(2, [_span(-1, 0, 5)]), "version -1.0"),
         (lambda f: f["samples"][1].__setitem__(3, [2]), "loss mask covers 2 of 5"),
         (lambda f: f["samples"][1].__setitem__(4, float("nan")), "reward is nan"),
         (lambda f: f["samples"][1].__setitem__(6, "tired"), "tired"),
@@ -160,7 +244,7 @@ def test_a_group_whose_header_is_wrong_is_refused_with_its_reason(
 ) -> None:
     header, arena = encode_group(make_group(3), MAX)
     with pytest.raises(MalformedMessage, match=reason):
-        decode_group(_damaged(header, change), arena)
+        decode_group(_changed(header, change), arena)
 
 
 def test_a_refusal_names_the_ticket_where_the_header_still_tells_it(make_group: MakeGroup) -> None:

@@ -13,9 +13,18 @@ import zmq
 from streamrl.config import Config, StreamConfig
 from streamrl.stream.address import address_path, replay_address, tell_address
 from streamrl.stream.codec import decode_group
-from streamrl.stream.messages import Bye, Credit, MalformedMessage, Next, Stop, decode
-from streamrl.stream.sockets import QUEUE, SERVICE_QUEUE, AsyncDealer, Dealer, Router, StreamTimeout
-from streamrl.types import Group
+from streamrl.stream.messages import BatchHeader, BatchStats, Bye, Credit, MalformedMessage, Next, Stop, decode
+from streamrl.stream.sockets import (
+    QUEUE,
+    SERVICE_QUEUE,
+    AsyncDealer,
+    Dealer,
+    ReceivedBatch,
+    Router,
+    StreamTimeout,
+    _uncopied,
+)
+from streamrl.types import Group, Ledger
 
 STREAM = StreamConfig(max_message=1 << 20, reply_timeout=0.3)
 MakeGroup = Callable[..., Group]
@@ -30,7 +39,7 @@ def router() -> Iterator[Router]:
 
 def test_a_message_and_its_answer_over_asyncio(router: Router, make_group: MakeGroup) -> None:
     async def peer() -> object:
-        dealer = AsyncDealer(router.address, STREAM, "generator-0")
+        dealer = AsyncDealer(router.address, STREAM, None, "generator-0")
         try:
             await dealer.send_group(make_group(5))
             while (answer := await dealer.receive(timeout=0.05)) is None:
@@ -44,9 +53,9 @@ def test_a_message_and_its_answer_over_asyncio(router: Router, make_group: MakeG
     thread.start()
     received = router.receive(10.0)
     assert received is not None
-    identity, frames = received
+    identity, frames, _ = received
     assert identity.startswith(b"generator-0:")
-    assert decode_group(*(frame.buffer for frame in frames)).group_id == 5
+    assert decode_group(*frames).group_id == 5
     assert router.send(identity, Stop(reason="enough"))
     thread.join(10.0)
     assert answers == [Stop(reason="enough")]
@@ -55,20 +64,20 @@ def test_a_message_and_its_answer_over_asyncio(router: Router, make_group: MakeG
 def test_what_is_said_before_the_service_listens_arrives_when_it_does(router: Router) -> None:
     address = router.address
     router.close()
-    dealer = Dealer(address, STREAM, "learner")
+    dealer = Dealer(address, STREAM, None, "learner")
     dealer.send(Next(step=3))
     late = Router(address, STREAM)
     try:
         received = late.receive(10.0)
         assert received is not None
-        assert decode(received[1][0].buffer) == Next(step=3)
+        assert decode(received.frames[0]) == Next(step=3)
     finally:
         dealer.close()
         late.close()
 
 
 def test_a_peer_keeps_its_identity_and_its_messages_when_the_service_comes_back(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM, "learner")
+    dealer = Dealer(router.address, STREAM, None, "learner")
     dealer.send(Bye())
     first = router.receive(10.0)
     address = router.address
@@ -79,8 +88,8 @@ def test_a_peer_keeps_its_identity_and_its_messages_when_the_service_comes_back(
         second = again.receive(10.0)
         assert first is not None
         assert second is not None
-        assert first[0] == second[0]
-        assert decode(second[1][0].buffer) == Next(step=4)
+        assert first.peer == second.peer
+        assert decode(second.frames[0]) == Next(step=4)
     finally:
         dealer.close()
         again.close()
@@ -107,25 +116,121 @@ def test_sending_to_nobody_waits_its_timeout_and_says_so() -> None:
 
 def test_the_router_tells_that_a_peer_is_gone_or_does_not_read(router: Router) -> None:
     assert not router.send(b"nobody", Bye())
-    dealer = Dealer(router.address, STREAM, "deaf")
+    dealer = Dealer(router.address, STREAM, None, "deaf")
     dealer.send(Bye())
     received = router.receive(10.0)
     assert received is not None
     sent = 0
-    while router.send(received[0], Stop(reason="x" * 4000)):  # until the kernel's buffers and both queues are full
+    while router.send(received.peer, Stop(reason="x" * 4000)):  # until the kernel's buffers and both queues are full
         sent += 1
     assert sent >= SERVICE_QUEUE
     dealer.close()
 
 
+def test_both_ends_learn_how_many_words_were_lost(router: Router) -> None:
+    dealer = Dealer(router.address, STREAM, None, "learner")
+    dealer.send(Bye())
+    first = router.receive(10.0)
+    dealer._numbers.stamp(b"")  # two words that never arrive
+    dealer._numbers.stamp(b"")
+    dealer.send(Bye())
+    second = router.receive(10.0)
+    assert first is not None
+    assert second is not None
+    assert (first.missed, second.missed) == (0, 2)
+    router.send(first.peer, Bye())
+    router._numbers(first.peer).stamp(b"")
+    router.send(first.peer, Bye())
+    assert [dealer.receive(10.0), dealer.receive(10.0)] == [Bye(), Bye()]
+    assert dealer.missed == 1
+    dealer.close()
+
+
+def test_a_service_that_was_started_again_misses_what_was_said_to_the_one_before(router: Router) -> None:
+    dealer = Dealer(router.address, STREAM, None, "learner")
+    dealer.send(Bye())
+    first = router.receive(10.0)
+    assert first is not None
+    router.send(first.peer, Bye())
+    dealer.receive(10.0)
+    address = router.address
+    router.close()
+    again = Router(address, STREAM)
+    dealer.send(Next(step=4))
+    second = again.receive(10.0)
+    assert second is not None
+    assert second.missed == 1
+    again.send(second.peer, Bye())
+    assert dealer.receive(10.0) == Bye()
+    assert dealer.missed == 0  # the new service counts its words anew
+    dealer.close()
+    again.close()
+
+
+def test_a_header_too_short_for_its_number_is_malformed(router: Router) -> None:
+    foreign = zmq.Context.instance().socket(zmq.DEALER)
+    foreign.setsockopt(zmq.LINGER, 0)
+    foreign.connect(router.address)
+    for word in (b"", b"1234567", b"12345678"):
+        foreign.send(word)
+        received = router.receive(10.0)
+        assert received is not None
+        with pytest.raises(MalformedMessage):
+            decode(received.frames[0])
+    foreign.close()
+
+
+def test_the_service_remembers_a_bounded_number_of_peers(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.stream.sockets.PEERS", 2)
+    for index in range(4):
+        router.send(b"%d" % index, Bye())
+    assert list(router._peers) == [b"2", b"3"]
+
+
+def test_a_received_frame_is_passed_on_without_a_copy(router: Router, make_group: MakeGroup) -> None:
+    dealer = Dealer(router.address, STREAM, None, "learner")
+    dealer.send_group(make_group(5, tokens=1000))
+    received = router.receive(10.0)
+    assert received is not None
+    header, arena = received.frames
+    assert isinstance(_uncopied(arena), zmq.Frame)
+    assert _uncopied(header) is header  # it came behind its number
+    assert _uncopied(bytes(arena)) == bytes(arena)
+    stats = BatchStats(tokens_generated=0, generator_busy=0, groups=1, bytes=1)
+    ledger = Ledger(below=3, cursors={"copy": 4})
+    router.send(received.peer, BatchHeader(step=1, groups=1, stats=stats, ledger=ledger), [header, arena])
+    reply = dealer.receive(10.0)
+    assert isinstance(reply, ReceivedBatch)
+    assert reply.batch.groups[0].group_id == 5
+    assert reply.ledger == ledger
+    dealer.close()
+
+
+def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(router: Router, make_group: MakeGroup) -> None:
+    stream = StreamConfig(max_message=1 << 26, reply_timeout=10.0)
+    dealer = Dealer(router.address, stream, None, "generator-0")
+    used = set()
+    for index in range(20):
+        dealer.send_group(make_group(index, tokens=80_000))
+        used.add(dealer._arenas._lent[-1][1].ctypes.data)
+        if index >= 3:  # a few are always under way
+            received = router.receive(10.0)
+            assert received is not None
+            assert decode_group(*received.frames).samples[0].output_ids.tolist() == (
+                make_group(index - 3, tokens=80_000).samples[0].output_ids.tolist()
+            )
+    assert len(used) < 20
+    dealer.close()
+
+
 def test_the_last_word_leaves_before_the_socket_closes(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM, "leaving")
+    dealer = Dealer(router.address, STREAM, None, "leaving")
     dealer.send(Bye())
     dealer.close()
     dealer.close()
     received = router.receive(10.0)
     assert received is not None
-    assert decode(received[1][0].buffer) == Bye()
+    assert decode(received.frames[0]) == Bye()
 
 
 def test_a_message_above_the_limit_is_refused_at_the_sender_and_closes_a_foreign_peer(router: Router) -> None:
@@ -148,7 +253,7 @@ def test_frames_behind_a_message_that_has_none_are_refused(router: Router) -> No
     dealer.send(Bye())
     received = router.receive(10.0)
     assert received is not None
-    router.send(received[0], Bye(), received[1])
+    router.send(received.peer, Bye(), received.frames)
     with pytest.raises(MalformedMessage, match="1 frames behind"):
         dealer.receive(10.0)
     dealer.close()

@@ -1,0 +1,289 @@
+"""The processes that `benchmarks/faults.py` kills, beside the real replay service: without model, but for real.
+
+    python -m benchmarks.fault_roles worker RUN 0     the worker's own line to the service; its server answers at once
+    python -m benchmarks.fault_roles learner RUN      the learner's own batch source; it counts instead of training
+
+The learner writes down every group that it trains, and what its checkpoint contains is its ledger and nothing
+else, as with the real one: whatever the record shows behind the last checkpoint did not happen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from streamrl import config_file
+from streamrl.config import Config
+from streamrl.generate.link import ServiceLink
+from streamrl.learner.batches import ServiceBatches
+from streamrl.lifeline import end_with
+from streamrl.observe.events import EventLog, event_path
+from streamrl.stream.address import replay_address
+from streamrl.stream.messages import Announce, Applied, Bye, Hello, Message, Publish, Roster, ServerState, Stop, Tickets
+from streamrl.stream.peer import Peer
+from streamrl.types import Batch, Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
+
+TOKENS = 32  # of an answer: the time goes into the protocol, not into the bytes
+SECONDS = 0.01  # that a group takes on average; one in STRAGGLER takes ten times as long
+STRAGGLER = 50
+STEP_SECONDS = 0.01  # that a learner step takes
+CHECKPOINT_EVERY = 10  # learner steps
+KEPT = 2  # checkpoints
+AGAIN = 1.0  # seconds after which a publish that nobody answered is tried again
+GRACE = 10.0  # seconds to end cleanly after whoever started this has gone
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The learner starts, or starts again: what it wrote of steps from `version` on did not happen."""
+
+    version: str
+    time: float
+
+
+class Trained(msgspec.Struct, frozen=True, tag=True):
+    """One learner step, in the order of its groups."""
+
+    step: int
+    asked: float  # when the learner first asked for the step, seconds since the epoch
+    time: float
+    group_ids: tuple[int, ...]
+    prompts: tuple[tuple[str, int], ...]
+    digests: tuple[int, ...]  # of the tokens: tells two generations of one group apart
+    oldest: int  # step of the oldest token
+    placeholders: int  # samples
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The learner's checkpoint; only the newest is a file of its own, as nothing reads the others."""
+
+    version: str
+    ledger: Ledger | None
+    kept: tuple[int, ...]  # steps of the checkpoints that a real learner would still have
+
+
+def record_path(run_folder: Path) -> Path:
+    return run_folder / "trained.jsonl"
+
+
+def read_record(run_folder: Path) -> list[Start | Trained]:
+    """What the learner wrote, in the order of writing; a line that a kill has torn is passed over."""
+    path, found = record_path(run_folder), []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"\n"):
+            found.append(msgspec.json.decode(line, type=Start | Trained))
+    return found
+
+
+def read_checkpoint(run_folder: Path) -> Saved | None:
+    path = run_folder / "checkpoint.json"
+    return msgspec.json.decode(path.read_bytes(), type=Saved) if path.exists() else None
+
+
+async def run_worker(config: Config, run_folder: Path, index: int) -> None:
+    """A generator worker whose server needs no weights: it answers every ticket, and every publish at once."""
+    events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
+    address = await asyncio.to_thread(replay_address, config, run_folder)
+    state = ServerState(name=f"server-{index}", version=PolicyVersion(0))
+    link = ServiceLink(
+        config, run_folder, f"generator-{index}", address=address, servers=lambda: (state,), events=events
+    )
+
+    async def beat() -> None:
+        while True:
+            await link.beat(time.process_time(), 0)
+            await asyncio.sleep(config.generate.heartbeat)
+
+    async def answer(ticket: Ticket) -> None:
+        await asyncio.sleep(random.expovariate(1 / SECONDS) * (10 if random.randrange(STRAGGLER) == 0 else 1))
+        link.finish(make_group(ticket, state.version, config.generate.group_size, link.name))
+
+    async with asyncio.TaskGroup() as together:
+        await link.greet()
+        forever = [together.create_task(link.deliver()), together.create_task(beat())]
+        while not isinstance(message := await link.receive(), Stop):
+            if isinstance(message, Tickets):
+                for ticket in filter(link.open, message.tickets):
+                    forever.append(together.create_task(answer(ticket)))
+                forever = [task for task in forever if not task.done()]
+            elif isinstance(message, Publish):
+                state = ServerState(name=state.name, version=max(state.version, message.version))
+                await link.say(Applied(server=state.name, version=state.version))
+        for task in forever:
+            task.cancel()
+    await link.bye()
+    link.close()
+    events.close()
+
+
+def make_group(ticket: Ticket, version: PolicyVersion, size: int, worker: str) -> Group:
+    """Random tokens, no two generations alike."""
+    generator = np.random.default_rng()
+    samples = tuple(
+        Sample(
+            prompt_ids=np.arange(4, dtype=np.int32),
+            output_ids=generator.integers(0, 1 << 30, TOKENS, dtype=np.int32),
+            logprobs=-generator.random(TOKENS, dtype=np.float32),
+            loss_mask=np.ones(TOKENS, np.bool_),
+            spans=(VersionSpan(version, 0, TOKENS),),
+            reward=float(index % 2),
+        )
+        for index in range(size)
+    )
+    return Group(
+        group_id=ticket.group_id,
+        attempt=ticket.attempt,
+        task=ticket.task,
+        prompt_index=ticket.prompt_index,
+        samples=samples,
+        finished=time.time(),
+        worker=worker,
+    )
+
+
+class Publisher(threading.Thread):
+    """Tells every server that is behind of the newest version; there are no weights to send."""
+
+    def __init__(self, config: Config, run_folder: Path, version: PolicyVersion) -> None:
+        super().__init__(name="publisher", daemon=True)
+        self._config = config
+        self._run_folder = run_folder
+        self._start_version = version
+        self._servers: dict[str, ServerState] = {}
+        self._sent: dict[str, tuple[PolicyVersion, float]] = {}
+        self.newest: PolicyVersion | None = None  # set by the learner's thread
+        self.ending = threading.Event()
+
+    def run(self) -> None:
+        peer = Peer(self._config, self._run_folder, "publisher", self._opening)
+        while not self.ending.is_set():
+            peer.beat()
+            self._note(peer.receive(0.005))
+            for server in list(self._servers.values()):
+                self._publish(peer, server)
+        peer.send(Bye())
+        peer.close()
+
+    def _opening(self) -> list[Message]:
+        hello = Hello(role="publisher", name="publisher", version=self.newest or self._start_version)
+        return [hello] if self.newest is None else [hello, Announce(version=self.newest)]
+
+    def _note(self, message: object) -> None:
+        if isinstance(message, Roster):
+            self._servers = {server.name: server for server in message.servers}
+        elif isinstance(message, Applied) and message.server in self._servers:
+            self._servers[message.server] = ServerState(name=message.server, version=message.version)
+
+    def _publish(self, peer: Peer, server: ServerState) -> None:
+        newest, (sent, at) = self.newest, self._sent.get(server.name, (None, 0.0))
+        if newest is None or server.version >= newest or (sent == newest and time.monotonic() - at < AGAIN):
+            return
+        peer.send(Publish(server=server.name, version=newest, manifest={}))
+        self._sent[server.name] = (newest, time.monotonic())
+
+
+def run_learner(config: Config, run_folder: Path) -> None:
+    """Take batches and write them down; a checkpoint every few steps and at SIGTERM."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    saved = read_checkpoint(run_folder)
+    starts = sum(isinstance(line, Start) for line in read_record(run_folder))
+    version = PolicyVersion(PolicyVersion.parse(saved.version).step if saved else 0, starts)
+    record = os.open(record_path(run_folder), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    _write(record, Start(version=str(version), time=time.time()))
+    source = ServiceBatches(config, run_folder, version, saved.ledger if saved else None)
+    publisher = Publisher(config, run_folder, version)
+    publisher.start()
+    kept = saved.kept if saved else ()
+    asked = time.time()
+    while not stop.is_set():
+        if not source.begun(config.learner.tick):
+            continue
+        caught_up = source.published is None or version.step >= source.published.step
+        if caught_up:
+            publisher.newest = version
+        delivery = source.next(version.step, config.learner.tick)
+        if delivery.kind == "stop":
+            break
+        if delivery.batch is None:
+            publisher.newest = version  # groups that were lost are generated again, by servers that need weights
+            continue
+        time.sleep(random.expovariate(1 / STEP_SECONDS))
+        _write(record, _trained(delivery.batch, asked))
+        asked = time.time()
+        version = PolicyVersion(version.step + 1, version.incarnation)
+        source.trained(version, 1.0)
+        if version.step % CHECKPOINT_EVERY == 0:
+            kept = _save(run_folder, source, version, kept)
+    _save(run_folder, source, version, kept)
+    source.end(None)
+    publisher.ending.set()
+    publisher.join()
+    source.close()
+
+
+def _trained(batch: Batch, asked: float) -> Trained:
+    return Trained(
+        step=batch.step,
+        asked=asked,
+        time=time.time(),
+        group_ids=tuple(group.group_id for group in batch.groups),
+        prompts=tuple((group.task, group.prompt_index) for group in batch.groups),
+        digests=tuple(_digest(group) for group in batch.groups),
+        oldest=min((group.oldest.step for group in batch.groups if group.oldest is not None), default=batch.step),
+        placeholders=sum(sample.is_placeholder for sample in batch.samples),
+    )
+
+
+def _digest(group: Group) -> int:
+    digest = 0
+    for sample in group.samples:
+        digest = zlib.crc32(sample.output_ids.tobytes(), digest)
+    return digest
+
+
+def _save(run_folder: Path, source: ServiceBatches, version: PolicyVersion, kept: tuple[int, ...]) -> tuple[int, ...]:
+    """Write the checkpoint, whole or not at all, and tell the service. Returns the steps that are kept."""
+    kept = (*(step for step in kept if step < version.step), version.step)[-KEPT:]
+    path = run_folder / "checkpoint.json"
+    partial = path.with_suffix(".partial")
+    with partial.open("wb") as file:
+        file.write(msgspec.json.encode(Saved(str(version), source.ledger, kept)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    source.saved(version, oldest=kept[0])
+    return kept
+
+
+def _write(record: int, line: Start | Trained) -> None:
+    os.write(record, msgspec.json.encode(line) + b"\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", choices=["worker", "learner"])
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("index", type=int, nargs="?", default=0)
+    options = parser.parse_args()
+    end_with([os.getppid()], GRACE)
+    config = config_file.load(options.run_folder / "config.yaml")
+    if options.role == "worker":
+        asyncio.run(run_worker(config, options.run_folder, options.index))
+    else:
+        run_learner(config, options.run_folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

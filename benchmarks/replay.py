@@ -1,0 +1,288 @@
+"""What the replay service costs apart from its sockets: bookkeeping, the journal's bandwidth, a minute under load.
+
+    python -m benchmarks.replay [--quick] [--seconds 60] [--json PATH]
+
+    bookkeeping   everything that the buffer does for a group from its ticket to the acknowledged step, journal off
+    journal       groups of 16 samples through the journal, a commit (write and fsync) every `journal.commit_groups`,
+                  against plain writes of the same bytes that are never synced, which end in the page cache, and
+                  against plain writes that are synced as often
+    load          1,000 groups a second from ticket to acknowledged step, journalled, with checkpoints that let the
+                  journal compact itself; the process's memory before and after
+
+One process, nothing faked: the buffer, its journal and the disk under `--folder`. The ways to write take turns within
+a run and a ratio is formed between neighbours. Figures are medians over the repeats, spreads (max - min) / median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from streamrl.config import Config, JournalConfig
+from streamrl.observe.events import EventLog, event_path
+from streamrl.replay.durable import DurableBuffer
+from streamrl.replay.journal import Journal
+from streamrl.replay.records import Completed
+from streamrl.stream.codec import encode_group
+from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
+
+SAMPLES, PROMPT = 16, 512
+LENGTHS = (1024, 4096, 12288)  # output tokens of a sample
+LOAD_TOKENS = 512  # of a sample in the minute under load: 70 KB a group
+RATE = 1000.0  # groups a second in the minute under load
+WORKER = "worker"
+TARGETS = {"bookkeeping us": 15.0, "journal / plain write": 0.4, "groups/s": RATE}
+
+
+def make_group(tokens: int) -> Group:
+    """A group whose samples were interrupted once by an update, each at another place."""
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 150_000, PROMPT, dtype=np.int32)
+    cuts = random.integers(1, tokens, SAMPLES).tolist()
+    return Group(
+        group_id=0,
+        task="copy",
+        prompt_index=0,
+        samples=tuple(
+            Sample(
+                prompt_ids=prompt,
+                output_ids=random.integers(0, 150_000, tokens, dtype=np.int32),
+                logprobs=-random.random(tokens, dtype=np.float32),
+                loss_mask=np.ones(tokens, np.bool_),
+                spans=(VersionSpan(LATEST, 0, cut), VersionSpan(LATEST, cut, tokens)),
+                reward=float(random.random()),
+            )
+            for cut in cuts
+        ),
+    )
+
+
+LATEST = PolicyVersion(2**30)  # newer than any ticket of a run asks for, so that one group answers all of them
+
+
+class Circle:
+    """The service's calls round one buffer: tickets, groups, batches, acknowledgements, checkpoints."""
+
+    def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
+        sections = {"run": {"steps": 10**6}, "replay": {"groups_per_step": 64}, **sections}
+        self.config = Config.model_validate(sections)
+        self._events = EventLog(event_path(folder, "replay"), "replay-0")
+        self.durable = DurableBuffer(self.config, folder, self._events)
+        self.durable.begin(PolicyVersion(0), None)
+        self.durable.buffer.acknowledge(PolicyVersion(0))
+        self.step = 0
+
+    def group(self, group: Group, frames: Sequence[bytes]) -> None:
+        """One group, which must be the next in order, from its ticket to the buffer."""
+        now = time.monotonic()
+        ticket = self.durable.buffer.issue(WORKER, LATEST, now)
+        assert ticket is not None
+        assert self.durable.complete(WORKER, group, frames) is not None
+        self.durable.tend(now)
+
+    def batch(self) -> None:
+        """A step, when its groups are complete: durable, delivered, trained, acknowledged, and saved now and then."""
+        groups = self.durable.buffer.take(self.step)
+        if groups is None:
+            return
+        now = time.monotonic()
+        self.durable.commit(now)
+        assert self.durable.load(groups) is not None
+        self.durable.buffer.selection_metrics()
+        self.durable.buffer.ledger()
+        self.durable.buffer.expire(now)
+        self.step += 1
+        self.durable.buffer.acknowledge(PolicyVersion(self.step))
+        if self.step % self.config.checkpoint.every == 0:
+            self.durable.saved(self.step - self.config.checkpoint.every, now)
+
+    def close(self) -> None:
+        self.durable.close()
+        self._events.close()
+
+
+@contextmanager
+def circle(folder: Path, **sections: dict[str, Any]) -> Iterator[Circle]:
+    with tempfile.TemporaryDirectory(dir=folder) as run_folder:
+        made = Circle(Path(run_folder), **sections)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+def bookkeeping(folder: Path, repeats: int, count: int) -> dict[str, float]:
+    """Microseconds of CPU a group without a journal: nothing waits here, and a busy machine does not count."""
+    template = make_group(LOAD_TOKENS)
+    groups = [replace(template, group_id=i, prompt_index=i) for i in range(count)]
+    micros = []
+    for _ in range(repeats):
+        with circle(folder, journal={"keep": "none"}) as made:
+            began = time.process_time()
+            for group in groups:
+                made.group(group, (b"header", b"arena"))
+                made.batch()
+            micros.append((time.process_time() - began) / count * 1e6)
+    return {"us": statistics.median(micros), "spread": _spread(micros)}
+
+
+def bandwidth(folder: Path, tokens: int, repeats: int, size: int) -> dict[str, float]:
+    """MB/s of the three ways to write about `size` bytes of groups."""
+    frames = tuple(bytes(frame) for frame in encode_group(make_group(tokens), size))
+    group_bytes = sum(len(frame) for frame in frames)
+    config = JournalConfig.model_validate({})
+    count = max(config.commit_groups, size // group_bytes // config.commit_groups * config.commit_groups)
+    runs = [
+        (
+            _journal(folder, config, frames, count),
+            _plain(folder, frames, count, None),
+            _plain(folder, frames, count, config.commit_groups),
+        )
+        for _ in range(repeats)
+    ]
+    rates = [[count * group_bytes / seconds / 1e6 for seconds in way] for way in zip(*runs, strict=True)]
+    ratios = [[journal / other for journal, other in zip(rates[0], way, strict=True)] for way in rates[1:]]
+    return {
+        "tokens": tokens,
+        "bytes": group_bytes,
+        "journal_mb_per_s": statistics.median(rates[0]),
+        "journal_spread": _spread(rates[0]),
+        "plain_mb_per_s": statistics.median(rates[1]),
+        "plain_spread": _spread(rates[1]),
+        "synced_mb_per_s": statistics.median(rates[2]),
+        "synced_spread": _spread(rates[2]),
+        "ratio_plain": statistics.median(ratios[0]),
+        "ratio_plain_spread": _spread(ratios[0]),
+        "ratio_synced": statistics.median(ratios[1]),
+        "ratio_synced_spread": _spread(ratios[1]),
+    }
+
+
+def _journal(folder: Path, config: JournalConfig, frames: tuple[bytes, ...], count: int) -> float:
+    """Seconds to journal `count` groups, the last commit included."""
+    with tempfile.TemporaryDirectory(dir=folder) as journal_folder:
+        journal = Journal(Path(journal_folder), config, b"")
+        began = time.perf_counter()
+        for group_id in range(count):
+            journal.append_group(Completed(group_id=group_id, attempt=0, size=1, tokens=1, oldest=0), frames)
+            if group_id % config.commit_groups == config.commit_groups - 1:
+                journal.commit()
+        seconds = time.perf_counter() - began
+        journal.close()
+    return seconds
+
+
+def _plain(folder: Path, frames: tuple[bytes, ...], count: int, synced: int | None) -> float:
+    """Seconds to write as many bytes, one call a group, with an fsync after every `synced` of them."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        began = time.perf_counter()
+        for group_id in range(count):
+            os.writev(file.fileno(), frames)
+            if synced and group_id % synced == synced - 1:
+                os.fdatasync(file.fileno())
+        return time.perf_counter() - began
+
+
+def load(folder: Path, seconds: float) -> dict[str, float]:
+    """RATE groups a second for so long; memory is read after a sixth of the time, and at the end."""
+    template = make_group(LOAD_TOKENS)
+    header, arena = (bytes(frame) for frame in encode_group(template, 1 << 28))
+    process = psutil.Process()
+    memory: list[int] = []
+    on_disk = 0
+    with circle(folder, journal={"segment": 64 << 20}) as made:
+        began, busy = time.monotonic(), time.process_time()
+        count = int(RATE * seconds)
+        for group_id in range(count):
+            # A copy each: memory that is not let go of would show.
+            made.group(replace(template, group_id=group_id, prompt_index=group_id), (header, bytes(bytearray(arena))))
+            made.batch()
+            if group_id % int(RATE) == 0:
+                memory.append(process.memory_info().rss)
+                on_disk = max(on_disk, _size(folder))
+            if (ahead := began + (group_id + 1) / RATE - time.monotonic()) > 0:
+                time.sleep(ahead)
+        elapsed, busy = time.monotonic() - began, time.process_time() - busy
+        steps = made.step
+    memory.append(process.memory_info().rss)
+    return {
+        "groups": count,
+        "groups_per_s": count / elapsed,
+        "steps": steps,
+        "group_bytes": len(header) + len(arena),
+        "cpu": busy / elapsed,
+        "rss_start_mb": memory[len(memory) // 6] / 1e6,
+        "rss_end_mb": memory[-1] / 1e6,
+        "rss_max_mb": max(memory) / 1e6,
+        "disk_max_mb": on_disk / 1e6,
+    }
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.journal"))
+
+
+def _spread(values: Sequence[float]) -> float:
+    return (max(values) - min(values)) / statistics.median(values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one length, few bytes, 5 s of load")
+    parser.add_argument("--seconds", type=float, help="of load (default: 60, quick: 5)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        figures = run(Path(name), options.quick, options.seconds)
+    if options.json:
+        options.json.write_text(json.dumps({"benchmark": "replay", "targets": TARGETS, **figures}, indent=1) + "\n")
+
+
+def run(folder: Path, quick: bool, seconds: float | None) -> dict[str, Any]:
+    """All three parts, each printed as it is done."""
+    kept = bookkeeping(folder, repeats=5, count=5_000 if quick else 20_000)
+    limit = TARGETS["bookkeeping us"]
+    print(
+        f"bookkeeping, journal off: {kept['us']:.1f} us of CPU a group (spread {kept['spread']:.0%}), limit {limit:g}\n"
+    )
+    print("MB/s (spread)                                                             journal /      journal /")
+    print("tokens/sample   MB/group       journal   plain write  synced write   plain write   synced write")
+    rows = []
+    for tokens in (4096,) if quick else LENGTHS:
+        row = bandwidth(folder, tokens, repeats=5 if quick else 9, size=(32 if quick else 192) << 20)
+        rows.append(row)
+        print(
+            f"{tokens:13d} {row['bytes'] / 1e6:10.2f}"
+            f" {row['journal_mb_per_s']:7.0f} ({row['journal_spread']:4.0%})"
+            f" {row['plain_mb_per_s']:7.0f} ({row['plain_spread']:4.0%})"
+            f" {row['synced_mb_per_s']:7.0f} ({row['synced_spread']:4.0%})"
+            f" {row['ratio_plain']:7.2f} ({row['ratio_plain_spread']:4.0%})"
+            f" {row['ratio_synced']:7.2f} ({row['ratio_synced_spread']:4.0%})",
+            flush=True,
+        )
+    print(f"journal / plain asked: {TARGETS['journal / plain write']:g}; the journal's fsyncs are counted\n")
+    under = load(folder, seconds or (5.0 if quick else 60.0))
+    print(
+        f"load: {under['groups']} groups of {under['group_bytes'] / 1e3:.0f} KB, {under['groups_per_s']:.0f} a second"
+        f" (asked {RATE:g}), {under['steps']} steps, {under['cpu']:.0%} of a core\n"
+        f"      memory {under['rss_start_mb']:.0f} MB after a sixth, {under['rss_end_mb']:.0f} MB at the end, "
+        f"{under['rss_max_mb']:.0f} MB at most; journal {under['disk_max_mb']:.0f} MB at most"
+    )
+    return {"bookkeeping": kept, "journal": rows, "load": under}
+
+
+if __name__ == "__main__":
+    main()

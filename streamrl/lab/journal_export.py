@@ -1,0 +1,122 @@
+"""The groups of a journal as a table, one row a sample: `.jsonl` for any tool, `.parquet` for large runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from streamrl.replay.history import Contents, read_journal
+from streamrl.replay.records import Completed
+from streamrl.replay.segments import load_frames
+from streamrl.stream.codec import decode_group
+from streamrl.types import Group, Sample
+
+Row = dict[str, Any]
+
+ROWS_AT_ONCE = 1024
+# samples of one row group, which is what memory holds.
+
+SCHEMA = pa.schema(
+    {
+        "group_id": pa.int64(),
+        "attempt": pa.int32(),
+        "sample": pa.int32(),  # index in its group
+        "task": pa.string(),
+        "prompt_index": pa.int64(),
+        "state": pa.string(),  # completed, consumed, committed, dropped, or replaced by a later attempt
+        "reason": pa.string(),  # why it was dropped
+        "step": pa.int64(),  # that consumed it
+        "worker": pa.string(),
+        "started": pa.float64(),  # seconds since the epoch
+        "finished": pa.float64(),
+        "finish_reason": pa.string(),
+        "reward": pa.float64(),
+        "reward_parts": pa.map_(pa.string(), pa.float64()),
+        "prompt_ids": pa.list_(pa.int32()),
+        "output_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "versions": pa.list_(pa.struct({"version": pa.string(), "start": pa.int32(), "end": pa.int32()})),
+    }
+)
+
+
+def export(folder: Path, contents: Contents, output: Path) -> int:
+    """Write every recorded sample to `output`, whose suffix is one of FORMATS. Returns how many.
+
+    Raises JournalDamaged for a group that cannot be read.
+    """
+    return FORMATS[output.suffix](_rows(folder, contents), output)
+
+
+def _rows(folder: Path, contents: Contents) -> Iterator[Row]:
+    step_of = contents.step_of()
+    for entry in read_journal(folder):
+        if not isinstance(entry.record, Completed) or _is_new(entry.record, contents):
+            continue
+        group = decode_group(*load_frames(folder, entry.place))
+        state, reason = _state(group, contents)
+        step = step_of.get(group.group_id) if state in ("consumed", "committed") else None
+        for index, sample in enumerate(group.samples):
+            yield {"state": state, "reason": reason, "step": step, **_of_group(group), **_of_sample(index, sample)}
+
+
+def _is_new(record: Completed, contents: Contents) -> bool:
+    """The run went on after `contents` was read, and nothing is known of this group yet."""
+    return contents.completed.get(record.group_id, -1) < record.attempt
+
+
+def _state(group: Group, contents: Contents) -> tuple[str, str | None]:
+    if reason := contents.dropped.get((group.group_id, group.attempt)):
+        return "dropped", reason
+    state = contents.state[group.group_id]
+    is_valid = contents.completed[group.group_id] == group.attempt and state not in ("waiting", "issued")
+    return state if is_valid else "replaced", None
+
+
+def _of_group(group: Group) -> Row:
+    names = ("group_id", "attempt", "task", "prompt_index", "worker", "started", "finished")
+    return {name: getattr(group, name) for name in names}
+
+
+def _of_sample(index: int, sample: Sample) -> Row:
+    names = ("finish_reason", "reward", "reward_parts", "prompt_ids", "output_ids", "logprobs", "loss_mask")
+    versions = [{"version": str(span.version), "start": span.start, "end": span.end} for span in sample.spans]
+    return {"sample": index, **{name: getattr(sample, name) for name in names}, "versions": versions}
+
+
+def _write_jsonl(rows: Iterator[Row], output: Path) -> int:
+    encoder = msgspec.json.Encoder(enc_hook=lambda array: array.tolist())
+    count = 0
+    with output.open("wb") as file:
+        for row in rows:
+            file.write(encoder.encode({name: row[name] for name in SCHEMA.names}) + b"\n")
+            count += 1
+    return count
+
+
+def _write_parquet(rows: Iterator[Row], output: Path) -> int:
+    count = 0
+    with pq.ParquetWriter(output, SCHEMA, compression="zstd") as writer:
+        while block := list(itertools.islice(rows, ROWS_AT_ONCE)):
+            writer.write_table(_table(block))
+            count += len(block)
+    return count
+
+
+def _table(block: Sequence[Row]) -> pa.Table:
+    columns = {name: [row[name] for row in block] for name in SCHEMA.names}
+    columns["reward_parts"] = [list(parts.items()) for parts in columns["reward_parts"]]
+    return pa.table(columns, schema=SCHEMA)
+
+
+FORMATS: dict[str, Callable[[Iterator[Row], Path], int]] = {
+    ".jsonl": _write_jsonl,
+    ".parquet": _write_parquet,
+}

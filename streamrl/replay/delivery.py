@@ -1,0 +1,81 @@
+"""The batch on its way to the learner: asked for, complete, its record durable, sent.
+
+A learner that asks for the same step again gets the same batch again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streamrl.observe.events import EventLog
+from streamrl.replay.buffer import Stored
+from streamrl.replay.durable import DurableBuffer, Frame
+from streamrl.replay.workers import Workers
+from streamrl.stream.messages import BatchHeader, BatchStats
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    header: BatchHeader
+    groups: tuple[Stored, ...]
+    mark: int  # of its record
+
+
+class Delivery:
+    """What the learner waits for.
+
+    >>> delivery.asked = 7
+    >>> header, frames = delivery.ready(time.monotonic())  # or None
+    >>> delivery.asked = None  # once it is sent
+    """
+
+    def __init__(self, durable: DurableBuffer, workers: Workers, events: EventLog) -> None:
+        self.asked: int | None = None  # the step that the learner waits for
+        self._durable = durable
+        self._workers = workers
+        self._events = events
+        self._batch: _Batch | None = None
+        self._tokens = 0  # generated, in the groups accepted since the last batch
+
+    def accepted(self, tokens: int) -> None:
+        """Count a group."""
+        self._tokens += tokens
+
+    def forget(self) -> None:
+        """The learner is gone, or starts again: what it asked for is void."""
+        self.asked, self._batch = None, None
+
+    def ready(self, now: float) -> tuple[BatchHeader, Sequence[Frame]] | None:
+        """The batch that was asked for, once it is complete and durable. Raises ValueError for a step out of turn."""
+        if self.asked is None:
+            return None
+        if self._batch is None or self._batch.header.step != self.asked:
+            self._batch = self._take(self.asked)
+        batch = self._batch
+        if batch is None or not (self._durable.is_durable(batch.mark) or self._durable.commit(now)):
+            return None
+        frames = self._durable.load(batch.groups)
+        if frames is None:
+            self._batch = None
+            return None
+        return batch.header, frames
+
+    def _take(self, step: int) -> _Batch | None:
+        """The batch of a step, if it is complete, with what happened since the one before."""
+        buffer = self._durable.buffer
+        groups = buffer.take(step)
+        if groups is None:
+            return None
+        self._durable.note()
+        stats = BatchStats(
+            tokens_generated=self._tokens,
+            generator_busy=self._workers.busy(),
+            groups=buffer.groups,
+            bytes=buffer.bytes,
+            selection=buffer.selection_metrics(),
+        )
+        self._tokens = 0
+        self._events.emit("batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes)
+        header = BatchHeader(step=step, groups=len(groups), stats=stats, ledger=buffer.ledger())
+        return _Batch(header, groups, self._durable.mark)

@@ -1,0 +1,192 @@
+"""The buffer and its journal as one: nothing leaves the service before the records that it rests on are on the disk.
+
+    the buffer decides ─▶ record, numbered ─▶ journal, in memory ─▶ commit: one fsync for all ─▶ what waited may leave
+
+Whoever says something that rests on a record notes its number (`mark`) and says it when `is_durable(mark)`. A full
+disk only stops that number: the journal keeps what it could not write, and a commit is tried again every second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl.config import Config
+from streamrl.observe.events import EventLog
+from streamrl.replay.buffer import Stored, make_buffer
+from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, recover
+from streamrl.replay.records import Completed, Snapshot
+from streamrl.stream.codec import encode_group
+from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket
+
+log = logging.getLogger(__name__)
+
+RETRY = 1.0
+# seconds between two tries to write on a full disk: soon enough for whoever makes room, and no load.
+
+Frame = bytes | memoryview
+
+
+class DurableBuffer:
+    """The buffer of a run, recovered from its journal. `close` it.
+
+    >>> durable = DurableBuffer(config, run_folder, events)
+    >>> stored = durable.complete("generator-0", group, frames)
+    >>> mark = durable.mark
+    >>> durable.tend(time.monotonic())
+    >>> durable.is_durable(mark)  # once `journal.commit_seconds` are over
+    False
+    """
+
+    def __init__(self, config: Config, run_folder: Path, events: EventLog) -> None:
+        """Recover the state that the last service left, then begin a segment. Raises JournalFull, JournalDamaged."""
+        folder = run_folder / "journal"
+        recovery = recover(folder)
+        self.buffer = make_buffer(config)
+        self.buffer.restore(_decoded(recovery.snapshot), recovery.records)
+        for line in recovery.told:
+            log.warning("%s", line)
+            events.emit("journal.damage", told=line)
+        if recovery.snapshot is not None or recovery.records:
+            events.emit("journal.recovered", step=self.buffer.next_step, records=len(recovery.records))
+        self.full = False  # the disk takes no more
+        self.mark = 0  # number of the last record
+        self._durable = 0  # number of the last one on the disk
+        self._retry = float("-inf")
+        self._config = config
+        self._events = events
+        self._journal = None if config.journal.keep == "none" else Journal(folder, config.journal, self._snapshot())
+
+    @property
+    def due_at(self) -> float:
+        """When `tend` has something to do, on the clock of time.monotonic."""
+        if self._journal is None:
+            return float("inf")
+        return self._retry if self.full else self._journal.due_at
+
+    def is_durable(self, mark: int) -> bool:
+        """Is the record of this number on the disk? Without a journal every one counts as such."""
+        return mark <= self._durable
+
+    def begin(self, version: PolicyVersion, ledger: Ledger | None) -> None:
+        """A learner starts, or starts again."""
+        self.buffer.begin(version, ledger)
+        self.note()
+
+    def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Stored | None:
+        """Take a worker's group. None: a filter dropped it. Raises GroupRefused."""
+        self.note()
+        stored = self.buffer.complete(worker, group, frames, _size(frames))
+        self.note(frames)
+        return stored
+
+    def give_up(self, ticket: Ticket) -> None:
+        """End a ticket that was lost too often, or for too long, as a group of placeholders."""
+        group = Group(
+            group_id=ticket.group_id,
+            attempt=ticket.attempt,
+            task=ticket.task,
+            prompt_index=ticket.prompt_index,
+            samples=(Sample.placeholder(),) * self._config.generate.group_size,
+        )
+        frames = encode_group(group, self._config.stream.max_message)
+        self.note()
+        self.buffer.complete_placeholder(group, frames, _size(frames))
+        self.note(frames)
+
+    def note(self, frames: Sequence[Frame] = ()) -> None:
+        """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
+        for record in self.buffer.drain():
+            self.mark += 1
+            if self._journal is None:
+                continue
+            if isinstance(record, Completed):
+                self.buffer.placed(record.group_id, self._journal.append_group(record, frames))
+            else:
+                self._journal.append(record)
+        if self._journal is None:
+            self._durable = self.mark
+
+    def load(self, groups: Sequence[Stored]) -> list[Frame] | None:
+        """The frames of all groups of a batch. None where some are lost: these groups are generated again."""
+        frames: list[Frame] = []
+        whole = True
+        for stored in groups:
+            try:
+                frames += self._frames(stored)
+            except JournalDamaged as error:
+                whole = False
+                log.error("group %d is generated again: %s", stored.group_id, error)
+                self._events.emit("journal.damage", told=str(error), group_id=stored.group_id)
+                self.buffer.lose(stored.group_id, str(error))
+        self.note()
+        return frames if whole else None
+
+    def saved(self, oldest: int, now: float) -> None:
+        """No step before `oldest` is delivered again: forget it, and delete the segments that only it needed."""
+        self.buffer.saved(oldest)
+        if self.commit(now) and self._journal is not None:
+            deleted = self._journal.compact(self.buffer.oldest_place())
+            if deleted:
+                self._events.emit("journal.compacted", segments=len(deleted), oldest=oldest)
+
+    def tend(self, now: float) -> None:
+        """Commit when it is time."""
+        self.note()
+        if now >= self.due_at:
+            self.commit(now)
+
+    def commit(self, now: float) -> bool:
+        """Put everything on the disk. False when that is full, or was less than `RETRY` seconds ago."""
+        self.note()
+        if self._journal is None:
+            return True
+        if self.full and now < self._retry:
+            return False
+        try:
+            self._journal.commit()
+            self._durable = self.mark
+            if self._journal.full_segment:
+                self._journal.roll(self._snapshot())
+        except JournalFull as error:
+            self._stand_still(error, now)
+            return False
+        if self.full:
+            self.full = False
+            log.warning("the journal can be written again: the run goes on")
+            self._events.emit("journal.room")
+        return True
+
+    def close(self) -> None:
+        """Let go of the journal; what is not committed was promised to nobody."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def _frames(self, stored: Stored) -> Sequence[Frame]:
+        if stored.frames is not None:
+            return stored.frames
+        if self._journal is None or stored.place is None:
+            raise JournalDamaged(f"group {stored.group_id} is neither in memory nor in a journal")
+        return self._journal.load(stored.place)
+
+    def _stand_still(self, error: JournalFull, now: float) -> None:
+        self._retry = now + RETRY
+        if self.full:
+            return
+        self.full = True
+        log.error("%s; no more tickets until there is room, nothing is lost", error)
+        self._events.emit("journal.full", reason=str(error))
+
+    def _snapshot(self) -> bytes:
+        return msgspec.msgpack.encode(self.buffer.snapshot())
+
+
+def _decoded(snapshot: bytes | None) -> Snapshot | None:
+    return None if snapshot is None else msgspec.msgpack.decode(snapshot, type=Snapshot)
+
+
+def _size(frames: Sequence[Frame]) -> int:
+    return sum(len(frame) for frame in frames)

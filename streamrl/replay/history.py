@@ -1,0 +1,123 @@
+"""What the journal says has happened: every record in order, what became of each group, and the trained batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamrl.replay.records import AnyRecord, Began, Completed, Consumed, Dropped, Issued, Place, Saved
+from streamrl.replay.segments import Entry, JournalDamaged, Opening, load_frames, scan, segments
+from streamrl.stream.codec import decode_group
+from streamrl.types import Batch, PolicyVersion
+
+log = logging.getLogger(__name__)
+
+STATES = ("waiting", "issued", "completed", "consumed", "committed")
+
+
+@dataclass(slots=True)
+class Contents:
+    """What the records of a journal add up to. Where segments were compacted away it begins in the middle.
+
+    A group waits for a ticket, is issued, completed, consumed by a step, and committed once no checkpoint is kept
+    that is older than its step. One that was dropped or whose frames are lost waits again.
+    """
+
+    state: dict[int, str] = field(default_factory=dict)  # group id: the newest of STATES
+    steps: dict[int, tuple[int, ...]] = field(default_factory=dict)  # step: its groups, in order
+    completed: dict[int, int] = field(default_factory=dict)  # group id: attempt whose group is the valid one
+    dropped: dict[tuple[int, int], str] = field(default_factory=dict)  # (group id, attempt): why
+    began: list[PolicyVersion] = field(default_factory=list)  # starts of learners
+    tickets: int = 0  # attempts that were issued
+
+    def add(self, record: AnyRecord) -> None:
+        """One record, in the order of writing."""
+        match record:
+            case Issued(ticket=ticket):
+                self.tickets += 1
+                self.state[ticket.group_id] = "issued"
+            case Completed(group_id=group_id, attempt=attempt):
+                self.state[group_id] = "completed"
+                self.completed[group_id] = attempt
+            case Dropped(group_id=group_id, attempt=attempt, reason=reason):
+                self.state[group_id] = "waiting"
+                self.dropped[group_id, attempt] = reason
+            case Consumed(step=step, group_ids=group_ids):
+                self._undo(step)
+                self.steps[step] = group_ids
+                self._set(group_ids, "consumed")
+            case Saved(oldest=oldest):
+                self._set((i for step, ids in self.steps.items() if step < oldest for i in ids), "committed")
+            case Began():
+                self._begin(record)
+
+    def step_of(self) -> dict[int, int]:
+        """Group id: the step that consumed it."""
+        return {group_id: step for step, group_ids in self.steps.items() for group_id in group_ids}
+
+    def _begin(self, record: Began) -> None:
+        """A learner's start takes back steps that cannot be delivered as they were, and knows what was trained."""
+        self.began.append(record.version)
+        self._undo(record.next_step)
+        self._set(record.lost, "waiting")
+        if (ledger := record.ledger) is not None:  # it may know more than a journal whose tail was lost
+            settled = [i for i in self.state if i < ledger.below or i in ledger.above]
+            self._set((i for i in settled if self.state[i] != "consumed"), "committed")
+
+    def _undo(self, first: int) -> None:
+        """The steps from `first` on are consumed anew, if at all."""
+        for step in [step for step in self.steps if step >= first]:
+            self._set(self.steps.pop(step), "completed")
+
+    def _set(self, group_ids: Iterable[int], state: str) -> None:
+        self.state |= dict.fromkeys(group_ids, state)
+
+
+def read_journal(folder: Path) -> Iterator[Entry]:
+    """Every readable record in the order of writing, from all segments; may be used while the run goes on.
+
+    What cannot be read is told in the log; the rest of its segment is left out.
+    """
+    for number, path in segments(folder):
+        for entry in scan(number, path):
+            if isinstance(entry, Entry):
+                yield entry
+            else:
+                log.warning("%s is left out: %s", folder, entry)
+
+
+def recorded_batches(folder: Path) -> Iterator[Batch]:
+    """The batches of the surviving history, decoded, in the order of their steps.
+
+    A step that was consumed anew replaces what it was before and all later ones; a step that was only delivered
+    again has no second record. Where old segments were compacted away the history begins with the first step whose
+    groups are all there. Two passes: the first notes where the groups stand, the second reads one batch at a time,
+    so that memory holds one batch. Raises JournalDamaged for a step or a group that is missing.
+    """
+    contents, places = Contents(), dict[int, Place]()
+    for entry in read_journal(folder):
+        if isinstance(entry.record, Opening):
+            continue
+        contents.add(entry.record)
+        if isinstance(entry.record, Completed):
+            places[entry.record.group_id] = entry.place
+    steps = contents.steps
+    first = min((version.step for version in contents.began), default=0)
+    due = None if _is_compacted(folder) else first
+    for step, ids in sorted(steps.items()):
+        missing = [group_id for group_id in ids if group_id not in places]
+        if missing and due is None:
+            continue
+        if missing:
+            raise JournalDamaged(f"{folder}: step {step} without its groups {missing}")
+        if due is not None and step != due:
+            raise JournalDamaged(f"{folder}: the record of step {due} is missing, step {step} is the next")
+        yield Batch(step=step, groups=tuple(decode_group(*load_frames(folder, places[i])) for i in ids))
+        due = step + 1
+
+
+def _is_compacted(folder: Path) -> bool:
+    """Segments were deleted at the beginning of the journal."""
+    return any(number > 0 for number, _ in segments(folder)[:1])

@@ -1,0 +1,101 @@
+"""What a crash has left of the journal: the state to go on from, with everything unreadable cut off and told.
+
+Recovery begins at the newest segment whose snapshot is whole and follows the records behind it up to the first that
+cannot be read. There the journal is cut, on disk too: a prefix of the history is a state that the buffer has been
+in, and what is missing is issued or generated again. Only where the frames of a group are damaged and its record is
+not does the history go on: that group is told as completed without a place, and is generated again.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamrl.replay.records import AnyRecord, Completed, Place
+from streamrl.replay.segments import MAGIC, Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
+
+SET_ASIDE = ".damaged"
+# suffix of a segment that is not read any more and was whole once: it is kept for whoever wants to look.
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What `Buffer.restore` is given. A `Completed` comes with its place; one that comes alone has lost its frames."""
+
+    snapshot: bytes | None = None  # None: a buffer that nothing has happened to yet
+    records: list[AnyRecord | tuple[Completed, Place]] = field(default_factory=list)  # since then, in order
+    told: list[str] = field(default_factory=list)  # what was cut and what was lost, a sentence each
+
+
+def recover(folder: Path) -> Recovery:
+    """Read what the last writer left, which must be gone, and cut off what cannot be read.
+
+    Never raises for what a file contains; OSError where the folder cannot be read or cut. A second call finds
+    what the first has left, and cuts nothing.
+    """
+    recovery = Recovery()
+    found = segments(folder)
+    base = _base(folder, found, recovery)
+    for index, (number, path) in enumerate(found[base:], base):
+        if cut := _follow(folder, number, path, recovery):
+            recovery.told.append(f"{folder}: {cut}; it is cut")
+            if begins := cut.place.offset > len(MAGIC):
+                _cut(path, cut)
+            _set_aside([path for _, path in found[index + begins :]], recovery)
+            break
+    return recovery
+
+
+def _base(folder: Path, found: list[tuple[int, Path]], recovery: Recovery) -> int:
+    """Index of the segment that recovery begins with; its snapshot goes into `recovery`."""
+    for index, (number, path) in reversed(list(enumerate(found))):
+        first = next(scan(number, path), None)
+        if isinstance(first, Entry) and isinstance(first.record, Opening):
+            try:
+                recovery.snapshot, _ = load_frames(folder, first.place)
+                return index
+            except JournalDamaged as error:
+                recovery.told.append(f"{error}: an older snapshot is taken")
+    if found and found[0][0] > 0:
+        recovery.told.append(f"{folder}: no snapshot can be read, the buffer begins anew")
+        _set_aside([path for _, path in found], recovery)
+        return len(found)
+    return 0  # the first segment of all begins with an empty buffer
+
+
+def _follow(folder: Path, number: int, path: Path, recovery: Recovery) -> Unreadable | None:
+    """Add a segment's records to `recovery`. Returns what cannot be read, if it does not end whole."""
+    size = path.stat().st_size
+    for entry in scan(number, path):
+        if isinstance(entry, Unreadable):
+            return entry
+        if isinstance(entry.record, Opening):
+            continue
+        if not isinstance(entry.record, Completed):
+            recovery.records.append(entry.record)
+            continue
+        try:
+            load_frames(folder, entry.place)
+        except JournalDamaged as error:
+            if entry.end == size:
+                return Unreadable(entry.place, size - entry.place.offset, str(error), torn=True)
+            recovery.told.append(f"{error}: group {entry.record.group_id} is generated again")
+            recovery.records.append(entry.record)
+        else:
+            recovery.records.append((entry.record, entry.place))
+    return None
+
+
+def _cut(path: Path, cut: Unreadable) -> None:
+    """End the segment before what cannot be read."""
+    with path.open("r+b") as file:
+        file.truncate(cut.place.offset)
+        os.fsync(file.fileno())
+
+
+def _set_aside(paths: list[Path], recovery: Recovery) -> None:
+    """Take out of the journal what follows a cut: its records continue a history that is not there any more."""
+    for path in paths:
+        recovery.told.append(f"{path}: set aside, it does not continue what could be read")
+        path.rename(path.with_name(path.name + SET_ASIDE))

@@ -1,0 +1,265 @@
+"""What the records of a buffer add up to: its durable state, live and recovered by the same code.
+
+    state.apply(record)  for every record, once      ==      State(load(snapshot)) and the records after it
+
+Nothing here decides: `replay/buffer.py` does, and says so in a record. A record that does not fit, because the
+record before it was damaged, is taken for as much as it says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Container, Iterable
+from itertools import chain
+
+from streamrl.replay.records import (
+    Acknowledged,
+    AnyRecord,
+    Began,
+    Completed,
+    Consumed,
+    Dropped,
+    Issued,
+    Phase,
+    Place,
+    Saved,
+    Slot,
+    Snapshot,
+)
+from streamrl.replay.shares import Shares
+from streamrl.types import Ledger, PolicyVersion
+
+
+class State:
+    """The groups that matter still, the steps that can be asked for again, cursors and versions.
+
+    A group id below `next_id` that has no slot is settled for good: trained, and never delivered again.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        """The state before the first learner."""
+        self._shares = shares
+        self.slots: dict[int, Slot] = {}
+        self.completed: dict[int, int | None] = {}  # waits for the learner: step of its oldest token; by completion
+        self.batches: dict[int, tuple[int, ...]] = {}  # consumed steps that can be asked for again, ascending
+        self.next_id = 0
+        self.next_step = 0
+        self.below = 0  # the lowest id that is not consumed
+        self.above: set[int] = set()  # consumed ids above it
+        self.cursors = dict.fromkeys(shares.quotas, 0)
+        self.began: PolicyVersion | None = None
+        self.acknowledged: PolicyVersion | None = None
+
+    @property
+    def known(self) -> int:
+        """The first step that can be asked for."""
+        return next(iter(self.batches), self.next_step)
+
+    def record(self, group_id: int) -> Completed:
+        """Of a completed group."""
+        record = self.slots[group_id].completed
+        assert record is not None
+        return record
+
+    def apply(self, record: AnyRecord, place: Place | None = None) -> None:
+        """One event; `place` is where the journal has the frames of a Completed."""
+        match record:
+            case Issued():
+                self._issued(record)
+            case Completed():
+                self._completed(record, place)
+            case Dropped():
+                self._dropped(record)
+            case Consumed():
+                self._consumed(record)
+            case Acknowledged(version=version):
+                self.acknowledged = version
+            case Saved(oldest=oldest):
+                self._forget([step for step in self.batches if step < oldest])
+            case Began():
+                self._began(record)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything."""
+        return Snapshot(
+            slots=tuple(copy.copy(self.slots[group_id]) for group_id in sorted(self.slots)),
+            completed=tuple(self.completed),
+            batches=dict(self.batches),
+            next_id=self.next_id,
+            next_step=self.next_step,
+            cursors=dict(self.cursors),
+            began=self.began,
+            acknowledged=self.acknowledged,
+        )
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Become what a snapshot says."""
+        self.slots = {slot.group_id: copy.copy(slot) for slot in snapshot.slots}
+        self.batches = dict(snapshot.batches)
+        self.next_id, self.next_step = snapshot.next_id, snapshot.next_step
+        self.cursors |= snapshot.cursors
+        self.began, self.acknowledged = snapshot.began, snapshot.acknowledged
+        self._queue(snapshot.completed)
+        self._count_settled()
+
+    def ledger(self, step: int) -> Ledger:
+        """What weights of `step` contain: every group that the steps before it consumed, and no other."""
+        open_slots = [slot for slot in self.slots.values() if slot.step is None or slot.step >= step]
+        below = min((slot.group_id for slot in open_slots), default=self.next_id)
+        pending = {slot.group_id: (slot.task, slot.prompt_index) for slot in open_slots}
+        return Ledger(
+            below=below,
+            above=tuple(group_id for group_id in range(below, self.next_id) if group_id not in pending),
+            pending=dict(sorted(pending.items())),
+            cursors=dict(self.cursors),
+        )
+
+    def redeliverable(self, step: int, in_memory: Container[int]) -> tuple[int, tuple[int, ...]]:
+        """The first consumed step from `step` on whose frames are not all there, and what is lost from it on."""
+        lost = {
+            later: [i for i in group_ids if self.slots[i].place is None and i not in in_memory]
+            for later, group_ids in self.batches.items()
+            if later >= step
+        }
+        resumed = min((later for later, group_ids in lost.items() if group_ids), default=self.next_step)
+        return resumed, tuple(i for later, group_ids in lost.items() if later >= resumed for i in group_ids)
+
+    def oldest_place(self) -> int | None:
+        """The lowest segment with frames that may be needed."""
+        places = (slot.place for slot in self.slots.values())
+        return min((place.segment for place in places if place), default=None)
+
+    def reopen_placeless(self) -> None:
+        """After a recovery: groups that wait for the learner, but whose frames are nowhere, are to be generated again."""
+        for group_id in list(self.completed):
+            if self.slots[group_id].place is None:
+                self._reopen(self.slots[group_id])
+
+    def forget_batch(self, step: int) -> None:
+        """A step whose frames are nowhere cannot be delivered again, and no step before it is asked for then."""
+        self._forget([before for before in self.batches if before <= step])
+
+    # -- records
+
+    def _issued(self, record: Issued) -> None:
+        ticket = record.ticket
+        self._open_up_to(ticket.group_id)
+        slot = self.slots.get(ticket.group_id)
+        if slot is None:
+            return
+        slot.task, slot.prompt_index = ticket.task, ticket.prompt_index
+        slot.phase, slot.attempt, slot.required = Phase.ISSUED, ticket.attempt, ticket.issued_version.step
+        slot.issues += 1
+
+    def _open_up_to(self, group_id: int) -> None:
+        """Ids are given out one after another, and each takes the next prompt of its task."""
+        while self.next_id <= group_id:
+            task = self._shares.task(self.next_id)
+            self.slots[self.next_id] = Slot(group_id=self.next_id, task=task, prompt_index=self.cursors[task])
+            self.cursors[task] += 1
+            self.next_id += 1
+
+    def _completed(self, record: Completed, place: Place | None) -> None:
+        slot = self.slots.get(record.group_id)
+        if slot is not None:
+            slot.phase, slot.completed, slot.place = Phase.COMPLETED, record, place
+            self.completed[record.group_id] = record.oldest
+
+    def _dropped(self, record: Dropped) -> None:
+        slot = self.slots.get(record.group_id)
+        if slot is None:
+            return
+        self._reopen(slot)
+        if not record.same_prompt:
+            slot.prompt_index, slot.issues = record.prompt_index, 0
+            slot.prompts += 1
+            self.cursors[slot.task] += 1
+
+    def _reopen(self, slot: Slot) -> None:
+        slot.phase, slot.completed, slot.place, slot.step = Phase.WAITING, None, None, None
+        self.completed.pop(slot.group_id, None)
+
+    def _consumed(self, record: Consumed) -> None:
+        for group_id in record.group_ids:
+            if slot := self.slots.get(group_id):
+                slot.phase, slot.step = Phase.CONSUMED, record.step
+            self.completed.pop(group_id, None)
+        if record.step != self.next_step:
+            self._forget(list(self.batches))
+        self.batches[record.step] = record.group_ids
+        self.next_step = record.step + 1
+        self.above.update(record.group_ids)
+        while self.below in self.above:
+            self.above.remove(self.below)
+            self.below += 1
+
+    def _forget(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            for group_id in self.batches.pop(step):
+                self.slots.pop(group_id, None)
+
+    # -- a learner starts
+
+    def _began(self, record: Began) -> None:
+        step = record.version.step
+        if step < self.known or (step > self.next_step and record.ledger is None):
+            self._start_at(step, record.ledger)
+        elif step > self.next_step:
+            assert record.ledger is not None
+            self._forget(list(self.batches))
+            self.next_step = step
+            self._settle(record.ledger)
+        elif record.next_step < self.next_step:
+            self._roll_back(record.next_step, frozenset(record.lost))
+        self.began = record.version
+
+    def _start_at(self, step: int, ledger: Ledger | None) -> None:
+        """Nothing that is known here leads to this step: its ledger alone counts, or whole steps without filters."""
+        self.slots, self.completed, self.batches = {}, {}, {}
+        self.next_step = step
+        self.next_id = step * self._shares.groups_per_step if ledger is None else 0
+        self.cursors = {task: quota * step for task, quota in self._shares.quotas.items()}
+        if ledger is not None:
+            self.cursors |= ledger.cursors
+            self._settle(ledger)
+        self._count_settled()
+
+    def _settle(self, ledger: Ledger) -> None:
+        """The learner is further than the records, whose tail was lost: what it trained is settled."""
+        above = frozenset(ledger.above)
+        for group_id in [i for i in self.slots if i < ledger.below or i in above]:
+            del self.slots[group_id]
+        for group_id, (task, prompt_index) in ledger.pending.items():
+            slot = self.slots.get(group_id)
+            if slot is None or (slot.task, slot.prompt_index) != (task, prompt_index):
+                self.slots[group_id] = Slot(group_id=group_id, task=task, prompt_index=prompt_index)
+        self.next_id = max(self.next_id, ledger.below, *(i + 1 for i in chain(ledger.above, ledger.pending)))
+        for task, cursor in ledger.cursors.items():
+            self.cursors[task] = max(cursor, self.cursors.get(task, 0))
+        self._queue(self.completed)
+        self._count_settled()
+
+    def _roll_back(self, step: int, lost: frozenset[int]) -> None:
+        """The steps from `step` on are not consumed any more; of their groups, the lost ones are asked for again."""
+        steps = [later for later in self.batches if later >= step]
+        returned = [group_id for later in steps for group_id in self.batches.pop(later)]
+        for slot in [self.slots[group_id] for group_id in returned if group_id in self.slots]:
+            slot.phase, slot.step = Phase.COMPLETED, None
+            if slot.group_id in lost:
+                self._reopen(slot)
+                slot.issues = 0
+        self.next_step = step
+        self._queue((*returned, *self.completed))
+        self._count_settled()
+
+    def _queue(self, group_ids: Iterable[int]) -> None:
+        """Those of them that are complete wait for the learner, in this order."""
+        slots = [self.slots[group_id] for group_id in group_ids if group_id in self.slots]
+        self.completed = {
+            slot.group_id: slot.completed.oldest for slot in slots if slot.completed and slot.step is None
+        }
+
+    def _count_settled(self) -> None:
+        waiting = {group_id for group_id, slot in self.slots.items() if slot.step is None}
+        self.below = min(waiting, default=self.next_id)
+        self.above = {group_id for group_id in range(self.below, self.next_id) if group_id not in waiting}

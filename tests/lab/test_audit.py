@@ -1,0 +1,99 @@
+"""What the audit finds in the batches of a run, for every order and after restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from streamrl.config import Config
+from streamrl.lab.audit import Findings, History
+from streamrl.replay.order import make_order
+from streamrl.types import Batch, Group, PolicyVersion
+
+P = 2
+
+
+def config_of(**replay) -> Config:
+    journal = {"keep": replay.pop("keep", "all")}
+    task = replay.pop("task", {})
+    return Config.model_validate(
+        {"replay": {"groups_per_step": P, "max_staleness": 2, **replay}, "journal": journal, "task": task}
+    )
+
+
+@pytest.fixture
+def check(make_group):
+    """`check(config, [(step, [group or id, ...]), ...], versions)`: the findings of a history."""
+
+    def group_of(given: int | Group, step: int) -> Group:
+        return given if isinstance(given, Group) else make_group(given, version=PolicyVersion(max(0, step - 1)))
+
+    def run(config: Config, history: list, versions: dict[int, str] | None = None) -> Findings:
+        findings = Findings(bound=make_order(config.replay).worst_staleness)
+        checked = History(config, versions or {})
+        for step, groups in history:
+            checked.check(Batch(step=step, groups=tuple(group_of(group, step) for group in groups)), findings)
+        return findings
+
+    return run
+
+
+def test_strict_order_passes_and_another_is_told(check):
+    assert check(config_of(), [(0, [0, 1]), (1, [2, 3])]).problems == []
+    (problem,) = check(config_of(), [(0, [0, 1]), (1, [3, 2])]).problems
+    assert problem == "step 1 trained group 3 before group 2, which fifo with window 1 does not allow"
+
+
+def test_a_window_may_pass_a_straggler_as_far_as_it_reaches(check):
+    config = config_of(order="windowed", window=3)
+    assert check(config, [(0, [1, 2]), (1, [0, 3])]).problems == []
+    (problem,) = check(config, [(0, [1, 3]), (1, [0, 2])]).problems
+    assert problem == "step 0 trained group 3 before group 0, which windowed with window 3 does not allow"
+
+
+def test_completion_order_may_be_any_but_trains_no_group_twice(check):
+    config = config_of(order="ready")
+    assert check(config, [(0, [5, 3]), (1, [0, 9])]).problems == []
+    (problem,) = check(config, [(0, [5, 3]), (1, [0, 5])]).problems
+    assert problem == "step 1 trained group 5 a second time"
+
+
+def test_a_step_that_is_missing_or_incomplete_is_told(check):
+    assert check(config_of(order="ready"), [(0, [0, 1]), (2, [2])]).problems == [
+        "batch of step 2 where step 1 was due",
+        "step 2 trained 1 groups",
+    ]
+
+
+def test_a_prompt_is_trained_once_but_those_of_two_tasks_have_their_own_numbers(check, make_group):
+    mix = {"task": {"mix": [{"name": "copy"}, {"name": "successor"}]}}
+    twice = replace(make_group(1), prompt_index=0)
+    other = replace(twice, task="successor")
+    assert check(config_of(**mix), [(0, [0, other])]).problems == []
+    assert check(config_of(), [(0, [0, twice])]).problems == [
+        "step 0 trained prompt 0 of copy a second time, in group 1"
+    ]
+    assert "is none of the run" in check(config_of(), [(0, [0, other])]).problems[0]
+
+
+def test_a_token_beyond_the_bound_is_told_unless_the_order_passes_it_on(check, make_group):
+    old = [(step, [2 * step, 2 * step + 1]) for step in range(3)]
+    old.append((3, [6, make_group(7, version=PolicyVersion(0))]))
+    findings = check(config_of(), old)
+    assert findings.problems == ["step 3 trained tokens 3 steps old; the bound is 2"]
+    passed = check(config_of(order="ready", over_age="pass"), old)
+    assert (passed.problems, passed.staleness, passed.bound) == ([], 3, None)
+
+
+def test_tokens_newer_than_their_step_come_from_a_former_incarnation_only(check, make_group):
+    ahead = make_group(1, version=PolicyVersion(4, incarnation=0))
+    assert check(config_of(), [(0, [0, ahead])], {0: "1.1"}).problems == []
+    (problem,) = check(config_of(), [(0, [0, ahead])], {0: "1.0"}).problems
+    assert problem == "step 0 trained tokens of version 4.0, which it came before"
+
+
+def test_a_journal_that_keeps_what_a_resume_needs_is_checked_from_where_it_begins(check):
+    findings = check(config_of(keep="resume"), [(7, [14, 15]), (8, [16, 17])])
+    assert (findings.problems, findings.first, findings.batches) == ([], 7, 2)
+    assert check(config_of(), [(7, [14, 15])]).problems[0] == "batch of step 7 where step 0 was due"

@@ -1,0 +1,148 @@
+"""`streamrl journal RUN`: what it shows, what it finds, what it writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+from streamrl import cli, config_file
+from streamrl.config import Config, JournalConfig
+from streamrl.lab.journal_export import export
+from streamrl.replay.history import Contents
+from streamrl.replay.journal import Journal
+from streamrl.replay.records import Completed, Consumed, Dropped, Saved
+from streamrl.replay.segments import segment_path
+from streamrl.stream.codec import encode_group
+from streamrl.types import Group
+
+MakeGroup = Callable[..., Group]
+
+
+@pytest.fixture
+def run(tmp_path: Path, make_group: MakeGroup) -> Path:
+    """A run folder whose journal has two segments: group 0 committed, 1 consumed, 2 dropped and then completed."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config_file.save(Config.model_validate({}), folder / "config.yaml")
+    journal = Journal(folder / "journal", JournalConfig.model_validate({}), b"")
+    append_group(journal, make_group(0))
+    append_group(journal, make_group(1, tokens=0))
+    journal.append(Consumed(step=0, group_ids=(0,)))
+    journal.roll(b"")
+    append_group(journal, make_group(2))
+    journal.append(Dropped(group_id=2, attempt=0, reason="too old", same_prompt=True, prompt_index=2))
+    append_group(journal, make_group(2, attempt=1))
+    journal.append(Consumed(step=1, group_ids=(1,)))
+    journal.append(Saved(oldest=1))
+    journal.commit()
+    journal.close()
+    return folder
+
+
+def append_group(journal: Journal, group: Group) -> None:
+    frames = [bytes(frame) for frame in encode_group(group, 1 << 20)]
+    journal.append_group(Completed(group_id=group.group_id, attempt=group.attempt, size=1, tokens=1), frames)
+
+
+def flip(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def test_segments_states_and_steps_are_shown(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["journal", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "2 segments" in told
+    assert "groups: waiting 0, issued 0, completed 1, consumed 1, committed 1" in told
+    assert "dropped 1" in told
+    assert "steps 0 to 1" in told
+
+
+def test_a_whole_journal_is_verified(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["journal", str(run), "--verify"]) == 0
+    assert "every record and every frame matches its checksum" in capsys.readouterr().out
+
+
+def test_damage_anywhere_fails_the_verification_and_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = segment_path(run / "journal", 0)
+    content = path.read_bytes()
+    for position in range(0, len(content), 29):
+        flip(path, position)
+        assert cli.main(["journal", str(run), "--verify"]) == 1
+        assert "segment 000000: " in capsys.readouterr().out
+        path.write_bytes(content)
+
+
+def test_the_torn_tail_of_the_newest_segment_is_told_and_is_no_damage(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = segment_path(run / "journal", 1)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cli.main(["journal", str(run), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "segment 000001: torn tail of" in told
+    assert "every record" in told
+
+
+def test_lines_of_json_hold_every_sample_and_what_became_of_it(
+    run: Path, tmp_path: Path, make_group: MakeGroup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "groups.jsonl"
+    assert cli.main(["journal", str(run), "--export", str(output)]) == 0
+    assert "8 samples written" in capsys.readouterr().out
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    fates = [(row["group_id"], row["attempt"], row["sample"], row["state"], row["step"]) for row in rows]
+    assert fates == [
+        (0, 0, 0, "committed", 0),
+        (0, 0, 1, "committed", 0),
+        (1, 0, 0, "consumed", 1),
+        (1, 0, 1, "consumed", 1),
+        (2, 0, 0, "dropped", None),
+        (2, 0, 1, "dropped", None),
+        (2, 1, 0, "completed", None),
+        (2, 1, 1, "completed", None),
+    ]
+    sample = make_group(0).samples[1]
+    assert rows[1]["output_ids"] == sample.output_ids.tolist()
+    assert np.asarray(rows[1]["logprobs"], np.float32).tobytes() == sample.logprobs.tobytes()
+    assert rows[1]["versions"] == [{"version": "0.0", "start": 0, "end": 5}]
+    assert (rows[1]["reward"], rows[1]["reward_parts"]) == (1.0, {"exact": 1.0})
+    assert rows[4]["reason"] == "too old"
+
+
+def test_parquet_holds_the_same_as_the_lines_of_json(run: Path, tmp_path: Path) -> None:
+    lines, table = tmp_path / "groups.jsonl", tmp_path / "groups.parquet"
+    for output in (lines, table):
+        assert cli.main(["journal", str(run), "--export", str(output)]) == 0
+    rows = pyarrow.parquet.read_table(table).to_pylist()
+    for row in rows:
+        row["reward_parts"] = dict(row["reward_parts"])
+    for row, line in zip(rows, lines.read_text().splitlines(), strict=True):
+        expected = json.loads(line)
+        np.testing.assert_allclose(row.pop("logprobs"), expected.pop("logprobs"), rtol=1e-6)
+        assert row == expected
+
+
+def test_groups_that_came_after_the_records_were_read_are_left_to_the_next_export(run: Path, tmp_path: Path) -> None:
+    assert export(run / "journal", Contents(), tmp_path / "groups.jsonl") == 0
+
+
+@pytest.mark.parametrize("name", ["groups.csv", "there.jsonl"])
+def test_an_export_that_cannot_be_written_is_refused_in_one_line(
+    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there.jsonl").touch()
+    assert cli.main(["journal", str(run), "--export", str(tmp_path / name)]) == 2
+    assert "allowed: a new file that ends in .jsonl or .parquet" in capsys.readouterr().err
+
+
+def test_a_run_without_a_journal_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_file.save(Config.model_validate({}), tmp_path / "config.yaml")
+    assert cli.main(["journal", str(tmp_path)]) == 2
+    assert "no segments" in capsys.readouterr().err

@@ -1,0 +1,220 @@
+"""The learner's line to a replay service that forgets: what it says again, and what its checkpoints contain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from streamrl.config import Config
+from streamrl.learner.batches import ServiceBatches
+from streamrl.stream.address import tell_address
+from streamrl.stream.codec import encode_group
+from streamrl.stream.messages import (
+    BatchHeader,
+    BatchStats,
+    Bye,
+    Finished,
+    Heartbeat,
+    Hello,
+    Introduce,
+    Message,
+    Next,
+    Progress,
+    Saved,
+    Stop,
+    Welcome,
+    decode,
+)
+from streamrl.stream.sockets import Router, StreamTimeout
+from streamrl.types import Ledger, PolicyVersion
+
+DEADLINE = 20.0
+TICK = 0.05
+START = PolicyVersion(4, incarnation=1)
+BEFORE = Ledger(below=8, pending={8: ("copy", 8)}, cursors={"copy": 9})
+AFTER = Ledger(below=10, cursors={"copy": 11})
+
+
+class Service:
+    """A service that answers as it is told: `welcome`s, and gives every step a batch while `generous`."""
+
+    def __init__(self, config: Config, folder, make_group) -> None:
+        self.router = Router("tcp://127.0.0.1:0", config.stream)
+        self.address = tell_address(folder, self.router.address)
+        self.make_group = make_group
+        self.heard: list[Message] = []
+        self.welcome: Welcome | None = Welcome(published=PolicyVersion(7))
+        self.generous = True
+        self.identity = b""
+        self._orders: list[Message] = []
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def say(self, message: Message) -> None:
+        self._orders.append(message)
+
+    def wait_for(self, *kinds: type[Message]) -> list[Message]:
+        """Until the words of these kinds have come; clears what was heard."""
+        deadline = time.monotonic() + DEADLINE
+        while not {*kinds} <= {type(message) for message in self.heard}:
+            assert time.monotonic() < deadline, self.heard
+            time.sleep(0.01)
+        heard, self.heard = self.heard, []
+        return heard
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join(DEADLINE)
+        self.router.close()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            while self._orders:
+                self.router.send(self.identity, self._orders.pop(0))
+            received = self.router.receive(0.02)
+            if received is None:
+                continue
+            self.identity, message = received.peer, decode(received.frames[0])
+            if isinstance(message, Heartbeat):
+                continue
+            self.heard.append(message)
+            if isinstance(message, Hello) and self.welcome is not None:
+                self.router.send(self.identity, self.welcome)
+            elif isinstance(message, Next) and self.generous:
+                self._deliver(message.step)
+
+    def _deliver(self, step: int) -> None:
+        stats = BatchStats(
+            tokens_generated=10, generator_busy=0.25, groups=3, bytes=99, selection={"selection/dropped/groups": 2.0}
+        )
+        header = BatchHeader(step=step, groups=1, stats=stats, ledger=AFTER)
+        self.router.send(self.identity, header, encode_group(self.make_group(step), 1 << 20))
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(
+        {
+            "run": {"silence_timeout": 0.6, "start_timeout": 0.6},
+            "learner": {"tick": TICK},
+            "stream": {"reply_timeout": 5.0},
+        }
+    )
+
+
+@pytest.fixture
+def service(config, tmp_path, make_group) -> Iterator[Service]:
+    running = Service(config, tmp_path, make_group)
+    yield running
+    running.end()
+
+
+@pytest.fixture
+def source(config, service, tmp_path) -> Iterator[ServiceBatches]:
+    running = ServiceBatches(config, tmp_path, START, BEFORE)
+    yield running
+    running.close()
+
+
+def begin(source: ServiceBatches) -> None:
+    while not source.begun(TICK):
+        continue
+
+
+def take(source: ServiceBatches, step: int):
+    deadline = time.monotonic() + DEADLINE
+    while (delivery := source.next(step, TICK)).kind == "nothing":
+        assert time.monotonic() < deadline
+    return delivery
+
+
+def test_the_learner_says_what_its_checkpoint_contains_and_hears_what_was_published(service, source):
+    begin(source)
+    assert service.wait_for(Hello)[0] == Hello(role="learner", name="learner-0", version=START, ledger=BEFORE)
+    assert source.published == PolicyVersion(7)
+
+
+def test_a_batch_brings_its_figures_and_its_ledger_counts_once_it_is_trained(service, source):
+    begin(source)
+    delivery = take(source, 4)
+    assert delivery.batch.step == 4
+    assert delivery.stats["selection/dropped/groups"] == 2.0
+    assert delivery.stats["idle/generator"] == 0.75
+    assert source.ledger == BEFORE  # it is not in the weights yet
+    source.trained(PolicyVersion(5, 1), 0.5)
+    assert source.ledger == AFTER
+    source.saved(PolicyVersion(5, 1), oldest=2)
+    heard = service.wait_for(Progress, Saved)
+    assert Progress(version=PolicyVersion(5, 1), ess=0.5) in heard
+    assert Saved(version=PolicyVersion(5, 1), oldest=2) in heard
+
+
+def test_a_service_that_was_started_again_hears_the_present_version_its_ledger_and_the_open_question(service, source):
+    begin(source)
+    take(source, 4)
+    source.trained(PolicyVersion(5, 1), None)
+    service.generous = False
+    service.wait_for(Progress)
+    source.next(5, TICK)
+    service.wait_for(Next)
+    service.say(Introduce())
+    time.sleep(2 * TICK)
+    for _ in range(6):
+        source.next(5, TICK)
+    heard = service.wait_for(Hello, Next)
+    assert heard[-2:] == [
+        Hello(role="learner", name="learner-0", version=PolicyVersion(5, 1), ledger=AFTER),
+        Next(step=5),
+    ]
+    service.generous = True
+    service.say(Introduce())
+    assert take(source, 5).batch.step == 5
+
+
+def test_a_service_that_stays_silent_ends_the_learner_at_its_deadline(service, source):
+    begin(source)
+    service.generous = False
+    with pytest.raises(StreamTimeout, match=r"run\.silence_timeout"):
+        take(source, 4)
+
+
+def test_a_service_that_does_not_answer_the_hello_ends_the_learner_at_its_deadline(config, service, tmp_path):
+    service.welcome = None
+    source = ServiceBatches(config, tmp_path, START)
+    try:
+        with pytest.raises(StreamTimeout, match=r"run\.start_timeout"):
+            begin(source)
+    finally:
+        source.close()
+
+
+def test_stop_ends_the_wait(service, source):
+    begin(source)
+    service.generous = False
+    service.say(Stop(reason="the run is over"))
+    assert take(source, 4).kind == "stop"
+
+
+def test_the_end_of_a_run_is_said_until_the_service_has_heard_it(service, source):
+    begin(source)
+    service.wait_for(Hello)
+    ending = threading.Thread(target=source.end, args=(PolicyVersion(5, 1),))
+    ending.start()
+    service.wait_for(Finished)
+    time.sleep(2 * TICK)
+    service.say(Introduce())  # it was killed before it could note that
+    heard = service.wait_for(Hello, Finished)
+    assert heard[-1] == Finished(version=PolicyVersion(5, 1))
+    service.say(Stop(reason="complete"))
+    ending.join(DEADLINE)
+    assert not ending.is_alive()
+
+
+def test_a_learner_that_stops_early_says_bye(service, source):
+    begin(source)
+    source.end(None)
+    service.wait_for(Bye)

@@ -1,0 +1,150 @@
+"""When the learner publishes and what it saves: the loop itself, with a trainer that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from learner_parts import make_batch
+
+from streamrl.config import Config
+from streamrl.learner.batches import Delivery
+from streamrl.learner.role import LeadLoop
+from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.metrics import MetricsWriter, read_metrics
+from streamrl.types import Ledger, PolicyVersion
+
+STATS = {"tokens/generated": 0, "idle/generator": 0.0, "buffer/groups": 0, "buffer/bytes": 0}
+
+
+class Trainer:
+    """Counts steps and notes what was asked of it."""
+
+    rank = 0
+
+    def __init__(self, version: PolicyVersion) -> None:
+        self.version = version
+        self.saved: list[tuple[int, Ledger | None]] = []
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def train_step(self, batch) -> dict[str, float]:
+        assert batch.step == self.version.step
+        self.version = PolicyVersion(batch.step + 1, self.version.incarnation)
+        return {"offpolicy/ess": 0.9}
+
+    def export(self) -> Iterator[Any]:
+        return iter(())
+
+    def save(self, ledger: Ledger | None) -> None:
+        self.saved.append((self.version.step, ledger))
+
+    @property
+    def oldest_checkpoint(self) -> int:
+        return self.saved[0][0]
+
+
+class Source:
+    """Gives every batch at once, save those of `late` steps, for which it has nothing twice."""
+
+    def __init__(self, published: PolicyVersion | None, late: tuple[int, ...] = ()) -> None:
+        self.published = published
+        self.ledger: Ledger | None = None
+        self.late = dict.fromkeys(late, 2)
+        self.told: list[Any] = []
+        self.asked_to_begin = 0
+
+    def begun(self, timeout: float) -> bool:
+        self.asked_to_begin += 1
+        return self.asked_to_begin > 1
+
+    def next(self, step: int, timeout: float) -> Delivery:
+        if self.late.get(step, 0):
+            self.late[step] -= 1
+            return Delivery("nothing")
+        return Delivery("batch", make_batch(step), STATS)
+
+    def trained(self, version: PolicyVersion, ess: float | None) -> None:
+        self.ledger = Ledger(below=8 * version.step)
+        self.told.append((str(version), ess))
+
+    def saved(self, version: PolicyVersion, oldest: int) -> None:
+        self.told.append(("saved", version.step, oldest))
+
+    def end(self, complete: PolicyVersion | None) -> None:
+        self.told.append(("end", complete))
+
+    def close(self) -> None: ...
+
+
+class Publisher:
+    def __init__(self) -> None:
+        self.offered: list[str] = []
+
+    def offer(self, version: PolicyVersion, tensors: Iterator[Any]) -> None:
+        self.offered.append(str(version))
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+
+class Stop:
+    given = False
+
+
+def run(folder: Path, source: Source, start: PolicyVersion, steps: int, every: int = 1) -> tuple[Trainer, list[str]]:
+    config = Config.model_validate(
+        {
+            "run": {"steps": steps},
+            "replay": {"max_staleness": every},
+            "publish": {"every": every},
+            "checkpoint": {"every": 2},
+        }
+    )
+    trainer, publisher = Trainer(start), Publisher()
+    events, metrics = EventLog(event_path(folder, "learner"), "learner-0"), MetricsWriter(folder)
+    loop = LeadLoop(config, trainer, source, stop=Stop(), metrics=metrics, events=events, publisher=publisher)
+    loop.run()
+    metrics.close(), events.close()
+    return trainer, publisher.offered
+
+
+def test_a_new_run_publishes_what_it_begins_with_and_every_kth_version(tmp_path):
+    _, offered = run(tmp_path, Source(None), PolicyVersion(0), steps=7, every=3)
+    assert offered == ["0.0", "3.0", "6.0", "7.0"]
+
+
+def test_a_resumed_learner_publishes_nothing_that_is_older_than_what_servers_had(tmp_path):
+    _, offered = run(tmp_path, Source(PolicyVersion(5)), PolicyVersion(2, 1), steps=8, every=3)
+    assert offered == ["5.1", "6.1", "8.1"]  # at once when it has caught up, then every third
+
+
+def test_a_redelivered_step_that_has_to_be_generated_again_gets_weights_for_it(tmp_path):
+    _, offered = run(tmp_path, Source(PolicyVersion(5), late=(3,)), PolicyVersion(2, 1), steps=6)
+    assert offered == ["3.1", "5.1", "6.1"]
+
+
+def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_hears_of_it(tmp_path):
+    source = Source(None)
+    trainer, _ = run(tmp_path, source, PolicyVersion(0), steps=4)
+    assert trainer.saved == [(2, Ledger(below=16)), (4, Ledger(below=32))]
+    assert source.told == [
+        ("1.0", 0.9),
+        ("2.0", 0.9),
+        ("saved", 2, 2),
+        ("3.0", 0.9),
+        ("4.0", 0.9),
+        ("saved", 4, 2),
+        ("end", PolicyVersion(4)),
+    ]
+    assert source.asked_to_begin == 2
+
+
+@pytest.mark.parametrize("name", ["selection/dropped/length", "staleness/admitted"])
+def test_what_the_service_tells_of_the_selection_becomes_metrics(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(STATS, name, 4.0)
+    run(tmp_path, Source(None), PolicyVersion(0), steps=1)
+    assert next(read_metrics(tmp_path))[name] == 4.0

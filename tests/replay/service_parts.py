@@ -1,0 +1,163 @@
+"""What the tests of the service share: a small configuration, a service in a thread or a process, peers by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from streamrl.config import Config
+from streamrl.observe.events import EventLog, read_events
+from streamrl.replay.service import Service
+from streamrl.stream.address import replay_address
+from streamrl.stream.messages import (
+    Accepted,
+    Credit,
+    Hello,
+    Introduce,
+    Message,
+    Refused,
+    ServerState,
+    Tickets,
+    Welcome,
+)
+from streamrl.stream.sockets import Dealer, ReceivedBatch
+from streamrl.types import Group, Ledger, PolicyVersion, Ticket
+
+WAIT = 20.0  # seconds for anything that must come; nothing waits as long when all is well
+V0, V1 = PolicyVersion(0), PolicyVersion(1)
+MakeGroup = Callable[..., Group]
+M = TypeVar("M")
+
+
+def make_config(**sections: dict[str, Any]) -> Config:
+    """Steps of two groups, staleness 1: four slots."""
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"steps": 3, "stop_timeout": 5.0, "start_timeout": 20.0},
+        "generate": {"heartbeat": 1.0},
+        "replay": {"groups_per_step": 2, "max_staleness": 1},
+        "publish": {"timeout": 5.0},
+        "journal": {"keep": "all"},
+    }
+    for name, fields in sections.items():
+        tree.setdefault(name, {}).update(fields)
+    return Config.model_validate(tree)
+
+
+class Running:
+    """A service in a thread, and the peers that a test makes."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.events = EventLog(folder / "events" / "replay-0.jsonl", "replay-0")
+        self.service = Service(config, folder, self.events)
+        self.codes: list[int] = []
+        self.thread = threading.Thread(target=lambda: self.codes.append(self.service.run()))
+        self.thread.start()
+        self.peers: list[Dealer] = []
+
+    def peer(self, hello: Hello) -> Dealer:
+        dealer = Dealer(self.service.address, self.config.stream, name=hello.name)
+        self.peers.append(dealer)
+        dealer.send(hello)
+        return dealer
+
+    def worker(
+        self,
+        name: str = "w",
+        capacity: int = 99,
+        version: PolicyVersion = V0,
+        tickets: tuple[tuple[int, int], ...] = (),
+    ) -> Dealer:
+        server = ServerState(name=f"{name}-server", version=version)
+        dealer = self.peer(Hello(role="generator", name=name, servers=(server,), tickets=tickets))
+        dealer.send(Credit(capacity=capacity))
+        return dealer
+
+    def learner(self, version: PolicyVersion = V0, ledger: Ledger | None = None) -> Dealer:
+        """A learner that was welcomed."""
+        dealer = self.peer(Hello(role="learner", name="learner-0", version=version, ledger=ledger))
+        self.welcome = hear(dealer, Welcome)
+        return dealer
+
+    def publisher(self) -> Dealer:
+        return self.peer(Hello(role="publisher", name="publisher-0", version=V0))
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        lines = self.events.path.read_text().splitlines()
+        return [record for line in lines if (record := json.loads(line))["event"] == event]
+
+    def end(self) -> int:
+        self.thread.join(WAIT)
+        assert not self.thread.is_alive()
+        return self.codes[0]
+
+    def close(self) -> None:
+        self.service.interrupt("the end of the test", 0)
+        self.thread.join(WAIT)
+        self.events.close()
+        for peer in self.peers:
+            peer.close()
+
+
+class ServiceProcess:
+    """A service as its own process, by its entry point."""
+
+    SCRIPT = (
+        "import sys; from pathlib import Path; from streamrl.config import Config;"
+        "from streamrl.replay.service import main;"
+        "sys.exit(main(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2])))"
+    )
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.start()
+
+    def start(self) -> None:
+        """Until it listens; a file of a former service tells nothing about that."""
+        before = len(self.told("ready"))
+        command = [sys.executable, "-c", self.SCRIPT, self.config.model_dump_json(), str(self.folder)]
+        self.process = subprocess.Popen(command)
+        while len(self.told("ready")) == before:
+            assert self.process.poll() is None
+        self.address = replay_address(self.config, self.folder)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT)
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        path = self.folder / "events" / "replay-0.jsonl"
+        return [record for record in read_events(path) if record["event"] == event] if path.exists() else []
+
+
+def hear(dealer: Dealer, kind: type[M]) -> M:
+    """The next message, which must be of this kind."""
+    message = dealer.receive(WAIT)
+    assert isinstance(message, kind), message
+    return message
+
+
+def hear_tickets(dealer: Dealer, count: int) -> list[Ticket]:
+    tickets: list[Ticket] = []
+    while len(tickets) < count:
+        tickets += hear(dealer, Tickets).tickets
+    assert len(tickets) == count
+    return tickets
+
+
+def answer(dealer: Dealer, make_group: MakeGroup, ticket: Ticket, version: PolicyVersion | None = None) -> Message:
+    version = version or ticket.issued_version
+    dealer.send_group(make_group(ticket.group_id, attempt=ticket.attempt, version=version))
+    while isinstance(message := dealer.receive(WAIT), Tickets | Introduce):  # more may come between
+        pass
+    assert isinstance(message, Accepted | Refused), message
+    return message
+
+
+def ids(received: ReceivedBatch) -> list[int]:
+    return [group.group_id for group in received.batch.groups]

@@ -1,0 +1,161 @@
+"""A peer's line to a service that dies and comes back: the opening words, heartbeats, another address."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import Config
+from streamrl.stream.address import tell_address
+from streamrl.stream.messages import Heartbeat, Hello, Introduce, Message, Next, Stop, decode
+from streamrl.stream.peer import Peer
+from streamrl.stream.sockets import Router
+from streamrl.types import PolicyVersion
+
+DEADLINE = 20.0  # seconds; longer than any wait that is configured here
+HELLO = Hello(role="learner", name="learner-0", version=PolicyVersion(3))
+
+
+class Service:
+    """The replay service as a peer sees it."""
+
+    def __init__(self, config: Config, folder: Path, address: str = "tcp://127.0.0.1:0") -> None:
+        self.router = Router(address, config.stream)
+        self.address = tell_address(folder, self.router.address)
+        self.identity = b""
+
+    def hear(self) -> Message:
+        received = self.router.receive(DEADLINE)
+        assert received is not None
+        self.identity = received.peer
+        return decode(received.frames[0])
+
+    def hear_nothing(self, seconds: float) -> bool:
+        """No word but heartbeats for so long."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            received = self.router.receive(left)
+            if received is not None and not isinstance(decode(received.frames[0]), Heartbeat):
+                return False
+        return True
+
+    def say(self, message: Message) -> None:
+        assert self.router.send(self.identity, message)
+
+    def close(self) -> None:
+        self.router.close()
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate({"learner": {"tick": 0.1}, "stream": {"reply_timeout": 0.5}})
+
+
+@pytest.fixture
+def service(config, tmp_path) -> Iterator[Service]:
+    running = Service(config, tmp_path)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def peer(config, service, tmp_path) -> Iterator[Peer]:
+    running = Peer(config, tmp_path, "learner", lambda: [HELLO, Next(step=3)])
+    yield running
+    running.close()
+
+
+def listen(peer: Peer, seconds: float) -> list[object]:
+    """What the peer hears in `seconds`, while it sends its heartbeats."""
+    heard, end = [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        peer.beat()
+        if (received := peer.receive(0.02)) is not None:
+            heard.append(received)
+    return heard
+
+
+def test_the_opening_words_come_first(service, peer):
+    assert [service.hear(), service.hear()] == [HELLO, Next(step=3)]
+
+
+def test_an_introduce_is_answered_by_the_opening_words_and_not_handed_on(service, peer):
+    service.hear(), service.hear()
+    time.sleep(0.1)  # the interval in which a second opening is no answer
+    service.say(Introduce())
+    assert listen(peer, 0.3) == []
+    words = [service.hear() for _ in range(3)]
+    assert [word for word in words if not isinstance(word, Heartbeat)][:2] == [HELLO, Next(step=3)]
+
+
+def test_many_introduces_at_once_are_answered_once(service, peer):
+    service.hear(), service.hear()
+    time.sleep(0.2)
+    for _ in range(20):
+        service.say(Introduce())
+    peer.receive(1.0)
+    assert service.hear() == HELLO
+    assert service.hear() == Next(step=3)
+    while peer.receive(0.05) is not None:
+        pass
+    assert service.hear_nothing(0.3)
+
+
+def test_a_gap_in_the_words_of_the_service_is_answered_by_the_opening_words(service, peer):
+    service.hear(), service.hear()
+    time.sleep(0.2)
+    service.router._peers[service.identity].stamp(b"lost on the way")
+    service.say(Stop(reason="after the gap"))
+    assert [type(word) for word in listen(peer, 0.3)] == [Stop]
+    words = [service.hear() for _ in range(3)]
+    assert HELLO in words
+
+
+def test_a_service_at_the_same_address_is_greeted_when_it_asks(config, service, peer, tmp_path):
+    service.hear(), service.hear()
+    address = service.address
+    service.close()
+    again = Service(config, tmp_path, address)
+    try:
+        deadline = time.monotonic() + DEADLINE
+        listen(peer, 0.3)
+        assert isinstance(again.hear(), Heartbeat)
+        again.say(Introduce())
+        words: list[Message] = []
+        while HELLO not in words:
+            assert time.monotonic() < deadline
+            listen(peer, 0.1)
+            words.append(again.hear())
+    finally:
+        again.close()
+
+
+def test_a_service_at_another_address_is_found_by_its_file(config, service, peer, tmp_path):
+    service.hear(), service.hear()
+    service.close()
+    moved = Service(config, tmp_path)
+    try:
+        listen(peer, 1.5)
+        assert peer.address == moved.address
+        assert [moved.hear(), moved.hear()] == [HELLO, Next(step=3)]
+    finally:
+        moved.close()
+
+
+def test_what_a_dead_service_does_not_take_is_said_on_a_new_connection(config, service, peer, tmp_path):
+    service.hear(), service.hear()
+    service.close()
+    moved = Service(config, tmp_path)
+    try:
+        for step in range(200):  # more than the queue holds
+            peer.send(Next(step=step))
+        assert peer.address == moved.address
+        assert moved.hear() == HELLO
+        words = [Next(step=0)]
+        while words[-1] != Next(step=199):
+            words.append(moved.hear())
+    finally:
+        moved.close()
