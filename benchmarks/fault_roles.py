@@ -48,14 +48,13 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The learner starts, or starts again: what it wrote of steps from `version` on did not happen."""
 
     version: str
-    time: float
+    checkpoint: float  # when the checkpoint was written, seconds since the epoch; 0 without one
 
 
 class Trained(msgspec.Struct, frozen=True, tag=True):
     """One learner step, in the order of its groups."""
 
     step: int
-    asked: float  # when the learner first asked for the step, seconds since the epoch
     time: float
     group_ids: tuple[int, ...]
     prompts: tuple[tuple[str, int], ...]
@@ -68,6 +67,7 @@ class Saved(msgspec.Struct, frozen=True):
     """The learner's checkpoint; only the newest is a file of its own, as nothing reads the others."""
 
     version: str
+    time: float
     ledger: Ledger | None
     kept: tuple[int, ...]  # steps of the checkpoints that a real learner would still have
 
@@ -200,12 +200,11 @@ def run_learner(config: Config, run_folder: Path) -> None:
     starts = sum(isinstance(line, Start) for line in read_record(run_folder))
     version = PolicyVersion(PolicyVersion.parse(saved.version).step if saved else 0, starts)
     record = os.open(record_path(run_folder), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    _write(record, Start(version=str(version), time=time.time()))
+    _write(record, Start(version=str(version), checkpoint=saved.time if saved else 0.0))
     source = ServiceBatches(config, run_folder, version, saved.ledger if saved else None)
     publisher = Publisher(config, run_folder, version)
     publisher.start()
     kept = saved.kept if saved else ()
-    asked = time.time()
     while not stop.is_set():
         if not source.begun(config.learner.tick):
             continue
@@ -219,8 +218,7 @@ def run_learner(config: Config, run_folder: Path) -> None:
             publisher.newest = version  # groups that were lost are generated again, by servers that need weights
             continue
         time.sleep(random.expovariate(1 / STEP_SECONDS))
-        _write(record, _trained(delivery.batch, asked))
-        asked = time.time()
+        _write(record, _trained(delivery.batch))
         version = PolicyVersion(version.step + 1, version.incarnation)
         source.trained(version, 1.0)
         if version.step % CHECKPOINT_EVERY == 0:
@@ -232,10 +230,9 @@ def run_learner(config: Config, run_folder: Path) -> None:
     source.close()
 
 
-def _trained(batch: Batch, asked: float) -> Trained:
+def _trained(batch: Batch) -> Trained:
     return Trained(
         step=batch.step,
-        asked=asked,
         time=time.time(),
         group_ids=tuple(group.group_id for group in batch.groups),
         prompts=tuple((group.task, group.prompt_index) for group in batch.groups),
@@ -258,7 +255,7 @@ def _save(run_folder: Path, source: ServiceBatches, version: PolicyVersion, kept
     path = run_folder / "checkpoint.json"
     partial = path.with_suffix(".partial")
     with partial.open("wb") as file:
-        file.write(msgspec.json.encode(Saved(str(version), source.ledger, kept)))
+        file.write(msgspec.json.encode(Saved(str(version), time.time(), source.ledger, kept)))
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

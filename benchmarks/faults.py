@@ -5,8 +5,8 @@
 
 While the service is down the end of its journal is sometimes cut off or a bit of it flipped, beyond what a
 kill can do: as a disk does that has lost what it had confirmed. What was lost with it is generated again, so that
-the guarantees hold all the same; only that a step which is trained again has the same groups is then not asked,
-nor is it of a run without a journal.
+the guarantees hold all the same; only that a step which is trained again has the same groups is asked of a journal
+that has been whole since the checkpoint.
 A recovery lasts from a kill to the first learner step that is trained after the process was started again.
 """
 
@@ -81,6 +81,7 @@ class Verdict:
     broken: int = 0  # steps with a token beyond the bound
     steps: int = 0  # in the surviving history
     again: int = 0  # steps that were trained again after a restart
+    compared: int = 0  # of these, with a journal that had been whole since the checkpoint
     placeholders: int = 0  # samples
     staleness: int = 0  # largest
     kills: Counter[str] = field(default_factory=Counter)
@@ -202,10 +203,12 @@ def judge(folder: Path, config: Config, damaged: list[float], verdict: Verdict) 
     verdict.twice = sum(count - 1 for count in itertools.chain(Counter(ids).values(), prompts.values()))
     verdict.twice += len(set(ids) - settled)  # trained, but the checkpoint would have them come again
     verdict.reordered = _out_of_order(ids, config.replay.window if config.replay.order == "windowed" else 1)
-    for before, after in _trained_again(record):
+    for start, before, after in _trained_again(record):
         verdict.again += 1
-        intact = config.journal.keep != "none" and not any(before.asked <= moment <= after.time for moment in damaged)
-        verdict.reordered += intact and (before.group_ids, before.digests) != (after.group_ids, after.digests)
+        if config.journal.keep == "none" or any(start.checkpoint <= moment <= after.time for moment in damaged):
+            continue
+        verdict.compared += 1
+        verdict.reordered += (before.group_ids, before.digests) != (after.group_ids, after.digests)
     bound = make_order(config.replay).worst_staleness
     verdict.broken = sum(bound is not None and step.step - step.oldest > bound for step in history)
     verdict.staleness = max((step.step - step.oldest for step in history), default=0)
@@ -243,14 +246,17 @@ def _out_of_order(ids: list[int], window: int) -> int:
     return wrong
 
 
-def _trained_again(record: list[Start | Trained]) -> Iterator[tuple[Trained, Trained]]:
-    """Every step that was trained anew, with the time before."""
+def _trained_again(record: list[Start | Trained]) -> Iterator[tuple[Start, Trained, Trained]]:
+    """Every step that was trained anew: the start that it follows, the former time, this time."""
     last: dict[int, Trained] = {}
+    start = Start(version="0.0", checkpoint=0.0)
     for line in record:
-        if isinstance(line, Trained):
-            if line.step in last:
-                yield last[line.step], line
-            last[line.step] = line
+        if isinstance(line, Start):
+            start = line
+            continue
+        if line.step in last:
+            yield start, last[line.step], line
+        last[line.step] = line
 
 
 def make_config(folder: Path, order: str, keep: str) -> Config:
@@ -303,7 +309,9 @@ def main() -> int:
 def _print(verdict: Verdict) -> None:
     for what, counts in (("kills", verdict.kills), ("damages to the journal", verdict.damages)):
         print(f"{what}: {', '.join(f'{name} {count}' for name, count in sorted(counts.items())) or 'none'}")
-    print(f"{verdict.steps} steps in the weights, {verdict.again} trained again after a restart")
+    print(
+        f"{verdict.steps} steps in the weights, {verdict.again} trained again, {verdict.compared} from a whole journal"
+    )
     print(f"placeholder samples {verdict.placeholders}, largest staleness {verdict.staleness}")
     if verdict.recoveries:
         p50, largest = np.percentile(verdict.recoveries, 50), max(verdict.recoveries)

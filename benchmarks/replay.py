@@ -262,7 +262,7 @@ def run(folder: Path, quick: bool, seconds: float | None) -> dict[str, Any]:
     print("tokens/sample   MB/group       journal   plain write  synced write   plain write   synced write")
     rows = []
     for tokens in (4096,) if quick else LENGTHS:
-        row = bandwidth(folder, tokens, repeats=5 if quick else 9, size=(32 if quick else 192) << 20)
+        row = bandwidth(folder, tokens, repeats=5 if quick else 9, size=(32 if quick else 128) << 20)
         rows.append(row)
         print(
             f"{tokens:13d} {row['bytes'] / 1e6:10.2f}"

@@ -78,6 +78,7 @@ class ServiceLink:
         self._sending = asyncio.Lock()  # nobody sends while the connection is replaced
         self._stuck_since: float | None = None
         self._unheard = False  # a word of ours could not even be queued
+        self._progress = time.monotonic()  # when a group was last put into the outbox, or answered for
         self._dealer = self._connect()
 
     @property
@@ -97,6 +98,7 @@ class ServiceLink:
     def finish(self, group: Group) -> None:
         """The group of an open ticket is done: it is sent, and kept until it is answered for."""
         self._running.pop((group.group_id, group.attempt), None)
+        self._progress = time.monotonic()
         self._outbox.put(group)
         self._to_send.set()
 
@@ -150,6 +152,9 @@ class ServiceLink:
         """One heartbeat: `busy` seconds and `generated` tokens since the worker's start."""
         if self._unheard:
             await self.greet()
+        if len(self._outbox) and time.monotonic() - self._progress > self._config.stream.reply_timeout:
+            self._progress = time.monotonic()
+            self._outbox.again()  # an answer was lost, and no later word has told so
         await self.say(Heartbeat(tickets=self.tickets, busy=busy, generated=generated))
         self._to_send.set()  # what could not be sent is tried again
 
@@ -182,6 +187,7 @@ class ServiceLink:
         return None
 
     def _answered(self, key: TicketKey) -> None:
+        self._progress = time.monotonic()
         self._outbox.answered(key)
         if not self.tickets:
             self._settled.set()

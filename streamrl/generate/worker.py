@@ -37,6 +37,7 @@ from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.transport import PublishError
 from streamrl.stream.address import replay_address
+from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import Applied, Message, Publish, PublishFailed, Stop, Tickets
 from streamrl.tasks.registry import build_tasks
 from streamrl.types import Ticket
@@ -75,7 +76,7 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> int:
             await worker.run(stop)
         finally:
             await worker.close()
-    except (ServerFailed, EngineError, TimeoutError) as failure:
+    except (ServerFailed, EngineError, KeysUnusable, TimeoutError) as failure:
         if stop.is_set():
             return 0  # told to end while it waited
         events.emit("worker.failed", reason=str(failure))

@@ -82,7 +82,7 @@ class Buffer:
         self.adaptive = adaptive
         self._shares = shares
         self._curriculum = curriculum
-        self._filters = filters
+        self._filters = filters if filters.active else None
         self._end_id = order.first(last_step)
         self._seed = seed
         self._lease = lease
@@ -290,7 +290,6 @@ class Buffer:
         if reason := mismatch(group, record, lease.ticket):
             self._give_back([lease])
             raise GroupRefused(reason)
-        self._leases.end(group.group_id)
         return self._accept(group, record, frames)
 
     def exhausted(self) -> list[Ticket]:
@@ -343,7 +342,9 @@ class Buffer:
 
     def _let_go(self, step: int) -> None:
         """The learner has the batch before: its frames go, and without a journal the step with them."""
-        group_ids = self._state.batches.get(step - 1, ())
+        group_ids = self._state.batches.get(step - 1)
+        if group_ids is None or group_ids[0] not in self._frames:
+            return
         for group_id in group_ids:
             self._frames.pop(group_id, None)
         if any(self._state.slots[group_id].place is None for group_id in group_ids):
@@ -363,14 +364,15 @@ class Buffer:
 
     def _accept(self, group: Group, record: Completed, frames: Sequence[Any]) -> Stored | None:
         slot = self._state.slots[group.group_id]
-        self._leases.forget(group.group_id)
+        self._leases.answered(group.group_id)
         self._audit.generated.add(record)
         self._curriculum.hear(slot.task, slot.prompt_index, record.pass_rate)
-        reason = reason_to_drop(group, record, self._filters)
-        if reason is not None and slot.prompts < self._filters.tries:
-            self._audit.dropped.add(record)
-            self._drop(slot, reason, same_prompt=False)
-            return None
+        if self._filters is not None and slot.prompts < self._filters.tries:
+            reason = reason_to_drop(group, record, self._filters)
+            if reason is not None:
+                self._audit.dropped.add(record)
+                self._drop(slot, reason, same_prompt=False)
+                return None
         self._frames[group.group_id] = frames
         self._emit(record)
         return slot.stored(frames)
@@ -393,8 +395,7 @@ class Buffer:
         """These tickets are out no longer, and their groups not complete."""
         tickets = [lease.ticket for lease in leases]
         for ticket in tickets:
-            self._leases.end(ticket.group_id)
-            self._leases.wait(self._state.slots[ticket.group_id])
+            self._leases.give_back(self._state.slots[ticket.group_id])
         return tickets
 
     def _open(self, holder: str, group_id: int, attempt: int) -> Lease:

@@ -12,7 +12,6 @@ This is the memory of the process alone: nothing of it is recorded. Pure: the ti
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -41,7 +40,7 @@ class Leases:
         self._limit = limit
         self._max_attempts = max_attempts
         self._leases: dict[int, Lease] = {}
-        self._held: Counter[str] = Counter()
+        self._held: dict[str, int] = {}
         self._spent: dict[int, float] = {}  # seconds under former holders
         self._earliest = NEVER  # no lease ends before
         self._waiting: list[int] = []  # a heap
@@ -54,7 +53,7 @@ class Leases:
 
     def held(self, holder: str) -> int:
         """Tickets of this worker."""
-        return self._held[holder]
+        return self._held.get(holder, 0)
 
     def get(self, group_id: int) -> Lease | None:
         """The ticket that is out for a group."""
@@ -69,7 +68,7 @@ class Leases:
         if self._waiting and self._waiting[0] == ticket.group_id:
             heapq.heappop(self._waiting)
         lease = self._leases[ticket.group_id] = Lease(ticket, holder, now, ticket.deadline)
-        self._held[holder] += 1
+        self._held[holder] = self._held.get(holder, 0) + 1
         self._earliest = min(self._earliest, self._end_of(lease))
 
     def extend(self, holder: str, keys: Iterable[tuple[int, int]], now: float) -> None:
@@ -86,7 +85,7 @@ class Leases:
             lease = self._leases.get(group_id)
             if lease is not None and lease.holder is None and lease.ticket.attempt == attempt:
                 lease.holder, lease.since = holder, now
-                self._held[holder] += 1
+                self._held[holder] = self._held.get(holder, 0) + 1
         self.extend(holder, keys, now)
         self._earliest = min(self._earliest, now)  # whoever was nobody's has another end now: look anew
 
@@ -107,16 +106,23 @@ class Leases:
             over.append(lease)
         return over
 
-    def end(self, group_id: int) -> None:
-        """The ticket is out no longer; what it was out, up to its last sign of life, counts."""
+    def end(self, group_id: int) -> Lease | None:
+        """The ticket is out no longer."""
         lease = self._leases.pop(group_id, None)
         if lease is None or lease.holder is None:
-            return
-        self._held[lease.holder] -= 1
-        if not self._held[lease.holder]:
-            del self._held[lease.holder]
-        out = lease.deadline - self._seconds - lease.since
-        self._spent[group_id] = self._spent.get(group_id, 0.0) + max(0.0, out)
+            return lease
+        held = self._held.pop(lease.holder) - 1
+        if held:
+            self._held[lease.holder] = held
+        return lease
+
+    def give_back(self, slot: Slot) -> None:
+        """The ticket came to nothing. The time up to its last sign of life counts."""
+        lease = self.end(slot.group_id)
+        if lease is not None and lease.holder is not None:
+            out = lease.deadline - self._seconds - lease.since
+            self._spent[slot.group_id] = self._spent.get(slot.group_id, 0.0) + max(0.0, out)
+        self.wait(slot)
 
     def wait(self, slot: Slot) -> None:
         """The group is to be issued again, unless it was often enough or long enough."""
@@ -125,8 +131,9 @@ class Leases:
         else:
             heapq.heappush(self._waiting, slot.group_id)
 
-    def forget(self, group_id: int) -> None:
-        """The group has an answer: what is issued for it next has its whole time."""
+    def answered(self, group_id: int) -> None:
+        """The group has an answer; what may be issued for it next has its whole time."""
+        self.end(group_id)
         self._spent.pop(group_id, None)
         self.exhausted.pop(group_id, None)
 

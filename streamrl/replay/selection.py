@@ -48,8 +48,6 @@ def mismatch(group: Group, record: Completed, ticket: Ticket) -> str | None:
 
 def reason_to_drop(group: Group, record: Completed, config: FilterConfig) -> str | None:
     """Why the filters drop a group; None where they let it through."""
-    if not config.active:
-        return None
     if config.placeholders and record.answers < len(group.samples):
         return f"{len(group.samples) - record.answers} failed samples"
     if config.signal and not group.has_signal:

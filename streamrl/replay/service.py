@@ -32,6 +32,7 @@ from streamrl.replay.peers import Peers
 from streamrl.replay.workers import Worker, Workers, assign
 from streamrl.stream.address import address_path, tell_address
 from streamrl.stream.codec import decode_group, ticket_of
+from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import (
     Accepted,
     Announce,
@@ -83,7 +84,7 @@ def main(config: Config, run_folder: Path) -> int:
     try:
         service = Service(config, run_folder, events)
         return service.run()
-    except (JournalFull, JournalDamaged) as error:
+    except (JournalFull, JournalDamaged, KeysUnusable) as error:
         log.error("%s", error)
         return 1
     finally:
@@ -98,7 +99,7 @@ class Service:
     def __init__(self, config: Config, run_folder: Path, events: EventLog) -> None:
         """Recover, bind, and tell the address in `RUN/replay.address`.
 
-        Raises JournalFull, JournalDamaged, OSError, zmq.ZMQError.
+        Raises JournalFull, JournalDamaged, KeysUnusable, OSError, zmq.ZMQError.
         """
         self._config = config
         self._events = events
@@ -131,9 +132,10 @@ class Service:
                 self._on_time(time.monotonic())
                 self._hand_out(time.monotonic())
         finally:
+            refused = self._router.refused
             self._close()
         code = 1 if self._exit is None else self._exit
-        self._events.emit("replay.end", code=code, malformed=self.malformed)
+        self._events.emit("replay.end", code=code, malformed=self.malformed, refused=refused)
         return code
 
     def _ended(self, now: float) -> bool:
@@ -230,7 +232,7 @@ class Service:
         for server in self._workers.servers:
             self._acknowledge(server.version)
         self._delivery.forget()
-        self._peers.learner = identity
+        self._peers.learner, self._final = identity, None
         self._router.send(identity, Welcome(published=self._buffer.acknowledged))
 
     def _on_worker(self, worker: Worker, message: Message, now: float) -> None:
@@ -384,8 +386,14 @@ class Service:
         except ValueError as error:
             self._stop(f"the learner lost its place: {error}", 1)
             return
-        if ready is not None and self._router.send(learner, *ready):
+        if ready is None:
+            return
+        if self._router.send(learner, *ready):
             self._delivery.asked = None
+        else:  # it is gone, or will be asked who it is at its next word
+            self._events.emit("learner.unreachable", step=self._delivery.asked)
+            self._delivery.forget()
+            self._peers.learner = None
 
     def _take_back(self, worker: str, tickets: Iterable[TicketKey]) -> None:
         """The worker does not have these: they are issued again at once."""

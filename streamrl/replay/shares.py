@@ -16,7 +16,7 @@ class Shares:
 
     >>> shares = Shares({"math": 3, "code": 1}, groups_per_step=8)
     >>> shares.quotas, [shares.task(group_id) for group_id in range(8)].index("code")
-    ({'math': 6, 'code': 2}, 1)
+    ({'math': 6, 'code': 2}, 2)
     """
 
     def __init__(self, weights: Mapping[str, float], groups_per_step: int) -> None:

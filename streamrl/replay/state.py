@@ -130,7 +130,7 @@ class State:
         return min((place.segment for place in places if place), default=None)
 
     def reopen_placeless(self) -> None:
-        """After a recovery: groups that wait for the learner, but whose frames are nowhere, are to be generated again."""
+        """After a recovery: groups that wait for the learner, and whose frames are nowhere, are generated again."""
         for group_id in list(self.completed):
             if self.slots[group_id].place is None:
                 self._reopen(self.slots[group_id])
@@ -201,17 +201,22 @@ class State:
     # -- a learner starts
 
     def _began(self, record: Began) -> None:
-        step = record.version.step
-        if step < self.known or (step > self.next_step and record.ledger is None):
-            self._start_at(step, record.ledger)
-        elif step > self.next_step:
-            assert record.ledger is not None
+        step, ledger = record.version.step, record.ledger
+        if step < self.known or (step > self.next_step if ledger is None else self._contradicts(step, ledger)):
+            self._start_at(step, ledger)
+        elif ledger is not None and step > self.next_step:
             self._forget(list(self.batches))
             self.next_step = step
-            self._settle(record.ledger)
+            self._settle(ledger)
         elif record.next_step < self.next_step:
             self._roll_back(record.next_step, frozenset(record.lost))
         self.began = record.version
+
+    def _contradicts(self, step: int, ledger: Ledger) -> bool:
+        """Do these weights contain other groups than the records say? So it is where the records that were lost
+        had taken back some of those that are left."""
+        own = self.ledger(step)
+        return step <= self.next_step and (own.below, own.above) != (ledger.below, ledger.above)
 
     def _start_at(self, step: int, ledger: Ledger | None) -> None:
         """Nothing that is known here leads to this step: its ledger alone counts, or whole steps without filters."""
@@ -219,23 +224,22 @@ class State:
         self.next_step = step
         self.next_id = step * self._shares.groups_per_step if ledger is None else 0
         self.cursors = {task: quota * step for task, quota in self._shares.quotas.items()}
-        if ledger is not None:
-            self.cursors |= ledger.cursors
-            self._settle(ledger)
         self._count_settled()
+        if ledger is not None:
+            self._settle(ledger)
 
     def _settle(self, ledger: Ledger) -> None:
-        """The learner is further than the records, whose tail was lost: what it trained is settled."""
+        """The learner is further than the records, whose tail was lost: what it trained is settled, what it knew
+        to be out is out with its prompts, and what was issued since without knowing of it is not."""
         above = frozenset(ledger.above)
-        for group_id in [i for i in self.slots if i < ledger.below or i in above]:
+        self.next_id = max(ledger.below, *(i + 1 for i in chain(ledger.above, ledger.pending)), 0)
+        for group_id in [i for i in self.slots if i < ledger.below or i in above or i >= self.next_id]:
             del self.slots[group_id]
         for group_id, (task, prompt_index) in ledger.pending.items():
             slot = self.slots.get(group_id)
             if slot is None or (slot.task, slot.prompt_index) != (task, prompt_index):
                 self.slots[group_id] = Slot(group_id=group_id, task=task, prompt_index=prompt_index)
-        self.next_id = max(self.next_id, ledger.below, *(i + 1 for i in chain(ledger.above, ledger.pending)))
-        for task, cursor in ledger.cursors.items():
-            self.cursors[task] = max(cursor, self.cursors.get(task, 0))
+        self.cursors |= ledger.cursors
         self._queue(self.completed)
         self._count_settled()
 

@@ -15,6 +15,7 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -113,7 +114,7 @@ def _public(secret: bytes, path: Path) -> bytes:
         raise KeysUnusable(f"{path.with_suffix('.key')} holds no CURVE key: {error}") from error
 
 
-def _secret(path: Path, make) -> bytes:  # type: ignore[no-untyped-def]
+def _secret(path: Path, make: Callable[[], bytes]) -> bytes:
     """The secret in `path`; a new one where there is none. Several processes at once agree on one of them."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 2, "kind": "credit", ...fields}`. Groups and batches
-carry further frames (`stream/codec.py`). `decode` checks the type of every field, so that whatever
-it returns can be used without a second look.
+A message is one frame: a msgpack map `{"v": 2, "kind": "credit", ...fields}`, behind the 8 bytes of its
+number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
+type of every field, so that whatever it returns can be used without a second look.
 
     worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Introduce Stop

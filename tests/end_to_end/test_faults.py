@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from streamrl import cli
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
@@ -18,6 +20,7 @@ REPEATED = ("reward/mean", "tokens/trained", "staleness/mean", "loss/total", "gr
 # what a step that is trained again on the same groups has in common with the first time, bit for bit
 
 
+@pytest.mark.slow
 def test_the_replay_service_and_a_learner_rank_are_killed_and_the_run_goes_on(make_run):
     run = make_run(steps=STEPS).start()
     run.wait_for(lambda: run.steps() >= 3)
@@ -40,6 +43,7 @@ def test_the_replay_service_and_a_learner_rank_are_killed_and_the_run_goes_on(ma
     _assert_every_group_is_trained_once(run.folder)
 
 
+@pytest.mark.slow
 def test_train_again_after_kill_9_of_the_supervisor_resumes_the_run(make_run):
     run = make_run(steps=STEPS).start()
     run.wait_for(lambda: run.steps() >= 6)

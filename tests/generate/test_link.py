@@ -189,6 +189,20 @@ def test_words_of_the_service_that_were_lost_make_the_worker_begin_again(at_work
     at_work(script)
 
 
+def test_a_group_whose_answer_was_lost_is_sent_again_in_time(at_work, make_group: MakeGroup) -> None:
+    async def script(service: Service, link: ServiceLink) -> None:
+        await greeted(service)
+        link.open(ticket(0))
+        link.finish(make_group(0))
+        for _ in range(2):
+            assert (await service.hear(Group)).group_id == 0
+        service.say(Accepted(group_id=0, attempt=0))
+        while (await service.hear(Heartbeat, between=Group)).tickets:
+            pass
+
+    at_work(script, reply_timeout=0.3)
+
+
 def test_a_drained_worker_takes_no_tickets_and_ends_when_the_last_group_is_answered_for(
     at_work, make_group: MakeGroup
 ) -> None:

@@ -360,9 +360,9 @@ class Schedule(RuleBasedStateMachine):
         self.recover(data.draw(st.integers(self.needed, len(self.journal)), label="records left"))
 
     @precondition(lambda self: self.journalled)
-    @rule(data=st.data())
-    def service_crashes_and_the_tail_is_torn_off(self, data: st.DataObject) -> None:
-        self.recover(data.draw(st.integers(0, len(self.journal)), label="records left"))
+    @rule(data=st.data(), early=st.booleans())
+    def service_crashes_and_the_tail_is_torn_off(self, data: st.DataObject, early: bool) -> None:
+        self.recover(data.draw(st.integers(0, len(self.journal)), label="records left"), early)
 
     @precondition(lambda self: not self.journalled)
     @rule()
@@ -370,7 +370,7 @@ class Schedule(RuleBasedStateMachine):
         self.journal = []
         self.recover(0)
 
-    def recover(self, left: int) -> None:
+    def recover(self, left: int, early: bool = False) -> None:
         before, whole = self.buffer.snapshot(), left == len(self.journal)
         del self.journal[left:]
         self.needed = min(self.needed, left)
@@ -382,6 +382,9 @@ class Schedule(RuleBasedStateMachine):
         self.disturbed = True
         batches = {record.step: list(record.group_ids) for record in self.journal if isinstance(record, Consumed)}
         self.delivered = self.delivered_before | batches
+        if early:  # workers are back before the learner
+            for worker in WORKERS:
+                self.issue_all(worker)
         self.dead = []  # their tickets are nobody's again, so that their answers would be taken
         self.hello()
         for worker in WORKERS:

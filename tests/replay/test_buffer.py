@@ -266,6 +266,18 @@ def test_an_endless_answer_ends_as_placeholders_although_its_worker_lives() -> N
     assert [exhausted.group_id for exhausted in buffer.exhausted()] == [0]
 
 
+def test_the_time_of_a_prompt_adds_up_over_its_workers() -> None:
+    buffer = buffer_of(lease=10.0, group_timeout=50.0)
+    buffer.issue("a", NEW, 0.0)
+    buffer.extend("a", [(0, 0)], 40.0)
+    buffer.release("a")  # last heard of at 40
+    buffer.issue("b", NEW, 100.0)
+    buffer.extend("b", [(0, 1)], 110.0)
+    assert buffer.expire(119.0) == []
+    assert [ticket.attempt for ticket in buffer.expire(120.0)] == [1]
+    assert len(buffer.exhausted()) == 1
+
+
 def test_time_without_any_worker_does_not_count_against_a_prompt() -> None:
     buffer = buffer_of(lease=10.0, group_timeout=50.0)
     buffer.issue("a", NEW, 0.0)
@@ -350,6 +362,20 @@ def test_frames_that_cannot_be_read_are_generated_again_with_their_prompts() -> 
     assert [stored.group_id for stored in buffer.take(2) or ()] == [8, 9, 10, 11]
 
 
+def test_a_completed_group_without_readable_frames_is_generated_again_after_a_crash() -> None:
+    buffer = buffer_of()
+    complete(buffer, issue_all(buffer))
+    journal = [
+        record[0] if isinstance(record, tuple) and record[1].offset == 10 else record for record in written(buffer)
+    ]
+    damaged = next(record for record in journal if isinstance(record, Completed)).group_id
+    recovered = buffer_of()
+    recovered.restore(None, journal)
+    recovered.begin(NEW)
+    (ticket,) = issue_all(recovered)
+    assert (ticket.group_id, ticket.attempt, ticket.prompt_index) == (damaged, 1, damaged)
+
+
 def test_a_fresh_buffer_goes_on_where_the_ledger_of_a_checkpoint_ends() -> None:
     buffer = make_buffer(Config.model_validate({"replay": {"groups_per_step": 2, "order": "windowed", "window": 2}}))
     ledger = Ledger(below=1, above=(2,), pending={1: ("copy", 4), 3: ("copy", 3)}, cursors={"copy": 5})
@@ -372,6 +398,22 @@ def test_what_the_learner_has_trained_beyond_a_torn_journal_is_settled() -> None
     assert (recovered.next_step, recovered.groups) == (2, 0)
     recovered.acknowledge(PolicyVersion(2))
     assert [ticket.group_id for ticket in issue_all(recovered, version=PolicyVersion(2))][:2] == [8, 9]
+
+
+def test_a_learner_whose_groups_are_others_than_the_journal_says_is_believed() -> None:
+    """Step 0 was taken back, put together anew and trained; then the journal lost all of that."""
+    buffer = buffer_of(order="ready", over_age="pass")
+    assert train(buffer, 0) == [0, 1, 2, 3]
+    journal = written(buffer)
+    buffer.begin(PolicyVersion(0, incarnation=1))
+    buffer.lose(2, "it is damaged")
+    assert [stored.group_id for stored in buffer.take(0) or ()] == [0, 1, 3, 4]
+    recovered = buffer_of(order="ready", over_age="pass")
+    recovered.restore(None, journal)
+    recovered.begin(PolicyVersion(1, incarnation=1), buffer.ledger())
+    tickets = issue_all(recovered, version=PolicyVersion(1))
+    assert [ticket.group_id for ticket in tickets][:4] == [2, 5, 6, 7]
+    assert [ticket.prompt_index for ticket in tickets][:4] == [2, 5, 6, 7]
 
 
 def test_steps_before_the_oldest_checkpoint_are_forgotten_with_their_segments() -> None:
@@ -416,6 +458,36 @@ def test_a_filtered_group_is_replaced_in_its_place_and_the_last_try_is_taken_as_
     metrics = buffer.selection_metrics()
     assert (metrics["selection/generated/groups"], metrics["selection/dropped/groups"]) == (3, 2)
     assert metrics["selection/dropped/pass_rate"] == 1.0
+
+
+def test_a_dropped_group_of_a_mix_keeps_its_task_and_every_task_its_prompts() -> None:
+    mix = [{"label": "x", "weight": 3}, {"label": "y", "weight": 1}]
+    config = {"task": {"mix": mix}, "replay": {"groups_per_step": 4, "max_staleness": 0, "filter": {"signal": True}}}
+    buffer = make_buffer(Config.model_validate(config))
+    buffer.begin(NEW)
+    buffer.acknowledge(NEW)
+    tickets = issue_all(buffer)
+    assert sorted((ticket.task, ticket.prompt_index) for ticket in tickets) == [("x", 0), ("x", 1), ("x", 2), ("y", 0)]
+    (dropped,) = [ticket for ticket in tickets if ticket.task == "y"]
+    buffer.complete("a", answer(dropped, NEW, (0.0, 0.0)), (), 1)
+    (again,) = issue_all(buffer)
+    assert (again.group_id, again.task, again.prompt_index) == (dropped.group_id, "y", 1)
+
+
+def test_the_adaptive_bound_admits_fewer_groups_and_takes_nothing_back() -> None:
+    buffer = buffer_of(max_staleness=2, adaptive={"enabled": True, "patience": 1, "change": 1.0})
+    assert len(issue_all(buffer)) == 12
+    buffer.progress(PolicyVersion(1), ess=0.1)
+    assert buffer.selection_metrics()["staleness/admitted"] == 1.0
+    buffer.acknowledge(PolicyVersion(1))
+    assert buffer.issue("a", PolicyVersion(9), 0.0) is None  # nothing is contained yet
+    complete(buffer, [slot.ticket(1, 0.0) for slot in buffer.snapshot().slots])
+    assert buffer.take(0) is not None
+    assert [ticket.group_id for ticket in issue_all(buffer, version=PolicyVersion(1))] == []
+    assert buffer.take(1) is not None
+    buffer.acknowledge(PolicyVersion(2))
+    tickets = issue_all(buffer, version=PolicyVersion(2))
+    assert [(ticket.group_id, ticket.issued_version.step) for ticket in tickets] == [(12, 2), (13, 2), (14, 2), (15, 2)]
 
 
 def test_the_last_step_ends_the_tickets() -> None:

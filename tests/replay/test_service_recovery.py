@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import resource
 import threading
 import time
@@ -382,6 +381,38 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
     assert recorded == [[0, 1]]
 
 
+def flip_a_byte(segment: Path, group: Group) -> None:
+    """In the numbers of a group that stands in the segment."""
+    _, arena = encode_group(group, 1 << 28)
+    content = segment.read_bytes()
+    place = content.index(bytes(arena))
+    with segment.open("r+b") as file:
+        file.seek(place + 3)
+        file.write(bytes([content[place + 3] ^ 0xFF]))
+
+
+def test_frames_that_are_found_damaged_at_their_delivery_are_generated_again(
+    start: Callable[..., Running], make_group: MakeGroup
+) -> None:
+    running = start(run={"steps": 9})
+    worker, learner = running.worker(), running.learner()
+    for ticket in hear_tickets(worker, 4):
+        answer(worker, make_group, ticket)
+    for step in range(2):
+        learner.send(Next(step=step))
+        hear(learner, ReceivedBatch)
+    (segment,) = (running.folder / "journal").glob("*.journal")
+    flip_a_byte(segment, make_group(1))
+    learner = running.learner(PolicyVersion(0, incarnation=1))
+    learner.send(Next(step=0))
+    (again,) = hear_tickets(worker, 1)
+    assert (again.group_id, again.attempt, again.prompt_index) == (1, 1, 1)
+    assert isinstance(answer(worker, make_group, again), Accepted)
+    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    learner.send(Next(step=1))
+    assert ids(hear(learner, ReceivedBatch)) == [2, 3]
+
+
 def test_a_flipped_byte_in_the_journal_costs_that_group_alone(
     start_process: Callable[..., ServiceProcess], start_worker: Callable[..., ScriptedWorker]
 ) -> None:
@@ -398,13 +429,7 @@ def test_a_flipped_byte_in_the_journal_costs_that_group_alone(
     first = trainer.trained[3]
     service.kill()
     (segment,) = (service.folder / "journal").glob("*.journal")
-    _, arena = encode_group(trainer.trained[3].groups[1], 1 << 28)
-    content = segment.read_bytes()
-    place = content.index(bytes(arena))
-    with segment.open("r+b") as file:
-        file.seek(place + 3)
-        file.write(bytes([content[place + 3] ^ 0xFF]))
-        os.fsync(file.fileno())
+    flip_a_byte(segment, trainer.trained[3].groups[1])
     service.start()
     assert ["group 7 is generated again" in event["told"] for event in service.told("journal.damage")] == [True]
     trainer.step, trainer.ledger, trainer.trained = 3, None, {}

@@ -206,21 +206,25 @@ def test_a_received_frame_is_passed_on_without_a_copy(router: Router, make_group
     dealer.close()
 
 
-def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(router: Router, make_group: MakeGroup) -> None:
-    stream = StreamConfig(max_message=1 << 26, reply_timeout=10.0)
+def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(make_group: MakeGroup) -> None:
+    stream = StreamConfig(reply_timeout=10.0)
+    router = Router("tcp://127.0.0.1:0", stream)
     dealer = Dealer(router.address, stream, None, "generator-0")
+    groups = [make_group(index, tokens=80_000) for index in range(20)]  # 1.3 MB each: lent, not copied
     used = set()
-    for index in range(20):
-        dealer.send_group(make_group(index, tokens=80_000))
-        used.add(dealer._arenas._lent[-1][1].ctypes.data)
-        if index >= 3:  # a few are always under way
-            received = router.receive(10.0)
-            assert received is not None
-            assert decode_group(*received.frames).samples[0].output_ids.tolist() == (
-                make_group(index - 3, tokens=80_000).samples[0].output_ids.tolist()
-            )
-    assert len(used) < 20
-    dealer.close()
+    try:
+        for index, group in enumerate(groups):
+            dealer.send_group(group)
+            used.add(dealer._arenas._lent[-1][1].ctypes.data)
+            if index >= 3:  # a few are always under way
+                received = router.receive(10.0)
+                assert received is not None
+                ids = decode_group(*received.frames).samples[0].output_ids
+                assert ids.tolist() == groups[index - 3].samples[0].output_ids.tolist()
+    finally:
+        dealer.close()
+        router.close()
+    assert len(used) < len(groups)
 
 
 def test_the_last_word_leaves_before_the_socket_closes(router: Router) -> None:
