@@ -229,7 +229,7 @@ class Worker:
                 await self._sink.apply(version, publish.manifest)
         except PublishError as error:
             log.warning("version %s was not applied: %s", version, error)
-            return PublishFailed(server=server, version=version, reason=str(error)[:4096])
+            return PublishFailed(server=server, version=version, reason=str(error)[:4096], attempt=publish.attempt)
         await self._served.set_version(version)
         return Applied(server=server, version=version)
 

@@ -111,6 +111,8 @@ class Publisher:
         self._shared = _Shared()
         self._retries: dict[str, _Retry] = {}  # the thread's alone, as the socket and the source are
         self._refusals: dict[str, str] = {}  # server: the reason that its sink gave, this one too
+        self._attempt = 0  # number of the newest Publish: what a former one comes to is no news
+        self._gone: set[str] = set()  # servers whose process has ended since the last publish to them
         self._openings = 0  # times that the service did not know the publisher, this one too
         self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
         self._thread.start()
@@ -250,6 +252,10 @@ class Publisher:
         """One version to one server, within `publish.timeout`; a failure is counted and retried later."""
         deadline = time.monotonic() + self._config.publish.timeout
         self._refusals.pop(server.name, None)  # of a former try
+        self._attempt += 1
+        if server.name in self._gone:
+            self._gone.discard(server.name)
+            source.drop(server.name)  # what was shared with the former process leads nowhere
         openings = self._openings
 
         def check() -> None:
@@ -260,7 +266,8 @@ class Publisher:
 
         try:
             with self._sending(), self._events.span("publish", server=server.name, version=str(staged.version)):
-                peer.send(Publish(server=server.name, version=staged.version, manifest=source.manifest(server, staged)))
+                manifest = source.manifest(server, staged)
+                peer.send(Publish(server=server.name, version=staged.version, manifest=manifest, attempt=self._attempt))
                 source.send(server, staged, check)
                 while self._version_of(server.name) < staged.version:
                     check()
@@ -321,17 +328,23 @@ class Publisher:
         with self._changed:
             match message:
                 case Roster(servers=servers):
-                    self._shared.roster = {state.name: state for state in servers}
+                    former, self._shared.roster = self._shared.roster, {state.name: state for state in servers}
+                    self._gone |= {name for name, state in former.items() if self._has_ended(state)}
                     self._shared.roster_known = True
                 case Applied(server=server, version=version) if server in self._shared.roster:
                     world_size = self._shared.roster[server].world_size
                     state = ServerState(name=server, version=version, world_size=world_size)
                     self._shared.roster[server] = state
-                case PublishFailed(server=server, reason=reason):
+                case PublishFailed(server=server, reason=reason, attempt=attempt) if attempt == self._attempt:
                     self._refusals[server] = reason
                 case Stop():
                     self._shared.stopped = True
             self._changed.notify_all()
+
+    def _has_ended(self, former: ServerState) -> bool:
+        """It left, or another process with older weights has its name. Call with the lock held."""
+        now = self._shared.roster.get(former.name)
+        return now is None or now.version < former.version
 
     def _version_of(self, server: str) -> PolicyVersion:
         with self._changed:

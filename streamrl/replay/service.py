@@ -286,11 +286,12 @@ class Service:
                 pass
             case Announce(version=version):
                 self._events.emit("publish.announced", version=version)
-            case Publish(server=server, version=version):
+            case Publish(server=server, version=version, attempt=attempt):
                 owner = self._workers.owner(server)
                 if owner is None or not self._tell(owner, message):
                     reason = "no live worker owns this server"
-                    self._to_publisher(PublishFailed(server=server, version=version, reason=reason))
+                    failed = PublishFailed(server=server, version=version, reason=reason, attempt=attempt)
+                    self._to_publisher(failed)
             case Bye():
                 self._peers.publisher = None
             case _:

@@ -81,7 +81,7 @@ def client_keys(folder: Path | None) -> ClientKeys:
 
 def bearer_token(folder: Path, name: str) -> str:
     """The token `api` or `admin` of the run's SGLang servers, made where it is missing. Raises KeysUnusable."""
-    return _secret(folder / f"{name}.key", lambda: secrets.token_urlsafe(32).encode()).decode()
+    return _secret(folder / f"{name}.key", lambda: secrets.token_hex(32).encode()).decode()
 
 
 def _is_local(address: str) -> bool:

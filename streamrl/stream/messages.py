@@ -153,6 +153,7 @@ class PublishFailed(Versioned, frozen=True, kw_only=True):
 
     server: Name
     reason: Reason
+    attempt: Count = 0  # of the Publish
 
 
 class Tickets(Message, frozen=True, kw_only=True):
@@ -181,6 +182,7 @@ class Publish(Versioned, frozen=True, kw_only=True):
 
     server: Name
     manifest: dict[str, Any]
+    attempt: Count = 0  # the publisher's own number: a failure of a former attempt is none of this one
 
 
 class Announce(Versioned, frozen=True, kw_only=True):

@@ -83,16 +83,20 @@ class Service:
     async def _apply(self, sink: BroadcastSink, message: Publish) -> Message:
         if self.failing:
             self.failing -= 1
-            return PublishFailed(server="real", version=message.version, reason="not today")
+            return _failed(message, "not today")
         try:
             await sink.apply(message.version, message.manifest)
         except PublishError as error:
-            return PublishFailed(server="real", version=message.version, reason=str(error))
+            return _failed(message, str(error))
         self.versions["real"] = message.version
         return Applied(server="real", version=message.version)
 
     def _roster(self) -> Roster:
         return Roster(servers=tuple(ServerState(name=name, version=at) for name, at in sorted(self.versions.items())))
+
+
+def _failed(message: Publish, reason: str) -> PublishFailed:
+    return PublishFailed(server=message.server, version=message.version, reason=reason, attempt=message.attempt)
 
 
 class Bench:

@@ -28,6 +28,7 @@ from streamrl.stream.messages import Accepted, Credit, decode
 from streamrl.stream.sockets import AsyncDealer, Dealer, Router
 from streamrl.types import Group
 
+Connect = Callable[..., Dealer]
 LOCAL = "tcp://127.0.0.1:0"
 STREAM = StreamConfig(curve="on", reply_timeout=10.0)
 
@@ -122,9 +123,9 @@ def test_keys_that_cannot_be_used_say_why(keys: Path) -> None:
 
 
 def test_a_peer_with_the_run_s_key_is_served_encrypted(
-    router: Router, keys: Path, make_group: Callable[..., Group]
+    router: Router, keys: Path, make_group: Callable[..., Group], connect: Connect
 ) -> None:
-    dealer = Dealer(router.address, STREAM, keys, "learner")
+    dealer = connect(router.address, STREAM, keys, "learner")
     dealer.send_group(make_group(5, tokens=100_000))
     received = router.receive(10.0)
     assert received is not None
@@ -132,7 +133,6 @@ def test_a_peer_with_the_run_s_key_is_served_encrypted(
     assert router.send(received.peer, Accepted(group_id=5, attempt=0))
     assert dealer.receive(10.0) == Accepted(group_id=5, attempt=0)
     assert router.refused == 0
-    dealer.close()
 
 
 def _stranger(address: str, curve: tuple[bytes, bytes, bytes] | None) -> zmq.Socket:
@@ -147,7 +147,9 @@ def _stranger(address: str, curve: tuple[bytes, bytes, bytes] | None) -> zmq.Soc
 
 
 @pytest.mark.parametrize("kind", ["no curve", "another client key", "another service key"])
-def test_a_peer_without_the_run_s_key_gets_nothing_and_is_counted(router: Router, keys: Path, kind: str) -> None:
+def test_a_peer_without_the_run_s_key_gets_nothing_and_is_counted(
+    router: Router, keys: Path, kind: str, connect: Connect
+) -> None:
     run = client_keys(keys)
     curves = {
         "no curve": None,
@@ -159,12 +161,11 @@ def test_a_peer_without_the_run_s_key_gets_nothing_and_is_counted(router: Router
     while not router.refused and time.monotonic() < deadline:
         assert router.receive(0.05) is None
     assert router.refused > 0
-    dealer = Dealer(router.address, STREAM, keys)
+    dealer = connect(router.address, STREAM, keys)
     dealer.send(Credit(capacity=1))  # and those who have it are served
     received = router.receive(10.0)
     assert received is not None
     assert decode(received.frames[0]) == Credit(capacity=1)
-    dealer.close()
     foreign.close()
 
 

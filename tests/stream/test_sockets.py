@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
@@ -28,6 +29,7 @@ from streamrl.types import Group, Ledger
 
 STREAM = StreamConfig(max_message=1 << 20, reply_timeout=0.3)
 MakeGroup = Callable[..., Group]
+Connect = Callable[..., Dealer]
 
 
 @pytest.fixture
@@ -61,10 +63,10 @@ def test_a_message_and_its_answer_over_asyncio(router: Router, make_group: MakeG
     assert answers == [Stop(reason="enough")]
 
 
-def test_what_is_said_before_the_service_listens_arrives_when_it_does(router: Router) -> None:
+def test_what_is_said_before_the_service_listens_arrives_when_it_does(router: Router, connect: Connect) -> None:
     address = router.address
     router.close()
-    dealer = Dealer(address, STREAM, None, "learner")
+    dealer = connect(address, STREAM, None, "learner")
     dealer.send(Next(step=3))
     late = Router(address, STREAM)
     try:
@@ -76,8 +78,10 @@ def test_what_is_said_before_the_service_listens_arrives_when_it_does(router: Ro
         late.close()
 
 
-def test_a_peer_keeps_its_identity_and_its_messages_when_the_service_comes_back(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM, None, "learner")
+def test_a_peer_keeps_its_identity_and_its_messages_when_the_service_comes_back(
+    router: Router, connect: Connect
+) -> None:
+    dealer = connect(router.address, STREAM, None, "learner")
     dealer.send(Bye())
     first = router.receive(10.0)
     address = router.address
@@ -95,13 +99,12 @@ def test_a_peer_keeps_its_identity_and_its_messages_when_the_service_comes_back(
         again.close()
 
 
-def test_sending_to_nobody_waits_its_timeout_and_says_so() -> None:
-    dealer = Dealer("tcp://127.0.0.1:9", STREAM)
+def test_sending_to_nobody_waits_its_timeout_and_says_so(connect: Connect) -> None:
+    dealer = connect("tcp://127.0.0.1:9", STREAM)
     for _ in range(QUEUE):
         dealer.send(Bye())
     with pytest.raises(StreamTimeout, match=r"stream\.reply_timeout=0\.3"):
         dealer.send(Bye())
-    dealer.close()
 
     async def peer() -> None:
         dealer = AsyncDealer("tcp://127.0.0.1:9", STREAM)
@@ -114,9 +117,9 @@ def test_sending_to_nobody_waits_its_timeout_and_says_so() -> None:
     asyncio.run(peer())
 
 
-def test_the_router_tells_that_a_peer_is_gone_or_does_not_read(router: Router) -> None:
+def test_the_router_tells_that_a_peer_is_gone_or_does_not_read(router: Router, connect: Connect) -> None:
     assert not router.send(b"nobody", Bye())
-    dealer = Dealer(router.address, STREAM, None, "deaf")
+    dealer = connect(router.address, STREAM, None, "deaf")
     dealer.send(Bye())
     received = router.receive(10.0)
     assert received is not None
@@ -124,11 +127,10 @@ def test_the_router_tells_that_a_peer_is_gone_or_does_not_read(router: Router) -
     while router.send(received.peer, Stop(reason="x" * 4000)):  # until the kernel's buffers and both queues are full
         sent += 1
     assert sent >= SERVICE_QUEUE
-    dealer.close()
 
 
-def test_both_ends_learn_how_many_words_were_lost(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM, None, "learner")
+def test_both_ends_learn_how_many_words_were_lost(router: Router, connect: Connect) -> None:
+    dealer = connect(router.address, STREAM, None, "learner")
     dealer.send(Bye())
     first = router.receive(10.0)
     dealer._numbers.stamp(b"")  # two words that never arrive
@@ -143,11 +145,12 @@ def test_both_ends_learn_how_many_words_were_lost(router: Router) -> None:
     router.send(first.peer, Bye())
     assert [dealer.receive(10.0), dealer.receive(10.0)] == [Bye(), Bye()]
     assert dealer.missed == 1
-    dealer.close()
 
 
-def test_a_service_that_was_started_again_misses_what_was_said_to_the_one_before(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM, None, "learner")
+def test_a_service_that_was_started_again_misses_what_was_said_to_the_one_before(
+    router: Router, connect: Connect
+) -> None:
+    dealer = connect(router.address, STREAM, None, "learner")
     dealer.send(Bye())
     first = router.receive(10.0)
     assert first is not None
@@ -163,7 +166,6 @@ def test_a_service_that_was_started_again_misses_what_was_said_to_the_one_before
     again.send(second.peer, Bye())
     assert dealer.receive(10.0) == Bye()
     assert dealer.missed == 0  # the new service counts its words anew
-    dealer.close()
     again.close()
 
 
@@ -187,8 +189,8 @@ def test_the_service_remembers_a_bounded_number_of_peers(router: Router, monkeyp
     assert list(router._peers) == [b"2", b"3"]
 
 
-def test_a_received_frame_is_passed_on_without_a_copy(router: Router, make_group: MakeGroup) -> None:
-    dealer = Dealer(router.address, STREAM, None, "learner")
+def test_a_received_frame_is_passed_on_without_a_copy(router: Router, make_group: MakeGroup, connect: Connect) -> None:
+    dealer = connect(router.address, STREAM, None, "learner")
     dealer.send_group(make_group(5, tokens=1000))
     received = router.receive(10.0)
     assert received is not None
@@ -203,13 +205,12 @@ def test_a_received_frame_is_passed_on_without_a_copy(router: Router, make_group
     assert isinstance(reply, ReceivedBatch)
     assert reply.batch.groups[0].group_id == 5
     assert reply.ledger == ledger
-    dealer.close()
 
 
-def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(make_group: MakeGroup) -> None:
+def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(make_group: MakeGroup, connect: Connect) -> None:
     stream = StreamConfig(reply_timeout=10.0)
     router = Router("tcp://127.0.0.1:0", stream)
-    dealer = Dealer(router.address, stream, None, "generator-0")
+    dealer = connect(router.address, stream, None, "generator-0")
     groups = [make_group(index, tokens=80_000) for index in range(20)]  # 1.3 MB each: lent, not copied
     used = set()
     try:
@@ -220,15 +221,15 @@ def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(make_group: 
                 received = router.receive(10.0)
                 assert received is not None
                 ids = decode_group(*received.frames).samples[0].output_ids
-                assert ids.tolist() == groups[index - 3].samples[0].output_ids.tolist()
+                assert np.array_equal(ids, groups[index - 3].samples[0].output_ids)
     finally:
         dealer.close()
         router.close()
     assert len(used) < len(groups)
 
 
-def test_the_last_word_leaves_before_the_socket_closes(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM, None, "leaving")
+def test_the_last_word_leaves_before_the_socket_closes(router: Router, connect: Connect) -> None:
+    dealer = connect(router.address, STREAM, None, "leaving")
     dealer.send(Bye())
     dealer.close()
     dealer.close()
@@ -237,8 +238,10 @@ def test_the_last_word_leaves_before_the_socket_closes(router: Router) -> None:
     assert decode(received.frames[0]) == Bye()
 
 
-def test_a_message_above_the_limit_is_refused_at_the_sender_and_closes_a_foreign_peer(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM)
+def test_a_message_above_the_limit_is_refused_at_the_sender_and_closes_a_foreign_peer(
+    router: Router, connect: Connect
+) -> None:
+    dealer = connect(router.address, STREAM)
     with pytest.raises(ValueError, match=r"stream\.max_message allows 1048576"):
         dealer.send(Stop(reason="x" * (1 << 20)))
     foreign = zmq.Context.instance().socket(zmq.DEALER)
@@ -249,18 +252,16 @@ def test_a_message_above_the_limit_is_refused_at_the_sender_and_closes_a_foreign
     dealer.send(Credit(capacity=1))  # and the others are served
     assert router.receive(10.0) is not None
     foreign.close()
-    dealer.close()
 
 
-def test_frames_behind_a_message_that_has_none_are_refused(router: Router) -> None:
-    dealer = Dealer(router.address, STREAM)
+def test_frames_behind_a_message_that_has_none_are_refused(router: Router, connect: Connect) -> None:
+    dealer = connect(router.address, STREAM)
     dealer.send(Bye())
     received = router.receive(10.0)
     assert received is not None
     router.send(received.peer, Bye(), received.frames)
     with pytest.raises(MalformedMessage, match="1 frames behind"):
         dealer.receive(10.0)
-    dealer.close()
 
 
 def test_an_address_that_cannot_be_bound_is_named(router: Router) -> None:
