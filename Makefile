@@ -37,6 +37,7 @@ bench: venv models/tiny/config.json  ## every benchmark in its quick form
 	$(RUN)/python -m benchmarks.fuzz_decoder --quick
 	$(RUN)/python -m benchmarks.replay --quick
 	$(RUN)/python -m benchmarks.faults --kills 20
+	$(RUN)/python -m benchmarks.pressure --quick
 	$(RUN)/python -m benchmarks.end_to_end --quick
 
 clean:  ## everything that was made here, except run folders

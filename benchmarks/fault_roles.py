@@ -126,16 +126,16 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> None:
     events.close()
 
 
-def make_group(ticket: Ticket, version: PolicyVersion, size: int, worker: str) -> Group:
-    """Random tokens, no two generations alike."""
+def make_group(ticket: Ticket, version: PolicyVersion, size: int, worker: str, tokens: int = TOKENS) -> Group:
+    """Random tokens, `tokens` in each of `size` samples, no two generations alike."""
     generator = np.random.default_rng()
     samples = tuple(
         Sample(
             prompt_ids=np.arange(4, dtype=np.int32),
-            output_ids=generator.integers(0, 1 << 30, TOKENS, dtype=np.int32),
-            logprobs=-generator.random(TOKENS, dtype=np.float32),
-            loss_mask=np.ones(TOKENS, np.bool_),
-            spans=(VersionSpan(version, 0, TOKENS),),
+            output_ids=generator.integers(0, 1 << 30, tokens, dtype=np.int32),
+            logprobs=-generator.random(tokens, dtype=np.float32),
+            loss_mask=np.ones(tokens, np.bool_),
+            spans=(VersionSpan(version, 0, tokens),),
             reward=float(index % 2),
         )
         for index in range(size)

@@ -48,12 +48,18 @@ _Yaml.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 _Yaml.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+    re.compile(r"([-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
     list("-+.0123456789"),
 )
+
+
+class _Writer(yaml.SafeDumper):
+    """Quotes the texts that `_Yaml` would read as something else."""
+
+    yaml_implicit_resolvers = _Yaml.yaml_implicit_resolvers
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -77,7 +83,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 def save(config: Config, path: Path) -> None:
     """Write every key of `config` to `path`, so that `load(path)` gives it back."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    draft.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Writer, sort_keys=False))
     os.replace(draft, path)
 
 

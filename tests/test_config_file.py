@@ -140,3 +140,11 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "streamrl.cli", *arguments], capture_output=True, text=True, timeout=60
     )
+
+
+@pytest.mark.parametrize("name", ["0-0", "1-2", "1e5", "7", "truer", "false", "3.x", "yes"])
+def test_a_run_name_survives_the_file_whatever_it_looks_like(name, tmp_path):
+    config = config_file.load(None, [f'run.name="{name}"'])
+    config_file.save(config, tmp_path / "config.yaml")
+    assert config_file.load(tmp_path / "config.yaml") == config
+    assert config.run.name == name

@@ -1,0 +1,235 @@
+"""The processes of `benchmarks/pressure.py`, beside the real replay service: a worker and a learner of set speeds.
+
+    python -m benchmarks.pressure_roles worker RUN 0    the worker's own line to the service; answers take a set time
+    python -m benchmarks.pressure_roles learner RUN     the learner's own batch source; a step takes a set time
+
+Both write down what they see, on the one monotonic clock of the machine. `RUN/load.json` has the speeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.fault_roles import GRACE, Publisher, make_group
+from streamrl import config_file
+from streamrl.config import Config
+from streamrl.generate.link import ServiceLink
+from streamrl.learner.batches import ServiceBatches
+from streamrl.lifeline import end_with
+from streamrl.observe.events import EventLog, event_path
+from streamrl.stream.address import replay_address
+from streamrl.stream.messages import Applied, Publish, ServerState, Stop, Tickets
+from streamrl.types import Batch, PolicyVersion, Ticket
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """How long everything takes, in seconds."""
+
+    group: float  # on average; between half and one and a half of it, by the group's id
+    step: float
+    pressed_step: float = 0.0
+    pressed_after: float | None = None  # since the first batch: from then on a step takes `pressed_step`
+    slow_every: int = 0  # one group in so many takes `slow_group`; 0: none
+    slow_group: float = 0.0
+
+    def is_slow(self, group_id: int) -> bool:
+        """A slow group is slow at every attempt."""
+        return self.slow_every > 0 and group_id % self.slow_every == self.slow_every // 2
+
+    def seconds(self, group_id: int) -> float:
+        """That the group takes: the same in every run."""
+        return self.slow_group if self.is_slow(group_id) else self.group * random.Random(group_id).uniform(0.5, 1.5)
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker saw: a ticket came, or one of its servers has new weights."""
+
+    clock: float
+    group_id: int | None = None
+    step: int | None = None
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    """One learner step."""
+
+    step: int
+    asked: float  # on the clock
+    received: float
+    ended: float
+    pressed: bool
+    ages: tuple[int, ...]  # staleness of the oldest token of each group, in learner steps
+    slow: int  # slow groups with answers
+    placeholders: int  # groups without
+    held: int  # groups that the service held, these included
+    busy: float  # share of the time in which the generators had a request running, since the batch before
+
+
+def load_path(run_folder: Path) -> Path:
+    return run_folder / "load.json"
+
+
+def seen_path(run_folder: Path, index: int) -> Path:
+    return run_folder / f"seen-{index}.jsonl"
+
+
+def trained_path(run_folder: Path) -> Path:
+    return run_folder / "trained.jsonl"
+
+
+class Meter:
+    """Seconds with at least one request running, as a heartbeat tells them."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._seconds = self._since = 0.0
+
+    @property
+    def busy(self) -> float:
+        return self._seconds + (time.monotonic() - self._since if self._running else 0.0)
+
+    async def run(self, seconds: float) -> None:
+        """One request."""
+        if not self._running:
+            self._since = time.monotonic()
+        self._running += 1
+        await asyncio.sleep(seconds)
+        self._running -= 1
+        if not self._running:
+            self._seconds += time.monotonic() - self._since
+
+
+async def run_worker(config: Config, run_folder: Path, index: int) -> None:
+    """A generator worker whose server needs no weights, and the time that `Load` says for a group."""
+    load = msgspec.json.decode(load_path(run_folder).read_bytes(), type=Load)
+    record = _record(seen_path(run_folder, index))
+    events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
+    address = await asyncio.to_thread(replay_address, config, run_folder)
+    state = ServerState(name=f"server-{index}", version=PolicyVersion(0))
+    meter = Meter()
+    link = ServiceLink(
+        config, run_folder, f"generator-{index}", address=address, servers=lambda: (state,), events=events
+    )
+
+    async def beat() -> None:
+        while True:
+            await link.beat(meter.busy, 0)
+            await asyncio.sleep(config.generate.heartbeat)
+
+    async def answer(ticket: Ticket) -> None:
+        version = state.version  # the oldest token is what counts, so that an update on the way changes nothing
+        await meter.run(load.seconds(ticket.group_id))
+        size, tokens = config.generate.group_size, config.generate.sampling.max_new_tokens
+        link.finish(make_group(ticket, version, size, link.name, tokens))
+
+    async with asyncio.TaskGroup() as together:
+        await link.greet()
+        forever = [together.create_task(link.deliver()), together.create_task(beat())]
+        while not isinstance(message := await link.receive(), Stop):
+            if isinstance(message, Tickets):
+                for ticket in filter(link.open, message.tickets):
+                    _write(record, Seen(clock=time.monotonic(), group_id=ticket.group_id))
+                    forever.append(together.create_task(answer(ticket)))
+                forever = [task for task in forever if not task.done()]
+            elif isinstance(message, Publish):
+                state = ServerState(name=state.name, version=max(state.version, message.version))
+                _write(record, Seen(clock=time.monotonic(), step=state.version.step))
+                await link.say(Applied(server=state.name, version=state.version))
+        for task in forever:
+            task.cancel()
+    await link.bye()
+    link.close()
+    events.close()
+
+
+def run_learner(config: Config, run_folder: Path) -> None:
+    """Take batches, let the time of a step pass, and write them down, until the service stops or SIGTERM comes."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    load = msgspec.json.decode(load_path(run_folder).read_bytes(), type=Load)
+    record = _record(trained_path(run_folder))
+    version = PolicyVersion(0)
+    source = ServiceBatches(config, run_folder, version)
+    publisher = Publisher(config, run_folder, version)
+    publisher.start()
+    began = None
+    while not stop.is_set() and not source.begun(config.learner.tick):
+        pass
+    publisher.newest = version
+    asked = time.monotonic()
+    while not stop.is_set():
+        delivery = source.next(version.step, config.learner.tick)
+        if delivery.kind == "stop":
+            break
+        if delivery.batch is None:
+            continue
+        received = time.monotonic()
+        began = began or received
+        pressed = load.pressed_after is not None and received - began > load.pressed_after
+        stop.wait(load.pressed_step if pressed else load.step)
+        version = PolicyVersion(version.step + 1)
+        source.trained(version, 1.0)
+        publisher.newest = version
+        ended = time.monotonic()
+        _write(record, _trained(delivery.batch, delivery.stats, load, (asked, received, ended), pressed))
+        asked = ended
+        if version.step % config.checkpoint.every == 0:
+            source.saved(version, oldest=version.step)
+    source.end(None)
+    publisher.ending.set()
+    publisher.join()
+    source.close()
+
+
+def _trained(
+    batch: Batch, stats: dict[str, float], load: Load, times: tuple[float, float, float], pressed: bool
+) -> Trained:
+    answered = [group for group in batch.groups if group.answered]
+    return Trained(
+        step=batch.step,
+        asked=times[0],
+        received=times[1],
+        ended=times[2],
+        pressed=pressed,
+        ages=tuple(max(0, batch.step - group.oldest.step) for group in answered if group.oldest is not None),
+        slow=sum(load.is_slow(group.group_id) for group in answered),
+        placeholders=len(batch.groups) - len(answered),
+        held=int(stats["buffer/groups"]) + len(batch.groups),
+        busy=1.0 - stats["idle/generator"],
+    )
+
+
+def _record(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def _write(record: int, line: Seen | Trained) -> None:
+    os.write(record, msgspec.json.encode(line) + b"\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("role", choices=["worker", "learner"])
+    parser.add_argument("run_folder", type=Path)
+    parser.add_argument("index", type=int, nargs="?", default=0)
+    options = parser.parse_args()
+    end_with([os.getppid()], GRACE)
+    config = config_file.load(options.run_folder / "config.yaml")
+    if options.role == "worker":
+        asyncio.run(run_worker(config, options.run_folder, options.index))
+    else:
+        run_learner(config, options.run_folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
