@@ -23,12 +23,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from msgspec.structs import replace
 
 from streamrl.config import Config, JournalConfig
 from streamrl.observe.events import EventLog, event_path

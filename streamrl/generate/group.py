@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference

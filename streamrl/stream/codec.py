@@ -1,12 +1,14 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 2, "kind": "group", group_id, attempt, task, prompt_index, ..., prompts, columns, samples}
+    frame 0   {"v": 3, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
     frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns     (8 bytes an output token)
 
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
-header, and a prompt that samples share travels once. The number of frames is what costs on this path,
-so there are two. Decoding copies nothing: the arrays of a decoded group are read-only views of the
-received frame, which lives as long as any of them. Integers and floats are little-endian.
+header, and a prompt that samples share travels once. What samples have one of stands in the header column by
+column, a list for each field: to make an object for each sample costs as much as to copy its numbers. The
+number of frames is what costs on this path, so there are two. Decoding copies nothing: the arrays of a decoded
+group are read-only views of the received frame, which lives as long as any of them. Integers and floats are
+little-endian.
 
 `Sample.extras` become the columns behind the log-probs: the header tells the name, the dtype and the shape
 for one token of each, and which samples have it, so that a new field needs no line here. A column begins at
@@ -52,19 +54,6 @@ class _Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     shape: Annotated[tuple[Length, ...], Meta(max_length=8)]  # for one token
 
 
-class _SampleHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A sample without its numbers. Positional, because there are many of them."""
-
-    prompt: Length  # index into the group's distinct prompts
-    tokens: Length  # T
-    spans: tuple[VersionSpan, ...]
-    mask: list[Length]  # run lengths of the loss mask, the first run is of trained tokens
-    reward: float
-    parts: dict[str, float]
-    finish_reason: Literal["stop", "length", "abort", "placeholder"]
-    columns: list[Length]  # indices of those that it has
-
-
 class _GroupHeader(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="group"
 ):
@@ -78,7 +67,15 @@ class _GroupHeader(
     worker: Annotated[str, Meta(max_length=256)]
     prompts: list[Length]  # lengths of the distinct prompts
     columns: list[_Column]
-    samples: list[_SampleHeader]
+    # from here on an entry for each sample
+    prompt: list[Length]  # index into the distinct prompts
+    tokens: list[Length]  # T
+    spans: list[tuple[VersionSpan, ...]]
+    masks: list[list[Length]]  # run lengths of the loss mask, the first run is of trained tokens
+    rewards: list[float]
+    parts: list[dict[str, float]]
+    finish_reasons: list[Literal["stop", "length", "abort", "placeholder"]]
+    extras: list[list[Length]]  # indices of the columns that it has
 
 
 class _TicketOfHeader(msgspec.Struct, frozen=True):
@@ -107,8 +104,9 @@ def encode_group(
     (`Group.check`), with a field whose dtype does not travel, or with a frame of more than `max_message` bytes.
     """
     group.check()
+    samples = group.samples
     places, prompts = _distinct_prompts(group)
-    columns, pieces = _gather_columns(group)
+    columns, owned, pieces = _gather_columns(group)
     header = _GroupHeader(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -118,8 +116,15 @@ def encode_group(
         finished=group.finished,
         worker=group.worker,
         prompts=[len(prompt) for prompt in prompts],
-        columns=list(columns),
-        samples=[_sample_header(sample, place, columns) for sample, place in zip(group.samples, places, strict=True)],
+        columns=columns,
+        prompt=places,
+        tokens=[len(sample.output_ids) for sample in samples],
+        spans=[sample.spans for sample in samples],
+        masks=[_runs(sample.loss_mask) for sample in samples],
+        rewards=[float(sample.reward) for sample in samples],
+        parts=[{name: float(value) for name, value in sample.reward_parts.items()} for sample in samples],
+        finish_reasons=[sample.finish_reason for sample in samples],  # type: ignore[misc]  # the decoder knows them
+        extras=owned,
     )
     frame = _ENCODER.encode(header)
     layout = _Layout(header)
@@ -130,7 +135,6 @@ def encode_group(
         )
     arena = allocate(layout.size)
     layout.clear_gaps(arena)
-    samples = group.samples
     _concatenate([*prompts, *(sample.output_ids for sample in samples)], layout.ids(arena))
     _concatenate([sample.logprobs for sample in samples], layout.logprobs(arena))
     for index, arrays in enumerate(pieces):
@@ -181,17 +185,19 @@ def _distinct_prompts(group: Group) -> tuple[list[int], list[np.ndarray]]:
     return places, prompts
 
 
-def _gather_columns(group: Group) -> tuple[dict[_Column, int], list[list[np.ndarray]]]:
-    """The columns of a group with their indices, and for each the arrays of the samples that have it."""
+def _gather_columns(group: Group) -> tuple[list[_Column], list[list[int]], list[list[np.ndarray]]]:
+    """The columns of a group, for each sample the indices of those that it has, and the arrays of each column."""
     columns: dict[_Column, int] = {}
+    owned: list[list[int]] = [[] for _ in group.samples]
     pieces: list[list[np.ndarray]] = []
-    for sample in group.samples:
+    for sample, indices in zip(group.samples, owned, strict=True):
         for name, array in sample.extras.items():
             index = columns.setdefault(_column(name, array), len(columns))
             if index == len(pieces):
                 pieces.append([])
+            indices.append(index)
             pieces[index].append(array)
-    return columns, pieces
+    return list(columns), owned, pieces
 
 
 def _column(name: str, array: np.ndarray) -> _Column:
@@ -200,19 +206,6 @@ def _column(name: str, array: np.ndarray) -> _Column:
     if dtype not in _DTYPES:
         raise ValueError(f"extras[{name!r}] is {array.dtype}, allowed: bool, and numbers of up to 8 bytes")
     return _Column(name, dtype, array.shape[1:])  # type: ignore[arg-type]  # it is one of the literals
-
-
-def _sample_header(sample: Sample, prompt: int, columns: dict[_Column, int]) -> _SampleHeader:
-    return _SampleHeader(
-        prompt,
-        len(sample.output_ids),
-        sample.spans,
-        _runs(sample.loss_mask),
-        float(sample.reward),
-        {name: float(value) for name, value in sample.reward_parts.items()},
-        sample.finish_reason,  # type: ignore[arg-type]  # the decoder knows the allowed ones
-        [columns[_column(name, array)] for name, array in sample.extras.items()],
-    )
 
 
 def _concatenate(arrays: list[np.ndarray], out: np.ndarray) -> None:
@@ -224,8 +217,7 @@ class _Layout:
     """Where the parts of a group lie in its arena of `size` bytes; the same for both ends."""
 
     def __init__(self, header: _GroupHeader) -> None:
-        self.lengths = [sample.tokens for sample in header.samples]
-        tokens = sum(self.lengths)
+        self._tokens = tokens = sum(header.tokens)
         self._logprobs = 4 * (sum(header.prompts) + tokens)
         self.size = self._logprobs + 4 * tokens
         self.alignment = _INT.itemsize
@@ -234,9 +226,9 @@ class _Layout:
         if not header.columns:
             return
         counts = [0] * len(header.columns)
-        for sample in header.samples:
-            for index in sample.columns:
-                counts[index] += sample.tokens
+        for owned, length in zip(header.extras, header.tokens, strict=True):
+            for index in owned:
+                counts[index] += length
         for column, count in zip(header.columns, counts, strict=True):
             self._append(_DTYPES[column.dtype], (count, *column.shape))
 
@@ -256,7 +248,7 @@ class _Layout:
         return arena[: self._logprobs].view(_INT)
 
     def logprobs(self, arena: np.ndarray) -> np.ndarray:
-        return arena[self._logprobs : self._logprobs + 4 * sum(self.lengths)].view(_FLOAT)
+        return arena[self._logprobs : self._logprobs + 4 * self._tokens].view(_FLOAT)
 
     def column(self, arena: np.ndarray, index: int) -> np.ndarray:
         start, end, dtype, shape = self._columns[index]
@@ -312,38 +304,30 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
 
     What `Group.check` asks for holds by the way in which the pieces are cut, or is asked here.
     """
-    if not header.samples:
-        raise ValueError("no samples")
-    if any(index >= len(header.columns) for sample in header.samples for index in sample.columns):
-        raise ValueError(f"a sample has a column beyond the {len(header.columns)} of its group")
+    _check_table(header)
     layout = _Layout(header)
     numbers = _aligned(np.frombuffer(arena, np.uint8), layout.alignment)
     if numbers.nbytes != layout.size:
         raise ValueError(f"arena of {numbers.nbytes} bytes, the header asks for {layout.size}")
-    pieces = _cut(layout.ids(numbers), [*header.prompts, *layout.lengths])
-    prompts, outputs = pieces[: len(header.prompts)], pieces[len(header.prompts) :]
+    ids = _cut(layout.ids(numbers), [*header.prompts, *header.tokens])
+    prompts, outputs = ids[: len(header.prompts)], ids[len(header.prompts) :]
     extras = _extras(header, layout, numbers)
-    all_trained = np.ones(max(layout.lengths, default=0), np.bool_)
+    all_trained = np.ones(max(header.tokens), np.bool_)
     all_trained.flags.writeable = False
     samples = []
-    for index, (sample, logprobs) in enumerate(
-        zip(header.samples, _cut(layout.logprobs(numbers), layout.lengths), strict=True)
-    ):
-        if sample.prompt >= len(prompts):
-            raise ValueError(f"sample {index} has prompt {sample.prompt} of {len(prompts)}")
-        if not math.isfinite(sample.reward):
-            raise ValueError(f"sample {index}: reward is {sample.reward}")
-        _check_spans(sample.spans, sample.tokens)
+    for index, logprobs in enumerate(_cut(layout.logprobs(numbers), header.tokens)):
+        spans = header.spans[index]
+        _check_spans(spans, len(logprobs))
         samples.append(
             Sample(
-                prompt_ids=prompts[sample.prompt],
+                prompt_ids=prompts[header.prompt[index]],
                 output_ids=outputs[index],
                 logprobs=logprobs,
-                loss_mask=_mask(sample.mask, all_trained[: len(logprobs)]),
-                spans=sample.spans,
-                reward=sample.reward,
-                reward_parts=sample.parts,
-                finish_reason=sample.finish_reason,
+                loss_mask=_mask(header.masks[index], all_trained[: len(logprobs)]),
+                spans=spans,
+                reward=header.rewards[index],
+                reward_parts=header.parts[index],
+                finish_reason=header.finish_reasons[index],
                 extras=extras[index],
             )
         )
@@ -359,15 +343,32 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     )
 
 
+def _check_table(header: _GroupHeader) -> None:
+    """Raise ValueError unless every field has an entry for each sample, and what an entry points to is there."""
+    count = len(header.tokens)
+    if count == 0:
+        raise ValueError("no samples")
+    fields = ("prompt", "spans", "masks", "rewards", "parts", "finish_reasons", "extras")
+    for name in fields:
+        if len(getattr(header, name)) != count:
+            raise ValueError(f"{name} has {len(getattr(header, name))} entries for {count} samples")
+    if max(header.prompt) >= len(header.prompts):
+        raise ValueError(f"a sample has prompt {max(header.prompt)} of {len(header.prompts)}")
+    if max(itertools.chain.from_iterable(header.extras), default=-1) >= len(header.columns):
+        raise ValueError(f"a sample has a column beyond the {len(header.columns)} of its group")
+    if not all(map(math.isfinite, header.rewards)):
+        raise ValueError(f"a reward is not finite: {header.rewards}")
+
+
 def _extras(header: _GroupHeader, layout: _Layout, numbers: np.ndarray) -> list[dict[str, np.ndarray]]:
     """`Sample.extras` of each sample. Raises ValueError for a name twice in a sample, and for a bool of 2 or more."""
-    extras: list[dict[str, np.ndarray]] = [{} for _ in header.samples]
+    extras: list[dict[str, np.ndarray]] = [{} for _ in header.tokens]
     for index, column in enumerate(header.columns):
-        owners = [place for place, sample in enumerate(header.samples) if index in sample.columns]
+        owners = [place for place, owned in enumerate(header.extras) if index in owned]
         values = layout.column(numbers, index)
         if column.dtype == "|b1" and values.size and values.view(np.uint8).max() > 1:
             raise ValueError(f"extras[{column.name!r}] holds bytes that are no bool")
-        for place, piece in zip(owners, _cut(values, [layout.lengths[place] for place in owners]), strict=True):
+        for place, piece in zip(owners, _cut(values, [header.tokens[place] for place in owners]), strict=True):
             if column.name in extras[place]:
                 raise ValueError(f"sample {place} has extras[{column.name!r}] twice")
             extras[place][column.name] = piece

@@ -1,6 +1,6 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 2, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 3, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 2  # raised by every change that an older peer would misread
+PROTOCOL = 3  # raised by every change that an older peer would misread
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]  # whole numbers that also survive a trip through JSON
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]

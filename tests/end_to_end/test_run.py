@@ -5,8 +5,9 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from streamrl import cli
 from streamrl.config import JournalConfig

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_neither_packing_nor_shared_prompts_nor_the_split_changes_the_gradient(t
 def test_the_gradient_does_not_depend_on_the_order_of_the_samples(model_folder, trainer_of):
     batch = make_batch()
     turned = Batch(
-        step=0, groups=tuple(dataclasses.replace(g, samples=g.samples[::-1]) for g in reversed(batch.groups))
+        step=0, groups=tuple(msgspec.structs.replace(g, samples=g.samples[::-1]) for g in reversed(batch.groups))
     )
     trainer = trainer_of(make_config(model_folder()))
     assert largest_difference(gradients(trainer, turned), gradients(trainer, batch)) < 2e-5
@@ -78,12 +78,12 @@ def test_repeating_a_policy_that_earns_reward_makes_it_likelier(model_folder, tr
     trainer = trainer_of(make_config(model_folder()))
     template = make_batch().groups[1]
     right, wrong = (
-        dataclasses.replace(sample, reward=reward, loss_mask=np.ones(len(sample.output_ids), bool))
+        msgspec.structs.replace(sample, reward=reward, loss_mask=np.ones(len(sample.output_ids), bool))
         for sample, reward in zip(template.samples[:2], (1.0, 0.0), strict=True)
     )
     gaps = []
     for step in range(8):
-        group = dataclasses.replace(template, samples=(_on_policy(trainer, right), _on_policy(trainer, wrong)))
+        group = msgspec.structs.replace(template, samples=(_on_policy(trainer, right), _on_policy(trainer, wrong)))
         gaps.append(float(group.samples[0].logprobs.mean() - group.samples[1].logprobs.mean()))
         trainer.train_step(Batch(step=step, groups=(group,)))
     assert gaps[-1] > gaps[0] + 1
@@ -105,7 +105,7 @@ def _on_policy(trainer, sample):
             packed_seq_params=describe_row(np.array([[0, len(ids), 0, 0]]), torch.device("cpu")),
         )
     spans = (VersionSpan(trainer.version, 0, len(sample.output_ids)),)
-    return dataclasses.replace(sample, logprobs=logprobs.numpy(), spans=spans)
+    return msgspec.structs.replace(sample, logprobs=logprobs.numpy(), spans=spans)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -128,8 +128,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted(dtype, mod
 def test_a_batch_without_a_trained_token_is_a_step_without_a_gradient(model_folder, trainer_of):
     trainer = trainer_of(make_config(model_folder()))
     batch = make_batch()
-    silent = [dataclasses.replace(s, loss_mask=np.zeros(len(s.output_ids), bool)) for s in batch.groups[1].samples]
-    row = trainer.train_step(Batch(step=0, groups=(dataclasses.replace(batch.groups[1], samples=tuple(silent)),)))
+    silent = [msgspec.structs.replace(s, loss_mask=np.zeros(len(s.output_ids), bool)) for s in batch.groups[1].samples]
+    row = trainer.train_step(Batch(step=0, groups=(msgspec.structs.replace(batch.groups[1], samples=tuple(silent)),)))
     assert (row["tokens/trained"], row["grad_norm"], row["loss/total"]) == (0, 0, 0)
 
 

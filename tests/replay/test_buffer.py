@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as HypothesisPhase
 from hypothesis.stateful import run_state_machine_as_test
+from msgspec.structs import replace
 from replay_schedule import Schedule, answer, placeholder
 
 from streamrl.config import Config

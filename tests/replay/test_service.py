@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 import pytest
 import zmq
+from msgspec.structs import replace
 from service_parts import (
     V0,
     V1,

@@ -7,13 +7,13 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 import zmq
+from msgspec.structs import replace
 from service_parts import (
     V0,
     V1,
@@ -235,7 +235,7 @@ def test_a_service_that_is_started_again_listens_where_the_killed_one_did_and_as
         assert service.address == address
         worker.send_group(make_group(2))  # nobody knows this worker: it has to come again
         hear(worker, Introduce)
-        worker.send(msgspec.structs.replace(hello, tickets=((2, 0), (3, 0))))
+        worker.send(replace(hello, tickets=((2, 0), (3, 0))))
         worker.send(Credit(capacity=9))
         for ticket in tickets[2:]:
             assert isinstance(answer(worker, make_group, ticket), Accepted)

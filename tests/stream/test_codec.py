@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from msgspec.structs import replace
 
 from streamrl.config import StreamConfig
 from streamrl.stream.codec import decode_batch, decode_group, encode_group, ticket_of
@@ -167,8 +167,8 @@ def test_a_new_field_of_each_token_travels_without_a_line_of_code(make_group: Ma
         (lambda f: f["columns"][0].__setitem__(2, [2**31 - 1] * 8), "the header asks for"),
         (lambda f: f["columns"][0].__setitem__(2, [0, 2**31 - 1, 2**31 - 1, 2**31 - 1]), "the header asks for"),
         (lambda f: f["columns"].pop(), "column beyond the 2"),
-        (lambda f: f["samples"][1][7].append(2), "the header asks for"),
-        (lambda f: f["samples"][0][7].append(0), "the header asks for"),
+        (lambda f: f["extras"][1].append(2), "the header asks for"),
+        (lambda f: f["extras"][0].append(0), "the header asks for"),
         (lambda f: f["columns"][2].__setitem__(0, "kept"), r"sample 0 has extras\['kept'\] twice"),
         (lambda f: f["columns"][0].__setitem__(slice(1, 3), ["|b1", [2, 2, 3]]), "bytes that are no bool"),
     ],
@@ -225,18 +225,22 @@ def _span(step: int, start: int, end: int) -> dict[str, Any]:
         (lambda f: f.update(kind="credit"), "a group is expected"),
         (lambda f: f.update(group_id="x"), "group_id"),
         (lambda f: f.update(worker=1), "worker"),
-        (lambda f: f.update(samples=[]), "no samples"),
+        (lambda f: f.update(tokens=[]), "no samples"),
+        *[
+            (lambda f, name=name: f[name].pop(), f"{name} has 1 entries for 2 samples")
+            for name in ("prompt", "spans", "masks", "rewards", "parts", "finish_reasons", "extras")
+        ],
         (lambda f: f["prompts"].append(5), "arena of 108 bytes, the header asks for 128"),
-        (lambda f: f["samples"][1].__setitem__(0, 4), "prompt 4 of 1"),
-        (lambda f: f["samples"][1].__setitem__(2, [_span(0, 0, 4)]), "spans cover 4 of 5"),
-        (lambda f: f["samples"][1].__setitem__(2, [_span(0, 0, 2), _span(0, 3, 5)]), "3..5 does not continue at 2"),
-        (lambda f: f["samples"][1].__setitem__(2, [_span(0, 0, 5), _span(0, 5, 5)]), "5..5 does not continue at 5"),
-        (lambda f: f["samples"][1].__setitem__(2, [_span(1, 0, 2), _span(0, 2, 5)]), "version 0.0 follows 1.0"),
-        (lambda f: f["samples"][1].__setitem__(2, [_span(2**31, 0, 5)]), "version 2147483648.0"),
-        (lambda f: f["samples"][1].__setitem__(2, [_span(-1, 0, 5)]), "version -1.0"),
-        (lambda f: f["samples"][1].__setitem__(3, [2]), "loss mask covers 2 of 5"),
-        (lambda f: f["samples"][1].__setitem__(4, float("nan")), "reward is nan"),
-        (lambda f: f["samples"][1].__setitem__(6, "tired"), "tired"),
+        (lambda f: f["prompt"].__setitem__(1, 4), "prompt 4 of 1"),
+        (lambda f: f["spans"].__setitem__(1, [_span(0, 0, 4)]), "spans cover 4 of 5"),
+        (lambda f: f["spans"].__setitem__(1, [_span(0, 0, 2), _span(0, 3, 5)]), "3..5 does not continue at 2"),
+        (lambda f: f["spans"].__setitem__(1, [_span(0, 0, 5), _span(0, 5, 5)]), "5..5 does not continue at 5"),
+        (lambda f: f["spans"].__setitem__(1, [_span(1, 0, 2), _span(0, 2, 5)]), "version 0.0 follows 1.0"),
+        (lambda f: f["spans"].__setitem__(1, [_span(2**31, 0, 5)]), "version 2147483648.0"),
+        (lambda f: f["spans"].__setitem__(1, [_span(-1, 0, 5)]), "version -1.0"),
+        (lambda f: f["masks"].__setitem__(1, [2]), "loss mask covers 2 of 5"),
+        (lambda f: f["rewards"].__setitem__(1, float("nan")), r"a reward is not finite: \[.*nan"),
+        (lambda f: f["finish_reasons"].__setitem__(1, "tired"), "tired"),
     ],
 )
 def test_a_group_whose_header_is_wrong_is_refused_with_its_reason(
