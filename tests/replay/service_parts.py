@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,9 +61,15 @@ class Running:
         self.peers: list[Dealer] = []
 
     def peer(self, hello: Hello) -> Dealer:
+        """A peer whose Hello was heard: what another one says next comes after it."""
+        heard = len(self.told("replay.hello"))
         dealer = Dealer(self.service.address, self.config.stream, name=hello.name)
         self.peers.append(dealer)
         dealer.send(hello)
+        deadline = time.monotonic() + WAIT
+        while len(self.told("replay.hello")) == heard:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
         return dealer
 
     def worker(
@@ -88,8 +94,7 @@ class Running:
         return self.peer(Hello(role="publisher", name="publisher-0", version=V0))
 
     def told(self, event: str) -> list[dict[str, Any]]:
-        lines = self.events.path.read_text().splitlines()
-        return [record for line in lines if (record := json.loads(line))["event"] == event]
+        return [record for record in read_events(self.events.path) if record["event"] == event]
 
     def end(self) -> int:
         self.thread.join(WAIT)
