@@ -210,7 +210,7 @@ class JournalConfig(Section):
     keep: Literal["none", "resume", "all"] = Field(
         "resume", description="segments: none written; those behind the oldest checkpoint deleted; all, for `retrain`"
     )
-    commit_groups: int = Field(16, ge=1, description="groups after which a commit is made (one fsync for all)")
+    commit_groups: int = Field(64, ge=1, description="groups after which a commit is made (one fsync for all)")
     commit_seconds: float = Field(0.02, ge=0, description="seconds that an accepted group waits for its commit at most")
     segment: int = Field(256 << 20, ge=1 << 12, description="bytes after which a new segment is begun")
 
