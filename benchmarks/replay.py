@@ -26,47 +26,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 from msgspec.structs import replace
 
+from benchmarks.rollout_path import make_group
 from streamrl.config import Config, JournalConfig
 from streamrl.observe.events import EventLog, event_path
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed
 from streamrl.stream.codec import encode_group
-from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
+from streamrl.types import Group, PolicyVersion
 
-SAMPLES, PROMPT = 16, 512
 LENGTHS = (1024, 4096, 12288)  # output tokens of a sample
 LOAD_TOKENS = 512  # of a sample in the minute under load: 70 KB a group
 RATE = 1000.0  # groups a second in the minute under load
 WORKER = "worker"
 TARGETS = {"bookkeeping us": 15.0, "journal / plain write": 0.4, "groups/s": RATE}
-
-
-def make_group(tokens: int) -> Group:
-    """A group whose samples were interrupted once by an update, each at another place."""
-    random = np.random.default_rng(0)
-    prompt = random.integers(0, 150_000, PROMPT, dtype=np.int32)
-    cuts = random.integers(1, tokens, SAMPLES).tolist()
-    return Group(
-        group_id=0,
-        task="copy",
-        prompt_index=0,
-        samples=tuple(
-            Sample(
-                prompt_ids=prompt,
-                output_ids=random.integers(0, 150_000, tokens, dtype=np.int32),
-                logprobs=-random.random(tokens, dtype=np.float32),
-                loss_mask=np.ones(tokens, np.bool_),
-                spans=(VersionSpan(LATEST, 0, cut), VersionSpan(LATEST, cut, tokens)),
-                reward=float(random.random()),
-            )
-            for cut in cuts
-        ),
-    )
 
 
 LATEST = PolicyVersion(2**30)  # newer than any ticket of a run asks for, so that one group answers all of them
@@ -125,7 +101,7 @@ def circle(folder: Path, **sections: dict[str, Any]) -> Iterator[Circle]:
 
 def bookkeeping(folder: Path, repeats: int, count: int) -> dict[str, float]:
     """Microseconds of CPU a group without a journal: nothing waits here, and a busy machine does not count."""
-    template = make_group(LOAD_TOKENS)
+    template = make_group(LOAD_TOKENS, (LATEST, LATEST))
     groups = [replace(template, group_id=i, prompt_index=i) for i in range(count)]
     micros = []
     for _ in range(repeats):
@@ -140,7 +116,7 @@ def bookkeeping(folder: Path, repeats: int, count: int) -> dict[str, float]:
 
 def bandwidth(folder: Path, tokens: int, repeats: int, size: int) -> dict[str, float]:
     """MB/s of the three ways to write about `size` bytes of groups."""
-    frames = tuple(bytes(frame) for frame in encode_group(make_group(tokens), size))
+    frames = tuple(bytes(frame) for frame in encode_group(make_group(tokens, (LATEST, LATEST)), size))
     group_bytes = sum(len(frame) for frame in frames)
     config = JournalConfig.model_validate({})
     count = max(config.commit_groups, size // group_bytes // config.commit_groups * config.commit_groups)
@@ -197,7 +173,7 @@ def _plain(folder: Path, frames: tuple[bytes, ...], count: int, synced: int | No
 
 def load(folder: Path, seconds: float) -> dict[str, float]:
     """RATE groups a second for so long; memory is read after a sixth of the time, and at the end."""
-    template = make_group(LOAD_TOKENS)
+    template = make_group(LOAD_TOKENS, (LATEST, LATEST))
     header, arena = (bytes(frame) for frame in encode_group(template, 1 << 28))
     process = psutil.Process()
     memory: list[int] = []

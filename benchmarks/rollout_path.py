@@ -45,6 +45,7 @@ from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
 
 SAMPLES, PROMPT = 16, 512
 LENGTHS = (1024, 4096, 12288)  # output tokens of a sample
+VERSIONS = (PolicyVersion(7), PolicyVersion(8))  # before and after the update that interrupts a sample
 WINDOW = 8  # groups that a worker has finished and not seen acknowledged; more would leave the processor's cache
 WARM = 8  # groups before the clock starts
 SOCKET_BUFFER = 1 << 20
@@ -69,8 +70,8 @@ def stream_config(path: str) -> StreamConfig:
     return StreamConfig(curve="on" if path == "curve" else "off")
 
 
-def make_group(tokens: int) -> Group:
-    """A group whose samples were interrupted once by an update, each at another place."""
+def make_group(tokens: int, versions: tuple[PolicyVersion, PolicyVersion] = VERSIONS) -> Group:
+    """A group of 16 samples of so many tokens, each interrupted once by an update, each at another place."""
     random = np.random.default_rng(0)
     prompt = random.integers(0, 150_000, PROMPT, dtype=np.int32)
     cuts = random.integers(1, tokens, SAMPLES).tolist()
@@ -84,7 +85,7 @@ def make_group(tokens: int) -> Group:
                 output_ids=random.integers(0, 150_000, tokens, dtype=np.int32),
                 logprobs=-random.random(tokens, dtype=np.float32),
                 loss_mask=np.ones(tokens, np.bool_),
-                spans=(VersionSpan(PolicyVersion(7), 0, cut), VersionSpan(PolicyVersion(8), cut, tokens)),
+                spans=(VersionSpan(versions[0], 0, cut), VersionSpan(versions[1], cut, tokens)),
                 reward=float(random.random()),
             )
             for cut in cuts

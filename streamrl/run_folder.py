@@ -17,6 +17,7 @@ from pathlib import Path
 from streamrl import config_file
 from streamrl.config import Config
 from streamrl.config_file import ConfigError
+from streamrl.replay.curriculum import make_curriculum
 from streamrl.tasks.registry import build_tasks
 
 CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
@@ -46,6 +47,7 @@ def prepare(config: Config, *, fresh: bool) -> Path:
         )
     try:
         build_tasks(config.task, config.run.seed)
+        make_curriculum(config.replay.curriculum, config.run.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder = config.run_folder

@@ -97,6 +97,10 @@ def test_bad_task_arguments_and_a_folder_in_use_are_told_before_anything_starts(
     bad = _command("train", str(file), "task.args.lenght=3")
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1), bad.stderr
     assert "task.args.lenght" in bad.stderr
+    absent = _command("train", str(file), "replay.curriculum=nowhere:Hardest")
+    assert absent.returncode == 2
+    assert "replay.curriculum: 'nowhere:Hardest' cannot be loaded" in absent.stderr
+    assert len(absent.stderr.strip().splitlines()) == 1
     claim = run_folder.lock(config_file.load(file))
     in_use = _command("train", str(file))
     os.close(claim)
