@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import zlib
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 import msgspec
@@ -91,7 +92,31 @@ def read_checkpoint(run_folder: Path) -> Saved | None:
 
 
 async def run_worker(config: Config, run_folder: Path, index: int) -> None:
-    """A generator worker whose server needs no weights: it answers every ticket, and every publish at once."""
+    """A generator worker that answers after a random time."""
+
+    async def answer(ticket: Ticket, version: Callable[[], PolicyVersion]) -> Group:
+        await asyncio.sleep(random.expovariate(1 / SECONDS) * (10 if random.randrange(STRAGGLER) == 0 else 1))
+        return make_group(ticket, version(), config.generate.group_size, f"generator-{index}")
+
+    await serve_tickets(config, run_folder, index, answer)
+
+
+Answer = Callable[[Ticket, Callable[[], PolicyVersion]], Awaitable[Group]]  # (ticket, its server's version now)
+
+
+async def serve_tickets(
+    config: Config,
+    run_folder: Path,
+    index: int,
+    answer: Answer,
+    *,
+    busy: Callable[[], float] = time.process_time,
+    note: Callable[..., None] = lambda **seen: None,
+) -> None:
+    """The real line of a worker whose server needs no weights: every publish is applied at once.
+
+    `busy` is what its heartbeats tell, in seconds; `note(group_id=...)` hears of a ticket, `note(step=...)` of weights.
+    """
     events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
     address = await asyncio.to_thread(replay_address, config, run_folder)
     state = ServerState(name=f"server-{index}", version=PolicyVersion(0))
@@ -101,25 +126,26 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> None:
 
     async def beat() -> None:
         while True:
-            await link.beat(time.process_time(), 0)
+            await link.beat(busy(), 0)
             await asyncio.sleep(config.generate.heartbeat)
 
-    async def answer(ticket: Ticket) -> None:
-        await asyncio.sleep(random.expovariate(1 / SECONDS) * (10 if random.randrange(STRAGGLER) == 0 else 1))
-        link.finish(make_group(ticket, state.version, config.generate.group_size, link.name))
+    async def finish(ticket: Ticket) -> None:
+        link.finish(await answer(ticket, lambda: state.version))
 
     async with asyncio.TaskGroup() as together:
         await link.greet()
-        forever = [together.create_task(link.deliver()), together.create_task(beat())]
+        running = [together.create_task(link.deliver()), together.create_task(beat())]
         while not isinstance(message := await link.receive(), Stop):
             if isinstance(message, Tickets):
                 for ticket in filter(link.open, message.tickets):
-                    forever.append(together.create_task(answer(ticket)))
-                forever = [task for task in forever if not task.done()]
+                    note(group_id=ticket.group_id)
+                    running.append(together.create_task(finish(ticket)))
+                running = [task for task in running if not task.done()]
             elif isinstance(message, Publish):
                 state = ServerState(name=state.name, version=max(state.version, message.version))
+                note(step=state.version.step)
                 await link.say(Applied(server=state.name, version=state.version))
-        for task in forever:
+        for task in running:
             task.cancel()
     await link.bye()
     link.close()
@@ -199,8 +225,8 @@ def run_learner(config: Config, run_folder: Path) -> None:
     saved = read_checkpoint(run_folder)
     starts = sum(isinstance(line, Start) for line in read_record(run_folder))
     version = PolicyVersion(PolicyVersion.parse(saved.version).step if saved else 0, starts)
-    record = os.open(record_path(run_folder), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    _write(record, Start(version=str(version), checkpoint=saved.time if saved else 0.0))
+    record = open_record(record_path(run_folder))
+    write_line(record, Start(version=str(version), checkpoint=saved.time if saved else 0.0))
     source = ServiceBatches(config, run_folder, version, saved.ledger if saved else None)
     publisher = Publisher(config, run_folder, version)
     publisher.start()
@@ -218,7 +244,7 @@ def run_learner(config: Config, run_folder: Path) -> None:
             publisher.newest = version  # groups that were lost are generated again, by servers that need weights
             continue
         time.sleep(random.expovariate(1 / STEP_SECONDS))
-        _write(record, _trained(delivery.batch))
+        write_line(record, _trained(delivery.batch))
         version = PolicyVersion(version.step + 1, version.incarnation)
         source.trained(version, 1.0)
         if version.step % CHECKPOINT_EVERY == 0:
@@ -263,12 +289,23 @@ def _save(run_folder: Path, source: ServiceBatches, version: PolicyVersion, kept
     return kept
 
 
-def _write(record: int, line: Start | Trained) -> None:
+def open_record(path: Path) -> int:
+    """A file to which `write_line` appends."""
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+def write_line(record: int, line: msgspec.Struct) -> None:
+    """One call to the operating system, so that a kill tears the last line at most."""
     os.write(record, msgspec.json.encode(line) + b"\n")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run_role(
+    description: str | None,
+    worker: Callable[[Config, Path, int], Coroutine[None, None, None]],
+    learner: Callable[[Config, Path], None],
+) -> int:
+    """The command line of scripted roles: `worker RUN INDEX` or `learner RUN`. They end with whoever started them."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=["worker", "learner"])
     parser.add_argument("run_folder", type=Path)
     parser.add_argument("index", type=int, nargs="?", default=0)
@@ -276,11 +313,11 @@ def main() -> int:
     end_with([os.getppid()], GRACE)
     config = config_file.load(options.run_folder / "config.yaml")
     if options.role == "worker":
-        asyncio.run(run_worker(config, options.run_folder, options.index))
+        asyncio.run(worker(config, options.run_folder, options.index))
     else:
-        run_learner(config, options.run_folder)
+        learner(config, options.run_folder)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(__doc__, run_worker, run_learner))

@@ -8,28 +8,21 @@ Both write down what they see, on the one monotonic clock of the machine. `RUN/l
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import random
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from benchmarks.fault_roles import GRACE, Publisher, make_group
-from streamrl import config_file
+from benchmarks.fault_roles import Publisher, make_group, open_record, run_role, serve_tickets, write_line
 from streamrl.config import Config
-from streamrl.generate.link import ServiceLink
 from streamrl.learner.batches import ServiceBatches
-from streamrl.lifeline import end_with
-from streamrl.observe.events import EventLog, event_path
-from streamrl.stream.address import replay_address
-from streamrl.stream.messages import Applied, Publish, ServerState, Stop, Tickets
-from streamrl.types import Batch, PolicyVersion, Ticket
+from streamrl.types import Batch, Group, PolicyVersion, Ticket
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,46 +102,20 @@ class Meter:
 
 
 async def run_worker(config: Config, run_folder: Path, index: int) -> None:
-    """A generator worker whose server needs no weights, and the time that `Load` says for a group."""
+    """A generator worker that takes the time that `Load` says for a group, and writes down what it sees."""
     load = msgspec.json.decode(load_path(run_folder).read_bytes(), type=Load)
-    record = _record(seen_path(run_folder, index))
-    events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
-    address = await asyncio.to_thread(replay_address, config, run_folder)
-    state = ServerState(name=f"server-{index}", version=PolicyVersion(0))
-    meter = Meter()
-    link = ServiceLink(
-        config, run_folder, f"generator-{index}", address=address, servers=lambda: (state,), events=events
-    )
+    record, meter = open_record(seen_path(run_folder, index)), Meter()
+    size, tokens = config.generate.group_size, config.generate.sampling.max_new_tokens
 
-    async def beat() -> None:
-        while True:
-            await link.beat(meter.busy, 0)
-            await asyncio.sleep(config.generate.heartbeat)
-
-    async def answer(ticket: Ticket) -> None:
-        version = state.version  # the oldest token is what counts, so that an update on the way changes nothing
+    async def answer(ticket: Ticket, version: Callable[[], PolicyVersion]) -> Group:
+        begun = version()  # the oldest token is what counts, so that an update on the way changes nothing
         await meter.run(load.seconds(ticket.group_id))
-        size, tokens = config.generate.group_size, config.generate.sampling.max_new_tokens
-        link.finish(make_group(ticket, version, size, link.name, tokens))
+        return make_group(ticket, begun, size, f"generator-{index}", tokens)
 
-    async with asyncio.TaskGroup() as together:
-        await link.greet()
-        forever = [together.create_task(link.deliver()), together.create_task(beat())]
-        while not isinstance(message := await link.receive(), Stop):
-            if isinstance(message, Tickets):
-                for ticket in filter(link.open, message.tickets):
-                    _write(record, Seen(clock=time.monotonic(), group_id=ticket.group_id))
-                    forever.append(together.create_task(answer(ticket)))
-                forever = [task for task in forever if not task.done()]
-            elif isinstance(message, Publish):
-                state = ServerState(name=state.name, version=max(state.version, message.version))
-                _write(record, Seen(clock=time.monotonic(), step=state.version.step))
-                await link.say(Applied(server=state.name, version=state.version))
-        for task in forever:
-            task.cancel()
-    await link.bye()
-    link.close()
-    events.close()
+    def note(**seen: int) -> None:
+        write_line(record, Seen(clock=time.monotonic(), **seen))
+
+    await serve_tickets(config, run_folder, index, answer, busy=lambda: meter.busy, note=note)
 
 
 def run_learner(config: Config, run_folder: Path) -> None:
@@ -156,7 +123,7 @@ def run_learner(config: Config, run_folder: Path) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     load = msgspec.json.decode(load_path(run_folder).read_bytes(), type=Load)
-    record = _record(trained_path(run_folder))
+    record = open_record(trained_path(run_folder))
     version = PolicyVersion(0)
     source = ServiceBatches(config, run_folder, version)
     publisher = Publisher(config, run_folder, version)
@@ -180,7 +147,7 @@ def run_learner(config: Config, run_folder: Path) -> None:
         source.trained(version, 1.0)
         publisher.newest = version
         ended = time.monotonic()
-        _write(record, _trained(delivery.batch, delivery.stats, load, (asked, received, ended), pressed))
+        write_line(record, _trained(delivery.batch, delivery.stats, load, (asked, received, ended), pressed))
         asked = ended
         if version.step % config.checkpoint.every == 0:
             source.saved(version, oldest=version.step)
@@ -208,28 +175,5 @@ def _trained(
     )
 
 
-def _record(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-
-
-def _write(record: int, line: Seen | Trained) -> None:
-    os.write(record, msgspec.json.encode(line) + b"\n")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("role", choices=["worker", "learner"])
-    parser.add_argument("run_folder", type=Path)
-    parser.add_argument("index", type=int, nargs="?", default=0)
-    options = parser.parse_args()
-    end_with([os.getppid()], GRACE)
-    config = config_file.load(options.run_folder / "config.yaml")
-    if options.role == "worker":
-        asyncio.run(run_worker(config, options.run_folder, options.index))
-    else:
-        run_learner(config, options.run_folder)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_role(__doc__, run_worker, run_learner))
