@@ -10,13 +10,10 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-class Section(BaseModel):
-    """A frozen part of the tree that knows its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+from streamrl.config_learner import AlgoConfig, CheckpointConfig, LearnerConfig
+from streamrl.config_section import Section
 
 
 class RunConfig(Section):
@@ -58,12 +55,20 @@ class TaskShare(Section):
         return self.label or self.name
 
 
+class OverlongConfig(Section):
+    """The soft penalty on answers that come near the cut (DAPO, arXiv:2503.14476)."""
+
+    buffer: int = Field(0, ge=0, description="tokens before sampling.max_new_tokens over which it grows; 0: off")
+    penalty: float = Field(1.0, gt=0, description="reward that an answer loses at the cut")
+
+
 class TaskConfig(Section):
     """What is asked and how it is scored."""
 
     name: TaskName = Field("copy", description="which task")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     mix: tuple[TaskShare, ...] = Field((), description="several tasks with weights, instead of name and args")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
 
     @property
     def shares(self) -> tuple[TaskShare, ...]:
@@ -213,98 +218,6 @@ class JournalConfig(Section):
     commit_groups: int = Field(64, ge=1, description="groups after which a commit is made (one fsync for all)")
     commit_seconds: float = Field(0.02, ge=0, description="seconds that an accepted group waits for its commit at most")
     segment: int = Field(256 << 20, ge=1 << 12, description="bytes after which a new segment is begun")
-
-
-class AdvantageConfig(Section):
-    """Group-relative advantages."""
-
-    std: Literal["population", "sample", "none"] = Field(
-        "population", description="what the centred reward is divided by"
-    )
-    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what is taken from the reward")
-    eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
-
-
-class AlgoConfig(Section):
-    """The loss and the importance weights; equations in docs/algorithm.md."""
-
-    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="group-relative advantages")
-    proximal: Literal["behaviour", "interpolate"] = Field("behaviour", description="the proximal policy")
-    eps_low: float = Field(0.2, ge=0, le=1, description="lower clip range")
-    eps_high: float = Field(0.28, ge=0, description="upper clip range")
-    dual_clip: float | None = Field(None, gt=1, description="c of the dual clip for negative advantages; null: off")
-    entropy: float = Field(0.0, ge=0, description="lambda, weight of the entropy bonus")
-    weight: Literal["none", "token", "sequence"] = Field(
-        "token", description="what the truncated importance weight reads"
-    )
-    weight_cap: float = Field(2.0, ge=1, description="C, cap of the importance weight")
-    weight_gamma: float = Field(
-        1.0, gt=0, le=1, description="gamma, tightens the cap with staleness: 1 + (C - 1) gamma^s"
-    )
-    mask: Literal["none", "token", "sequence", "geometric"] = Field(
-        "none", description="what masks far off-policy tokens"
-    )
-    mask_low: float | None = Field(None, ge=0, description="lower edge of the mask; null: the rule's own default")
-    mask_high: float | None = Field(None, gt=0, description="upper edge of the mask; null: the rule's own default")
-    discount: float = Field(1.0, gt=0, le=1, description="lambda_s, weight factor per step of staleness")
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = Field(
-        "token_mean", description="mean over tokens or samples"
-    )
-    norm_length: int | None = Field(None, ge=1, description="tokens by which sequence_sum_norm divides")
-
-    @model_validator(mode="after")
-    def _mask_keeps_something(self) -> AlgoConfig:
-        if self.mask_low is not None and self.mask_high is not None and self.mask_low >= self.mask_high:
-            raise ValueError(f"mask_low: {self.mask_low:g} is not below mask_high={self.mask_high:g}")
-        return self
-
-    @model_validator(mode="after")
-    def _norm_length_given(self) -> AlgoConfig:
-        if self.aggregation == "sequence_sum_norm" and self.norm_length is None:
-            raise ValueError("norm_length: a length in tokens is needed by aggregation=sequence_sum_norm")
-        return self
-
-
-class OptimizerSettings(Section):
-    """Adam of Megatron-Core and its schedule."""
-
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(0, ge=0, description="learner steps of linear warm-up")
-    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the decay over run.steps")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Adam beta2")
-    eps: float = Field(1e-8, gt=0, description="Adam epsilon")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
-    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
-    distributed: bool | None = Field(
-        None, description="Megatron's distributed optimizer; null: on with CUDA, off without"
-    )
-
-    @model_validator(mode="after")
-    def _decays_downwards(self) -> OptimizerSettings:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr: {self.min_lr:g} is above lr={self.lr:g}; allowed: up to lr")
-        return self
-
-
-class LearnerConfig(Section):
-    """The torchrun ranks of the learner."""
-
-    ranks: int = Field(1, ge=1, description="processes on this machine")
-    tokens_per_micro_batch: int = Field(4096, ge=1, description="token budget of one packed micro batch")
-    share_prompts: bool = Field(True, description="pack the prompt of a group once, not once a sample (local layers)")
-    threads: int = Field(1, ge=1, description="CPU threads of a rank")
-    tick: float = Field(1.0, gt=0, description="seconds between the ranks' looks at the stop signal while they wait")
-    collective_timeout: float = Field(600.0, gt=0, description="seconds that one collective may take")
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="Adam and its schedule")
-
-
-class CheckpointConfig(Section):
-    """Megatron dist_checkpointing in RUN/checkpoints."""
-
-    every: int = Field(50, ge=0, description="learner steps between checkpoints; 0: only at the end of a run")
-    keep: int = Field(2, ge=1, description="checkpoints that are kept")
 
 
 class PublishConfig(Section):

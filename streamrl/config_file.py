@@ -20,7 +20,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from streamrl.config import Config, Section
+from streamrl.config import Config
+from streamrl.config_section import Section
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
 

@@ -28,8 +28,8 @@ RESUMABLE = (
     "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
     "generate.single_requests", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
-    "journal.", "learner.threads", "learner.tick",
-    "learner.tokens_per_micro_batch", "learner.collective_timeout",
+    "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick", "learner.recompute",
+    "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap", "learner.bad_steps",
     "checkpoint.", "publish.bucket", "publish.timeout", "publish.keep_every", "observe.",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.config import AlgoConfig
+from streamrl.config_learner import AlgoConfig
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 and its square stay finite in float32."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamrl.algo.diagnostics import bucket_sums, off_policy_values, weight_values
 from streamrl.algo.importance import bounded_exp, importance_weights, log_ratio_to_behaviour, proximal_logprobs
-from streamrl.config import AlgoConfig
+from streamrl.config_learner import AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

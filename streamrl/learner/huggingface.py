@@ -23,7 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from streamrl.learner.model import ModelShape, PolicyModel
+from streamrl.learner.model import PolicyModel
+from streamrl.learner.shape import ModelShape
 
 SHARD_BYTES = 4 << 30
 """Bytes of one safetensors file that is written."""

@@ -11,7 +11,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from streamrl.config import OptimizerSettings
+from streamrl.config_learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
 
 

@@ -28,15 +28,17 @@ from torch import Tensor
 from streamrl.algo.advantages import group_advantages
 from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.losses import Denominators, TokenBatch, policy_loss
-from streamrl.config import AdvantageConfig, Config
+from streamrl.config import Config
+from streamrl.config_learner import AdvantageConfig
 from streamrl.learner import checkpoint
 from streamrl.learner.attention import describe_row, describe_row_for_engine
 from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.model import PolicyModel, build, choose_layers, read_shape
+from streamrl.learner.model import PolicyModel, build, choose_layers
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import MicroBatch, plan_batch
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.shape import read_shape
 from streamrl.types import Batch, Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from streamrl.algo.importance import (
     proximal_logprobs,
     weight_cap,
 )
-from streamrl.config import AlgoConfig
+from streamrl.config_learner import AlgoConfig
 
 LOG = math.log
 # Two samples: ratios 4 and 0.5 (product 2, geometric mean sqrt 2), then 0.25, 1 and 2 (product 0.5).

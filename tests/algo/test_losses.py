@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.importance import MASK_EDGES
 from streamrl.algo.losses import Denominators, TokenBatch, clipped_surrogate, policy_loss
-from streamrl.config import AlgoConfig
+from streamrl.config_learner import AlgoConfig
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_norm")
 PIPELINES = list(

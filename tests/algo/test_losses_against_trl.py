@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 
 from streamrl.algo.diagnostics import finish
 from streamrl.algo.losses import Denominators, TokenBatch, policy_loss
-from streamrl.config import AlgoConfig
+from streamrl.config_learner import AlgoConfig
 
 ROWS, COLUMNS, NORM_LENGTH = 6, 9, 12
 TRL_LOSS = {"token_mean": ("dapo", "bnpo"), "sequence_mean": ("grpo",), "sequence_sum_norm": ("dr_grpo",)}

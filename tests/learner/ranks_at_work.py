@@ -15,8 +15,9 @@ from streamrl.config import Config
 from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.model import build, read_shape
+from streamrl.learner.model import build
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.shape import read_shape
 from streamrl.learner.trainer import Trainer
 
 

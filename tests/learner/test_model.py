@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from streamrl.device import Device
-from streamrl.learner.model import UnsupportedModelError, choose_layers, read_shape
+from streamrl.learner.model import choose_layers
+from streamrl.learner.shape import UnsupportedModelError, read_shape
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

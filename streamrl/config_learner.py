@@ -1,0 +1,203 @@
+"""The part of the configuration that the learner reads: algorithm, model layout, optimizer, checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from streamrl.config_section import Section
+
+
+class AdvantageConfig(Section):
+    """Group-relative advantages."""
+
+    std: Literal["population", "sample", "none"] = Field(
+        "population", description="what the centred reward is divided by"
+    )
+    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what is taken from the reward")
+    eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
+
+
+class AlgoConfig(Section):
+    """The loss and the importance weights; equations in docs/algorithm.md."""
+
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="group-relative advantages")
+    loss: Literal["clip", "cispo", "gspo", "sapo", "reinforce"] = Field("clip", description="family of the policy loss")
+    proximal: Literal["behaviour", "recompute", "interpolate"] = Field(
+        "behaviour", description="the proximal policy; recompute takes one more forward pass"
+    )
+    eps_low: float = Field(0.2, ge=0, le=1, description="lower clip range")
+    eps_high: float = Field(0.28, ge=0, description="upper clip range")
+    dual_clip: float | None = Field(None, gt=1, description="c of the dual clip for negative advantages; null: off")
+    kl: float = Field(0.0, ge=0, description="beta, weight of the KL divergence (k3) to the reference policy")
+    reference: Path | None = Field(
+        None, description="Hugging Face folder of the reference policy; null: model.path, the weights of step 0"
+    )
+    entropy: float = Field(0.0, ge=0, description="lambda, weight of the entropy bonus")
+    sapo_positive: float = Field(1.0, gt=0, description="temperature of sapo's gate for advantages above 0")
+    sapo_negative: float = Field(1.05, gt=0, description="temperature of sapo's gate for the other advantages")
+    weight: Literal["none", "token", "sequence"] = Field(
+        "token", description="what the truncated importance weight reads"
+    )
+    weight_cap: float = Field(2.0, ge=1, description="C, cap of the importance weight")
+    weight_gamma: float = Field(
+        1.0, gt=0, le=1, description="gamma, tightens the cap with staleness: 1 + (C - 1) gamma^s"
+    )
+    mask: Literal["none", "token", "sequence", "geometric", "second_moment"] = Field(
+        "none", description="what masks far off-policy tokens; second_moment needs proximal=recompute"
+    )
+    mask_low: float | None = Field(None, ge=0, description="lower edge of the mask; null: the rule's own default")
+    mask_high: float | None = Field(None, gt=0, description="upper edge of the mask; null: the rule's own default")
+    second_moment: float = Field(0.04, gt=0, description="largest mean of (log rho)^2 that mask=second_moment leaves")
+    covariance: Literal["none", "clip_cov", "kl_cov"] = Field(
+        "none", description="what is done to the tokens whose log-prob and advantage covary most"
+    )
+    covariance_share: float = Field(2e-4, gt=0, le=1, description="share of the tokens that `covariance` acts on")
+    covariance_low: float = Field(1.0, description="clip_cov: lower edge of the covariance it picks from")
+    covariance_high: float = Field(5.0, description="clip_cov: upper edge of the covariance it picks from")
+    covariance_kl: float = Field(1.0, ge=0, description="kl_cov: weight of the KL penalty on the tokens it picks")
+    discount: float = Field(1.0, gt=0, le=1, description="lambda_s, weight factor per step of staleness")
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = Field(
+        "token_mean", description="mean over tokens or samples"
+    )
+    norm_length: int | None = Field(None, ge=1, description="tokens by which sequence_sum_norm divides")
+
+    @model_validator(mode="after")
+    def _mask_keeps_something(self) -> AlgoConfig:
+        if self.mask_low is not None and self.mask_high is not None and self.mask_low >= self.mask_high:
+            raise ValueError(f"mask_low: {self.mask_low:g} is not below mask_high={self.mask_high:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _second_moment_has_a_proximal_policy(self) -> AlgoConfig:
+        if self.mask == "second_moment" and self.proximal != "recompute":
+            raise ValueError(f"mask: second_moment needs proximal=recompute, not {self.proximal}")
+        return self
+
+    @model_validator(mode="after")
+    def _norm_length_given(self) -> AlgoConfig:
+        if self.aggregation == "sequence_sum_norm" and self.norm_length is None:
+            raise ValueError("norm_length: a length in tokens is needed by aggregation=sequence_sum_norm")
+        return self
+
+
+class OptimizerSettings(Section):
+    """Adam of Megatron-Core and its schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
+    warmup_steps: int = Field(0, ge=0, description="learner steps of linear warm-up")
+    decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the decay over run.steps")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta1")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam beta2")
+    eps: float = Field(1e-8, gt=0, description="Adam epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
+    distributed: bool | None = Field(
+        None, description="Megatron's distributed optimizer; null: on with CUDA, off without"
+    )
+
+    offload: float = Field(0.0, ge=0, le=1, description="share of Adam's state that is kept on the host (CUDA only)")
+    spike_factor: float | None = Field(
+        None,
+        gt=1,
+        description="skip an update with a gradient norm above this many times the recent median; null: off",
+    )
+    spike_window: int = Field(32, ge=4, description="updates that the recent median of the gradient norm is over")
+
+    @model_validator(mode="after")
+    def _decays_downwards(self) -> OptimizerSettings:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: {self.min_lr:g} is above lr={self.lr:g}; allowed: up to lr")
+        return self
+
+
+class LayoutConfig(Section):
+    """How the model is cut over the learner's ranks; what is left of them is data parallel."""
+
+    tensor: int = Field(1, ge=1, description="tensor-parallel size")
+    sequence: bool = Field(True, description="sequence parallelism beside tensor parallelism")
+    pipeline: int = Field(1, ge=1, description="pipeline stages")
+    virtual: int = Field(1, ge=1, description="model chunks of one pipeline stage (interleaved schedule)")
+    context: int = Field(1, ge=1, description="context-parallel size: ranks over which the tokens of a row are cut")
+    expert: int = Field(1, ge=1, description="expert-parallel size of mixture-of-experts layers")
+    expert_tensor: int = Field(1, ge=1, description="tensor-parallel size inside an expert")
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model (expert parallelism cuts across data-parallel ranks)."""
+        return self.tensor * self.pipeline * self.context
+
+    @model_validator(mode="after")
+    def _virtual_needs_stages(self) -> LayoutConfig:
+        if self.virtual > 1 and self.pipeline == 1:
+            raise ValueError(f"virtual: {self.virtual} chunks need learner.layout.pipeline above 1; allowed: 1")
+        return self
+
+
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: the base weights stay as they are, only the adapters are trained."""
+
+    rank: int = Field(0, ge=0, description="rank of the adapters; 0: none, the whole model is trained")
+    alpha: float = Field(32.0, gt=0, description="an adapter's product is scaled by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on an adapter's input")
+    targets: tuple[LoraTarget, ...] = Field(
+        ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), description="layers with an adapter"
+    )
+    adapter: Path | None = Field(None, description="PEFT folder that the adapters start from; null: fresh ones")
+    publish: Literal["merged", "adapter"] = Field(
+        "merged", description="what the servers get: whole weights with the adapters merged in, or the adapter alone"
+    )
+
+
+class LearnerConfig(Section):
+    """The torchrun ranks of the learner."""
+
+    ranks: int = Field(1, ge=1, description="processes of the learner")
+    layout: LayoutConfig = Field(default_factory=LayoutConfig, description="how the model is cut over the ranks")
+    tokens_per_micro_batch: int = Field(4096, ge=1, description="token budget of one packed micro batch")
+    share_prompts: bool = Field(True, description="pack the prompt of a group once, not once a sample (local layers)")
+    passes: int = Field(1, ge=1, description="times that a batch is trained")
+    mini_batches: int = Field(1, ge=1, description="updates of one pass; each takes its share of the batch's groups")
+    recompute: Literal["none", "selective", "full"] = Field(
+        "none", description="activations computed again in the backward pass: none, attention's, or whole layers'"
+    )
+    overlap: bool | None = Field(
+        None, description="gradients are reduced and parameters gathered during the passes; null: on with CUDA"
+    )
+    router_replay: bool = Field(
+        False, description="mixture of experts: the learner routes tokens to the experts that the generator took"
+    )
+    lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
+    bad_steps: int = Field(
+        8, ge=0, description="steps in a row without an update after which the run stops, its batch saved; 0: never"
+    )
+    threads: int = Field(1, ge=1, description="CPU threads of a rank")
+    tick: float = Field(1.0, gt=0, description="seconds between the ranks' looks at the stop signal while they wait")
+    collective_timeout: float = Field(600.0, gt=0, description="seconds that one collective may take")
+    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="Adam and its schedule")
+
+    @model_validator(mode="after")
+    def _layout_fits_the_ranks(self) -> LearnerConfig:
+        if self.ranks % self.layout.model_ranks:
+            raise ValueError(
+                f"ranks: {self.ranks} cannot hold copies of a model cut over {self.layout.model_ranks} ranks "
+                "(learner.layout: tensor x pipeline x context); allowed: a multiple of it"
+            )
+        return self
+
+
+class CheckpointConfig(Section):
+    """Megatron dist_checkpointing in RUN/checkpoints."""
+
+    every: int = Field(50, ge=0, description="learner steps between checkpoints; 0: only at the end of a run")
+    keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
+    keep_every: int = Field(0, ge=0, description="checkpoints kept besides: those of every Nth step; 0: none")
+    background: bool = Field(True, description="write while training goes on; false: wait for every write")
+    export: bool = Field(False, description="write the weights as a Hugging Face folder beside each checkpoint")
+    timeout: float = Field(600.0, gt=0, description="seconds that writing one checkpoint may take")
