@@ -1,9 +1,9 @@
-"""Makes a tiny Qwen2-shaped model with random weights, and its tokenizer, for the tasks copy and successor.
+"""Makes a tiny model with random weights, and its tokenizer, for the tasks copy and successor.
 
-    python -m launch.tiny_model models/tiny [--seed 1] [--symbols 8]
+    python -m launch.tiny_model models/tiny [--seed 1] [--symbols 8] [--family qwen2] [--layers 2]
 
-About 75,000 weights in float32, and ten tokens: the letters a to h, "=" and the end. "caf=" is four tokens. So
-few tokens are what a random policy needs to hit a right answer now and then.
+About 75,000 weights in float32 (125,000 with experts), and ten tokens: the letters a to h, "=" and the end. "caf="
+is four tokens. So few tokens are what a random policy needs to hit a right answer now and then.
 """
 
 from __future__ import annotations
@@ -11,9 +11,25 @@ from __future__ import annotations
 import argparse
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
+    "llama": {},
+    "mistral": {"sliding_window": None},
+}
+# transformers' model types, and what each needs in its configuration besides what all have.
 
 END = "<|endoftext|>"  # the end token of Qwen2's tokenizers
 
@@ -27,20 +43,21 @@ CHAT_TEMPLATE = (
 # The turns one after another; "=" asks for the answer, as in the tasks.
 
 
-def make(folder: Path, seed: int = 1, symbols: int = 8) -> None:
+def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", layers: int = 2) -> None:
     """Write config, weights (safetensors, float32) and tokenizer to `folder`; the same for the same arguments.
 
-    symbols: how many letters the tokenizer knows, 2..26.
+    symbols: how many letters the tokenizer knows, 2..26. family: one of FAMILIES.
     """
     if not 2 <= symbols <= len(string.ascii_lowercase):
         raise ValueError(f"symbols: {symbols} is not allowed; allowed: 2 to {len(string.ascii_lowercase)}")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(symbols)
-    config = Qwen2Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
@@ -50,10 +67,11 @@ def make(folder: Path, seed: int = 1, symbols: int = 8) -> None:
         pad_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
         dtype="float32",
+        **FAMILIES[family],
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -61,7 +79,8 @@ def make(folder: Path, seed: int = 1, symbols: int = 8) -> None:
 def make_tokenizer(symbols: int) -> Qwen2Tokenizer:
     """One token a letter. Other characters have none and are passed over.
 
-    Byte-level BPE without a merge, because transformers reads the tokenizer of any Qwen2 folder as this class.
+    Byte-level BPE without a merge, because transformers reads the tokenizer of any Qwen2 folder as this class; with
+    the other families it reads the same tokens.
     """
     vocabulary = {token: place for place, token in enumerate([END, "=", *string.ascii_lowercase[:symbols]])}
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[])
@@ -74,9 +93,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random weights (default %(default)s)")
     parser.add_argument("--symbols", type=int, default=8, help="letters that it knows (default %(default)s)")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2", help="kind of model (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=2, help="its layers (default %(default)s)")
     arguments = parser.parse_args()
-    make(arguments.folder, arguments.seed, arguments.symbols)
-    print(f"{arguments.folder}: a tiny Qwen2 with random weights (seed {arguments.seed})")
+    make(arguments.folder, arguments.seed, arguments.symbols, arguments.family, arguments.layers)
+    print(f"{arguments.folder}: a tiny {arguments.family} with random weights (seed {arguments.seed})")
 
 
 if __name__ == "__main__":

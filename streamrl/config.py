@@ -271,6 +271,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _overlong_fits_the_answer(self) -> Config:
+        buffer, longest = self.task.overlong.buffer, self.generate.sampling.max_new_tokens
+        if buffer > longest:
+            raise ValueError(
+                f"task.overlong.buffer: {buffer} is above generate.sampling.max_new_tokens={longest}; "
+                f"allowed: up to {longest}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _does_not_deadlock(self) -> Config:
         needed = self.publish.every * self.replay.groups_per_step
         if self.replay.order == "windowed" and self.replay.slots < self.replay.groups_per_step:
@@ -284,6 +294,15 @@ class Config(Section):
                 f"publish.every: {self.publish.every} would deadlock: {needed} groups train before a publish, "
                 f"but replay.max_staleness={self.replay.max_staleness:g} allows {self.replay.slots}; "
                 f"allowed: up to {self.replay.slots // self.replay.groups_per_step}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_mini_batch_has_a_group(self) -> Config:
+        if self.learner.mini_batches > self.replay.groups_per_step:
+            raise ValueError(
+                f"learner.mini_batches: {self.learner.mini_batches} cannot share replay.groups_per_step="
+                f"{self.replay.groups_per_step} groups; allowed: up to {self.replay.groups_per_step}"
             )
         return self
 

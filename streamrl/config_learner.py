@@ -33,7 +33,7 @@ class AlgoConfig(Section):
     dual_clip: float | None = Field(None, gt=1, description="c of the dual clip for negative advantages; null: off")
     kl: float = Field(0.0, ge=0, description="beta, weight of the KL divergence (k3) to the reference policy")
     reference: Path | None = Field(
-        None, description="Hugging Face folder of the reference policy; null: model.path, the weights of step 0"
+        None, description="Hugging Face folder of the reference policy; null: model.path (LoRA: without adapters)"
     )
     entropy: float = Field(0.0, ge=0, description="lambda, weight of the entropy bonus")
     sapo_positive: float = Field(1.0, gt=0, description="temperature of sapo's gate for advantages above 0")
@@ -74,6 +74,20 @@ class AlgoConfig(Section):
     def _second_moment_has_a_proximal_policy(self) -> AlgoConfig:
         if self.mask == "second_moment" and self.proximal != "recompute":
             raise ValueError(f"mask: second_moment needs proximal=recompute, not {self.proximal}")
+        return self
+
+    @model_validator(mode="after")
+    def _dual_clip_has_a_clip(self) -> AlgoConfig:
+        if self.dual_clip is not None and self.loss not in ("clip", "gspo"):
+            raise ValueError(f"dual_clip: {self.dual_clip:g} does nothing with loss={self.loss}; allowed: null")
+        return self
+
+    @model_validator(mode="after")
+    def _covariance_leaves_a_range(self) -> AlgoConfig:
+        if self.covariance_low >= self.covariance_high:
+            raise ValueError(
+                f"covariance_low: {self.covariance_low:g} is not below covariance_high={self.covariance_high:g}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -139,6 +153,14 @@ class LayoutConfig(Section):
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
+LORA_PROJECTIONS: dict[LoraTarget, tuple[str, ...]] = {
+    "linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "linear_proj": ("self_attn.o_proj",),
+    "linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "linear_fc2": ("mlp.down_proj",),
+}
+"""The Hugging Face modules of one layer that each target is made of, in Megatron's order."""
+
 
 class LoraConfig(Section):
     """Low-rank adapters: the base weights stay as they are, only the adapters are trained."""
@@ -153,6 +175,29 @@ class LoraConfig(Section):
     publish: Literal["merged", "adapter"] = Field(
         "merged", description="what the servers get: whole weights with the adapters merged in, or the adapter alone"
     )
+
+    @property
+    def by_adapter(self) -> bool:
+        """The servers keep the base weights and get adapters."""
+        return self.rank > 0 and self.publish == "adapter"
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The targets under the names that PEFT and SGLang know: `q_proj`, ..., in order."""
+        return tuple(name.rpartition(".")[2] for target in self.targets for name in LORA_PROJECTIONS[target])
+
+    @model_validator(mode="after")
+    def _adapter_is_used(self) -> LoraConfig:
+        if not self.targets and self.rank:
+            raise ValueError("targets: none is given for learner.lora.rank above 0; allowed: at least one")
+        if self.adapter is not None and self.rank == 0:
+            raise ValueError(f"adapter: {self.adapter} needs learner.lora.rank, the rank of that adapter; given: 0")
+        if self.adapter is not None and self.publish == "merged":
+            raise ValueError(
+                f"publish: merged cannot start from an adapter ({self.adapter}): the servers start with model.path "
+                "alone; allowed: adapter"
+            )
+        return self
 
 
 class LearnerConfig(Section):
@@ -188,6 +233,12 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"ranks: {self.ranks} cannot hold copies of a model cut over {self.layout.model_ranks} ranks "
                 "(learner.layout: tensor x pipeline x context); allowed: a multiple of it"
+            )
+        expert_ranks = self.layout.expert * self.layout.expert_tensor * self.layout.pipeline
+        if self.ranks % expert_ranks:
+            raise ValueError(
+                f"ranks: {self.ranks} cannot hold experts cut over {expert_ranks} ranks "
+                "(learner.layout: expert x expert_tensor x pipeline); allowed: a multiple of it"
             )
         return self
 

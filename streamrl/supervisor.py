@@ -95,6 +95,11 @@ class Role:
             for event in events.read_events(self.events)
         )
 
+    def given_up(self) -> str | None:
+        """Why the learner ended for good since its start: to train the same batches again would end the same way."""
+        told = (event for event in events.read_events(self.events) if event["event"] == "gave_up")
+        return next((event["reason"] for event in told if event["time"] >= self.started), None)
+
     def refusal(self) -> str | None:
         """The line by which the role refused its configuration, if its log ends with one in the last lines."""
         lines = [line.strip() for line in self.last_lines().splitlines()]
@@ -197,6 +202,8 @@ class Supervisor:
         was_ready = role.look_ready()
         if not was_ready and (refusal := role.refusal()):
             raise RoleFailed(refusal, code=2)
+        if was_ready and (reason := role.given_up()):
+            raise RoleFailed(f"{role.name} gave up: {reason}")
         if was_ready and self._may_restart(role):
             role.restarts += 1
             log.warning("%s ended with %s and is started again (%d)", role.name, _exit_text(code), role.restarts)

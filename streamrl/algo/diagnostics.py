@@ -1,6 +1,6 @@
 """What a step's tokens looked like: sums that add up over micro batches and ranks, and the metrics they make.
 
-    per-token values ──bucket_sums──▶ sums [buckets] ──merge──▶ sums of the step ──finish──▶ metrics
+    per-token values ──bucket_sums──▶ sums [buckets] ──merge──▶ sums of a pass, of all passes ──finish──▶ metrics
 
 A sum is a float64 tensor with one entry a staleness bucket. All are added, except keys `max/...`, of
 which the largest counts: over micro batches (`merge`) and over ranks (all_reduce with SUM or MAX).
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from streamrl.algo.importance import LOG_RATIO_BOUND, Weights
+from streamrl.algo.importance import Weights
+from streamrl.algo.ratios import bounded
 
 BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
 """Staleness in learner steps, doubling in width: the suffix of a metric that one bucket has."""
@@ -21,6 +22,7 @@ BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
 _LAST_OF_BUCKET = (0, 1, 2, 4, 8)
 _MAX = "max/"
 _MASKED_BY = "masked_by/"
+_LOSS_SHARES = ("clip_low", "clip_high", "clip_dual", "kl_cov", "entropy")  # means over n tokens, under `loss/`
 
 
 def off_policy_values(log_rho: Tensor) -> dict[str, Tensor]:
@@ -30,7 +32,7 @@ def off_policy_values(log_rho: Tensor) -> dict[str, Tensor]:
     +-20; the mean and the largest |log rho| are of the difference itself, so that a saturated clamp shows.
     """
     log_rho = log_rho.double()
-    clamped = log_rho.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    clamped = bounded(log_rho)
     rho = clamped.exp()
     return {
         "rho": rho,
@@ -42,13 +44,11 @@ def off_policy_values(log_rho: Tensor) -> dict[str, Tensor]:
     }
 
 
-def weight_values(applied: Weights, mask: str) -> dict[str, Tensor]:
-    """Per-token values of what was applied to n tokens; `mask` is the rule that masked (`config.mask`)."""
+def weight_values(applied: Weights) -> dict[str, Tensor]:
+    """Per-token values of what was applied to n tokens."""
     weight = applied.weight.double()
-    values = {"weight": weight, "weight_squared": weight.square(), "masked": applied.masked}
-    if mask != "none":
-        values[_MASKED_BY + mask] = applied.masked
-    return values
+    rules = {_MASKED_BY + rule: masked for rule, masked in applied.masked_by.items()}
+    return {"weight": weight, "weight_squared": weight.square(), "masked": applied.masked, **rules}
 
 
 def bucket_sums(values: Mapping[str, Tensor], staleness: Tensor) -> dict[str, Tensor]:
@@ -81,58 +81,78 @@ def merge(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return merged
 
 
-def finish(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """The metrics of one learner step from the sums of all its micro batches and ranks.
+def finish(
+    first: Mapping[str, Tensor], every: Mapping[str, Tensor] | None = None, updates: int = 1
+) -> dict[str, float]:
+    """The metrics of one learner step from the sums of its micro batches and ranks.
+
+    first: sums of the first pass over the batch, all its mini batches merged; every: those of all passes (None:
+    there was one); updates: passes x mini batches. How far off-policy the data is, is told by the first pass,
+    `offpolicy/` and `tokens/`; what was applied is told by all of them, `loss/` and `weights/`.
 
     A name alone is over all tokens; `NAME/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+` are over the tokens of
     that staleness and are there only when the bucket has trained tokens. n counts the trained tokens whose
-    mu is finite; a mean or share over n = 0 tokens is 0.
+    mu is finite, once a pass; a mean or share over n = 0 tokens is 0.
 
-    - `loss/total`: the loss that was minimised, all terms; a bucket has its part, the parts add up to it.
-    - `loss/kl`: mean KL(pi || pi_ref), 0 without a reference policy. Not `offpolicy/kl`, which is to mu.
+    - `loss/total`: the loss that was minimised, all terms, mean over the updates; a bucket has its part, the
+      parts add up to it.
+    - `loss/kl`: mean KL(pi || pi_ref) by k3, 0 without a reference policy. Not `offpolicy/kl`, which is to mu.
     - `loss/entropy`: mean entropy of pi, nats, the term itself without its weight; absent if not measured.
     - `loss/clip_low`, `/clip_high`, `/clip_dual`: share of n with r < 1 - eps_low and A < 0, with
-      r > 1 + eps_high and A > 0, with the dual clip's bound active.
+      r > 1 + eps_high and A > 0, with the dual clip's bound active; r of the sample in gspo, and whatever the
+      sign of A in cispo.
+    - `loss/kl_cov`: share of n that has the penalty of `covariance: kl_cov`; absent without it.
     - `offpolicy/ess`: effective sample size (sum rho)^2 / (n sum rho^2), in (0, 1].
     - `offpolicy/kl`, `/kl_k1`: KL(mu || pi) by k3 = rho - 1 - log rho and by k1 = -log rho, nats a token.
     - `offpolicy/log_ratio_mean`, `/log_ratio_max`: |log rho|.
     - `weights/ess`: the effective sample size of w; `weights/masked`, `weights/masked_RULE`: share of n.
     - `tokens/trained`: tokens in the denominator; `tokens/dropped`: those of them whose mu is not finite.
     """
-    table = torch.stack(list(sums.values())).tolist()
-    rows = dict(zip(sums, table, strict=True))
-    metrics = _metrics({key: max(row) if key.startswith(_MAX) else sum(row) for key, row in rows.items()})
+    data, applied = _rows(first), _rows(first if every is None else every)
+    metrics = _data_metrics(_over_buckets(data)) | _applied_metrics(_over_buckets(applied), updates)
     for index, bucket in enumerate(BUCKETS):
-        column = {key: row[index] for key, row in rows.items()}
+        column = {key: row[index] for key, row in data.items()}
         if column["trained"] > 0:
-            metrics |= {f"{name}/{bucket}": value for name, value in _metrics(column).items()}
+            inside = _data_metrics(column)
+            inside |= _applied_metrics({key: row[index] for key, row in applied.items()}, updates)
+            metrics |= {f"{name}/{bucket}": value for name, value in inside.items()}
     return metrics
 
 
-def _metrics(total: Mapping[str, float]) -> dict[str, float]:
-    def mean(key: str) -> float:
-        return _share(total[key], total["measured"])
+def _rows(sums: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    table = torch.stack(list(sums.values())).tolist()
+    return dict(zip(sums, table, strict=True))
 
-    metrics = {
-        "loss/total": total["loss"],
-        "loss/kl": 0.0,
-        "loss/clip_low": mean("clip_low"),
-        "loss/clip_high": mean("clip_high"),
-        "loss/clip_dual": mean("clip_dual"),
-        "offpolicy/ess": _effective_sample_size(total["rho"], total["rho_squared"], total["measured"]),
-        "offpolicy/kl": mean("kl_k3"),
-        "offpolicy/kl_k1": mean("kl_k1"),
-        "offpolicy/log_ratio_mean": mean("log_ratio"),
+
+def _over_buckets(rows: Mapping[str, list[float]]) -> dict[str, float]:
+    return {key: max(row) if key.startswith(_MAX) else sum(row) for key, row in rows.items()}
+
+
+def _data_metrics(total: Mapping[str, float]) -> dict[str, float]:
+    """How far off-policy the data is, from the first pass."""
+    n = total["measured"]
+    return {
+        "offpolicy/ess": _effective_sample_size(total["rho"], total["rho_squared"], n),
+        "offpolicy/kl": _share(total["kl_k3"], n),
+        "offpolicy/kl_k1": _share(total["kl_k1"], n),
+        "offpolicy/log_ratio_mean": _share(total["log_ratio"], n),
         "offpolicy/log_ratio_max": total["max/log_ratio"],
-        "weights/ess": _effective_sample_size(total["weight"], total["weight_squared"], total["measured"]),
-        "weights/masked": mean("masked"),
         "tokens/trained": total["trained"],
         "tokens/dropped": total["dropped"],
     }
-    if "entropy" in total:
-        metrics["loss/entropy"] = mean("entropy")
-    rules = [key for key in total if key.startswith(_MASKED_BY)]
-    return metrics | {f"weights/masked_{key.removeprefix(_MASKED_BY)}": mean(key) for key in rules}
+
+
+def _applied_metrics(total: Mapping[str, float], updates: int) -> dict[str, float]:
+    """What was done to it, over all passes."""
+    n = total["measured"]
+    metrics = {
+        "loss/total": total["loss"] / updates,
+        "loss/kl": _share(total.get("kl", 0.0), n),
+        "weights/ess": _effective_sample_size(total["weight"], total["weight_squared"], n),
+    }
+    names = {"masked": "weights/masked"} | {name: f"loss/{name}" for name in _LOSS_SHARES}
+    names |= {key: f"weights/masked_{key.removeprefix(_MASKED_BY)}" for key in total if key.startswith(_MASKED_BY)}
+    return metrics | {name: _share(total[key], n) for key, name in names.items() if key in total}
 
 
 def _effective_sample_size(total: float, squares: float, count: float) -> float:

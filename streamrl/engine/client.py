@@ -56,6 +56,7 @@ class AnswerMeta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     output_token_logprobs: list[tuple[float, int, str | None]] = []  # T x (log-prob, token id, text)
+    routed_experts: str | None = None  # int32 [P + T - 1, layers, top_k] in base64, where they were asked for
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -100,12 +101,26 @@ class EngineClient:
         await self._session.close()
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: dict[str, Any], n: int, request_id: str | None = None
+        self,
+        input_ids: Sequence[int],
+        sampling: dict[str, Any],
+        n: int,
+        request_id: str | None = None,
+        *,
+        adapter: str | None = None,
+        routed_experts: bool = False,
     ) -> list[Answer]:
-        """`n` answers to one prompt. `sampling` is SGLang's sampling_params without `n`."""
+        """`n` answers to one prompt. `sampling` is SGLang's sampling_params without `n`; `adapter`: a loaded one.
+
+        `routed_experts`: with the experts of each token, from a server that was started to keep them.
+        """
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": {**sampling, "n": n}, "return_logprob": True}
         if request_id is not None:
             body["rid"] = request_id
+        if adapter is not None:
+            body["lora_path"] = adapter
+        if routed_experts:
+            body["return_routed_experts"] = True
         answers = self._decode(_ANSWERS, "/generate", await self._post("/generate", body))
         return answers if isinstance(answers, list) else [answers]
 
@@ -171,6 +186,14 @@ class EngineClient:
     async def update_weight_version(self, version: str) -> None:
         """Rename the weights that the server holds; requests in flight are not touched."""
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    async def load_adapter(self, name: str, folder: str, timeout: float) -> None:
+        """Take in the PEFT folder of that path on the server's machine; requests then choose it by `name`."""
+        await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": folder}, timeout)
+
+    async def unload_adapter(self, name: str, timeout: float) -> None:
+        """Forget an adapter, once no request uses it any more."""
+        await self._post("/unload_lora_adapter", {"lora_name": name}, timeout)
 
     async def weights_checksum(self) -> dict[str, Any]:
         """SGLang's checksums of the weights that the server holds, in its own names and fusions."""

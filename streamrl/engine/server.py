@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import socket
 import subprocess
@@ -38,6 +39,9 @@ CUDA_GRACE = 10.0
 REAP = 10.0  # seconds that the kernel may take to end a killed process
 
 LOG_LINES = 20  # last lines of the log in an error; SGLang's own message stands under a traceback of this size
+
+MAX_ADAPTERS = 8
+# in a batch of a server, SGLang's own default: each takes device memory; requests for further ones wait.
 
 CPU_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
@@ -138,7 +142,25 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
     }
     if not has_cuda():
         chosen |= CPU_ARGUMENTS
+    if config.learner.lora.by_adapter:
+        chosen |= _adapter_arguments(config)
+    if config.learner.router_replay:
+        chosen["enable_return_routed_experts"] = True
     return chosen | {key.replace("-", "_"): value for key, value in config.generate.server_args.items()}
+
+
+def _adapter_arguments(config: Config) -> dict[str, Any]:
+    """What a server needs to take the run's adapters in while it generates."""
+    chosen = {
+        "enable_lora": True,
+        "max_lora_rank": config.learner.lora.rank,
+        "lora_target_modules": list(config.learner.lora.modules),
+        # One for each version that requests may be using at once, and one for the base weights.
+        "max_loras_per_batch": min(MAX_ADAPTERS, math.ceil(config.replay.bound) + 2),
+    }
+    if not has_cuda():
+        chosen["lora_backend"] = "torch_native"  # the others are kernels for GPUs
+    return chosen
 
 
 def command_line(arguments: dict[str, Any]) -> list[str]:

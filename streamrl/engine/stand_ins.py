@@ -7,10 +7,14 @@ each name that is really absent; an installed package is never replaced.
 An inert module answers whatever an import or a decorator at module level does with it: attributes
 are further inert modules (`triton.language`), capitalised ones are empty classes (`triton.Config`),
 and calling it gives the function back undecorated (`@triton.jit`, `@triton.autotune(...)`).
+
+Page-locked memory is stood in for as well: SGLang keeps adapters and the routing of experts in it without asking
+whether there is a device that it could be locked for.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import sys
@@ -94,6 +98,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = _InertModule(spec.name)
         if spec.name == "triton":  # the two that are called, with numbers, when SGLang's modules load
             vars(module).update(cdiv=_cdiv, next_power_of_2=_next_power_of_2)
+        if spec.name == "sgl_kernel":  # SGLang imports it after torch, in each of its processes
+            _leave_memory_unpinned()
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -107,6 +113,39 @@ def install(names: Sequence[str] = ABSENT_ON_CPU) -> tuple[str, ...]:
     if missing := [name for name in absent if name not in known]:
         sys.meta_path.append(_Finder(missing))
     return absent
+
+
+def _leave_memory_unpinned() -> None:
+    """`pin_memory=True`, `tensor.pin_memory()` and `cudaHostRegister` give ordinary memory: torch refuses them."""
+    import torch
+
+    torch.cuda.cudart = _Runtime
+
+    def stay(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    torch.Tensor.pin_memory = stay  # type: ignore[assignment, method-assign]
+    for name in ("arange", "empty", "ones", "tensor", "zeros"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _unpinned(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return make
+
+
+class _Runtime:
+    """The CUDA runtime as SGLang's host pools call it: they register memory, and look whether that went well."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 0
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference
+from streamrl.generate.routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.tasks.environment import FAILED, Environment, Rollout
+from streamrl.tasks.overlong import Overlong
 from streamrl.types import Group, Sample, Ticket
 
 log = logging.getLogger(__name__)
@@ -21,11 +23,19 @@ SCORING_TIME = 10.0
 
 
 async def run_group(
-    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, *, longest: int, events: EventLog
+    ticket: Ticket,
+    task: Environment,
+    inference: EngineInference,
+    group_size: int,
+    *,
+    longest: int,
+    overlong: Overlong,
+    events: EventLog,
 ) -> Group:
     """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
 
     A sample of more than `longest` tokens, prompt included, has failed too: no micro batch of the learner holds it.
+    `overlong` is what a long answer loses of its reward.
     At the deadline of `inference` the samples that are finished are kept, the others have failed, and the event
     tells how many tokens each had `reached`. Raises EngineError when the server cannot be reached: that is the
     worker's matter, not the sample's.
@@ -33,9 +43,9 @@ async def run_group(
     fields = {"group_id": ticket.group_id, "attempt": ticket.attempt, "prompt_index": ticket.prompt_index}
     with events.span("group", **fields) as outcome:
         started = now()
-        rollouts = await _rollouts(ticket, task, inference, group_size)
+        rollouts = [overlong.penalised(each) for each in await _rollouts(ticket, task, inference, group_size)]
         samples = tuple(_sample(rollout, ticket, longest, inference.failures) for rollout in rollouts)
-        samples = samples or (Sample.placeholder(),) * group_size
+        samples = shared_prompt_routing(samples) or (Sample.placeholder(),) * group_size
         group = Group(
             group_id=ticket.group_id,
             attempt=ticket.attempt,
@@ -90,6 +100,7 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str])
         reward=rollout.reward,
         reward_parts=rollout.parts,
         finish_reason=answer.finish_reason,
+        extras=answer.extras,
     )
     try:
         sample.check(f"group {ticket.group_id}")

@@ -7,12 +7,13 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from streamrl.config import GenerateConfig
-from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.client import Answer, EngineError
+from streamrl.generate.routing import routing_columns
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import Completion, Message
 from streamrl.types import PolicyVersion, VersionSpan
@@ -53,6 +54,22 @@ class Load:
         return self._busy + (time.monotonic() - self._since if self._running else 0.0)
 
 
+class Policy(Protocol):
+    """What answers requests: a server, or the newest adapter on it."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        sampling: dict[str, Any],
+        n: int,
+        request_id: str | None = None,
+        *,
+        routed_experts: bool = False,
+    ) -> list[Answer]: ...
+
+    async def abort(self, request_id: str = "") -> None: ...
+
+
 class EngineInference:
     """`Inference` on one SGLang server, with the configured sampling or greedy.
 
@@ -65,20 +82,22 @@ class EngineInference:
 
     def __init__(
         self,
-        client: EngineClient,
+        policy: Policy,
         tokenizer: Tokenizer,
         config: GenerateConfig,
         load: Load,
         *,
         greedy: bool = False,
         deadline: float | None = None,
+        routed_experts: bool = False,
     ) -> None:
-        """`deadline`: seconds, on the event loop's clock."""
+        """`deadline`: seconds, on the event loop's clock. `routed_experts`: of each token, for the router replay."""
         self.deadline = deadline
-        self._client = client
+        self._policy = policy
         self._tokenizer = tokenizer
         self._load = load
         self._single = config.single_requests
+        self._routed_experts = routed_experts
         self.failures: list[str] = []
         self._sampling: dict[str, Any] = {
             "temperature": 0.0 if greedy else config.sampling.temperature,
@@ -115,13 +134,15 @@ class EngineInference:
     async def _in_time(self, ids: list[int], sampling: dict[str, Any], n: int) -> Sequence[Answer | None]:
         """The answers of one request, or what there is of them at the deadline."""
         name = uuid.uuid4().hex if n == 1 else None
-        asking = asyncio.ensure_future(self._client.generate(ids, sampling, n, name))
+        asking = asyncio.ensure_future(
+            self._policy.generate(ids, sampling, n, name, routed_experts=self._routed_experts)
+        )
         try:
             await asyncio.wait((asking,), timeout=self._remaining())
             if not asking.done():
                 self.failures.append("not finished at the deadline")
             if not asking.done() and name is not None:
-                await self._client.abort(name)
+                await self._policy.abort(name)
                 await asyncio.wait((asking,), timeout=CUT_TIMEOUT)
             return asking.result() if asking.done() else [None] * n
         finally:
@@ -164,6 +185,7 @@ def completion(prompt_ids: np.ndarray, answer: Answer, text: str) -> Completion:
     )
     if (spans[-1].end if spans else 0) != len(answer.output_ids):
         raise ValueError(f"answer {meta.id}: weight versions {meta.weight_versions} do not cover its tokens")
+    routed = meta.routed_experts
     return Completion(
         text=text,
         prompt_ids=prompt_ids,
@@ -171,4 +193,5 @@ def completion(prompt_ids: np.ndarray, answer: Answer, text: str) -> Completion:
         logprobs=logprobs,
         spans=spans,
         finish_reason=meta.finish_reason.type,
+        extras={} if routed is None else routing_columns(routed, len(prompt_ids), len(answer.output_ids)),
     )

@@ -11,6 +11,10 @@ from streamrl.config_file import ConfigError
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.server import Server, ServerFailed
+from streamrl.generate.adapters import AdapterPolicy, Adapters, AdapterSink, load_adapter
+from streamrl.generate.inference import Policy
+from streamrl.generate.sink import BroadcastSink
+from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
@@ -53,21 +57,46 @@ class ServedModel:
         self._process = None if attach else Server(config, run_folder, index, keys)
         self.address = self._process.address if self._process else attach[index]
         self.client = EngineClient(self.address, config.generate.request_timeout, keys)
+        self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None
 
     @property
     def state(self) -> ServerState:
         return ServerState(name=self.name, version=self._version, world_size=self._config.generate.tensor_parallel)
 
+    @property
+    def policy(self) -> Policy:
+        """What requests are given to: it answers them with the newest version that the server has."""
+        return self.client if self._adapters is None else AdapterPolicy(self.client, self._adapters)
+
+    def sink(self) -> Sink:
+        """A new end of the publisher's way to this server."""
+        publish = self._config.publish
+        if self._adapters is not None:
+            return AdapterSink(self.client, self._adapters, publish.timeout)
+        return BroadcastSink(self.client, publish.interruption, publish.timeout)
+
     async def start(self) -> None:
-        """Wait until the server can generate with the weights of model.path. Raises ServerFailed."""
+        """Wait until the server can generate with the run's initial weights. Raises ServerFailed."""
         timeout = START_SHARE * self._config.run.start_timeout
         if self._process is not None:
             await self._process.ready(self.client, timeout)
+        else:
+            try:
+                await _reset(self.client, timeout)
+            except EngineError as error:
+                raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
+        await self._load_initial_adapter(timeout)
+
+    async def _load_initial_adapter(self, timeout: float) -> None:
+        """Version 0 of a run that starts from an adapter has it; of any other it is the base weights alone."""
+        folder = self._config.learner.lora.adapter
+        if self._adapters is None or folder is None:
             return
         try:
-            await _reset(self.client, timeout)
-        except EngineError as error:
-            raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
+            await load_adapter(self.client, INITIAL, str(folder.resolve()), timeout)
+        except PublishError as error:
+            raise ServerFailed(f"learner.lora.adapter: {error}") from error
+        self._adapters.loaded(INITIAL)
 
     async def set_version(self, version: PolicyVersion) -> None:
         """The sink has brought the server to `version`."""

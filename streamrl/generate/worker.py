@@ -32,13 +32,13 @@ from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.link import ServiceLink
 from streamrl.generate.probes import answer_probes
 from streamrl.generate.served import ServedModel
-from streamrl.generate.sink import BroadcastSink
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.transport import PublishError
 from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import Applied, Message, Publish, PublishFailed, Stop, Tickets
+from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.registry import build_tasks
 from streamrl.types import Ticket
 
@@ -119,7 +119,7 @@ class Worker:
         self._link = ServiceLink(
             config, run_folder, self.name, address=address, servers=lambda: (served.state,), events=events
         )
-        self._sink = BroadcastSink(served.client, config.publish.interruption, config.publish.timeout)
+        self._sink = served.sink()
         self._publishes: asyncio.Queue[Publish] = asyncio.Queue()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -185,6 +185,7 @@ class Worker:
                 self._inference(deadline=deadline),
                 self._config.generate.group_size,
                 longest=self._config.learner.tokens_per_micro_batch,
+                overlong=Overlong.of(self._config),
                 events=self._events,
             )
         except EngineError:
@@ -201,7 +202,13 @@ class Worker:
     def _inference(self, *, greedy: bool = False, deadline: float | None = None) -> EngineInference:
         generate = self._config.generate
         return EngineInference(
-            self._served.client, self._tokenizer, generate, self._load, greedy=greedy, deadline=deadline
+            self._served.policy,
+            self._tokenizer,
+            generate,
+            self._load,
+            greedy=greedy,
+            deadline=deadline,
+            routed_experts=self._config.learner.router_replay,
         )
 
     async def _beat(self) -> None:

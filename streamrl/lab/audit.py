@@ -22,6 +22,7 @@ from streamrl import config_file
 from streamrl.config import Config
 from streamrl.observe.metrics import read_metrics
 from streamrl.publish.kept import kept_versions
+from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.replay.journal import JournalDamaged, recorded_batches
 from streamrl.replay.order import make_order
 from streamrl.types import Batch, Group, PolicyVersion, Sample
@@ -88,7 +89,7 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
     for version, spans in sorted(tokens.items()):
         if version in kept:
-            _load(model, kept[version])
+            _load(model, kept[version], config.model.path)
             _check_logprobs(model, spans, config, findings)
         elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
@@ -199,9 +200,16 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
             findings.problems.append(f"metrics.jsonl says {told} {what}, the journal {found}")
 
 
-def _load(model: PreTrainedModel, folder: Path) -> None:
-    """Put the weights of a kept version into the Hugging Face model. Raises ValueError where a weight is missing."""
-    weights = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+def _load(model: PreTrainedModel, folder: Path, base: Path) -> None:
+    """Put the weights of a kept version into the Hugging Face model: whole ones, or `base` with its adapters merged.
+
+    Raises ValueError where a weight is missing.
+    """
+    source = base if is_adapter(folder) else folder
+    weights = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    if is_adapter(folder):
+        weights = {name: tensor.float() for name, tensor in weights.items()}
+        merge_adapter(weights, folder)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     tied = set(model.all_tied_weights_keys)
     if unexpected or not tied.issuperset(missing):

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -29,17 +31,17 @@ SMALL_BLOCK = 1 << 16
 class Block:
     """Segments of about one length that one attention call takes, padded.
 
-    Example: segments of 3 and 2 tokens behind prefixes of 4 make `count=2, queries=3, keys=7`.
+    Example: segments of 3 and 2 tokens behind 4 others each make `count=2, queries=3, keys=7`.
     """
 
     count: int
     queries: int  # longest segment
-    keys: int  # longest prefix + longest segment
-    tokens: Tensor  # int64 [t], places in the row of the segments' tokens
+    keys: int  # longest segment with what is before it
+    tokens: Tensor  # int64 [t], places among this rank's queries of the segments' tokens
     slots: Tensor  # int64 [t], their places in the padded [count * queries]
-    key_tokens: Tensor  # int64 [u], places in the row of the prefixes' and the segments' tokens
+    key_tokens: Tensor  # int64 [u], places among all keys of what the segments see
     key_slots: Tensor  # int64 [u], their places in the padded [count * keys]
-    mask: Tensor | None  # bool [count, 1, queries, keys], what is seen; None: causal, there are no prefixes
+    mask: Tensor | None  # bool [count, 1, queries, keys], what is seen; None: causal, nothing is before
 
 
 @dataclass
@@ -52,42 +54,121 @@ class PackedSegments(PackedSeqParams):
 
     blocks: tuple[Block, ...] = ()
     # For the varlen kernel: where segments and their keys end, int32 [B + 1], the longest of both, and the
-    # places of the keys in the row, int64 [u], one segment after the other; None: as the queries.
+    # places of the keys, int64 [u], one segment after the other; None: as the queries.
     query_ends: Tensor | None = None
     key_ends: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
     key_tokens: Tensor | None = None
 
 
-def describe_row(segments: np.ndarray, device: torch.device) -> PackedSegments:
-    """What the local layers need to know of a packed row.
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The part of a packed row that one context-parallel rank has: two pieces of it, as Megatron cuts a sequence.
+
+    Piece `rank` and its mirror image, of 2 x ranks equal pieces: the first sees little, the last much.
+    Example: rank 0 of 2 has tokens 0, 1, 6 and 7 of a row of 8.
+    """
+
+    ranks: int = 1
+    rank: int = 0
+
+    def tokens(self, row: int) -> np.ndarray:
+        """Places in a row of `row` tokens, a multiple of 2 x ranks, of this rank's tokens: int64 [row / ranks]."""
+        if self.ranks == 1:
+            return np.arange(row)
+        pieces = np.arange(row).reshape(2 * self.ranks, -1)
+        return np.concatenate([pieces[self.rank], pieces[-1 - self.rank]])
+
+    def gathered(self, row: int) -> np.ndarray:
+        """Where each token of the row is when the ranks' slices stand one after the other: int64 [row]."""
+        order = np.concatenate([Slice(self.ranks, rank).tokens(row) for rank in range(self.ranks)])
+        return np.argsort(order)
+
+    def cut(self, segments: np.ndarray) -> np.ndarray:
+        """The segments, int64 [B, 4], as this rank has them, in the order of its slice: int64 [B', 5].
+
+        The columns are (start, length, prefix start, prefix length, before): `before` tokens of the same
+        segment are in front of it, on this rank or another.
+        """
+        whole = np.concatenate([segments, np.zeros_like(segments[:, :1])], 1)
+        if self.ranks == 1:
+            return whole
+        piece = int(segments[:, 1].sum()) // (2 * self.ranks)
+        parts = [_within(whole, index * piece, piece) for index in (self.rank, 2 * self.ranks - 1 - self.rank)]
+        return np.concatenate(parts)
+
+
+WHOLE = Slice()
+"""The slice of a rank that is alone in its context-parallel group: the row."""
+
+
+def _within(segments: np.ndarray, begin: int, length: int) -> np.ndarray:
+    """What of the segments, int64 [B, 5], lies within so many tokens from `begin` on."""
+    starts, ends = segments[:, 0], segments[:, 0] + segments[:, 1]
+    first, last = np.maximum(starts, begin), np.minimum(ends, begin + length)
+    part = np.stack([first, last - first, segments[:, 2], segments[:, 3], segments[:, 4] + first - starts], 1)
+    return part[last > first]
+
+
+def describe_row(segments: np.ndarray, device: torch.device, part: Slice = WHOLE) -> PackedSegments:
+    """What the local layers need to know of a packed row, or of this rank's slice of it.
 
     segments: int64 [B, 4], (start, length, prefix start, prefix length) in the order of the row.
     """
-    lengths, prefixes = segments[:, 1], segments[:, 3]
-    keys = lengths + prefixes
-    row = _cumulative(lengths.sum(keepdims=True), device)
-    key_tokens = np.concatenate([_seen_by(segment) for segment in segments]) if prefixes.any() else None
+    row, mine = int(segments[:, 1].sum()), part.cut(segments)
+    lengths, earlier = mine[:, 1], mine[:, 3] + mine[:, 4]
+    places = _Places.of(part, row)
+    ends, longest = _cumulative(np.array([row]), device), int((segments[:, 1] + segments[:, 3]).max())
+    key_tokens = None
+    if part.ranks > 1 or earlier.any():
+        key_tokens = places.keys(np.concatenate([_seen_by(segment) for segment in mine]), device)
     return PackedSegments(
         qkv_format="thd",
-        cu_seqlens_q=row,
-        cu_seqlens_kv=row,
-        max_seqlen_q=int(keys.max()),  # how long Megatron makes its table of RoPE angles
-        max_seqlen_kv=int(keys.max()),
-        blocks=tuple(_block(members, device) for members in block_segments(segments)),
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,  # how long Megatron makes its table of RoPE angles
+        max_seqlen_kv=longest,
+        blocks=tuple(_block(members, places, device) for members in block_segments(mine)),
         query_ends=_cumulative(lengths, device),
-        key_ends=_cumulative(keys, device),
-        longest=(int(lengths.max()), int(keys.max())),
-        key_tokens=None if key_tokens is None else torch.from_numpy(key_tokens).to(device),
+        key_ends=_cumulative(lengths + earlier, device),
+        longest=(int(lengths.max()), int((lengths + earlier).max())),
+        key_tokens=key_tokens,
     )
 
 
-def describe_row_for_engine(segments: np.ndarray, device: torch.device) -> PackedSeqParams:
-    """The same for Transformer Engine's layers, which know sequences and no shared prefixes."""
+def describe_row_for_engine(segments: np.ndarray, device: torch.device, part: Slice = WHOLE) -> PackedSeqParams:
+    """The same for Transformer Engine's layers, which know sequences, no shared prefixes and here no slices."""
+    if part.ranks > 1:
+        raise ValueError(f"a row cut over {part.ranks} context-parallel ranks needs the local layers")
     ends, longest = _cumulative(segments[:, 1], device), int(segments[:, 1].max())
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """From places in the row to places among this rank's queries and among the keys of all ranks, int64 [T] each."""
+
+    _queries: np.ndarray  # anything for the tokens of other ranks
+    _keys: np.ndarray
+
+    @classmethod
+    def of(cls, part: Slice, row: int) -> _Places:
+        queries = np.zeros(row, np.int64)
+        tokens = part.tokens(row)
+        queries[tokens] = np.arange(len(tokens))
+        return cls(queries, part.gathered(row))
+
+    def queries(self, tokens: np.ndarray, device: torch.device) -> Tensor:
+        return _index(self._queries[tokens], device)
+
+    def keys(self, tokens: np.ndarray, device: torch.device) -> Tensor:
+        return _index(self._keys[tokens], device)
+
+
+def _index(places: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(places.astype(np.int64)).to(device)
 
 
 def _cumulative(lengths: np.ndarray, device: torch.device) -> Tensor:
@@ -96,18 +177,20 @@ def _cumulative(lengths: np.ndarray, device: torch.device) -> Tensor:
 
 def _seen_by(segment: np.ndarray) -> np.ndarray:
     """Places in the row that a segment's last token sees, its prefix first."""
-    start, length, prefix_start, prefix = segment
-    return np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)])
+    start, length, prefix_start, prefix, before = segment
+    return np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start - before, start + length)])
 
 
 def block_segments(segments: np.ndarray) -> list[np.ndarray]:
-    """Sort segments by length and cut them into blocks that pad little: int64 [n, 4] each.
+    """Sort segments, int64 [B, 5], by length and cut them into blocks that pad little: int64 [n, 5] each.
 
-    Segments with and without a prefix are never in one block.
+    Segments with and without something before them are never in one block.
     """
     blocks = []
-    for part in (segments[segments[:, 3] == 0], segments[segments[:, 3] > 0]):
-        ordered = part[np.lexsort((part[:, 3], part[:, 1]))[::-1]]
+    earlier = segments[:, 3] + segments[:, 4]
+    for chosen in (earlier == 0, earlier > 0):
+        order = np.lexsort((earlier[chosen], segments[chosen, 1]))[::-1]
+        ordered = segments[chosen][order]
         begin = 0
         while begin < len(ordered):
             end = begin + _fitting(ordered[begin:])
@@ -118,38 +201,36 @@ def block_segments(segments: np.ndarray) -> list[np.ndarray]:
 
 def _fitting(ordered: np.ndarray) -> int:
     """How many of these segments, longest first, may share a block."""
-    lengths, prefixes = ordered[:, 1], ordered[:, 3]
-    real = np.cumsum(lengths * (lengths + prefixes))
-    padded = np.arange(1, len(ordered) + 1) * lengths[0] * (lengths[0] + np.maximum.accumulate(prefixes))
+    lengths, earlier = ordered[:, 1], ordered[:, 3] + ordered[:, 4]
+    real = np.cumsum(lengths * (lengths + earlier))
+    padded = np.arange(1, len(ordered) + 1) * lengths[0] * (lengths[0] + np.maximum.accumulate(earlier))
     fits = padded <= np.maximum(PADDING * real, SMALL_BLOCK)
     return max(1, len(fits) if fits.all() else int(np.argmin(fits)))
 
 
-def _block(segments: np.ndarray, device: torch.device) -> Block:
-    starts, lengths, prefix_starts, prefixes = segments.T[..., None]
-    longest, longest_prefix = int(lengths.max()), int(prefixes.max())
+def _block(segments: np.ndarray, places: _Places, device: torch.device) -> Block:
+    starts, lengths, prefix_starts, prefixes, before = segments.T[..., None]
+    earlier = prefixes + before
+    longest, longest_earlier = int(lengths.max()), int(earlier.max())
     within = np.arange(longest)
     real = within < lengths  # [n, queries]
-    # A prefix stands against the right edge of its space, so that one causal rule holds for all rows.
-    before = np.arange(longest_prefix) - (longest_prefix - prefixes)
-    key_real = np.concatenate([before >= 0, real], 1)  # [n, keys]
-    key_places = np.concatenate([prefix_starts + before, starts + within], 1)
+    # What is before a segment stands against the right edge of its space, so that one causal rule holds for all rows.
+    index = np.arange(longest_earlier) - (longest_earlier - earlier)
+    earlier_places = np.where(index < prefixes, prefix_starts + index, starts - earlier + index)
+    key_real = np.concatenate([index >= 0, real], 1)  # [n, keys]
+    key_places = np.concatenate([earlier_places, starts + within], 1)
     mask = None
-    if longest_prefix:
-        causal = np.arange(longest_prefix + longest) <= longest_prefix + within[:, None]
+    if longest_earlier:
+        causal = np.arange(longest_earlier + longest) <= longest_earlier + within[:, None]
         mask = torch.from_numpy((key_real[:, None] & causal)[:, None]).to(device)
-
-    def index(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
-
     return Block(
         count=len(segments),
         queries=longest,
-        keys=longest_prefix + longest,
-        tokens=index((starts + within)[real]),
-        slots=index(np.flatnonzero(real)),
-        key_tokens=index(key_places[key_real]),
-        key_slots=index(np.flatnonzero(key_real)),
+        keys=longest_earlier + longest,
+        tokens=places.queries((starts + within)[real], device),
+        slots=_index(np.flatnonzero(real), device),
+        key_tokens=places.keys(key_places[key_real], device),
+        key_slots=_index(np.flatnonzero(key_real), device),
         mask=mask,
     )
 
@@ -158,24 +239,23 @@ class PackedAttention(MegatronModule):
     """Causal attention for Megatron's local layers: packed rows (thd) and plain batches (sbhd).
 
     On CUDA with half precision a packed row is one call of torch's varlen flash attention; otherwise its
-    blocks are padded and go through `scaled_dot_product_attention`.
+    blocks are padded and go through `scaled_dot_product_attention`. Under context parallelism a rank has the
+    queries of its slice and gathers the keys and values of all.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 (Megatron's signature)
         self,
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
         super().__init__(config)
-        if config.context_parallel_size > 1:
-            raise NotImplementedError(
-                f"context parallelism of {config.context_parallel_size} needs Transformer Engine layers"
-            )
         assert config.kv_channels is not None
+        self._context = None if pg_collection is None else pg_collection.cp
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
 
     def forward(  # noqa: PLR0917 (Megatron's signature)
@@ -188,16 +268,25 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
-        """Packed: query [T, heads, d], key and value [T, groups, d] -> [T, heads * d].
+        """Packed: query [t, heads, d], key and value [t, groups, d] of this rank's slice -> [t, heads * d].
 
         Plain: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
         """
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        key, value = self._of_all_slices(key, value)
         if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
             return self._varlen(query, key, value, packed_seq_params)
         return self._blockwise(query, key, value, packed_seq_params.blocks)
+
+    def _of_all_slices(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [T, groups, d] of the context-parallel ranks, one slice after the other, with gradient."""
+        if self._context is None or self._context.size() == 1:
+            return key, value
+        both = gather_from_sequence_parallel_region(torch.cat([key, value], -1).contiguous(), group=self._context)
+        gathered_key, gathered_value = both.chunk(2, -1)
+        return gathered_key, gathered_value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """query [b, heads, s, d], key and value [b, groups, u, d] -> [b, heads, s, d]; causal without a mask."""

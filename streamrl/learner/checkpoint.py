@@ -1,18 +1,21 @@
-"""Checkpoints by Megatron's dist_checkpointing: everything that the next step of the learner depends on.
+"""Checkpoints by Megatron's dist_checkpointing: what is in them, which there are, and how one is read.
 
-    checkpoints/.step_20.saving ──rename──▶ checkpoints/step_20 (checkpoint.json + Megatron's files)
+    RUN/checkpoints/step_20/   checkpoint.json, Megatron's files, huggingface/ where it is exported
 
-A folder named `step_N` is complete. It resumes bit for bit in the layout that wrote it. Its ledger names the
+A folder named `step_N` is complete. Its weights and optimizer state are cut along the model, not along the
+ranks: any layout of ranks reads them; the layout that wrote them goes on bit for bit. Its ledger names the
 groups that are in its weights: which data has been trained is what the checkpoint says, not what was delivered.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
-import queue
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,24 +24,26 @@ import msgspec
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.module import MegatronModule
 
 from streamrl.config_file import ConfigError
+from streamrl.learner.model import PolicyModel
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
 from streamrl.types import Ledger, PolicyVersion
 
-FORMAT = 2
+log = logging.getLogger(__name__)
 
-_DESCRIPTION = "checkpoint.json"
+FORMAT = 3
+
+DESCRIPTION = "checkpoint.json"
 _NAME = re.compile(r"step_\d+")
+_REPLACED = re.compile(r"\.(step_\d+)\.old")
+_LEFT_OVER = re.compile(r"\.step_\d+\.(saving|old)")
 
 
 class CheckpointMismatchError(ConfigError):
-    """A checkpoint was written by another layout; the text names the first difference."""
+    """A checkpoint is of another model or optimizer; the text names the first difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,41 +52,123 @@ class Checkpoint:
 
     folder: Path
     version: PolicyVersion
+    fixed: dict[str, Any]
     layout: dict[str, Any]
     ledger: Ledger | None  # None where the batches came from a record
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a checkpoint is written from and read into."""
+    """What a checkpoint is written from and read into.
 
-    model: MegatronModule  # without the data-parallel wrapper
+    Example of `settings`: {"dtype": "bfloat16", "distributed_optimizer": True, "lora_rank": 0}.
+    """
+
+    chunks: Sequence[PolicyModel]  # of this rank, without the data-parallel wrapper
     optimizer: PolicyOptimizer
     ranks: Ranks
-    layout: dict[str, Any]  # what a run that resumes must share
+    settings: dict[str, Any]  # what a run that resumes must share beside the model's shape
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """What must not change between the run that wrote a checkpoint and the one that reads it."""
+        shape = dataclasses.asdict(self.chunks[0].shape)
+        fixed = {**self.settings, **{f"model {name}": value for name, value in shape.items()}}
+        return dict(msgspec.json.decode(msgspec.json.encode(fixed)))  # as it comes back from the file
+
+    def sharded(self, loading: bool) -> dict[str, Any]:
+        """Weights and optimizer state, described shard by shard, on every rank. Collective."""
+        metadata = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        self.optimizer.fill_state()
+        # Megatron numbers the layers of a chunk within the whole model: the chunks' keys do not collide.
+        weights = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in self._numbered()}
+        optimizer = self.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+        return {**weights, "optimizer": optimizer}
+
+    def take(self, loaded: dict[str, Any]) -> None:
+        """Set weights and optimizer state from what dist_checkpointing loaded for `sharded`."""
+        for index, chunk in self._numbered():
+            chunk.load_state_dict(loaded[f"model{index}"])
+        self.optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], self.optimizer))
+        self.optimizer.own_steps()
+
+    def random(self) -> ShardedObject:
+        """The random state of every rank."""
+        return ShardedObject("random", _random_state(), (self.ranks.world,), (self.ranks.rank,))
+
+    def _numbered(self) -> list[tuple[int, PolicyModel]]:
+        return list(enumerate(self.chunks))
 
 
 def latest(root: Path) -> Checkpoint | None:
     """The checkpoint with the most steps in `root` (RUN/checkpoints); None when there is none."""
-    folders = _complete(root)
-    if not folders:
-        return None
-    description = json.loads((folders[-1] / _DESCRIPTION).read_text())
+    folders = complete(root)
+    return read(folders[-1]) if folders else None
+
+
+def read(folder: Path) -> Checkpoint:
+    """What a complete checkpoint says of itself. Raises CheckpointMismatchError for another format."""
+    description = json.loads((folder / DESCRIPTION).read_text())
     if description["format"] != FORMAT:
-        raise CheckpointMismatchError(f"{folders[-1]} has format {description['format']}, this streamrl reads {FORMAT}")
+        raise CheckpointMismatchError(f"{folder} has format {description['format']}, this streamrl reads {FORMAT}")
     ledger = description["ledger"]
     return Checkpoint(
-        folders[-1],
+        folder,
         PolicyVersion.parse(description["version"]),
+        description["fixed"],
         description["layout"],
         None if ledger is None else msgspec.convert(ledger, Ledger, str_keys=True),
     )
 
 
-def oldest_step(root: Path) -> int | None:
-    """The step of the oldest checkpoint in `root`; None when there is none."""
-    folders = _complete(root)
-    return _step(folders[0]) if folders else None
+def load(checkpoint: Checkpoint, state: State) -> None:
+    """Set model, optimizer, schedule and random state from a checkpoint. All ranks call.
+
+    In another layout than the one that wrote it every weight and moment is the same, while the random state
+    is that of a fresh start. Raises CheckpointMismatchError when it is of another model or optimizer.
+    """
+    _refuse_another_model(checkpoint, state)
+    same_layout = checkpoint.layout == state.ranks.layout
+    wanted = state.sharded(loading=True)
+    if same_layout:
+        wanted["random"] = state.random()
+    else:
+        log.info("%s was written in layout %s, it is cut anew", checkpoint.folder, checkpoint.layout)
+        _clear_pads(state.chunks)
+    _mend_distributed_optimizer()
+    loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
+    state.take(loaded)
+    state.optimizer.load_counts(loaded["counts"])
+    if same_layout:
+        _set_random_state(loaded["random"])
+
+
+def complete(root: Path) -> list[Path]:
+    """The complete checkpoints of `root`, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(folder: Path) -> int:
+    """The learner step in a checkpoint's name."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def clean(root: Path) -> None:
+    """Remove what a learner that was killed left half written, and put back what it was about to replace."""
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        replaced = _REPLACED.fullmatch(path.name)
+        if replaced and not (root / replaced[1]).exists() and (path / DESCRIPTION).exists():
+            path.rename(root / replaced[1])
+        elif _LEFT_OVER.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
 def next_incarnation(root: Path, ranks: Ranks) -> int:
@@ -94,91 +181,55 @@ def next_incarnation(root: Path, ranks: Ranks) -> int:
         root.mkdir(parents=True, exist_ok=True)
         path = root / "incarnation"
         incarnation = int(path.read_text()) + 1 if path.exists() else 0
-        _write_durably(path, str(incarnation))
+        write_durably(path, str(incarnation))
     return int(ranks.broadcast(incarnation))
 
 
-def save(root: Path, version: PolicyVersion, state: State, keep: int, ledger: Ledger | None = None) -> Path:
-    """Write `root/step_N` and delete all but the newest `keep`. All ranks call and return together.
-
-    `ledger` is rank 0's: which groups are in the weights.
-    """
-    target = root / f"step_{version.step}"
-    partial = root / f".{target.name}.saving"
-    if state.ranks.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    state.ranks.barrier()
-    optimizer = state.optimizer
-    optimizer.fill_state()
-    sharded = _sharded(state, loading=False)
-    sharded["common"] = {
-        "scheduler": optimizer.scheduler.state_dict(),
-        "updates": optimizer.updates,
-        "skipped": optimizer.skipped,
-    }
-    # A plain queue, because writing is waited for here. Megatron's own is a server process, which would
-    # outlive a rank that is killed.
-    filesystem_async._results_queue = queue.Queue()
-    dist_checkpointing.save(sharded, str(partial), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
-    if state.ranks.rank == 0:
-        description = {"format": FORMAT, "version": str(version), "layout": state.layout, "ledger": ledger}
-        _write_durably(partial / _DESCRIPTION, msgspec.json.format(msgspec.json.encode(description)).decode())
-        _replace(target, partial)
-        for folder in _complete(root)[:-keep]:
-            shutil.rmtree(folder)
-    state.ranks.barrier()
-    return target
+def write_durably(path: Path, text: str) -> None:
+    """Replace a small file: after a crash it has its old text or this one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    sync(partial)
+    partial.rename(path)
+    sync(path.parent)
 
 
-def load(checkpoint: Checkpoint, state: State) -> None:
-    """Set model, optimizer, schedule and random state from a checkpoint. All ranks call.
+def sync(path: Path) -> None:
+    """Wait until a file or the entries of a folder are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
-    Raises CheckpointMismatchError when it was written by another layout.
-    """
-    for key in sorted(state.layout.keys() | checkpoint.layout.keys()):
-        theirs, ours = checkpoint.layout.get(key), state.layout.get(key)
-        if theirs != ours:
+
+def _refuse_another_model(checkpoint: Checkpoint, state: State) -> None:
+    ours = state.fixed
+    for key in sorted(ours.keys() | checkpoint.fixed.keys()):
+        theirs = checkpoint.fixed.get(key)
+        if theirs != ours.get(key):
             raise CheckpointMismatchError(
-                f"{checkpoint.folder} was written with {key}={theirs}, this run has {key}={ours}: "
-                "resume with the layout that wrote it, or start a new run from an exported model"
+                f"{checkpoint.folder} was written with {key}={theirs}, this run has {key}={ours.get(key)}: "
+                "resume with what wrote it, or start a new run from an exported model"
             )
-    _mend_distributed_optimizer()
-    optimizer = state.optimizer
-    optimizer.fill_state()
-    loaded = dist_checkpointing.load(_sharded(state, loading=True), str(checkpoint.folder))
-    state.model.load_state_dict(loaded["model"])
-    optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], optimizer))
-    optimizer.own_steps()
-    optimizer.scheduler.load_state_dict(loaded["common"]["scheduler"])
-    optimizer.apply_settings()
-    optimizer.updates = loaded["common"]["updates"]
-    optimizer.skipped = loaded["common"]["skipped"]
-    _set_random_state(loaded["random"])
 
 
-def _sharded(state: State, loading: bool) -> dict[str, Any]:
-    """What dist_checkpointing saves and loads, described shard by shard."""
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    weights = state.model.sharded_state_dict(metadata=metadata)
-    return {
-        "model": weights,
-        "optimizer": state.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
-        "random": ShardedObject("random", _random_state(), (state.ranks.world,), (state.ranks.rank,)),
-    }
+def _clear_pads(chunks: Sequence[PolicyModel]) -> None:
+    """Another tensor-parallel size pads the vocabulary to another size: the rows that no file has become 0."""
+    with torch.no_grad():
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                    parameter.zero_()
 
 
-def _with_step(state: dict[str, Any], optimizer: PolicyOptimizer) -> dict[str, Any]:
+def _with_step(state: Any, optimizer: PolicyOptimizer) -> Any:
     """Megatron saves no `step` of 0, and torch's Adam does not load without one."""
-    inner = state.get("optimizer", state)
-    if optimizer.torch_adams() and "state" in inner:
-        inner["state"].setdefault("common_step", torch.zeros(()))
+    parts = [state] if len(optimizer.megatron.chained_optimizers) == 1 else state.values()
+    for part in parts:
+        inner = part.get("optimizer", part)
+        if optimizer.torch_adams() and "state" in inner:
+            inner["state"].setdefault("common_step", torch.zeros(()))
     return state
 
 
@@ -211,44 +262,3 @@ def _mend_distributed_optimizer() -> None:
 
     with_step.knows_step = True  # type: ignore[attr-defined]
     DistributedOptimizer._set_main_param_and_optimizer_states = with_step
-
-
-def _complete(root: Path) -> list[Path]:
-    """The complete checkpoints of `root`, oldest first."""
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=_step)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
-
-
-def _replace(target: Path, partial: Path) -> None:
-    """Rename `partial` to `target`; an older folder of that name goes away without a moment of half a one."""
-    for path in partial.rglob("*"):
-        _sync(path)
-    _sync(partial)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    partial.rename(target)
-    _sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_durably(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    _sync(partial)
-    partial.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,6 +1,6 @@
 """Everything that Megatron-Core needs to run on a machine without CUDA: a no-op where CUDA is there.
 
-Megatron-Core takes a GPU for granted in five ways; each patch below names the one that it answers. The
+Megatron-Core takes a GPU for granted in six ways; each patch below names the one that it answers. The
 patches reach Megatron's own modules alone wherever that is possible: each of them sees a stand-in for
 the name `torch`, and everybody else sees torch as it is. They know one version by heart, so any other
 is refused. Layers that need a replacement of their own (core attention, norm) are in `attention.py`.
@@ -42,6 +42,12 @@ _MODULES = (
     "pipeline_parallel.schedules",
     "tensor_parallel",
     "tensor_parallel.random",
+    "transformer.moe.experts",
+    "transformer.moe.moe_layer",
+    "transformer.moe.moe_utils",
+    "transformer.moe.router",
+    "transformer.moe.shared_experts",
+    "transformer.moe.token_dispatcher",
     "transformer.utils",
 )
 """Imported before the stand-in is handed out, so that no module of Megatron on our paths is missed."""
@@ -57,6 +63,7 @@ def install() -> None:
     Raises UnsupportedMegatronError for another version of Megatron-Core on a machine without CUDA.
     """
     if torch.cuda.is_available():
+        _do_without_engine()
         return
     version = importlib.metadata.version("megatron-core")
     if version != MEGATRON_VERSION:
@@ -69,10 +76,12 @@ def install() -> None:
         warnings.simplefilter("ignore")
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
+    _do_without_engine()
     _hand_out_stand_in()
     _track_random_states_on_cpu()
     _let_tensors_stay()
     _accept_cpu_gradients()
+    _count_tokens_on_cpu()
 
 
 @contextlib.contextmanager
@@ -106,7 +115,10 @@ class _NoStream:
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None: ...
 
-    wait_stream = wait_event = wait = record = synchronize = record_event = _nothing
+    wait_stream = wait_event = wait = record = synchronize = _nothing
+
+    def record_event(self, *args: Any) -> _NoStream:
+        return self
 
 
 class _CudaStandIn(types.ModuleType):
@@ -229,3 +241,29 @@ def _accept_cpu_gradients() -> None:
 
     clip_on_cpu.accepts_cpu = True  # type: ignore[attr-defined]
     optimizer.clip_grad_by_total_norm_fp32 = clip_on_cpu
+
+
+def _count_tokens_on_cpu() -> None:
+    """Assumption 6: the sizes of an all-to-all between experts come as arrays, because they left a GPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    exchange = token_dispatcher.all_to_all
+    if getattr(exchange, "accepts_tensors", False):
+        return
+
+    def exchange_counted(group: Any, tensor: torch.Tensor, *sizes: Any, **rest: Any) -> torch.Tensor:
+        return exchange(group, tensor, *(size.tolist() if torch.is_tensor(size) else size for size in sizes), **rest)
+
+    exchange_counted.accepts_tensors = True  # type: ignore[attr-defined]
+    token_dispatcher.all_to_all = exchange_counted
+
+
+def _do_without_engine() -> None:
+    """The router of a mixture of experts asks for a name of Transformer Engine that is not imported without it.
+
+    That is so on every machine without Transformer Engine, with CUDA or not.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None

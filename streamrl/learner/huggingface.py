@@ -1,9 +1,10 @@
 """Weights between a Hugging Face folder and a Megatron model, tensor by tensor, bitwise in both directions.
 
-    safetensors ──read──▶ merge (q, k, v -> qkv) ──▶ shard of this rank ──▶ parameter
-    parameter ──gather the shards──▶ split (qkv -> q, k, v) ──▶ (Hugging Face name, tensor)
+    safetensors ──each rank its slices──▶ join (q, k, v -> qkv) ──▶ parameter
+    parameter ──▶ gather the parts ──▶ split (qkv -> q, k, v) ──▶ the first rank: (Hugging Face name, tensor)
 
-Never is more than one parameter's worth of tensors held beside the model.
+Never is more than one parameter's worth of tensors held beside the model; of experts, one parameter of each
+expert-parallel rank.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,181 +23,164 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
+from streamrl.learner.mapping import Placement, WeightsMismatchError, place, tensor_names
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.shape import ModelShape
+
+__all__ = ["SHARD_BYTES", "WeightsMismatchError", "export_weights", "load_weights", "save_folder"]
 
 SHARD_BYTES = 4 << 30
 """Bytes of one safetensors file that is written."""
 
 _INDEX = "model.safetensors.index.json"
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
-
-
-class WeightsMismatchError(ValueError):
-    """The folder's tensors are not those of the model; the text names the first of them."""
+_ADAPTER = re.compile(r".*\.lora_[ab](\..*)?")  # parameters that belong in an adapter's folder
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How one Megatron parameter is made of Hugging Face tensors, and how it is cut over tensor-parallel ranks.
+class _Weight:
+    """A parameter of this rank, the ranks that hold its other parts, and where it belongs."""
 
-    merge: whole Hugging Face tensors -> whole parameter; split: the reverse.
-    shard: whole parameter, ranks, rank -> this rank's part; unshard: all parts, in order -> whole parameter.
-    """
+    module: torch.nn.Module
+    parameter: torch.nn.Parameter
+    at: Placement
+    shape: ModelShape
+    cut: dist.ProcessGroup  # ranks over which one such parameter is cut
+    parts: dist.ProcessGroup  # those, for each expert-parallel rank one after the other
+    leading: bool  # this rank is in the group that the stage's first rank is in
 
-    merge: Callable[[ModelShape, int, Sequence[Tensor]], Tensor]
-    split: Callable[[ModelShape, Tensor], list[Tensor]]
-    shard: Callable[[Tensor, int, int], Tensor]
-    unshard: Callable[[Sequence[Tensor]], Tensor]
+    @property
+    def effective(self) -> Tensor:
+        """What the model computes with: of a layer with an adapter, the two merged."""
+        merged = getattr(self.module, "effective_weight", None)
+        if merged is not None and self.parameter is getattr(self.module, "weight", None):
+            return merged()
+        return self.parameter.detach()
 
+    def own_names(self) -> Sequence[str]:
+        """The Hugging Face tensors that this rank's part is of."""
+        return self._names()[self.parts.rank() // self.cut.size()]
 
-def _merge_qkv(shape: ModelShape, _: int, tensors: Sequence[Tensor]) -> Tensor:
-    """Megatron keeps the heads of a query group together: [q, ..., q, k, v] for each group."""
-    parts = [tensor.unflatten(0, (shape.groups, -1)) for tensor in tensors]
-    return torch.cat(parts, 1).flatten(0, 1)
+    def tensors(self) -> list[tuple[str, list[int]]]:
+        """Name and shape of each Hugging Face tensor that `gather` gives, in its order."""
+        pieces = self.at.layout.split(self.shape, torch.empty_like(self.parameter, device="meta"))
+        wholes = [self.at.layout.whole_shape(self.shape, piece.shape, self.cut.size()) for piece in pieces]
+        return [pair for names in self._names() for pair in zip(names, wholes, strict=True)]
 
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors, on the first rank of the parts' group; all of its ranks must call this."""
+        for names, parts in zip(self._names(), self._parts(), strict=False):
+            yield from zip(names, self.at.layout.whole(self.shape, parts), strict=True)
 
-def _split_qkv(shape: ModelShape, whole: Tensor) -> list[Tensor]:
-    query = shape.heads // shape.groups * shape.head_dim
-    grouped = whole.unflatten(0, (shape.groups, -1))
-    return [part.flatten(0, 1) for part in grouped.split([query, shape.head_dim, shape.head_dim], 1)]
+    def _names(self) -> list[Sequence[str]]:
+        if self.at.expert is None:
+            return [self.at.names]
+        assert self.shape.moe is not None
+        ranks = self.parts.size() // self.cut.size()
+        each = self.shape.moe.experts // ranks
+        return [self.at.names_of(rank * each + self.at.expert) for rank in range(ranks)]
 
-
-def _merge_vocabulary(shape: ModelShape, padded: int, tensors: Sequence[Tensor]) -> Tensor:
-    (tensor,) = tensors
-    if len(tensor) != shape.vocabulary:
-        raise WeightsMismatchError(f"an embedding has {len(tensor)} rows, config.json says {shape.vocabulary}")
-    return torch.cat([tensor, tensor.new_zeros(padded - len(tensor), tensor.size(1))])
-
-
-def _rows(whole: Tensor, ranks: int, rank: int) -> Tensor:
-    return whole.chunk(ranks)[rank]
-
-
-def _columns(whole: Tensor, ranks: int, rank: int) -> Tensor:
-    return whole.chunk(ranks, 1)[rank]
-
-
-def _joined_rows(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts))
-
-
-def _gate_and_up(whole: Tensor, ranks: int, rank: int) -> Tensor:
-    """Each rank holds its rows of the gate above its rows of the up projection."""
-    return torch.cat([half.chunk(ranks)[rank] for half in whole.chunk(2)])
-
-
-def _unshard_gate_and_up(parts: Sequence[Tensor]) -> Tensor:
-    halves = [part.chunk(2) for part in parts]
-    return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-
-
-def _same(shape: ModelShape, _: int, tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0]
+    def _parts(self) -> list[list[Tensor]]:
+        """The parts, in the order of the ranks, for each expert-parallel rank; empty on other ranks than the first."""
+        part, ranks = self.effective, self.parts.size()
+        if ranks == 1 or (self.at.expert is None and self.at.layout.dim is None):
+            return [[part]] if self.parts.rank() == 0 else []
+        parts = [torch.empty_like(part) for _ in range(ranks)] if self.parts.rank() == 0 else None
+        dist.gather(part.contiguous(), parts, group=self.parts, group_dst=0)
+        cut = self.cut.size()
+        return [] if parts is None else [parts[first : first + cut] for first in range(0, ranks, cut)]
 
 
-REPLICATED = Layout(_same, lambda s, t: [t], lambda t, ranks, rank: t, lambda parts: parts[0])
-ROWS = Layout(_same, lambda s, t: [t], _rows, _joined_rows)
-COLUMNS = Layout(_same, lambda s, t: [t], _columns, lambda parts: torch.cat(list(parts), 1))
-QKV = Layout(_merge_qkv, _split_qkv, _rows, _joined_rows)
-GATE_AND_UP = Layout(
-    lambda s, _, ts: torch.cat(list(ts)), lambda s, t: list(t.chunk(2)), _gate_and_up, _unshard_gate_and_up
-)
-VOCABULARY = Layout(_merge_vocabulary, lambda s, t: [t[: s.vocabulary]], _rows, _joined_rows)
-
-_OUTSIDE_LAYERS = {
-    "embedding.word_embeddings.weight": (VOCABULARY, ("model.embed_tokens.weight",)),
-    "output_layer.weight": (VOCABULARY, ("lm_head.weight",)),
-    "decoder.final_layernorm.weight": (REPLICATED, ("model.norm.weight",)),
-}
-_IN_A_LAYER = {
-    "input_layernorm.weight": (REPLICATED, ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": (QKV, tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": (QKV, tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
-    "self_attention.q_layernorm.weight": (REPLICATED, ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": (REPLICATED, ("self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": (COLUMNS, ("self_attn.o_proj.weight",)),
-    "pre_mlp_layernorm.weight": (REPLICATED, ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": (GATE_AND_UP, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": (COLUMNS, ("mlp.down_proj.weight",)),
-    # Transformer Engine keeps a norm inside the linear layer that follows it.
-    "self_attention.linear_qkv.layer_norm_weight": (REPLICATED, ("input_layernorm.weight",)),
-    "mlp.linear_fc1.layer_norm_weight": (REPLICATED, ("post_attention_layernorm.weight",)),
-}
-
-
-def layout_of(name: str, first_layer: int) -> tuple[Layout, tuple[str, ...]]:
-    """The layout and the Hugging Face names of a parameter of this pipeline stage, whose layers begin at `first_layer`.
-
-    >>> layout_of("decoder.layers.0.mlp.linear_fc2.weight", first_layer=12)[1]
-    ('model.layers.12.mlp.down_proj.weight',)
-    """
-    if name in _OUTSIDE_LAYERS:
-        return _OUTSIDE_LAYERS[name]
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    if match is None or match[2] not in _IN_A_LAYER:
-        raise WeightsMismatchError(f"parameter {name} has no Hugging Face counterpart")
-    layout, names = _IN_A_LAYER[match[2]]
-    return layout, tuple(f"model.layers.{int(match[1]) + first_layer}.{x}" for x in names)
+def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
+    """Every parameter of this rank but the adapters', in the order of the layers."""
+    weights = []
+    for model in chunks:
+        groups, shape = model.pg_collection, model.shape
+        layers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for name, parameter in model.named_parameters():
+            if _ADAPTER.fullmatch(name):
+                continue
+            at = place(name, shape, layers)
+            module = model.get_submodule(name.rpartition(".")[0])
+            if at.expert is None:
+                ranks = (groups.tp, groups.tp, groups.dp_cp.rank() == 0)
+            else:
+                ranks = (groups.expt_tp, groups.tp_ep, groups.expt_dp.rank() == 0)
+            weights.append(_Weight(module, parameter, at, shape, *ranks))
+    return sorted(weights, key=lambda weight: weight.at.layer)
 
 
 @torch.no_grad()
-def load_weights(model: PolicyModel, folder: Path) -> None:
-    """Set every parameter of this rank's model from the safetensors of `folder`, in the model's dtype.
+def load_weights(chunks: Sequence[PolicyModel], folder: Path) -> None:
+    """Set every parameter of this rank from the safetensors of `folder`, in the model's dtype.
 
-    Raises WeightsMismatchError, naming the tensor, when one is missing, has another shape, or is not used.
+    Of each tensor only this rank's slice is read. Raises WeightsMismatchError, naming the tensor, when one is
+    missing, has another shape, or is not used; on every rank alike, but for a shape.
     """
-    ranks, rank = model.pg_collection.tp.size(), model.pg_collection.tp.rank()
-    padded = model.shape.padded_vocabulary(ranks)
-    used: set[str] = set()
     with ExitStack() as stack:
         source = _Safetensors(folder, stack)
-        for _, parameter, layout, names in _parameters(model):
-            whole = layout.merge(model.shape, padded, [source.read(name) for name in names])
-            part = layout.shard(whole, ranks, rank)
-            if part.shape != parameter.shape:
-                raise WeightsMismatchError(
-                    f"{folder}: {', '.join(names)} make {list(part.shape)}, the model needs {list(parameter.shape)}"
-                )
-            parameter.copy_(part)
-            used.update(names)
-        _refuse_unused(model, folder, source.names - used)
-
-
-def _refuse_unused(model: PolicyModel, folder: Path, unused: set[str]) -> None:
-    if model.shape.tied:
-        unused = unused - {"lm_head.weight"}
-    unused = {name for name in unused if not name.endswith("rotary_emb.inv_freq")}
-    if unused and model.pre_process and model.post_process:
-        raise WeightsMismatchError(f"{folder}: {min(unused)} and {len(unused) - 1} more have no place in the model")
+        source.refuse_others(chunks[0].shape)
+        for weight in _weights(chunks):
+            layout, ranks, rank = weight.at.layout, weight.cut.size(), weight.cut.rank()
+            pieces = []
+            like = layout.split(weight.shape, torch.empty_like(weight.parameter, device="meta"))
+            for name, piece in zip(weight.own_names(), like, strict=True):
+                whole = layout.whole_shape(weight.shape, piece.shape, ranks)
+                pieces.append(source.read(name, whole, layout.dim, piece.shape, rank))
+            weight.parameter.copy_(layout.join(weight.shape, pieces))
 
 
 @torch.no_grad()
-def export_weights(model: PolicyModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of this pipeline stage under its Hugging Face name, in the model's dtype, on its device.
+def export_weights(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the whole model under its Hugging Face name, on the first rank; on the others nothing.
 
-    All tensor-parallel ranks must iterate together. A tensor may share memory with the parameter: it is
-    valid until the weights change, and a consumer that keeps it makes a copy.
+    All ranks must iterate together, to the end. The order is that of the layers, the same every time. Tensors
+    are in the model's dtype, on its device, and may share memory with the parameters: they are valid until the
+    weights change, and a consumer that keeps one makes a copy.
     """
-    group = model.pg_collection.tp
-    for _, parameter, layout, names in _parameters(model):
-        parts = [parameter.detach()]
-        if group.size() > 1 and layout is not REPLICATED:
-            parts = [torch.empty_like(parameter) for _ in range(group.size())]
-            dist.all_gather(parts, parameter.detach().contiguous(), group=group)
-        yield from zip(names, layout.split(model.shape, layout.unshard(parts)), strict=True)
+    weights = [weight for weight in _weights(chunks) if weight.leading and not weight.at.copy]
+    own = (pair for weight in weights for pair in weight.gather())
+    groups = chunks[0].pg_collection
+    if groups.pp.size() == 1:
+        yield from own
+    elif groups.tp.rank() > 0 or groups.dp_cp.rank() > 0:
+        yield from own  # not the first rank of its stage: it has a part in the gathering, and gets nothing
+    else:
+        listed = [(weight.at.layer, name, whole) for weight in weights for name, whole in weight.tensors()]
+        yield from _over_stages(own, listed, weights[0].parameter, groups.pp)
 
 
-def _parameters(model: PolicyModel) -> Iterator[tuple[str, torch.nn.Parameter, Layout, tuple[str, ...]]]:
-    layers = model.decoder.layers
-    first_layer = layers[0].layer_number - 1 if len(layers) else 0
-    for name, parameter in model.named_parameters():
-        yield name, parameter, *layout_of(name, first_layer)
+def _over_stages(
+    own: Iterator[tuple[str, Tensor]],
+    listed: list[tuple[int, str, list[int]]],
+    like: Tensor,
+    stages: dist.ProcessGroup,
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all pipeline stages on the first of them, which receives one after the other.
+
+    own: this stage's; listed: their (layer, name, shape), in the same order; like: of the model's dtype and device.
+    """
+    first = stages.rank() == 0
+    lists: list[Any] | None = [None] * stages.size() if first else None
+    dist.gather_object(listed, lists, group=stages, group_dst=0)
+    if lists is None:
+        for _, tensor in own:
+            dist.send(tensor.contiguous(), group=stages, group_dst=0)
+        return
+    merged = [(layer, name, whole, stage) for stage, some in enumerate(lists) for layer, name, whole in some]
+    for _, name, whole, stage in sorted(merged, key=lambda entry: entry[0]):
+        if stage == 0:
+            yield next(own)
+        else:
+            tensor = like.new_empty(whole)
+            dist.recv(tensor, group=stages, group_src=stage)
+            yield name, tensor
 
 
 class _Safetensors:
-    """The tensors of a folder by name, each read from its file when it is asked for."""
+    """The tensors of a folder by name, each slice read from its file when it is asked for."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         paths = sorted(folder.glob("*.safetensors"))
@@ -211,14 +195,33 @@ class _Safetensors:
             file = stack.enter_context(safe_open(path, framework="pt"))
             self._files |= dict.fromkeys(file.keys(), file)
 
-    @property
-    def names(self) -> set[str]:
-        return set(self._files)
+    def refuse_others(self, shape: ModelShape) -> None:
+        """Raise WeightsMismatchError unless the folder's tensors are those of the model."""
+        expected = set(tensor_names(shape))
+        if missing := expected - self._files.keys():
+            raise WeightsMismatchError(f"{self._folder}: tensor {min(missing)} is missing")
+        unused = {name for name in self._files.keys() - expected if not name.endswith("rotary_emb.inv_freq")}
+        if shape.tied:
+            unused -= {"lm_head.weight"}
+        if unused:
+            raise WeightsMismatchError(
+                f"{self._folder}: {min(unused)} and {len(unused) - 1} more have no place in the model"
+            )
 
-    def read(self, name: str) -> Tensor:
-        if name not in self._files:
-            raise WeightsMismatchError(f"{self._folder}: tensor {name} is missing")
-        return self._files[name].get_tensor(name)
+    def read(self, name: str, whole: list[int], dim: int | None, piece: Sequence[int], rank: int) -> Tensor:
+        """The `rank`th piece along `dim` of a tensor of the shape `whole`, with rows of zeros where it is shorter."""
+        stored = self._files[name].get_slice(name)
+        if stored.get_shape() != whole:
+            raise WeightsMismatchError(
+                f"{self._folder}: tensor {name} is {stored.get_shape()}, the model needs {whole}"
+            )
+        if dim is None:
+            return stored[:]
+        first, last = (min(place * piece[dim], whole[dim]) for place in (rank, rank + 1))
+        if dim == 1:
+            return stored[:, first:last]
+        rows = stored[first:last]
+        return pad(rows, (0, 0) * (rows.dim() - 1) + (0, piece[0] - len(rows)))
 
 
 def save_folder(weights: Iterator[tuple[str, Tensor]], source: Path, target: Path) -> None:

@@ -21,13 +21,17 @@ CHUNK_BYTES = 256 << 20
 class Targets:
     """Which tokens of a packed row are asked for: the log-prob of a token is read one position before it.
 
-    Example: the row [5, 6, 7] with prompt [5, 6] and output [7, 2] has `positions=[1, 2], tokens=[7, 2]`.
+    Example: the row [5, 6, 7] with prompt [5, 6] and output [7, 2] has `positions=[1, 2], tokens=[7, 2]`. Of a row
+    that is cut over context-parallel ranks, each rank has the n targets whose hidden state is in its slice; if the
+    slice here has that of token 2 alone, it is `positions=[...], tokens=[2], places=[1], total=2`.
     """
 
-    positions: Tensor  # int64 [N], places in the packed row whose hidden state predicts the token
-    tokens: Tensor  # int64 [N]
+    positions: Tensor  # int64 [n], places in this rank's slice whose hidden state predicts the token
+    tokens: Tensor  # int64 [n]
     temperature: float
     entropy_gradient: bool = False  # whether the loss has an entropy term
+    places: Tensor | None = None  # int64 [n], which of the row's targets these are; None: all of them, in order
+    total: int = 0  # N, targets of the row; not read without places
 
 
 def token_logprobs(
@@ -44,6 +48,31 @@ def token_logprobs(
     real = weight if rows == weight.size(0) else weight[:rows]
     chunk = max(1, CHUNK_BYTES // (4 * max(1, rows)))
     return _TokenLogprobs.apply(hidden, real, targets, _Shard(first, group, chunk))
+
+
+def over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+    """The values [..., N] of all targets of a row, from those [..., n] at `places` that this rank's slice has.
+
+    Each rank of `group` goes on to compute the same loss of whole samples, so that in the backward pass it keeps
+    the gradient of its own places, and nothing is summed.
+    """
+    return _OverContext.apply(values, places, total, group)
+
+
+class _OverContext(torch.autograd.Function):
+    """Fill in the own places, add up over the ranks; backward: take the own places."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(places)
+        filled = values.new_zeros(*values.shape[:-1], total).index_copy_(-1, places, values)
+        dist.all_reduce(filled, group=group)
+        return filled
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return grad.index_select(-1, places), None, None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +125,14 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor | None) -> tuple[Tensor, Tensor, None, None]:
+    def backward(
+        ctx: Any, logprobs_grad: Tensor, entropy_grad: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, None, None]:
         hidden, weight, log_sums, entropy = ctx.saved_tensors
         targets, shard = ctx.targets, ctx.shard
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=logprobs_grad.dtype)
+        # Under LoRA the output layer is frozen.
+        weight_grad = torch.zeros_like(weight, dtype=logprobs_grad.dtype) if ctx.needs_input_grad[1] else None
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
             log_p = _logits(hidden[part], weight, targets.temperature).sub_(log_sums[part, None])
@@ -113,13 +145,19 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad.scatter_add_(1, local[:, None], logprobs_grad[part].where(here, 0)[:, None])
             grad = grad.div_(targets.temperature).to(hidden.dtype)
             hidden_grad[part] = grad @ weight
-            if weight_grad.dtype == grad.dtype:
-                weight_grad.addmm_(grad.t(), hidden[part])
-            else:
-                weight_grad += grad.t() @ hidden[part]
+            if weight_grad is not None:
+                _add_product(weight_grad, grad, hidden[part])
         # Each rank saw its share of the vocabulary; the hidden states are the same on all.
         shard.reduce(hidden_grad, dist.ReduceOp.SUM)
-        return hidden_grad, weight_grad.to(weight.dtype), None, None
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+
+
+def _add_product(weight_grad: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """weight_grad [rows, hidden] += grad^T hidden, in the dtype of the sum."""
+    if weight_grad.dtype == grad.dtype:
+        weight_grad.addmm_(grad.t(), hidden)
+    else:
+        weight_grad += grad.t() @ hidden
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:

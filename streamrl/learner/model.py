@@ -1,6 +1,6 @@
-"""A Megatron-Core GPTModel from a Hugging Face folder: Qwen2, Qwen2.5, Qwen3 and Llama shapes.
+"""Megatron-Core GPTModels of a Hugging Face shape: the model chunks that one rank holds in its layout.
 
-One factory decides which layers it is made of, and can say so: Transformer Engine's or the local ones.
+One factory decides which layers they are made of, and can say so: Transformer Engine's or the local ones.
 """
 
 from __future__ import annotations
@@ -12,19 +12,27 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, nn
 
+from streamrl.config import Config
+from streamrl.config_learner import LearnerConfig
 from streamrl.device import Device
-from streamrl.learner.attention import PackedAttention, RMSNorm
-from streamrl.learner.logprobs import Targets, token_logprobs
+from streamrl.learner import lora
+from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
+from streamrl.learner.logprobs import Targets, over_context, token_logprobs
+from streamrl.learner.parallel import check_fit
 from streamrl.learner.shape import ModelShape
 
 
@@ -39,14 +47,21 @@ class LayerChoice:
         return f"{self.kind} layers: {self.reason}"
 
 
-def choose_layers(device: Device, dtype: torch.dtype) -> LayerChoice:
-    """Transformer Engine where it can run packed sequences of this dtype, else the local layers."""
+def choose_layers(device: Device, dtype: torch.dtype, learner: LearnerConfig | None = None) -> LayerChoice:
+    """Transformer Engine where it can run what is asked for, else the local layers. None: the learner's defaults."""
+    learner = learner or LearnerConfig()
     if device.kind == "cpu":
         return LayerChoice("local", "no CUDA on this machine; attention by padded blocks through torch SDPA")
     if importlib.util.find_spec("transformer_engine") is None:
         return LayerChoice("local", "Transformer Engine is not installed; attention by torch's varlen kernel or SDPA")
     if dtype != torch.bfloat16:
         return LayerChoice("local", f"Transformer Engine has no packed attention for {dtype}; attention by torch SDPA")
+    if learner.layout.context > 1:
+        return LayerChoice(
+            "local", "a packed row is cut over context-parallel ranks; attention by torch's varlen kernel"
+        )
+    if learner.lora.rank > 0:
+        return LayerChoice("local", "the adapters are made for local layers; attention by torch's varlen kernel")
     return LayerChoice("transformer_engine", "CUDA, Transformer Engine and bfloat16")
 
 
@@ -63,12 +78,14 @@ class PolicyModel(GPTModel):
     ) -> Any:
         """Megatron's, with the RoPE angles of a packed row by `position_ids`, [1, T], instead of by place.
 
-        Megatron counts positions from 0 in each sequence; an answer behind a shared prompt begins later.
+        Megatron counts positions from 0 in each sequence; an answer behind a shared prompt begins later. Of a
+        row that is cut over context-parallel ranks the angles are those of all tokens: Megatron takes its slice.
+        Transformer Engine's rows are whole sequences, and its kernel takes the table of angles by place.
         """
         embedded, angles, *others = super()._preprocess(
             position_ids=position_ids, packed_seq_params=packed_seq_params, **rest
         )
-        if packed_seq_params is not None:
+        if isinstance(packed_seq_params, PackedSegments):
             angles = angles.index_select(0, position_ids.squeeze(0))  # [T, 1, 1, d]
         return embedded, angles, *others
 
@@ -79,39 +96,92 @@ class PolicyModel(GPTModel):
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            # The backward pass of the log-probs gives every rank the whole gradient: each takes its part of it.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, False, group=group)
         chosen = hidden_states.squeeze(1).index_select(0, labels.positions)
-        return token_logprobs(chosen, weight, labels, self.shape.vocabulary, self.pg_collection.tp)
+        logprobs, entropy = token_logprobs(chosen, weight, labels, self.shape.vocabulary, group)
+        if labels.places is None:
+            return logprobs, entropy
+        both = torch.stack([logprobs, entropy])
+        return over_context(both, labels.places, labels.total, self.pg_collection.cp).unbind()
 
 
-def build(shape: ModelShape, dtype: torch.dtype, device: Device) -> PolicyModel:
-    """The model of this rank, its parameters allocated and not yet set. Parallel state must be initialised."""
-    config = _transformer_config(shape, dtype, device)
-    choice = choose_layers(device, dtype)
-    spec = _engine_spec(config) if choice.kind == "transformer_engine" else _local_spec(config)
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
+def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel]:
+    """The model chunks of this rank, parameters allocated and not yet set. Parallel state must be initialised.
+
+    One chunk for each virtual pipeline stage of this rank, in order; one alone without virtual stages. Layers
+    are numbered over the whole model: `layer.layer_number`, from 1. Raises ConfigError for a layout that does
+    not fit the model.
+    """
+    check_fit(shape, config.learner.layout)
+    dtype = getattr(torch, config.model.dtype)
+    choice = choose_layers(device, dtype, config.learner)
+    transformer = _transformer_config(shape, config.learner, dtype, choice, device)
+    stages = config.learner.layout.virtual
+    return [
+        _chunk(shape, config.learner, transformer, choice, stage if stages > 1 else None).to(device.torch_device)
+        for stage in range(stages)
+    ]
+
+
+def _chunk(
+    shape: ModelShape, learner: LearnerConfig, config: TransformerConfig, choice: LayerChoice, stage: int | None
+) -> PolicyModel:
+    """The chunk of one virtual stage of this rank; None: there is one chunk alone."""
+    block = _engine_block(config, stage) if choice.kind == "transformer_engine" else _local_block(config, stage)
+    block.layer_specs = [lora.adapted(spec, learner.lora) for spec in block.layer_specs]
     model = PolicyModel(
         config,
-        spec,
-        vocab_size=shape.padded_vocabulary(tensor_parallel),
+        block,
+        vocab_size=shape.padded_vocabulary(config.tensor_model_parallel_size),
         max_sequence_length=shape.max_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
+        vp_stage=stage,
     )
     model.shape = shape
-    return model.to(device.torch_device)
+    # Megatron scales by constants of its own; the configuration of the model says what to scale by.
+    model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.head_dim).to(model.rotary_pos_emb.inv_freq.device)
+    _mark_parameters(model)
+    return model
 
 
-def _transformer_config(shape: ModelShape, dtype: torch.dtype, device: Device) -> TransformerConfig:
+def _mark_parameters(model: nn.Module) -> None:
+    """Say of each parameter what Megatron reads when it sums gradients and measures their norm.
+
+    A cut weight is a shard, which counts in the norm on every tensor-parallel rank, not on one; Megatron says so
+    where it draws values, which does not happen here. An expert's gradient is summed over the ranks that have the
+    same expert; Megatron takes them for the data-parallel ranks if `learner.layout.expert` is 1, and then misses
+    the tensor-parallel ones, which have other tokens.
+    """
+    dimension = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+    for module in model.modules():
+        for kind, cut in dimension.items():
+            weight = getattr(module, "weight", None)
+            if isinstance(module, kind) and weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                set_tensor_model_parallel_attributes(weight, True, cut, getattr(module, "stride", 1))
+        if isinstance(module, MoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False
+
+
+def _transformer_config(
+    shape: ModelShape, learner: LearnerConfig, dtype: torch.dtype, choice: LayerChoice, device: Device
+) -> TransformerConfig:
+    layout, engine = learner.layout, choice.kind == "transformer_engine"
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.groups,
         kv_channels=shape.head_dim,
+        softmax_scale=shape.softmax_scale,
         ffn_hidden_size=shape.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
@@ -125,37 +195,76 @@ def _transformer_config(shape: ModelShape, dtype: torch.dtype, device: Device) -
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.sequence and layout.tensor > 1,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        # Between the two ranks of a short pipeline, sends of both directions must not share one batch.
+        overlap_p2p_comm=layout.virtual > 1,
+        batch_p2p_comm=layout.virtual == 1,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         # The loss comes divided by the counts of the whole step: Megatron must sum it over micro batches
         # and data-parallel ranks, not average it.
         calculate_per_token_loss=True,
         # Every parameter is loaded right after, so that drawing random values would be thrown away.
         perform_initialization=False,
         use_cpu_initialization=device.kind == "cpu",
-        # These fusions need kernels of Transformer Engine or Apex.
+        # These need kernels that come with Transformer Engine, or a compiler that does where it is.
+        bias_activation_fusion=engine,
+        bias_dropout_fusion=engine,
+        apply_rope_fusion=engine,
+        # These need kernels of Apex, or are of no use to packed rows.
         gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        apply_rope_fusion=False,
         persist_layer_norm=False,
+        **_recomputed(learner),
+        **_experts(shape, choice),
     )
 
 
-def _engine_spec(config: TransformerConfig) -> ModuleSpec:
-    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+def _recomputed(learner: LearnerConfig) -> dict[str, Any]:
+    """Which activations the backward pass computes again."""
+    if learner.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if learner.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
 
 
-def _local_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _experts(shape: ModelShape, choice: LayerChoice) -> dict[str, Any]:
+    """The mixture-of-experts layers, routed as Hugging Face routes: softmax over all experts, then the largest."""
+    if shape.moe is None:
+        return {}
+    return {
+        "num_moe_experts": shape.moe.experts,
+        "moe_ffn_hidden_size": shape.moe.ffn,
+        "moe_layer_freq": [int(layer not in shape.moe.dense_layers) for layer in range(shape.layers)],
+        "moe_router_topk": shape.moe.top_k,
+        # A softmax over the chosen experts alone is the softmax over all, made to sum to 1 over the chosen.
+        "moe_router_pre_softmax": not shape.moe.normalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": choice.kind == "transformer_engine",
+    }
+
+
+def _engine_block(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+
+
+def _local_block(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
     """Megatron's local layers with the core attention and the norm of `attention.py`, in every place."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = RMSNorm
-        attention.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, pp_rank=parallel_state.get_pipeline_model_parallel_rank())
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage)
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = RMSNorm
+        layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = RMSNorm
+            attention.k_layernorm = RMSNorm
+    return block

@@ -1,84 +1,141 @@
-"""Megatron's Adam with its schedule, and an update that a non-finite gradient cannot spoil."""
+"""Megatron's Adam with its schedule, and an update that neither a spike nor a non-finite gradient can spoil.
+
+A learner step has one place on the schedule and one update for each mini batch:
+
+    begin_step ──▶ update, update, ... ──▶ end_step
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from streamrl.config_file import ConfigError
 from streamrl.config_learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
+from streamrl.learner.safety import UpdateGuard, Verdict
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update did: not successful when the gradient was not finite, and then nothing changed."""
+    """What one update did; nothing changed unless the verdict is "ok"."""
 
-    successful: bool
+    verdict: Verdict
     grad_norm: float  # before clipping
     lr: float
 
+    @property
+    def successful(self) -> bool:
+        return self.verdict == "ok"
+
 
 class PolicyOptimizer:
-    """Adam over fp32 (master) weights, the learning-rate schedule, and the count of updates."""
+    """Adam over fp32 (master) weights, the learning-rate schedule, and the counts of updates."""
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        chunks: list[DistributedDataParallel],
         settings: OptimizerSettings,
         dtype: torch.dtype,
         run_steps: int,
+        bad_steps: int = 0,
     ) -> None:
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.beta1,
-            adam_beta2=settings.beta2,
-            adam_eps=settings.eps,
-            clip_grad=settings.clip_grad,
-            bf16=dtype == torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=model.ddp_config.use_distributed_optimizer,
-        )
+        """chunks: this rank's model chunks; bad_steps: see UpdateGuard.
+
+        Raises ConfigError where the machine cannot offload what the settings ask for.
+        """
+        config = _config(chunks[0], settings, dtype)
         with cuda_type_names():
-            self.megatron: MegatronOptimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+            self.megatron: MegatronOptimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         for adam in self.torch_adams():
             for group in adam.param_groups:
                 group["fused"] = True
         self.settings = settings
         self.scheduler = _schedule(self.megatron, settings, run_steps)
         self.updates = 0  # successful ones
-        self.skipped = 0
+        self.skipped = 0  # updates that were not made, for a spike or for what is not finite
+        self.spikes = 0  # those of a spike
+        self._guard = UpdateGuard(settings, bad_steps)
+        self._device = next(chunks[0].parameters()).device
 
     def torch_adams(self) -> list[torch.optim.AdamW]:
-        """The optimizers that are torch's own: all of them without Transformer Engine and Apex, else none."""
-        inner = [part.optimizer for part in self.megatron.chained_optimizers]
+        """The optimizers that are torch's own: all of them without Transformer Engine and Apex, else those that
+        were offloaded to the host."""
+        inner: list[torch.optim.Optimizer] = []
+        for part in self.megatron.chained_optimizers:
+            hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
+            inner += part.optimizer.sub_optimizers if hybrid else [part.optimizer]
         return [optimizer for optimizer in inner if isinstance(optimizer, torch.optim.AdamW)]
 
-    def update(self) -> Update:
-        """One learner step's update from the gradients in the model's buffers; every rank decides alike.
-
-        Megatron checks for infinities only under a loss scale, so the norm is looked at here: it is not
-        finite as soon as one gradient is not. The schedule moves on with every learner step.
-        """
+    def begin_step(self) -> float:
+        """Move the schedule on by one learner step, also one that will be skipped. Returns its learning rate."""
         self.scheduler.step(1)
-        lr = self.megatron.param_groups[0]["lr"]
+        return float(self.megatron.param_groups[0]["lr"])
+
+    def update(self, loss: float = 0.0) -> Update:
+        """One update from the gradients in the model's buffers; every rank decides alike.
+
+        loss: of the batch that the gradients are of. Megatron checks for infinities only under a loss scale,
+        so the norm is looked at here: it is not finite as soon as one gradient is not.
+        """
+        lr = float(self.megatron.param_groups[0]["lr"])
         found_inf = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
-        if found_inf or not math.isfinite(grad_norm):
+        verdict = self._guard.judge(*self._agreed(math.inf if found_inf else loss, grad_norm))
+        if verdict == "ok":
+            self._clip(grad_norm)
+            self.megatron.step_with_ready_grads()
+            self.updates += 1
+        else:
             self.skipped += 1
-            return Update(False, grad_norm, lr)
-        self._clip(grad_norm)
-        self.megatron.step_with_ready_grads()
-        self.updates += 1
-        return Update(True, grad_norm, lr)
+            self.spikes += verdict == "spike"
+        return Update(verdict, grad_norm, lr)
+
+    def end_step(self) -> None:
+        """Close a learner step. Raises BadStepsError after `bad_steps` of them in a row without an update."""
+        self._guard.end_step()
+
+    def metrics(self) -> dict[str, float]:
+        """The `steps/` metrics: counts of updates since the run began."""
+        return {"steps/updates": self.updates, "steps/skipped": self.skipped, "steps/spikes": self.spikes}
+
+    def counts(self) -> dict[str, Any]:
+        """What a checkpoint holds beside Megatron's states."""
+        return {
+            "scheduler": self.scheduler.state_dict(),
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "spikes": self.spikes,
+            "guard": self._guard.state_dict(),
+        }
+
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Take up what `counts` gave. The configuration, not the checkpoint, says what the learning rates are."""
+        self.scheduler.load_state_dict(counts["scheduler"])
+        self.updates, self.skipped, self.spikes = (counts[key] for key in ("updates", "skipped", "spikes"))
+        self._guard.load_state_dict(counts["guard"])
+        for group in self.megatron.param_groups:
+            group["max_lr"], group["min_lr"] = self.settings.lr, self.settings.min_lr
+            group["betas"] = (self.settings.beta1, self.settings.beta2)
+            group["eps"] = self.settings.eps
+        self.scheduler.step(0)
+
+    def _agreed(self, loss: float, grad_norm: float) -> tuple[float, float]:
+        """The largest loss and norm of any rank, infinite where one is not finite: model copies round alike, but a
+        decision on the edge must not hang on that."""
+        values = [value if math.isfinite(value) else math.inf for value in (loss, grad_norm)]
+        agreed = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        return float(agreed[0]), float(agreed[1])
 
     def _clip(self, grad_norm: float) -> None:
         if self.settings.clip_grad == 0:
@@ -110,13 +167,37 @@ class PolicyOptimizer:
             for state in adam.state.values():
                 state["step"] = state["step"].detach().clone()
 
-    def apply_settings(self) -> None:
-        """After a load: the configuration, not the checkpoint, says what the learning rates are."""
-        for group in self.megatron.param_groups:
-            group["max_lr"], group["min_lr"] = self.settings.lr, self.settings.min_lr
-            group["betas"] = (self.settings.beta1, self.settings.beta2)
-            group["eps"] = self.settings.eps
-        self.scheduler.step(0)
+
+def _config(chunk: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype) -> OptimizerConfig:
+    distributed = chunk.ddp_config.use_distributed_optimizer
+    if settings.offload and not torch.cuda.is_available():
+        raise ConfigError(
+            f"learner.optimizer.offload: {settings.offload:g} keeps Adam's state on the host beside a GPU, "
+            "and there is no CUDA on this machine; allowed: 0"
+        )
+    if settings.offload and not distributed:
+        raise ConfigError(
+            f"learner.optimizer.offload: {settings.offload:g} needs learner.optimizer.distributed=true; allowed: 0"
+        )
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+        overlap_param_gather=chunk.ddp_config.overlap_param_gather,
+        optimizer_cpu_offload=settings.offload > 0,
+        optimizer_offload_fraction=settings.offload,
+        overlap_cpu_optimizer_d2h_h2d=settings.offload > 0,
+        # Megatron offloads along the paths of this option alone.
+        use_precision_aware_optimizer=settings.offload > 0,
+    )
 
 
 def _schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, run_steps: int) -> OptimizerParamScheduler:

@@ -10,13 +10,23 @@ at the token before t. Prompt and answers are the row's segments.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from streamrl.config_file import ConfigError
 from streamrl.learner.batch_metrics import token_ages
-from streamrl.types import Batch, Sample
+from streamrl.types import Batch, Group, Sample
+
+SWAPPED = 8
+"""Items of a bin that may be swapped: the shortest ones, whose differences are the finest."""
+
+SWAP_ROUNDS = 24
+EVEN = 0.0075
+"""Bins are evened out until the fullest is this much over their mean, or for so many rounds."""
 
 
 class SequenceTooLongError(ValueError):
@@ -30,7 +40,7 @@ class MicroBatch:
     A segment is (start, length, prefix start, prefix length): its tokens see its whole prefix, which is a
     segment of its own, and each other causally. Example: prompt [5, 6] with outputs [7, 8, 2] and [9, 2] makes
     `ids=[5, 6, 7, 8, 9], positions=[0, 1, 2, 3, 2], segments=[[0, 2, 0, 0], [2, 2, 0, 2], [4, 1, 0, 2]],
-    targets=[1, 2, 3, 1, 4], tokens=[7, 8, 2, 9, 2], sample=[0, 0, 0, 1, 1]`.
+    targets=[1, 2, 3, 1, 4], tokens=[7, 8, 2, 9, 2], sample=[0, 0, 0, 1, 1], place=[0, 1, 2, 3, 4]`.
     """
 
     ids: np.ndarray  # int64 [T]
@@ -42,34 +52,77 @@ class MicroBatch:
     advantages: np.ndarray  # float32 [N]
     staleness: np.ndarray  # int64 [N], learner steps
     sample: np.ndarray  # int64 [N], 0..samples-1
+    place: np.ndarray  # int64 [N], number of the token among all trained ones of the step, in the batch's order
     samples: int
+    routed_experts: np.ndarray | None = None  # int16 [T, layers, top_k] of the generator, -1 where unknown
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Packing:
+    """How rows are made.
+
+    Example: `Packing(ranks=2, budget=4096, share_prompts=True)`.
+    """
+
+    ranks: int  # data-parallel ones
+    budget: int  # tokens of a row
+    share_prompts: bool  # False repeats the prompt for every answer, which makes one segment of both
+    multiple: int = 1  # the rows of a rank are a multiple of it: pipelines with virtual stages need their size
+    routing: tuple[int, int] | None = None  # (layers, top_k) of `routed_experts`; None: the learner's router decides
+
+
+def plan_step(
+    batch: Batch, advantages: Sequence[float], packing: Packing, mini_batches: int = 1
+) -> list[list[list[MicroBatch]]]:
+    """The micro batches of every update of a step, for every data-parallel rank: [mini batches][ranks][K].
+
+    K is the same on every rank of one mini batch. Otherwise as `plan_batch`.
+    """
+    planned, sample, place = [], 0, 0
+    for part in cut(batch, mini_batches):
+        of_part = advantages[sample : sample + len(part.samples)]
+        planned.append(plan_batch(part, of_part, packing, place))
+        sample += len(part.samples)
+        place += sum(group.trained_tokens for group in part.groups)
+    return planned
+
+
+def cut(batch: Batch, parts: int) -> list[Batch]:
+    """The groups of a batch in order, in `parts` mini batches of as many groups, give or take one.
+
+    Raises ConfigError for more parts than groups.
+    """
+    count = len(batch.groups)
+    if parts > count:
+        raise ConfigError(
+            f"learner.mini_batches: {parts} cannot share the {count} groups of a step; allowed: 1..{count}"
+        )
+    edges = [part * count // parts for part in range(parts + 1)]
+    return [msgspec.structs.replace(batch, groups=batch.groups[start:end]) for start, end in itertools.pairwise(edges)]
 
 
 def plan_batch(
-    batch: Batch, advantages: Sequence[float], ranks: int, budget: int, share_prompts: bool
+    batch: Batch, advantages: Sequence[float], packing: Packing, first_place: int = 0
 ) -> list[list[MicroBatch]]:
     """The micro batches of every data-parallel rank, as many on each: [ranks][K].
 
-    advantages: one for each sample of the batch, in its order; budget: tokens of a row; share_prompts: False
-    repeats the prompt for every answer, which makes one segment of both. Samples without a trained token
-    are left out. Raises SequenceTooLongError and ValueError, naming group and sample.
+    advantages: one for each sample of the batch, in its order; first_place: `place` of the batch's first trained
+    token. Samples without a trained token are left out. Raises SequenceTooLongError and ValueError, naming
+    group and sample.
     """
-    _check(batch, budget)
-    samples = batch.samples
-    bundles = list(_bundles(samples, budget if share_prompts else 0))
-
-    def row(chosen: Sequence[int]) -> MicroBatch:
-        return pack(samples, advantages, [bundles[index][0] for index in chosen], batch.step, share_prompts)
-
-    planned = plan([length for _, length in bundles], ranks, budget)
-    return [[row(chosen) for chosen in bins] for bins in planned]
+    _check(batch, packing.budget)
+    answers = _answers(batch, advantages, packing, first_place)
+    bundles = list(_bundles(answers, packing.budget if packing.share_prompts else 0))
+    planned = plan([length for _, length in bundles], packing.ranks, packing.budget, packing.multiple)
+    return [[pack([bundles[index][0] for index in chosen], batch.step, packing) for chosen in bins] for bins in planned]
 
 
-def plan(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+def plan(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
     """Which indices of `lengths` go into which micro batch of which rank: [ranks][K][...].
 
-    Longest first into the emptiest of ranks x K bins; K is the smallest number with which no bin goes over
-    `budget` tokens, and is the same on every rank. A bin may stay empty.
+    Longest first into the emptiest of ranks x K bins; K is the smallest multiple of `multiple` with which no bin
+    goes over `budget` tokens, and is the same on every rank. Bins that ranks run at the same time are
+    neighbours in length, and which rank has the longer one turns about. A bin may stay empty.
     Source: LPT scheduling (Graham 1969). Raises ValueError for a length over the budget.
 
     >>> plan([5, 3, 2], ranks=1, budget=6)
@@ -78,14 +131,17 @@ def plan(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     if order and lengths[order[0]] > budget:
         raise ValueError(f"length {lengths[order[0]]} at index {order[0]} is over the budget of {budget} tokens")
-    micro_batches = max(1, -(-sum(lengths) // (ranks * budget)))
+    micro_batches = multiple * max(1, -(-sum(lengths) // (ranks * budget * multiple)))
     while (bins := _fill(order, lengths, ranks * micro_batches, budget)) is None:
-        micro_batches += 1
-    return [bins[rank::ranks] for rank in range(ranks)]
+        micro_batches += multiple
+    bins = _evened(bins, lengths)
+    rounds = [bins[start : start + ranks] for start in range(0, len(bins), ranks)]
+    turned = [row if index % 2 == 0 else row[::-1] for index, row in enumerate(rounds)]
+    return [[row[rank] for row in turned] for rank in range(ranks)]
 
 
 def _fill(order: Sequence[int], lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """`count` bins, or None when the emptiest has no room for the next."""
+    """`count` bins, each longest first, or None when the emptiest has no room for the next."""
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, index) for index in range(count)]
     for item in order:
@@ -95,6 +151,37 @@ def _fill(order: Sequence[int], lengths: Sequence[int], count: int, budget: int)
         bins[index].append(item)
         heapq.heapreplace(emptiest, (load + lengths[item], index))
     return bins
+
+
+def _evened(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """The bins, fullest first, after some rounds in which each full bin swaps one item with an empty one.
+
+    The fullest meets the emptiest first, and others in later rounds. Of their shortest items (or none) those are
+    swapped that leave the smallest gap, so that no bin grows beyond the fuller one of its pair.
+    """
+    size = np.append(np.asarray(lengths, np.int64), 0)  # of item -1, which is none, 0
+    table = np.array([([-1] * SWAPPED + items)[-SWAPPED:] for items in bins])
+    rest = np.array([sum(lengths[item] for item in items[:-SWAPPED]) for items in bins], np.int64)
+    half = len(bins) // 2
+    for turn in range(SWAP_ROUNDS):
+        loads = rest + size[table].sum(1)
+        if loads.max() <= (1 + EVEN) * loads.mean():
+            break
+        order = np.argsort(-loads, kind="stable")
+        full, empty = order[:half], np.roll(order[::-1][:half], turn)
+        gap = loads[full] - loads[empty]
+        moved = size[table[full]][:, :, None] - size[table[empty]][:, None, :]
+        left = np.abs(gap[:, None, None] - 2 * moved).reshape(half, -1)
+        best = left.argmin(1)
+        better = left[np.arange(half), best] < gap
+        ours, theirs = (full, best // SWAPPED), (empty, best % SWAPPED)
+        taken, given = table[ours], table[theirs]
+        table[ours], table[theirs] = np.where(better, given, taken), np.where(better, taken, given)
+    loads = rest + size[table].sum(1)
+    evened = [
+        items[:-SWAPPED] + [item for item in row if item >= 0] for items, row in zip(bins, table.tolist(), strict=True)
+    ]
+    return [evened[index] for index in np.argsort(-loads, kind="stable")]
 
 
 def _check(batch: Batch, budget: int) -> None:
@@ -121,76 +208,109 @@ def _answer_length(sample: Sample) -> int:
     return int(trained[-1]) if len(trained) else 0
 
 
-def _bundles(samples: Sequence[Sample], budget: int) -> Iterator[tuple[list[int], int]]:
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A sample with a trained token, and what its batch says of it."""
+
+    sample: Sample
+    advantage: float
+    first_place: int  # of its first trained token
+    length: int  # output tokens that must be read
+    prompt_experts: np.ndarray | None  # int [P, layers * top_k]
+
+
+def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place: int) -> list[_Answer]:
+    answers = []
+    given = iter(advantages)
+    for group in batch.groups:
+        experts = _prompt_experts(group) if packing.routing else {}
+        for sample in group.samples:
+            advantage, trained = next(given), int(np.count_nonzero(sample.loss_mask))
+            if trained:
+                prompt_experts = experts.get(sample.prompt_ids.tobytes())
+                answers.append(_Answer(sample, advantage, place, _answer_length(sample), prompt_experts))
+            place += trained
+    return answers
+
+
+def _prompt_experts(group: Group) -> dict[bytes, np.ndarray]:
+    """Of each prompt of a group, by its bytes. One sample has them, cut into a row for each of its output tokens."""
+    found = {}
+    for sample in group.samples:
+        rows = sample.extras.get("prompt_routed_experts")
+        if rows is not None and len(rows):
+            found[sample.prompt_ids.tobytes()] = rows.reshape(-1, rows.shape[-1])[: len(sample.prompt_ids)]
+    return found
+
+
+def _bundles(answers: Sequence[_Answer], budget: int) -> Iterator[tuple[list[_Answer], int]]:
     """Neighbours with the same prompt, as many as the budget has room for, one at least; and their tokens."""
-    bundle: list[int] = []
+    bundle: list[_Answer] = []
     length = 0
-    for index, sample in enumerate(samples):
-        if not sample.loss_mask.any():
-            continue
-        answer = _answer_length(sample)
-        fits = length + answer <= budget
-        if bundle and not (fits and np.array_equal(samples[bundle[0]].prompt_ids, sample.prompt_ids)):
+    for answer in answers:
+        fits = length + answer.length <= budget
+        if bundle and not (fits and np.array_equal(bundle[0].sample.prompt_ids, answer.sample.prompt_ids)):
             yield bundle, length
             bundle = []
-        length = answer + (length if bundle else len(sample.prompt_ids))
-        bundle.append(index)
+        length = answer.length + (length if bundle else len(answer.sample.prompt_ids))
+        bundle.append(answer)
     if bundle:
         yield bundle, length
 
 
-def pack(
-    samples: Sequence[Sample],
-    advantages: Sequence[float],
-    bundles: Sequence[Sequence[int]],
-    step: int,
-    share_prompts: bool = True,
-) -> MicroBatch:
+def pack(bundles: Sequence[Sequence[_Answer]], step: int, packing: Packing) -> MicroBatch:
     """One packed row of the samples of some bundles. No bundle makes a row of one token without a target, so
     that a rank without work still takes part in every collective."""
-    row = _Row(step)
+    row = _Row(step, packing.routing)
     for bundle in bundles:
-        if share_prompts:
-            row.add_bundle([samples[index] for index in bundle], [advantages[index] for index in bundle])
+        if packing.share_prompts:
+            row.add_bundle(bundle)
         else:
-            row.add_whole(samples[bundle[0]], advantages[bundle[0]])
+            row.add_whole(bundle[0])
     return row.finish()
 
 
 class _Row:
     """A packed row while it grows."""
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, routing: tuple[int, int] | None) -> None:
         self._step = step
+        self._routing = routing
         self._end = 0
         self._samples = 0
         self._ids: list[np.ndarray] = []
         self._positions: list[np.ndarray] = []
         self._segments: list[tuple[int, int, int, int]] = []
+        self._experts: list[np.ndarray] = []
         self._trained: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("targets", "tokens", "behaviour", "advantages", "staleness", "sample")
+            name: [] for name in ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place")
         }
 
-    def add_bundle(self, samples: Sequence[Sample], advantages: Sequence[float]) -> None:
+    def add_bundle(self, bundle: Sequence[_Answer]) -> None:
         """The prompt of the samples once, then each answer."""
-        prompt = samples[0].prompt_ids
+        prompt = bundle[0].sample.prompt_ids
         start = self._append(prompt, 0, (0, 0))
-        for sample, advantage in zip(samples, advantages, strict=True):
-            answer = sample.output_ids[: _answer_length(sample)]
-            places = np.concatenate([[start + len(prompt) - 1], self._end + np.arange(len(answer))])
-            if len(answer):
-                self._append(answer, len(prompt), (start, len(prompt)))
-            self._add_targets(sample, advantage, places)
+        self._append_experts(len(prompt), bundle[0].prompt_experts)
+        for answer in bundle:
+            places = np.concatenate([[start + len(prompt) - 1], self._end + np.arange(answer.length)])
+            if answer.length:
+                self._append(answer.sample.output_ids[: answer.length], len(prompt), (start, len(prompt)))
+                self._append_experts(answer.length, answer.sample.extras.get("routed_experts"))
+            self._add_targets(answer, places)
 
-    def add_whole(self, sample: Sample, advantage: float) -> None:
+    def add_whole(self, answer: _Answer) -> None:
         """Prompt and answer as one segment."""
-        ids = np.concatenate([sample.prompt_ids, sample.output_ids[: _answer_length(sample)]])
+        sample = answer.sample
+        ids = np.concatenate([sample.prompt_ids, sample.output_ids[: answer.length]])
         start = self._append(ids, 0, (0, 0))
-        self._add_targets(sample, advantage, np.arange(start + len(sample.prompt_ids) - 1, self._end))
+        self._append_experts(len(sample.prompt_ids), answer.prompt_experts)
+        self._append_experts(answer.length, sample.extras.get("routed_experts"))
+        self._add_targets(answer, np.arange(start + len(sample.prompt_ids) - 1, self._end))
 
     def finish(self) -> MicroBatch:
         if not self._segments:
             self._append(np.zeros(1, np.int64), 0, (0, 0))
+            self._append_experts(1, None)
 
         def joined(arrays: list[np.ndarray], dtype: type = np.int64) -> np.ndarray:
             return np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
@@ -205,7 +325,9 @@ class _Row:
             advantages=joined(self._trained["advantages"], np.float32),
             staleness=joined(self._trained["staleness"]),
             sample=joined(self._trained["sample"]),
+            place=joined(self._trained["place"]),
             samples=self._samples,
+            routed_experts=np.concatenate(self._experts) if self._routing else None,
         )
 
     def _append(self, ids: np.ndarray, first_position: int, prefix: tuple[int, int]) -> int:
@@ -217,16 +339,27 @@ class _Row:
         self._end += len(ids)
         return start
 
-    def _add_targets(self, sample: Sample, advantage: float, places: np.ndarray) -> None:
+    def _append_experts(self, length: int, experts: np.ndarray | None) -> None:
+        """The experts of the next `length` tokens: the first of `experts` [>= length, layers * top_k], or unknown."""
+        if self._routing is None:
+            return
+        if experts is None:
+            self._experts.append(np.full((length, *self._routing), -1, np.int16))
+        else:
+            self._experts.append(experts[:length].reshape(length, *self._routing).astype(np.int16))
+
+    def _add_targets(self, answer: _Answer, places: np.ndarray) -> None:
         """places: where in the row the log-prob of output token 0, 1, ... is read."""
+        sample = answer.sample
         trained = np.flatnonzero(sample.loss_mask)
         values = {
             "targets": places[trained],
             "tokens": sample.output_ids[trained],
             "behaviour": sample.logprobs[trained],
-            "advantages": np.full(len(trained), advantage, np.float32),
+            "advantages": np.full(len(trained), answer.advantage, np.float32),
             "staleness": token_ages(sample, self._step)[trained],
             "sample": np.full(len(trained), self._samples),
+            "place": answer.first_place + np.arange(len(trained)),
         }
         for name, array in values.items():
             self._trained[name].append(array)

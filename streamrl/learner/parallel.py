@@ -12,13 +12,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from streamrl.config import Config
+from streamrl.config_file import ConfigError
+from streamrl.config_learner import LayoutConfig
 from streamrl.device import Device, detect
 from streamrl.learner import cpu_adapter
+from streamrl.learner.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the learner's ranks. Layout: data parallel alone."""
+    """This process among the learner's ranks.
+
+    Neighbours in rank are neighbours in the tensor-parallel group, then context, data and pipeline: with 8 ranks,
+    tensor 2 and pipeline 2, ranks 0 and 1 cut the tensors of the first stage, and ranks 0 and 4 are one pipeline.
+    """
 
     device: Device
     rank: int
@@ -42,10 +49,7 @@ class Ranks:
         timeout = timedelta(seconds=config.learner.collective_timeout)
         store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
         dist.init_process_group(device.backend, timeout=timeout, store=store, rank=rank, world_size=world)
-        parallel_state.initialize_model_parallel(
-            distributed_timeout_minutes=math.ceil(config.learner.collective_timeout / 60),
-            create_gloo_process_groups=False,
-        )
+        _cut(config.learner.layout, timeout)
         device.seed(config.run.seed)
         tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed)
         control = dist.new_group(backend="gloo", timeout=timeout)
@@ -60,6 +64,10 @@ class Ranks:
             "data_parallel": parallel_state.get_data_parallel_world_size(),
             "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
             "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+            "virtual_pipeline": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            "context_parallel": parallel_state.get_context_parallel_world_size(),
+            "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+            "expert_tensor_parallel": parallel_state.get_expert_tensor_parallel_world_size(),
         }
 
     def broadcast(self, value: Any) -> Any:
@@ -83,3 +91,50 @@ class Ranks:
         """Leave the process groups. Safe to call when a peer is gone."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _cut(layout: LayoutConfig, timeout: timedelta) -> None:
+    """Megatron's process groups for this layout."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
+        create_gloo_process_groups=False,
+    )
+
+
+def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
+    """Refuse a layout that this model cannot be cut into.
+
+    Raises ConfigError: which key, what is given, what is allowed.
+
+    Example: a model of 14 heads is not cut with `learner.layout.tensor: 4`.
+    """
+    whole = {"attention heads": shape.heads, "key and value heads": shape.groups, "MLP columns": shape.ffn}
+    for what, count in whole.items():
+        _must_divide("tensor", layout.tensor, count, what)
+    if shape.layers % (layout.pipeline * layout.virtual):
+        raise ConfigError(
+            f"learner.layout.pipeline: {layout.pipeline} stages of {layout.virtual} chunks do not share "
+            f"{shape.layers} layers evenly; allowed: pipeline x virtual that divides {shape.layers}"
+        )
+    if shape.moe is None:
+        if layout.expert > 1 or layout.expert_tensor > 1:
+            raise ConfigError(
+                f"learner.layout.expert: {max(layout.expert, layout.expert_tensor)} ranks cannot share experts, "
+                f"{shape.architecture} has none; allowed: expert=1, expert_tensor=1"
+            )
+        return
+    _must_divide("expert", layout.expert, shape.moe.experts, "experts")
+    _must_divide("expert_tensor", layout.expert_tensor, shape.moe.ffn, "columns of an expert")
+    if layout.tensor > 1 and not layout.sequence:
+        raise ConfigError("learner.layout.sequence: false with experts and tensor above 1; allowed: true")
+
+
+def _must_divide(key: str, size: int, count: int, what: str) -> None:
+    if count % size:
+        raise ConfigError(f"learner.layout.{key}: {size} does not divide {count} {what}; allowed: a divisor of {count}")

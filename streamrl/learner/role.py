@@ -19,14 +19,16 @@ from types import FrameType
 from typing import Any
 
 from streamrl.config import Config
+from streamrl.learner import bad_batch
 from streamrl.learner.batch_metrics import batch_metrics
 from streamrl.learner.batches import BatchSource, Delivery, ServiceBatches
+from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
 from streamrl.publish.publisher import Publisher
-from streamrl.types import PolicyVersion
+from streamrl.types import Batch, PolicyVersion
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,10 @@ class StopSignal:
 
 
 def main(config: Config, run_folder: Path) -> int:
-    """One rank, from start or resume to the end of the run. Returns 0, also when it was asked to stop."""
+    """One rank, from start or resume to the end of the run. Returns 0, also when it was asked to stop.
+
+    Returns 1 when the run cannot go on (`learner.bad_steps`), which the event `gave_up` tells the supervisor.
+    """
     stop = StopSignal()
     trainer = Trainer(config, run_folder)
     try:
@@ -52,6 +57,9 @@ def main(config: Config, run_folder: Path) -> int:
             _follow(trainer)
         else:
             _lead(config, run_folder, trainer, stop)
+    except BadStepsError as error:
+        log.error("%s", error)
+        return 1
     finally:
         trainer.close()
     return 0
@@ -65,7 +73,12 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) 
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder))
     metrics.truncate_after(trainer.version.step)
     try:
-        LeadLoop(config, trainer, source, stop=stop, metrics=metrics, events=events, publisher=publisher).run()
+        LeadLoop(
+            config, run_folder, trainer, source, stop=stop, metrics=metrics, events=events, publisher=publisher
+        ).run()
+    except BadStepsError as error:
+        events.emit("gave_up", reason=str(error))
+        raise
     finally:
         metrics.close()
         publisher.close()
@@ -79,6 +92,7 @@ class LeadLoop:
     def __init__(
         self,
         config: Config,
+        run_folder: Path,
         trainer: Trainer,
         source: BatchSource,
         *,
@@ -88,6 +102,7 @@ class LeadLoop:
         publisher: Publisher | None = None,
     ) -> None:
         self.config = config
+        self.run_folder = run_folder
         self.trainer = trainer
         self.source = source
         self.publisher = publisher
@@ -113,11 +128,13 @@ class LeadLoop:
                 row["time/publish"] = self._publish()
             row["time/step"] = time.monotonic() - began
             self.metrics.write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
+            self._tell_saved()
             if self.config.checkpoint.every and self._due(self.config.checkpoint.every):
                 self._save()
                 saved = self.trainer.version.step
         if self.trainer.version.step > saved:
             self._save()
+        self._tell_saved(wait=True)
         self._end()
 
     def _begin(self) -> None:
@@ -146,7 +163,7 @@ class LeadLoop:
         waited = time.monotonic() - began
         self.trainer.broadcast("train")
         with self.events.span("learner.step", step=delivery.batch.step):
-            trained = self.trainer.train_step(delivery.batch)
+            trained = self._train_step(delivery.batch)
         self.source.trained(self.trainer.version, trained.get("offpolicy/ess"))
         return {
             "step": self.trainer.version.step,
@@ -158,6 +175,14 @@ class LeadLoop:
             **batch_metrics(delivery.batch),
             **delivery.stats,
         }
+
+    def _train_step(self, batch: Batch) -> dict[str, float]:
+        """Train; keep the batch of a step after which the run gives up."""
+        try:
+            return self.trainer.train_step(batch)
+        except BadStepsError as error:
+            path = bad_batch.save(batch, self.run_folder)
+            raise BadStepsError(f"{error}; the batch is in {path}") from error
 
     def _publish(self) -> float:
         """Hand the weights to the publisher. Returns the seconds that training stood still for it."""
@@ -174,9 +199,13 @@ class LeadLoop:
         self.trainer.broadcast("save")
         with self.events.span("learner.save", step=self.trainer.version.step):
             self.trainer.save(self.source.ledger)
-        oldest = self.trainer.oldest_checkpoint
-        assert oldest is not None  # the one that was just saved, at the latest
-        self.source.saved(self.trainer.version, oldest)
+
+    def _tell_saved(self, *, wait: bool = False) -> None:
+        """Tell the source of the checkpoints that are complete on disk: what it may forget hangs on that."""
+        for saved in self.trainer.saved(wait=wait):
+            oldest = self.trainer.oldest_checkpoint
+            assert oldest is not None  # the one that was just saved, at the latest
+            self.source.saved(saved.version, oldest)
 
     def _end(self) -> None:
         """Tell the ranks, let the last version arrive, tell the service whether the run is complete."""
@@ -215,7 +244,7 @@ def run_recorded(config: Config, run_folder: Path, source: BatchSource) -> Train
     events = EventLog(event_path(run_folder, "learner"), "learner-0")
     metrics = MetricsWriter(run_folder)
     try:
-        LeadLoop(config, trainer, source, stop=stop, metrics=metrics, events=events).run()
+        LeadLoop(config, run_folder, trainer, source, stop=stop, metrics=metrics, events=events).run()
     finally:
         metrics.close()
         events.close()

@@ -9,16 +9,49 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config_file import ConfigError
-
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM")
+from streamrl.learner.rope import Rope, UnknownRopeError, read_rope
 
 VOCABULARY_MULTIPLE = 64
 """The embedding is padded to a multiple of this many rows for each tensor-parallel rank: what GPU kernels like.
 The pads are on no machine part of a softmax."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What an architecture's model code says and its `config.json` does not."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    experts: bool = False  # its layers are mixtures of experts unless the configuration says otherwise
+    head_dim: int | None = None  # where the configuration has none; None: hidden / heads
+    sliding_window: int | None = None  # where the configuration has none
+
+
+FAMILIES = {
+    "Qwen2ForCausalLM": Family(qkv_bias=True),
+    "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128),
+    "Qwen3MoeForCausalLM": Family(qk_norm=True, experts=True),
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(sliding_window=4096),
+}
+
+
 class UnsupportedModelError(ConfigError):
     """The folder holds a model that streamrl does not build; the text names what and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeShape:
+    """The mixture-of-experts layers of a model.
+
+    Example: Qwen3-30B-A3B has `MoeShape(experts=128, top_k=8, ffn=768, normalised=True, dense_layers=())`.
+    """
+
+    experts: int
+    top_k: int  # experts of one token
+    ffn: int  # of one expert
+    normalised: bool  # the weights of a token's experts sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one MLP of the width ModelShape.ffn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +74,19 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     norm_eps: float
-    rope_theta: float
+    rope: Rope
     max_length: int  # tokens
+    moe: MoeShape | None = None  # None: every layer is dense
+
+    @property
+    def softmax_scale(self) -> float:
+        """What attention scores are multiplied by: the rotary embedding's factor, twice, and 1 / sqrt(head_dim)."""
+        return self.rope.attention**2 / math.sqrt(self.head_dim)
+
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary embedding's frequencies."""
+        return self.rope.theta
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding in Megatron."""
@@ -57,11 +101,16 @@ def read_shape(folder: Path) -> ModelShape:
         raise UnsupportedModelError(f"model.path: {folder} has no config.json; a Hugging Face folder is needed")
     config: dict[str, Any] = json.loads(path.read_text())
     architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise UnsupportedModelError(
-            f"{path}: architecture {architecture} is not supported; allowed: {', '.join(ARCHITECTURES)}"
+            f"{path}: architecture {architecture} is not supported; allowed: {', '.join(FAMILIES)}"
         )
-    _refuse(path, config)
+    family = FAMILIES[architecture]
+    _refuse(path, config, family)
+    try:
+        rope = read_rope(config)
+    except UnknownRopeError as error:
+        raise UnsupportedModelError(f"{path}: {error}") from error
     heads = config["num_attention_heads"]
     return ModelShape(
         architecture=architecture,
@@ -69,20 +118,40 @@ def read_shape(folder: Path) -> ModelShape:
         hidden=config["hidden_size"],
         heads=heads,
         groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim")
-        or (128 if architecture == "Qwen3ForCausalLM" else config["hidden_size"] // heads),
+        head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         ffn=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        qk_norm=architecture == "Qwen3ForCausalLM",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(path, config),
+        rope=rope,
         max_length=config.get("max_position_embeddings", 32768),
+        moe=_read_moe(path, config) if family.experts else None,
     )
 
 
-def _refuse(path: Path, config: dict[str, Any]) -> None:
+def _read_moe(path: Path, config: dict[str, Any]) -> MoeShape | None:
+    """The experts of a Qwen3-MoE configuration; None where every layer is dense."""
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    top_k = config.get("num_experts_per_tok") or 0
+    layers = range(config["num_hidden_layers"])
+    step = config.get("decoder_sparse_step", 1)
+    dense = set(config.get("mlp_only_layers") or []) | {layer for layer in layers if (layer + 1) % step}
+    if not experts or dense.issuperset(layers):
+        return None
+    if not 1 <= top_k <= experts:
+        raise UnsupportedModelError(f"{path}: num_experts_per_tok={top_k} is not allowed; allowed: 1 to {experts}")
+    return MoeShape(
+        experts=experts,
+        top_k=top_k,
+        ffn=config["moe_intermediate_size"],
+        normalised=config.get("norm_topk_prob", False),
+        dense_layers=tuple(sorted(dense.intersection(layers))),
+    )
+
+
+def _refuse(path: Path, config: dict[str, Any], family: Family) -> None:
     """Refuse what would silently be computed otherwise than Hugging Face does."""
     allowed = {
         "hidden_act": ("silu", config.get("hidden_act", "silu")),
@@ -90,6 +159,8 @@ def _refuse(path: Path, config: dict[str, Any]) -> None:
         "mlp_bias": (False, config.get("mlp_bias", False)),
         "use_sliding_window": (False, config.get("use_sliding_window", False)),
         "quantization_config": (None, config.get("quantization_config")),
+        "vision_config": (None, config.get("vision_config")),
+        "text_config": (None, config.get("text_config")),
     }
     for key, (value, given) in allowed.items():
         if given != value:
@@ -97,12 +168,16 @@ def _refuse(path: Path, config: dict[str, Any]) -> None:
     kinds = set(config.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise UnsupportedModelError(f"{path}: layer_types has {sorted(kinds)}; allowed: full_attention alone")
+    if family.sliding_window is not None:
+        _refuse_window(path, config, family.sliding_window)
 
 
-def _rope_theta(path: Path, config: dict[str, Any]) -> float:
-    """Theta, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind != "default":
-        raise UnsupportedModelError(f"{path}: RoPE scaling {kind!r} is not supported; allowed: 'default'")
-    return float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+def _refuse_window(path: Path, config: dict[str, Any], default: int) -> None:
+    """A window as long as the context hides nothing; a shorter one is not built."""
+    window = config.get("sliding_window", default)
+    longest = config.get("max_position_embeddings", 32768)
+    if window is not None and window < longest:
+        raise UnsupportedModelError(
+            f"{path}: sliding_window={window} is not supported; allowed: null, or at least "
+            f"max_position_embeddings={longest}"
+        )

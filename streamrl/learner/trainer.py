@@ -1,55 +1,37 @@
-"""The learner's step: one batch in, one policy version out, on every rank.
+"""The learner's state: its ranks, model, optimizer, version and checkpoints, and what changes them.
 
-    rank 0: batch ──advantages, plan──▶ a share for each data-parallel rank
-    every rank: share ──forward, loss, backward──▶ gradients, summed over ranks ──update──▶ next version
-
-The loss of a micro batch is divided by the counts of the whole step before its backward pass, so that
-neither packing, nor the split into micro batches, nor the number of ranks changes the gradient.
+batch ──plan_shares──▶ a share for each rank ──LearnerStep──▶ weights of the next version ──▶ export, save
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from streamrl.algo.advantages import group_advantages
-from streamrl.algo.diagnostics import finish, merge
-from streamrl.algo.losses import Denominators, TokenBatch, policy_loss
 from streamrl.config import Config
-from streamrl.config_learner import AdvantageConfig
-from streamrl.learner import checkpoint
-from streamrl.learner.attention import describe_row, describe_row_for_engine
-from streamrl.learner.huggingface import export_weights, load_weights
-from streamrl.learner.logprobs import Targets
-from streamrl.learner.model import PolicyModel, build, choose_layers
+from streamrl.config_learner import LearnerConfig
+from streamrl.learner import checkpoint, lora, lora_folder
+from streamrl.learner.checkpoint import Checkpoint
+from streamrl.learner.checkpoint_saver import Saver
+from streamrl.learner.forward import Passes, gather_parameters, wrap
+from streamrl.learner.huggingface import export_weights, load_weights, save_folder
+from streamrl.learner.model import LayerChoice, build, choose_layers
 from streamrl.learner.optimizer import PolicyOptimizer
-from streamrl.learner.packing import MicroBatch, plan_batch
+from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
-from streamrl.learner.shape import read_shape
+from streamrl.learner.reference import Reference
+from streamrl.learner.shape import ModelShape, read_shape
+from streamrl.learner.step import LearnerStep, Share, plan_shares
+from streamrl.learner.stragglers import Stragglers
 from streamrl.types import Batch, Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one data-parallel rank trains in a step, as rank 0 sends it."""
-
-    micro_batches: list[MicroBatch]
-    denominators: Denominators
 
 
 class Trainer:
@@ -59,26 +41,33 @@ class Trainer:
         trainer.restore_or_start()
         metrics = trainer.train_step(batch)  # rank 0; the other ranks pass None
 
-    All methods but `version` and `rank` are collective: every rank calls them in the same order.
+    All methods but `version`, `rank` and those of finished checkpoints are collective: every rank calls them in
+    the same order.
     """
 
     def __init__(self, config: Config, run_folder: Path) -> None:
         """Join the ranks and build the model, without weights yet.
 
-        Raises UnsupportedModelError, UnsupportedAcceleratorError, and ValueError for a wrong number of ranks.
+        Raises ConfigError, UnsupportedAcceleratorError, and ValueError for a wrong number of ranks.
         """
         shape = read_shape(config.model.path)
         self._config = config
         self._checkpoints = run_folder / "checkpoints"
         self._ranks = Ranks.start(config)
-        self._device = self._ranks.device
-        dtype = getattr(torch, config.model.dtype)
-        layers = choose_layers(self._device, dtype)
-        log.info("%s on %s", layers, self._device)
-        self._layers = layers.kind
-        self._model: PolicyModel = build(shape, dtype, self._device)
-        self._ddp = self._wrap(dtype)
-        self._optimizer = PolicyOptimizer(self._ddp, config.learner.optimizer, dtype, config.run.steps)
+        device, dtype = self._ranks.device, getattr(torch, config.model.dtype)
+        self._layers = choose_layers(device, dtype, config.learner)
+        log.info("%s on %s", self._layers, device)
+        self._packing = _packing(config.learner, shape, self._layers)
+        self._chunks = build(shape, config, device)
+        if config.learner.lora.rank:
+            lora.freeze(self._chunks)
+        self._wrapped = wrap(self._chunks, config, self._ranks)
+        self._optimizer = PolicyOptimizer(
+            self._wrapped, config.learner.optimizer, dtype, config.run.steps, config.learner.bad_steps
+        )
+        self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint)
+        self._stragglers = Stragglers(self._ranks)
+        self._step: LearnerStep | None = None  # from `restore_or_start` on
         self._version = PolicyVersion(0)
         self.ledger: Ledger | None = None  # of the checkpoint that was restored
 
@@ -96,10 +85,13 @@ class Trainer:
 
         The first start of a run has incarnation 0; every later one has an incarnation of its own.
         """
+        reference = Reference.of(self._config, self._wrapped)
         incarnation = checkpoint.next_incarnation(self._checkpoints, self._ranks)
         found = checkpoint.latest(self._checkpoints)
         if found is None:
-            load_weights(self._model, self._config.model.path)
+            load_weights(self._chunks, self._config.model.path)
+            if self._config.learner.lora.rank:
+                lora_folder.start(self._chunks, self._config)
             self._optimizer.megatron.reload_model_params()
             self._version = PolicyVersion(0, incarnation)
         else:
@@ -107,177 +99,98 @@ class Trainer:
             self._version = PolicyVersion(found.version.step, max(incarnation, found.version.incarnation + 1))
             self.ledger = found.ledger
         log.info("starting as version %s from %s", self._version, found.folder if found else self._config.model.path)
+        passes = Passes(self._wrapped, self._ranks, self._config, self._layers)
+        self._step = LearnerStep(self._config, passes, self._optimizer, reference, self._ranks.device)
 
     def train_step(self, batch: Batch | None) -> dict[str, float]:
         """Train on the batch of step `version.step`; rank 0 passes it, the others None.
 
-        Returns the metrics of the step, reduced over ranks, the same on every rank. A step whose gradient is
-        not finite changes no weight; it counts as a step and in `steps/skipped`.
-        Raises ValueError for the batch of another step, SequenceTooLongError for one that cannot be packed.
+        Returns the metrics of the step, reduced over ranks. A step whose gradient is not finite changes no weight;
+        it counts as a step and in `steps/skipped`. Raises ValueError for the batch of another step,
+        SequenceTooLongError for one that cannot be packed, BadStepsError after too many steps without an update.
         """
+        assert self._step is not None, "restore_or_start comes first"
         share: Share = self._ranks.scatter(self._shares(batch) if self.rank == 0 else None)
-        began = time.perf_counter()
-        sums = self._forward_backward(share)
-        self._device.synchronize()
-        differentiated = time.perf_counter()
-        update = self._optimizer.update()
-        self._device.synchronize()
-        ended = time.perf_counter()
-        if not update.successful:
-            log.warning("step %d: gradient norm %s, update skipped", self._version.step, update.grad_norm)
+        metrics = self._step.train(share)
         self._version = PolicyVersion(self._version.step + 1, self._version.incarnation)
-        return {
-            **finish(sums),
-            **self._device.memory(),
-            "grad_norm": update.grad_norm,
-            "lr": update.lr,
-            "steps/updates": self._optimizer.updates,
-            "steps/skipped": self._optimizer.skipped,
-            "micro_batches": len(share.micro_batches),
-            "time/forward_backward": differentiated - began,
-            "time/optimizer": ended - differentiated,
-        }
+        return metrics | self._stragglers.report(self._step.busy)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight as (Hugging Face name, CPU tensor in the model's dtype).
+        """What is published: (Hugging Face name, CPU tensor in the model's dtype), complete on rank 0.
 
-        On a CPU machine a tensor may share memory with the model: use or copy it before the next step.
+        Every weight, adapters merged in; or the adapters alone under PEFT's names (`learner.lora.publish`). On a CPU
+        machine a tensor may share memory with the model: use or copy it before the next step.
         """
-        for name, tensor in export_weights(self._model):
+        gather_parameters(self._wrapped)
+        by_adapter = self._config.learner.lora.by_adapter
+        tensors = lora_folder.export_adapters(self._chunks) if by_adapter else export_weights(self._chunks)
+        for name, tensor in tensors:
             yield name, tensor.cpu()
 
-    def save(self, ledger: Ledger | None = None) -> Path:
-        """Write the checkpoint of this version, on rank 0 with the groups that it contains. Returns its folder."""
-        keep = self._config.checkpoint.keep
-        return checkpoint.save(self._checkpoints, self._version, self._state(), keep, ledger)
+    def save(self, ledger: Ledger | None = None) -> None:
+        """Begin to write the checkpoint of this version, on rank 0 with the groups that it contains."""
+        gather_parameters(self._wrapped)
+        export = self._export_folder if self._config.checkpoint.export else None
+        self._saver.start(self._version, self._state(), ledger, export)
+
+    def saved(self, *, wait: bool = False) -> list[Checkpoint]:
+        """The checkpoints that have become complete on disk since the last call; only rank 0 hears of any.
+
+        `wait` for the one that is being written. Raises CheckpointError. Not collective.
+        """
+        return self._saver.wait() if wait else self._saver.finished()
 
     @property
     def oldest_checkpoint(self) -> int | None:
-        """The step of the oldest checkpoint that is kept; None when there is none."""
-        return checkpoint.oldest_step(self._checkpoints)
+        """The step of the oldest checkpoint that a run may resume from; None when there is none."""
+        return self._saver.oldest
 
     def broadcast(self, value: Any) -> Any:
         """A small object of rank 0, on every rank."""
         return self._ranks.broadcast(value)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Let a checkpoint that is being written come to its end, and leave the process groups."""
+        self._saver.close()
         self._ranks.stop()
 
-    def _wrap(self, dtype: torch.dtype) -> DistributedDataParallel:
-        """Megatron's mixed precision and data parallelism around the model."""
-        chosen = self._config.learner.optimizer.distributed
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=self._device.distributed_optimizer if chosen is None else chosen,
-        )
-        config = self._model.config
-        module = Float16Module(config, self._model) if dtype == torch.bfloat16 else self._model
-        ddp = DistributedDataParallel(config, ddp_config, module)
-        config.finalize_model_grads_func = _finalize
-        return ddp
-
     def _state(self) -> checkpoint.State:
-        layout = {
-            **self._ranks.layout,
+        adapters = self._config.learner.lora
+        settings = {
             "dtype": self._config.model.dtype,
-            "distributed_optimizer": self._ddp.ddp_config.use_distributed_optimizer,
+            "distributed_optimizer": self._wrapped[0].ddp_config.use_distributed_optimizer,
+            "lora_rank": adapters.rank,
+            "lora_alpha": adapters.alpha,
+            "lora_targets": sorted(adapters.targets),
         }
-        return checkpoint.State(self._ddp.module, self._optimizer, self._ranks, layout)
+        return checkpoint.State(self._chunks, self._optimizer, self._ranks, settings)
+
+    def _export_folder(self, folder: Path) -> None:
+        """Write the weights of this version as a Hugging Face folder, from rank 0, and adapters in PEFT's beside it."""
+        weights = export_weights(self._chunks)
+        if self.rank == 0:
+            save_folder(weights, self._config.model.path, folder)
+        else:
+            for _ in weights:
+                continue
+        if self._config.learner.lora.rank:
+            base, settings = self._config.model.path, self._config.learner.lora
+            lora_folder.save_adapters(self._chunks, folder.with_name("adapter"), settings, base)
 
     def _shares(self, batch: Batch | None) -> list[Share]:
         if batch is None or batch.step != self._version.step:
             given = None if batch is None else batch.step
             raise ValueError(f"version {self._version} trains the batch of step {self._version.step}, not of {given}")
-        advantages = batch_advantages(batch, self._config.algo.advantage)
-        denominators = Denominators.of(sample.loss_mask for sample in batch.samples)
-        ranks = parallel_state.get_data_parallel_world_size()
-        learner = self._config.learner
-        share_prompts = learner.share_prompts and self._layers == "local"
-        planned = plan_batch(batch, advantages, ranks, learner.tokens_per_micro_batch, share_prompts)
-        return [Share(micro_batches, denominators) for micro_batches in planned]
-
-    def _forward_backward(self, share: Share) -> dict[str, Tensor]:
-        """Gradients of the whole step into the buffers; returns the diagnostic sums over micro batches and ranks."""
-        self._ddp.zero_grad_buffer()
-        self._optimizer.megatron.zero_grad()
-        parts = get_forward_backward_func()(
-            forward_step_func=partial(self._forward, denominators=share.denominators),
-            data_iterator=iter(share.micro_batches),
-            model=[self._ddp],
-            num_microbatches=len(share.micro_batches),
-            seq_length=self._config.learner.tokens_per_micro_batch,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        return _reduce(merge(parts))
-
-    def _forward(
-        self, micro_batches: Iterator[MicroBatch], model: torch.nn.Module, denominators: Denominators
-    ) -> tuple[tuple[Tensor, Tensor], Any]:
-        """Megatron's forward step: (log-probs, entropies) of a micro batch, and the function that makes its loss."""
-        micro = next(micro_batches)
-        device = self._device.torch_device
-        ids, positions = (torch.from_numpy(x)[None].to(device) for x in (micro.ids, micro.positions))
-        targets = Targets(
-            torch.from_numpy(micro.targets).to(device),
-            torch.from_numpy(micro.tokens).to(device),
-            self._config.generate.sampling.temperature,
-            entropy_gradient=self._config.algo.entropy > 0,
-        )
-        describe = describe_row if self._layers == "local" else describe_row_for_engine
-        row = describe(micro.segments, device)
-        output = model(ids, positions, None, labels=targets, packed_seq_params=row)
-        return output, partial(self._loss, micro=micro, denominators=denominators)
-
-    def _loss(
-        self, output: tuple[Tensor, Tensor], micro: MicroBatch, denominators: Denominators
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        logprobs, entropy = output
-
-        def on_device(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(logprobs.device)
-
-        tokens = TokenBatch(
-            logprobs=logprobs,
-            entropy=entropy,
-            behaviour=on_device(micro.behaviour),
-            advantages=on_device(micro.advantages),
-            mask=torch.ones_like(logprobs, dtype=torch.bool),
-            staleness=on_device(micro.staleness),
-            sample=on_device(micro.sample),
-            samples=micro.samples,
-        )
-        loss, sums = policy_loss(tokens, self._config.algo, denominators)
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
+        return plan_shares(batch, self._config, self._packing)
 
 
-def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
-    """The group-relative advantage of every sample of a batch, in its order; 0 for placeholders."""
-    advantages: list[float] = []
-    for group in batch.groups:
-        rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
-        valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-        advantages += group_advantages(rewards, valid, config).tolist()
-    return advantages
-
-
-def _finalize(model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Sum the gradients over ranks, without dividing by a token count: the loss is divided already."""
-    finalize_model_grads(model, None, **groups)
-
-
-def _reduce(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Diagnostic sums over the data-parallel ranks: `max/...` by their largest, the others added."""
-    group = parallel_state.get_data_parallel_group()
-    reduced = dict(sums)
-    for keys, operation in (
-        ([key for key in sums if not key.startswith("max/")], dist.ReduceOp.SUM),
-        ([key for key in sums if key.startswith("max/")], dist.ReduceOp.MAX),
-    ):
-        if not keys:
-            continue
-        stacked = torch.stack([sums[key] for key in keys])
-        dist.all_reduce(stacked, operation, group=group)
-        reduced |= dict(zip(keys, stacked, strict=True))
-    return reduced
+def _packing(learner: LearnerConfig, shape: ModelShape, layers: LayerChoice) -> Packing:
+    """How rows are made for this model on these ranks."""
+    moe = shape.moe
+    return Packing(
+        ranks=parallel_state.get_data_parallel_world_size(),
+        budget=learner.tokens_per_micro_batch,
+        share_prompts=learner.share_prompts and layers.kind == "local",
+        multiple=learner.layout.pipeline if learner.layout.virtual > 1 else 1,
+        routing=(shape.layers, moe.top_k) if learner.router_replay and moe else None,
+    )

@@ -1,4 +1,4 @@
-"""Published versions kept as Hugging Face folders, `RUN/weights/VERSION`, for whoever checks the run afterwards."""
+"""Published versions kept as Hugging Face or PEFT folders, `RUN/weights/VERSION`, for who checks the run afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from streamrl.config import Config
+from streamrl.publish.peft import write_adapter
 from streamrl.publish.staging import Staged
 from streamrl.types import PolicyVersion
 
@@ -23,9 +25,15 @@ def kept_versions(run_folder: Path) -> dict[PolicyVersion, Path]:
     return {PolicyVersion.parse(folder.name): folder for folder in folders}
 
 
-def keep(staged: Staged, model: Path, run_folder: Path) -> Path:
-    """Write the version with the configuration and tokenizer files of `model`, whole or not at all; where it is."""
-    target = kept_folder(run_folder, staged.version)
+def keep(staged: Staged, config: Config, run_folder: Path) -> Path:
+    """Write the version with the files of `model.path` that go with it, whole or not at all; where it is.
+
+    Where adapters alone are published, it is a PEFT folder.
+    """
+    target, model = kept_folder(run_folder, staged.version), config.model.path
+    if config.learner.lora.by_adapter:
+        write_adapter(target, staged.tensors(), config.learner.lora, model)
+        return target
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

@@ -25,6 +25,7 @@ import torch
 from streamrl.config import Config
 from streamrl.device import detect
 from streamrl.observe.events import EventLog
+from streamrl.publish.adapter import AdapterSource
 from streamrl.publish.broadcast import BroadcastSource
 from streamrl.publish.kept import keep
 from streamrl.publish.staging import Staged, Staging
@@ -183,7 +184,7 @@ class Publisher:
     def _main(self) -> None:
         try:
             with contextlib.closing(Peer(self._config, self._run_folder, "publisher", self._opening)) as peer:
-                source = BroadcastSource(_own_host(peer.address), detect(), self._config.publish.timeout)
+                source = self._source(peer)
                 with contextlib.closing(source):
                     while self._next_round():
                         self._hear(peer, 0.0)
@@ -194,6 +195,12 @@ class Publisher:
             with self._changed:
                 self._shared.failure = failure
                 self._changed.notify_all()
+
+    def _source(self, peer: Peer) -> Source:
+        lora = self._config.learner.lora
+        if lora.by_adapter:
+            return AdapterSource(self._run_folder, lora, self._config.model.path)
+        return BroadcastSource(_own_host(peer.address), detect(), self._config.publish.timeout)
 
     def _opening(self) -> Iterator[Message]:
         """What a service hears first, also one that was started again: its servers are known once it tells them."""
@@ -234,7 +241,7 @@ class Publisher:
         every = self._config.publish.keep_every
         if every and staged.version.step % every == 0:
             with self._events.span("publish.keep", version=str(staged.version)):
-                keep(staged, self._config.model.path, self._run_folder)
+                keep(staged, self._config, self._run_folder)
         peer.send(Announce(version=staged.version))
         self._retries.clear()
         with self._changed:

@@ -52,6 +52,13 @@ class BroadcastManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="tr
     buckets: tuple[BucketLayout, ...]  # one broadcast each, in this order
 
 
+class AdapterManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="adapter"):
+    """Where one version's adapter lies: a PEFT folder that learner and servers see under one path."""
+
+    folder: str
+    checksum: str  # xxh3_64 of its adapter_model.safetensors, hexadecimal
+
+
 class Source(ABC):
     """The learner's end. Used by one thread."""
 

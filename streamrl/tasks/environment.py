@@ -69,6 +69,7 @@ class Completion:
     logprobs: np.ndarray  # float32 [T], behaviour log-probs, as sampled
     spans: tuple[VersionSpan, ...]  # cover 0..T
     finish_reason: str  # stop | length | abort
+    extras: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each output token, [T, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,5 +41,9 @@ def _token_batch(
         "staleness": torch.randint(0, 12, (count,), generator=random),
         "sample": sample,
         "samples": len(lengths),
+        "proximal": (behaviour + spread * normal()).to(dtype),
+        "reference": (behaviour + spread * normal()).to(dtype),
+        "outliers": torch.rand(count, generator=random) < 0.3,
+        "covariant": torch.rand(count, generator=random) < 0.3,
     }
     return TokenBatch(**(fields | replaced))  # type: ignore[arg-type]

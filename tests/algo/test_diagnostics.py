@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -130,6 +131,64 @@ def test_each_mask_is_counted_under_its_own_name(token_batch):
         result = metrics_of(token_batch(0), AlgoConfig(mask=rule))
         assert result[f"weights/masked_{rule}"] == result["weights/masked"]
     assert not any(name.startswith("weights/masked_") for name in metrics_of(token_batch(0), AlgoConfig()))
+
+
+def test_the_rules_of_the_step_are_counted_under_their_own_names(token_batch):
+    batch = token_batch(0, mask=torch.ones(31, dtype=torch.bool))
+    settings = AlgoConfig(proximal="recompute", mask="second_moment", covariance="clip_cov")
+    result = metrics_of(batch, settings)
+    share = {name: getattr(batch, name).double().mean().item() for name in ("outliers", "covariant")}
+    assert result["weights/masked_second_moment"] == pytest.approx(share["outliers"])
+    assert result["weights/masked_clip_cov"] == pytest.approx(share["covariant"])
+    assert result["weights/masked"] == pytest.approx((batch.outliers | batch.covariant).double().mean().item())
+    penalised = metrics_of(batch, AlgoConfig(covariance="kl_cov"))
+    assert penalised["loss/kl_cov"] == pytest.approx(share["covariant"])
+    assert penalised["weights/masked"] == 0
+
+
+def test_the_kl_to_the_reference_is_the_mean_of_k3_and_not_that_to_mu(token_batch):
+    batch = token_batch(3)
+    difference = (batch.reference - batch.logprobs.detach())[batch.mask]
+    expected = (difference.exp() - 1 - difference).mean().item()
+    assert metrics_of(batch, AlgoConfig(kl=0.2))["loss/kl"] == pytest.approx(expected)
+    assert metrics_of(batch, AlgoConfig())["loss/kl"] == 0
+
+
+def test_over_several_passes_the_first_tells_how_old_the_data_is_and_all_of_them_what_was_applied(token_batch):
+    """Two passes of two mini batches: the second pass has moved away from mu."""
+    parts = [token_batch(seed, lengths=(20, 15)) for seed in (1, 2)]
+    moved = [dataclasses.replace(part, logprobs=part.logprobs.detach() + 0.4) for part in parts]
+    first, second = (
+        merge(policy_loss(part, CONFIG, Denominators(int(part.mask.sum()), 2))[1] for part in pass_)
+        for pass_ in (parts, moved)
+    )
+    alone, later = finish(first, updates=2), finish(second, updates=2)
+    both = finish(first, merge([first, second]), updates=4)
+    for name, value in both.items():
+        if name.startswith(("offpolicy/", "tokens/")):
+            assert value == alone[name], name
+        elif "ess" not in name:
+            assert value == pytest.approx((alone[name] + later[name]) / 2), name
+    weights = torch.cat([_weights(part) for part in (*parts, *moved)])
+    assert both["weights/ess"] == pytest.approx(effective_sample_size(weights.tolist()))
+    assert both["loss/clip_high"] > alone["loss/clip_high"]
+
+
+def _weights(batch) -> torch.Tensor:
+    """w of every trained token under CONFIG."""
+    rho = (batch.logprobs - batch.behaviour).detach().exp()[batch.mask]
+    kept = (rho >= 0.5) & (rho <= 5)
+    return kept * rho.clamp(max=1.2) / rho * 0.9 ** batch.staleness[batch.mask]
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_updates(token_batch):
+    parts = [token_batch(seed) for seed in (1, 2)]
+    losses, sums = zip(
+        *(policy_loss(part, CONFIG, Denominators(int(part.mask.sum()), 6)) for part in parts), strict=True
+    )
+    result = finish(merge(sums), updates=2)
+    assert result["loss/total"] == pytest.approx(sum(loss.item() for loss in losses) / 2)
+    assert sum(result.get(f"loss/total/{bucket}", 0.0) for bucket in BUCKETS) == pytest.approx(result["loss/total"])
 
 
 def test_merge_adds_and_takes_the_largest_where_the_key_says_so():

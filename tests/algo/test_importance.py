@@ -7,14 +7,9 @@ import math
 import pytest
 import torch
 
-from streamrl.algo.importance import (
-    bounded_exp,
-    importance_weights,
-    log_ratio_to_behaviour,
-    mask_edges,
-    proximal_logprobs,
-    weight_cap,
-)
+from streamrl.algo.importance import Weights, importance_weights, mask_edges, proximal_logprobs, weight_cap
+from streamrl.algo.ratios import aggregate, bounded_exp, log_ratio
+from streamrl.algo.tokens import TokenBatch
 from streamrl.config_learner import AlgoConfig
 
 LOG = math.log
@@ -25,9 +20,27 @@ FRESH = torch.zeros(5, dtype=torch.int64)
 AGED = torch.tensor([0, 2, 1, 3, 1])
 
 
-def weights(staleness=FRESH, rho=RHO, **keys):
+def weights(staleness=FRESH, rho=RHO, *, scored=None, has_ratio=True, picked=None, **keys) -> Weights:
+    """scored: ratios pi_old / mu of a scoring pass, for `proximal: recompute`; picked: tokens of the step's rules."""
     config = AlgoConfig(**keys)
-    return importance_weights(torch.tensor(rho, dtype=torch.float64).log(), staleness, SAMPLE, 2, config)
+    log_rho = torch.tensor(rho, dtype=torch.float64).log()
+    mu = torch.full((5,), -3.0, dtype=torch.float64)
+    picked = None if picked is None else torch.tensor(picked)
+    tokens = TokenBatch(
+        logprobs=mu + log_rho,
+        entropy=None,
+        behaviour=mu,
+        advantages=mu,
+        mask=torch.ones(5, dtype=torch.bool),
+        staleness=staleness,
+        sample=SAMPLE,
+        samples=2,
+        proximal=None if scored is None else mu + torch.tensor(scored, dtype=torch.float64).log(),
+        outliers=picked,
+        covariant=picked,
+    )
+    proximal = proximal_logprobs(mu, log_rho, staleness, config, tokens.proximal)
+    return importance_weights(tokens, log_rho, proximal, config, has_ratio=has_ratio)
 
 
 def test_weight_none_is_one_for_both_proximal_policies():
@@ -76,6 +89,33 @@ def test_interpolate_weighs_by_the_truncated_ratio_of_the_proximal_policy_to_mu(
     assert result.tolist() == pytest.approx([min(value, 1.3) for value in expected])
 
 
+def test_recompute_takes_the_scores_as_the_proximal_policy_and_weighs_by_their_truncated_ratio():
+    mu = torch.tensor([-1.0, -2.0])
+    scores = torch.tensor([-0.5, -3.0], requires_grad=True)
+    proximal = proximal_logprobs(mu, mu, FRESH[:2], AlgoConfig(proximal="recompute"), scores)
+    assert proximal.tolist() == [-0.5, -3.0]
+    assert not proximal.requires_grad
+    result = weights(AGED, scored=[3.0, 0.5, 1.0, 1.5, 2.5], proximal="recompute").weight
+    assert result.tolist() == pytest.approx([2.0, 0.5, 1.0, 1.5, 2.0])
+
+
+def test_a_family_without_a_ratio_gets_the_truncated_weight_itself():
+    assert weights(has_ratio=False).weight.tolist() == pytest.approx([2.0, 0.5, 0.25, 1.0, 2.0])
+    assert weights(has_ratio=False, weight="none").weight.tolist() == pytest.approx(RHO)
+    assert weights(AGED, has_ratio=False, weight="none", proximal="interpolate").weight.tolist() == [1.0] * 5
+
+
+def test_the_rules_of_the_whole_step_mask_what_they_picked():
+    picked = [True, False, False, True, False]
+    keys = {"scored": [1.0] * 5, "picked": picked, "proximal": "recompute", "weight": "none"}
+    outliers = weights(mask="second_moment", **keys)
+    assert (outliers.masked.tolist(), outliers.weight.tolist()) == (picked, [0.0, 1.0, 1.0, 0.0, 1.0])
+    both = weights(mask="token", covariance="clip_cov", **(keys | {"scored": [1.0, 1.0, 9.0, 1.0, 1.0]}))
+    assert both.weight.tolist() == [0.0, 1.0, 0.0, 0.0, 1.0]
+    assert {name: mask.sum().item() for name, mask in both.masked_by.items()} == {"token": 1, "clip_cov": 2}
+    assert not weights(covariance="kl_cov", **keys).masked.any()
+
+
 def test_interpolate_with_sequence_weight_multiplies_those_ratios():
     product = [0.5 ** (2 / 3)] * 2 + [0.25**0.5 * 2.0**0.5] * 3
     result = weights(AGED, proximal="interpolate", weight="sequence").weight
@@ -122,14 +162,11 @@ def test_log_ratios_are_clamped_to_20_before_exp():
 
 def test_the_product_is_clamped_after_the_sum_and_not_before_it():
     log_rho = torch.tensor([30.0, -29.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    config = AlgoConfig(mask="sequence", mask_low=math.e - 1e-6, mask_high=math.e + 1e-6)
-    result = importance_weights(log_rho, FRESH, SAMPLE, 2, config)
-    assert result.masked.tolist() == [False, False, True, True, True]
+    assert aggregate(log_rho, SAMPLE, 2, "sequence").tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert aggregate(log_rho, SAMPLE, 2, "geometric").tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
 
 
-def test_log_rho_carries_no_gradient_and_is_finite_where_the_difference_overflows():
-    logprobs = torch.tensor([-3e38, 3e38, LOG(0.5)], requires_grad=True)
-    log_rho = log_ratio_to_behaviour(logprobs, torch.tensor([3e38, -3e38, LOG(0.25)]))
-    assert not log_rho.requires_grad
+def test_a_log_ratio_is_finite_where_the_difference_overflows():
+    log_rho = log_ratio(torch.tensor([-3e38, 3e38, LOG(0.5)]), torch.tensor([3e38, -3e38, LOG(0.25)]))
     assert log_rho.isfinite().all()
     assert log_rho[2].item() == pytest.approx(LOG(2.0))

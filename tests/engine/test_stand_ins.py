@@ -56,3 +56,15 @@ def test_torch_sees_no_triton_behind_the_stand_ins():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_pinned_memory_is_ordinary_memory_where_there_is_no_device_for_it():
+    code = (
+        "from streamrl.engine import stand_ins; stand_ins.install()\n"
+        "import torch, sgl_kernel\n"
+        "if not torch.cuda.is_available():\n"
+        "    assert torch.tensor([1, 2], pin_memory=True).pin_memory().tolist() == [1, 2]\n"
+        "    assert torch.zeros(2, dtype=torch.int32, pin_memory=True).dtype == torch.int32\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.config import GenerateConfig
+from streamrl.config import GenerateConfig, OverlongConfig
 from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, completion
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, read_events
 from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
+from streamrl.tasks.overlong import Overlong
 from streamrl.types import Group, PolicyVersion, Ticket, VersionSpan
 
 SIZE = 4
@@ -56,6 +57,7 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
         *,
         address: str = fresh_server.address,
         longest: int = 1000,
+        overlong: int = 0,
         seconds: float | None = None,
         **generate: Any,
     ):
@@ -68,7 +70,10 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
             try:
                 deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
                 inference = EngineInference(client, Tokenizer(model_folders[0]), config, load, deadline=deadline)
-                return await run_group(ticket(step), task, inference, SIZE, longest=longest, events=events)
+                penalty = Overlong(OverlongConfig(buffer=overlong), longest=6)
+                return await run_group(
+                    ticket(step), task, inference, SIZE, longest=longest, overlong=penalty, events=events
+                )
             finally:
                 await client.close()
 
@@ -102,6 +107,15 @@ def test_a_group_has_its_samples_with_the_policys_log_probs_and_versions(run, mo
         assert sample.spans == (VersionSpan(PolicyVersion(0), 0, len(sample.output_ids)),)
         expected = forward_logprobs(weights, [*prompt, *sample.output_ids])[len(prompt) - 1 :]
         assert np.abs(expected.numpy() - sample.logprobs).max() < 1e-4
+
+
+def test_an_answer_near_the_cut_loses_reward_and_says_so_in_a_part(run):
+    group, _, _ = run(Task(), overlong=4)
+    for sample in group.samples:
+        tokens = len(sample.output_ids)
+        assert sample.reward_parts["overlong"] == -max(tokens - 2, 0) / 4
+        assert sample.reward == tokens + sample.reward_parts["overlong"]
+    assert min(sample.reward_parts["overlong"] for sample in group.samples) == -1
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import smollm2, tiny_model
 from streamrl.config_file import load
+from streamrl.learner.shape import read_shape
 from streamrl.tasks.registry import build_task
 
 
@@ -55,6 +56,15 @@ def test_a_seed_makes_the_same_weights_again_and_leaves_the_random_state_alone(t
     assert weights[0] != weights[2]
     with pytest.raises(ValueError, match="symbols: 1 is not allowed"):
         tiny_model.make(tmp_path / "bad", symbols=1)
+
+
+@pytest.mark.parametrize("family", tiny_model.FAMILIES)
+def test_every_family_is_one_that_the_learner_builds_and_has_the_same_tokens(family, tmp_path):
+    tiny_model.make(tmp_path / family, family=family, layers=3)
+    shape = read_shape(tmp_path / family)
+    assert (shape.layers, shape.vocabulary, shape.head_dim) == (3, 10, 16)
+    assert (shape.moe is not None) == (family == "qwen3_moe")
+    assert AutoTokenizer.from_pretrained(tmp_path / family)("caf=").input_ids == [4, 2, 7, 1]
 
 
 def test_a_missing_package_is_named_with_the_way_to_install_it(monkeypatch, tmp_path, capsys):

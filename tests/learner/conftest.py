@@ -63,21 +63,30 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.fixture
-def two_ranks(tmp_path: Path) -> Callable[..., Any]:
-    """`two_ranks(job, config, run_folder)`: what rank 0 of two real torchrun ranks saved at the end of `job`."""
+def torchrun() -> Callable[..., None]:
+    """`torchrun(ranks, script, *arguments)`: a script of this folder on so many real ranks, until it has ended."""
+
+    def run(ranks: int, script: str, *arguments: object) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+        command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(FOLDER / script), *map(str, arguments)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return run
+
+
+@pytest.fixture
+def two_ranks(tmp_path: Path, torchrun: Callable[..., None]) -> Callable[..., Any]:
+    """`two_ranks(job, config, run_folder)`: what rank 0 of `learner.ranks` real ranks saved at the end of `job`."""
 
     def run(job: str, config: Config, run_folder: Path) -> Any:
         (tmp_path / "config.json").write_text(config.model_dump_json())
         out = tmp_path / f"{job}.pt"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
-        command += [f"--master-port={port}", str(FOLDER / "ranks_at_work.py")]
-        command += [job, str(tmp_path / "config.json"), str(run_folder), str(out)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-        assert done.returncode == 0, done.stderr[-4000:]
+        torchrun(config.learner.ranks, "ranks_at_work.py", job, tmp_path / "config.json", run_folder, out)
         return torch.load(out)
 
     return run

@@ -53,15 +53,15 @@ def tensor_parallel(config: Config, run_folder: Path) -> Any:
     ranks = Ranks.start(config)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    model = build(read_shape(config.model.path), torch.float32, ranks.device)
-    load_weights(model, config.model.path)
+    (model,) = build(read_shape(config.model.path), config, ranks.device)
+    load_weights([model], config.model.path)
     row = torch.arange(12)
     targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True)
     packed = describe_row(torch.tensor([[0, 12, 0, 0]]).numpy(), ranks.device.torch_device)
     logprobs, entropy = model(row[None], row[None], None, labels=targets, packed_seq_params=packed)
     (logprobs.sum() + entropy.sum()).backward()
     result = {
-        "weights": {name: tensor.clone() for name, tensor in export_weights(model)},
+        "weights": {name: tensor.clone() for name, tensor in export_weights([model])},
         "logprobs": logprobs.detach(),
         "entropy": entropy.detach(),
         "norm_grad": model.decoder.final_layernorm.weight.grad,

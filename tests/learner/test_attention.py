@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from streamrl.learner.attention import PackedAttention, block_segments, describe_row
+from streamrl.learner.attention import PackedAttention, Slice, block_segments, describe_row
 
 HEADS, GROUPS, DIM = 6, 2, 8
 
@@ -73,6 +73,35 @@ def test_a_packed_row_equals_its_segments_one_by_one_in_values_and_gradients(kin
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["many short", "a few uneven", "shared prompts"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_slices_of_a_row_together_give_what_the_whole_row_gives(kind, ranks):
+    segments = random_segments(kind)
+    end, pads = int(segments[:, 1].sum()), -int(segments[:, 1].sum()) % (2 * ranks)
+    if pads:
+        segments = np.concatenate([segments, [[end, pads, 0, 0]]])
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(end + pads, heads, DIM, dtype=torch.float64) for heads in (HEADS, GROUPS, GROUPS))
+    expected = by_segment(query, key, value, segments)
+    parts = [Slice(ranks, rank) for rank in range(ranks)]
+    gathered = np.concatenate([part.tokens(end + pads) for part in parts])
+    for part in parts:
+        mine = part.tokens(end + pads)
+        row = describe_row(segments, torch.device("cpu"), part)
+        ours = attention()(query[mine], key[gathered], value[gathered], packed_seq_params=row)
+        torch.testing.assert_close(ours, expected[mine], rtol=1e-10, atol=1e-12)
+        assert row.key_ends[-1] == len(row.key_tokens)
+
+
+def test_a_slice_is_two_mirrored_pieces_of_the_row():
+    assert Slice(2, 0).tokens(8).tolist() == [0, 1, 6, 7]
+    assert Slice(2, 1).tokens(8).tolist() == [2, 3, 4, 5]
+    assert Slice(2, 1).gathered(8).tolist() == [0, 1, 4, 5, 6, 7, 2, 3]
+    # A sequence of 5 tokens and one of 3: rank 0 has the begin of the first and the end of the second.
+    segments = np.array([[0, 5, 0, 0], [5, 3, 0, 0]])
+    assert Slice(2, 0).cut(segments).tolist() == [[0, 2, 0, 0, 0], [6, 2, 0, 0, 1]]
+
+
 def test_a_plain_batch_is_causal():
     torch.manual_seed(0)
     query, key, value = (torch.randn(10, 2, heads, DIM) for heads in (HEADS, GROUPS, GROUPS))
@@ -82,8 +111,8 @@ def test_a_plain_batch_is_causal():
 
 
 def test_many_short_segments_take_few_calls_and_uneven_long_ones_do_not_pad_much():
-    assert len(block_segments(random_segments("many short"))) == 1
-    blocks = block_segments(random_segments("a few uneven"))
+    assert len(block_segments(Slice().cut(random_segments("many short")))) == 1
+    blocks = block_segments(Slice().cut(random_segments("a few uneven")))
     padded = sum(len(block) * block[:, 1].max() ** 2 for block in blocks)
     assert padded < 1.5 * sum(int((block[:, 1] ** 2).sum()) for block in blocks) + len(blocks) * 2**16
     assert sorted(np.concatenate(blocks)[:, 0].tolist()) == sorted(random_segments("a few uneven")[:, 0].tolist())

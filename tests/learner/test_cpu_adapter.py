@@ -38,8 +38,18 @@ def test_everybody_but_megatron_sees_torch_as_it_is(model_folder, trainer_of):
 
 def test_installing_again_changes_nothing(model_folder, trainer_of):
     from megatron.core.optimizer import optimizer
+    from megatron.core.transformer.moe import token_dispatcher
 
     trainer_of(make_config(model_folder()))
-    clip = optimizer.clip_grad_by_total_norm_fp32
+    patched = (optimizer.clip_grad_by_total_norm_fp32, token_dispatcher.all_to_all)
     cpu_adapter.install()
-    assert optimizer.clip_grad_by_total_norm_fp32 is clip
+    assert patched == (optimizer.clip_grad_by_total_norm_fp32, token_dispatcher.all_to_all)
+
+
+def test_the_router_of_experts_finds_the_name_that_only_transformer_engine_has(monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+
+    monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cpu_adapter.install()  # also where CUDA is there and Transformer Engine is not
+    assert moe_utils.te_general_gemm is None

@@ -8,15 +8,16 @@ import shutil
 import pytest
 import torch
 import transformers
-from learner_parts import VOCABULARY, make_config
+from learner_parts import VOCABULARY, make_config, write_model
 from safetensors.torch import load_file, save_file
 
+from benchmarks.random_models import FAMILIES
 from streamrl.learner import huggingface
 from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import WeightsMismatchError, save_folder
 from streamrl.learner.logprobs import Targets
 
-MODELS = [(family, tied) for family in ("qwen2", "qwen3", "llama") for tied in (False, True)]
+MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
 
 
 @pytest.mark.parametrize(("family", "tied"), MODELS)
@@ -31,14 +32,83 @@ def test_the_round_trip_is_bitwise_and_logits_are_those_of_hugging_face(family, 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours = trainer._model(ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
-        torch.testing.assert_close(ours, theirs(ids).logits, rtol=0, atol=2e-5)
+        ours = trainer._chunks[0](ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
+        torch.testing.assert_close(ours, theirs(ids).logits, rtol=0, atol=1e-5)
         # A weight that is not the same shows in the logits.
         theirs.model.layers[1].self_attn.k_proj.weight[0] += 1
         assert (ours - theirs(ids).logits).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+STRETCHED = {"rope_theta": 5000.0, "original_max_position_embeddings": 64, "factor": 4.0}
+LLAMA3 = {**STRETCHED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "norm_topk_prob": True}
+VARIANTS = {
+    "llama3 scaling": ("llama", {"rope_parameters": LLAMA3}),
+    "linear scaling": ("qwen2", {"rope_parameters": {**STRETCHED, "rope_type": "linear"}}),
+    "yarn scaling": ("qwen3", {"rope_parameters": {**STRETCHED, "rope_type": "yarn"}}),
+    "expert weights that do not sum to 1": ("qwen3_moe", {"norm_topk_prob": False}),
+    "a dense layer among mixtures": ("qwen3_moe", {"mlp_only_layers": [1]}),
+    "every second layer a mixture": ("qwen3_moe", {"decoder_sparse_step": 2, "num_experts": 6}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_a_configuration_says_besides_is_computed_as_hugging_face_does(variant, trainer_of, tmp_path):
+    family, changes = VARIANTS[variant]
+    folder = write_model(tmp_path / "model", family, layers=3, **changes)
+    trainer = trainer_of(make_config(folder))
+    original = load_file(folder / "model.safetensors")
+    exported = dict(trainer.export())
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+    ids = torch.randint(0, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = trainer._chunks[0](ids, torch.arange(200).expand(2, -1), None)[..., :VOCABULARY]
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        if changes.keys() & PLAIN.keys():  # without it, it is another model
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | PLAIN))
+            plain = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+            assert (ours - plain).abs().max() > 1e-3
+
+
+LAYOUTS = {
+    "two tensor ranks": (2, "float32", {"tensor": 2}),
+    "two stages of two chunks": (2, "bfloat16", {"pipeline": 2, "virtual": 2}),
+    "experts over context ranks": (2, "float32", {"context": 2, "expert": 2}),
+    "cut experts over tensor and data ranks": (4, "float32", {"tensor": 2, "expert": 2, "expert_tensor": 2}),
+    "experts in a pipeline": (4, "bfloat16", {"pipeline": 2, "expert": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_family_goes_bitwise_through_a_model_that_is_cut(layout, folders, torchrun, tmp_path):
+    ranks, dtype, cut = LAYOUTS[layout]
+    chosen = [folder for folder in folders if "expert" not in cut or folder.name == "qwen3_moe"]
+    config = make_config(chosen[0], ranks=ranks, layout=cut, dtype=dtype)
+    (tmp_path / "config.json").write_text(config.model_dump_json())
+    torchrun(ranks, "conversion_at_work.py", tmp_path / "config.json", tmp_path / "out.pt", *chosen)
+    exported = torch.load(tmp_path / "out.pt")
+    for folder in chosen:
+        original = load_file(folder / "model.safetensors")
+        names = [name for name, _ in exported[str(folder)]]
+        assert sorted(names) == sorted(original)
+        assert names[0] == "model.embed_tokens.weight"
+        for name, tensor in exported[str(folder)]:
+            assert str(tensor.dtype).endswith(dtype)
+            assert torch.equal(tensor, original[name].to(tensor.dtype)), name
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model of each family, tied and untied in turn."""
+    root = tmp_path_factory.mktemp("four_layers")
+    return [write_model(root / family, family, tied=bool(i % 2), layers=4) for i, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_log_probs_are_those_of_hugging_face_at_the_sampling_temperature(family, model_folder, trainer_of):
     folder = model_folder(family)
     trainer = trainer_of(make_config(folder))
@@ -50,7 +120,7 @@ def test_packed_log_probs_are_those_of_hugging_face_at_the_sampling_temperature(
     positions = torch.cat([torch.arange(5), torch.arange(5, 9), torch.arange(5, 12), torch.arange(6)])
     targets = torch.arange(22).flip(0)
     with torch.no_grad():
-        logprobs, _ = trainer._model(
+        logprobs, _ = trainer._chunks[0](
             ids[None],
             positions[None],
             None,
@@ -69,7 +139,7 @@ def test_a_model_cut_over_two_ranks_exports_the_same_bits_and_gives_the_same_log
 ):
     folder = model_folder("qwen3", True)
     cut = two_ranks("tensor_parallel", make_config(folder, ranks=2), tmp_path / "run")
-    model = trainer_of(make_config(folder))._model
+    model = trainer_of(make_config(folder))._chunks[0]
     original = load_file(folder / "model.safetensors")
     assert cut["weights"].keys() == original.keys()
     assert all(torch.equal(cut["weights"][name], original[name]) for name in original)
@@ -111,7 +181,7 @@ def test_a_saved_folder_is_one_that_transformers_loads(shard_bytes, model_folder
         (lambda w: w.update({"model.surplus": torch.zeros(1)}), "model.surplus and 0 more have no place"),
         (
             lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
-            r"model.norm.weight make \[3\], the model needs \[64\]",
+            r"tensor model.norm.weight is \[3\], the model needs \[64\]",
         ),
     ],
 )
@@ -130,5 +200,5 @@ def test_an_embedding_of_another_size_than_the_configuration_says_is_refused(mod
     shutil.copytree(model_folder("llama"), folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 120}))
-    with pytest.raises(WeightsMismatchError, match=r"an embedding has 131 rows, config\.json says 120"):
+    with pytest.raises(WeightsMismatchError, match=r"embed_tokens.weight is \[131, 64\], the model needs \[120, 64\]"):
         trainer_of(make_config(folder))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from streamrl.learner import logprobs
-from streamrl.learner.logprobs import Targets, token_logprobs
+from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 
 
 def problem(dtype: torch.dtype = torch.float64):
@@ -66,3 +66,23 @@ def test_bfloat16_gives_float32_log_probs_near_the_exact_ones(alone):
     torch.testing.assert_close(
         values, plainly(hidden.float(), weight.float(), tokens, 1.0, 37)[0], rtol=0.02, atol=0.05
     )
+
+
+def test_values_of_a_slice_go_to_their_places_and_their_gradient_comes_back_from_there(alone):
+    values = torch.randn(2, 3, requires_grad=True)
+    filled = over_context(values, torch.tensor([4, 0, 2]), 6, alone)
+    torch.testing.assert_close(filled[:, [4, 0, 2]], values)
+    assert not filled[:, [1, 3, 5]].any()
+    scale = torch.randn(2, 6)
+    (filled * scale).sum().backward()
+    torch.testing.assert_close(values.grad, scale[:, [4, 0, 2]])
+
+
+def test_a_frozen_output_layer_gets_no_gradient_and_the_hidden_states_the_same(alone):
+    hidden, weight, tokens = problem(torch.float32)
+    targets = Targets(torch.arange(23), tokens, temperature=0.7)
+    token_logprobs(hidden, weight, targets, 37, alone)[0].sum().backward()
+    expected = hidden.grad.clone()
+    hidden.grad = None
+    token_logprobs(hidden, weight.detach(), targets, 37, alone)[0].sum().backward()
+    assert torch.equal(hidden.grad, expected)

@@ -9,18 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_parts import make_batch
 
-from streamrl.learner.packing import MicroBatch, SequenceTooLongError, plan, plan_batch
+from streamrl.config_file import ConfigError
+from streamrl.learner.packing import MicroBatch, Packing, SequenceTooLongError, cut, plan, plan_batch, plan_step
 from streamrl.types import Batch, PolicyVersion, VersionSpan
+
+
+def packing(ranks: int = 1, budget: int = 100, share_prompts: bool = True, **more) -> Packing:
+    return Packing(ranks=ranks, budget=budget, share_prompts=share_prompts, **more)
 
 
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=40),
     ranks=st.integers(1, 4),
     budget=st.integers(50, 120),
+    multiple=st.integers(1, 3),
 )
-def test_every_index_is_planned_once_within_the_budget_and_every_rank_has_as_many_bins(lengths, ranks, budget):
-    bins = plan(lengths, ranks, budget)
-    assert len({len(of_rank) for of_rank in bins}) == 1
+def test_every_index_is_planned_once_within_the_budget_and_every_rank_has_as_many_bins(
+    lengths, ranks, budget, multiple
+):
+    bins = plan(lengths, ranks, budget, multiple)
+    (count,) = {len(of_rank) for of_rank in bins}
+    assert count % multiple == 0
     assert sorted(index for of_rank in bins for chosen in of_rank for index in chosen) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in chosen) <= budget for of_rank in bins for chosen in of_rank)
 
@@ -31,19 +40,94 @@ def test_the_longest_go_first_so_that_bins_are_even():
 
 
 def test_the_example_of_a_packed_row_holds(two_answers):
-    ((row,),) = plan_batch(two_answers, [1.0, -1.0], ranks=1, budget=100, share_prompts=True)
+    ((row,),) = plan_batch(two_answers, [1.0, -1.0], packing(1, 100, True))
     assert row.ids.tolist() == [5, 6, 7, 8, 9]
     assert row.positions.tolist() == [0, 1, 2, 3, 2]
     assert row.segments.tolist() == [[0, 2, 0, 0], [2, 2, 0, 2], [4, 1, 0, 2]]
     assert row.targets.tolist() == [1, 2, 3, 1, 4]
     assert row.tokens.tolist() == [7, 8, 2, 9, 2]
     assert row.sample.tolist() == [0, 0, 0, 1, 1]
+    assert row.place.tolist() == [0, 1, 2, 3, 4]
+    assert row.routed_experts is None
     assert row.advantages.tolist() == [1, 1, 1, -1, -1]
     assert row.staleness.tolist() == [1, 1, 1, 1, 1]
 
 
+def test_bins_that_run_at_the_same_time_are_neighbours_in_length_and_ranks_take_turns_with_the_longer_one():
+    bins = plan([9, 8, 6, 5], ranks=2, budget=9)
+    assert bins == [[[0], [3]], [[1], [2]]]
+
+
+@pytest.mark.parametrize("sigma", [0.5, 0.8, 1.3])
+def test_bins_of_very_uneven_sequences_are_of_one_length(sigma):
+    lengths = np.clip(np.random.default_rng(0).lognormal(7.3, sigma, 1024), 64, 12000).astype(int).tolist()
+    loads = [sum(lengths[index] for index in chosen) for of_rank in plan(lengths, 8, 16384) for chosen in of_rank]
+    assert max(loads) <= 1.0075 * sum(loads) / len(loads)
+
+
+def test_a_bin_that_overflows_is_retried_with_one_more():
+    # 3 x 7 tokens are less than two rows of 12, but no two of them share one.
+    assert plan([7, 7, 7], ranks=1, budget=12) == [[[0], [1], [2]]]
+    assert plan([7, 7, 7], ranks=1, budget=12, multiple=2) == [[[0], [1], [2], []]]
+
+
+@given(groups=st.integers(1, 9), parts=st.integers(1, 9))
+def test_mini_batches_are_the_groups_in_order_in_nearly_equal_parts(groups, parts):
+    batch = make_batch(groups=groups, size=2)
+    if parts > groups:
+        with pytest.raises(ConfigError, match=f"learner.mini_batches: {parts} .* allowed: 1..{groups}"):
+            cut(batch, parts)
+        return
+    found = cut(batch, parts)
+    assert [group for part in found for group in part.groups] == list(batch.groups)
+    assert len(found) == parts
+    assert max(len(part.groups) for part in found) - min(len(part.groups) for part in found) <= 1
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_mini_batches_train_what_the_whole_batch_trains_and_number_its_tokens_through(share_prompts):
+    batch = make_batch(step=3, groups=5)
+    advantages = [float(index) for index in range(len(batch.samples))]
+    parts = plan_step(batch, advantages, packing(2, 60, share_prompts), mini_batches=3)
+    whole = plan_batch(batch, advantages, packing(1, 4096, share_prompts))
+    rows = [row for part in parts for of_rank in part for row in of_rank]
+
+    def trained(rows):
+        return sorted(
+            (int(place), entry) for row in rows for place, entry in zip(row.place, _trained(row), strict=True)
+        )
+
+    assert trained(rows) == trained(whole[0])
+    places = [place for row in rows for place in row.place.tolist()]
+    assert sorted(places) == list(range(sum(group.trained_tokens for group in batch.groups)))
+    first = [place for of_rank in parts[0] for row in of_rank for place in row.place.tolist()]
+    assert sorted(first) == list(range(batch.groups[0].trained_tokens))
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_the_experts_of_the_generator_stand_beside_their_tokens(share_prompts, two_answers):
+    first, second = two_answers.groups[0].samples
+    experts = np.arange(3 * 4, dtype=np.uint8).reshape(3, 4)  # two layers, two experts of each token
+    prompt = np.array([[[50, 51, 52, 53]], [[54, 55, 56, 57]], [[-1, -1, -1, -1]]], np.int16)
+    first = msgspec.structs.replace(first, extras={"routed_experts": experts, "prompt_routed_experts": prompt})
+    batch = _with_samples(two_answers, (first, second))
+    ((row,),) = plan_batch(batch, [1.0, -1.0], packing(share_prompts=share_prompts, routing=(2, 2)))
+    assert (row.routed_experts.dtype, row.routed_experts.shape) == (np.int16, (len(row.ids), 2, 2))
+    prompts, unknown = [[[50, 51], [52, 53]], [[54, 55], [56, 57]]], [[-1, -1], [-1, -1]]
+    answer = [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+    expected = [*prompts, *answer, *([] if share_prompts else prompts), unknown]
+    assert row.routed_experts.tolist() == expected
+
+
+def test_a_row_without_work_has_unknown_experts(two_answers):
+    batch = _with_samples(two_answers, two_answers.groups[0].samples[:1])
+    (_,), (idle,) = plan_batch(batch, [1.0], packing(ranks=2, routing=(3, 2)))
+    assert (idle.routed_experts == -1).all()
+    assert idle.routed_experts.shape == (1, 3, 2)
+
+
 def test_without_sharing_every_answer_has_its_own_prompt(two_answers):
-    ((row,),) = plan_batch(two_answers, [1.0, -1.0], ranks=1, budget=100, share_prompts=False)
+    ((row,),) = plan_batch(two_answers, [1.0, -1.0], packing(1, 100, False))
     assert row.ids.tolist() == [5, 6, 7, 8, 5, 6, 9]
     assert row.segments.tolist() == [[0, 4, 0, 0], [4, 3, 0, 0]]
     assert row.targets.tolist() == [1, 2, 3, 5, 6]
@@ -54,7 +138,7 @@ def test_without_sharing_every_answer_has_its_own_prompt(two_answers):
 def test_every_trained_token_is_in_one_row_with_what_belongs_to_it(ranks, budget, share_prompts):
     batch = make_batch(step=3)
     advantages = [float(index) for index in range(len(batch.samples))]
-    rows = [r for of_rank in plan_batch(batch, advantages, ranks, budget, share_prompts) for r in of_rank]
+    rows = [r for of_rank in plan_batch(batch, advantages, packing(ranks, budget, share_prompts)) for r in of_rank]
     assert all(len(row.ids) <= budget for row in rows)
     found = sorted(entry for row in rows for entry in _trained(row))
     expected = sorted(
@@ -74,21 +158,21 @@ def test_every_trained_token_is_in_one_row_with_what_belongs_to_it(ranks, budget
 def test_a_group_over_the_budget_is_cut_into_bundles_that_repeat_the_prompt():
     batch = make_batch(groups=1, size=8)
     prompt = len(batch.samples[0].prompt_ids)
-    (rows,) = plan_batch(batch, [0.0] * 8, ranks=1, budget=prompt + 25, share_prompts=True)
+    (rows,) = plan_batch(batch, [0.0] * 8, packing(1, prompt + 25, True))
     assert len(rows) > 1
     assert all(row.segments[0].tolist() == [0, prompt, 0, 0] for row in rows)
 
 
 def test_a_rank_without_work_gets_a_row_without_targets():
     batch = Batch(step=0, groups=(msgspec.structs.replace(make_batch().groups[1], samples=make_batch().samples[4:5]),))
-    (_,), (idle,) = plan_batch(batch, [1.0], ranks=2, budget=100, share_prompts=True)
+    (_,), (idle,) = plan_batch(batch, [1.0], packing(2, 100, True))
     assert len(idle.ids) == 1
     assert len(idle.targets) == idle.samples == 0
 
 
 def test_a_sequence_over_the_budget_is_refused_by_name():
     with pytest.raises(SequenceTooLongError, match=r"tokens_per_micro_batch: 5 .* group 0 sample 1 of \d+ tokens"):
-        plan_batch(make_batch(), [0.0] * 12, ranks=1, budget=5, share_prompts=True)
+        plan_batch(make_batch(), [0.0] * 12, packing(1, 5, True))
 
 
 def test_an_empty_prompt_and_a_token_from_the_future_are_refused_by_name(two_answers):
@@ -102,8 +186,12 @@ def test_an_empty_prompt_and_a_token_from_the_future_are_refused_by_name(two_ans
 
 
 def _plan(batch: Batch, samples: tuple) -> None:
+    plan_batch(_with_samples(batch, samples), [0.0, 0.0], packing())
+
+
+def _with_samples(batch: Batch, samples: tuple) -> Batch:
     groups = (msgspec.structs.replace(batch.groups[0], samples=samples),)
-    plan_batch(msgspec.structs.replace(batch, groups=groups), [0.0, 0.0], 1, 100, True)
+    return msgspec.structs.replace(batch, groups=groups)
 
 
 def _trained(row: MicroBatch) -> list[tuple]:

@@ -11,6 +11,7 @@ from learner_parts import make_batch
 
 from streamrl.config import Config
 from streamrl.learner.batches import Delivery
+from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.role import LeadLoop
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter, read_metrics
@@ -26,7 +27,8 @@ class Trainer:
 
     def __init__(self, version: PolicyVersion) -> None:
         self.version = version
-        self.saved: list[tuple[int, Ledger | None]] = []
+        self.begun: list[tuple[int, Ledger | None]] = []  # saves
+        self.told = 0  # of them
 
     def broadcast(self, value: Any) -> Any:
         return value
@@ -40,11 +42,21 @@ class Trainer:
         return iter(())
 
     def save(self, ledger: Ledger | None) -> None:
-        self.saved.append((self.version.step, ledger))
+        self.begun.append((self.version.step, ledger))
+
+    def saved(self, *, wait: bool = False) -> list[Any]:
+        """A save is complete when the next step is."""
+        complete = [checkpoint(step) for step, _ in self.begun[self.told :]]
+        self.told = len(self.begun)
+        return complete
 
     @property
     def oldest_checkpoint(self) -> int:
-        return self.saved[0][0]
+        return self.begun[0][0]
+
+
+def checkpoint(step: int) -> Checkpoint:
+    return Checkpoint(Path(f"step_{step}"), PolicyVersion(step), fixed={}, layout={}, ledger=None)
 
 
 class Source:
@@ -106,7 +118,7 @@ def run(folder: Path, source: Source, start: PolicyVersion, steps: int, every: i
     )
     trainer, publisher = Trainer(start), Publisher()
     events, metrics = EventLog(event_path(folder, "learner"), "learner-0"), MetricsWriter(folder)
-    loop = LeadLoop(config, trainer, source, stop=Stop(), metrics=metrics, events=events, publisher=publisher)
+    loop = LeadLoop(config, folder, trainer, source, stop=Stop(), metrics=metrics, events=events, publisher=publisher)
     loop.run()
     metrics.close(), events.close()
     return trainer, publisher.offered
@@ -130,12 +142,12 @@ def test_a_redelivered_step_that_has_to_be_generated_again_gets_weights_for_it(t
 def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_hears_of_it(tmp_path):
     source = Source(None)
     trainer, _ = run(tmp_path, source, PolicyVersion(0), steps=4)
-    assert trainer.saved == [(2, Ledger(below=16)), (4, Ledger(below=32))]
+    assert trainer.begun == [(2, Ledger(below=16)), (4, Ledger(below=32))]
     assert source.told == [
         ("1.0", 0.9),
         ("2.0", 0.9),
-        ("saved", 2, 2),
         ("3.0", 0.9),
+        ("saved", 2, 2),
         ("4.0", 0.9),
         ("saved", 4, 2),
         ("end", PolicyVersion(4)),

@@ -1,0 +1,261 @@
+"""The loss as its equations read, one token at a time in float64: what streamrl.algo is compared with.
+
+Nothing here is shared with the code that it judges, save the batch and the settings. It also counts how many
+tokens took each branch, so that a comparison that misses one is seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamrl.algo.tokens import TokenBatch
+from streamrl.config_learner import AlgoConfig
+
+EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    """One token that enters the loss. Only `logprob` and `entropy` carry gradient."""
+
+    logprob: Tensor
+    entropy: Tensor | None
+    mu: float
+    old: float  # log pi_old
+    advantage: float
+    staleness: int
+    sample: int
+    reference: float | None
+    outlier: bool
+    covariant: bool
+
+    @property
+    def pi(self) -> float:
+        return self.logprob.item()
+
+
+def slow_loss(batch: TokenBatch, c: AlgoConfig, tokens: int, samples: int) -> tuple[Tensor, Counter[str]]:
+    """The loss, a scalar with gradient, and how many tokens took each branch that `c` has.
+
+    tokens, samples: the counts that the mean is over.
+    """
+    trained = [t for t in range(len(batch.mask)) if batch.mask[t]]
+    lengths = Counter(int(batch.sample[t]) for t in trained)
+    measured = [t for t in trained if math.isfinite(batch.behaviour[t])]
+    counts: Counter[str] = Counter(dict.fromkeys(branches(c), 0))
+    counts["dropped"] = len(trained) - len(measured)
+    rows = _tokens(batch, measured, c)
+    siblings: dict[int, list[Token]] = {}
+    for row in rows:
+        siblings.setdefault(row.sample, []).append(row)
+    gspo_ratio = {sample: _geometric_ratio(of) for sample, of in siblings.items()} if c.loss == "gspo" else {}
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        w = _weight(row, siblings[row.sample], c, counts)
+        surrogate = _surrogate(row, gspo_ratio.get(row.sample), c, counts)
+        loss = -w * surrogate + _further(row, c, counts)
+        total = total + loss / _divisor(c, tokens, samples, lengths[row.sample])
+    return total, counts
+
+
+def branches(c: AlgoConfig) -> list[str]:
+    """The names of the branches that tokens can take under `c`."""
+    names = {
+        "clip": ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"],
+        "gspo": ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"],
+        "cispo": ["below", "inside", "above"],
+        "sapo": ["A>0 gate", "A<=0 gate"],
+        "reinforce": ["A>0", "A<0"],
+    }[c.loss]
+    if c.dual_clip is not None:
+        names = [*names, "dual bound"]
+    if c.weight != "none":
+        names = [*names, "capped", "not capped"]
+    if c.mask != "none":
+        names = [*names, f"{c.mask} masked", f"{c.mask} kept"]
+    if c.covariance != "none":
+        names = [*names, f"{c.covariance} taken", f"{c.covariance} left"]
+    if c.discount < 1:
+        names = [*names, "fresh", "discounted"]
+    if c.kl:
+        names = [*names, "pi above ref", "pi below ref"]
+    return [*names, "dropped"]
+
+
+def slow_outliers(log_rho: Sequence[float], limit: float) -> list[bool]:
+    """`mask: second_moment`: while the mean square of what is left is too large, the largest goes."""
+    left = sorted((value**2 for value in log_rho), reverse=True)
+    while left and sum(left) / len(left) > limit:
+        largest = left[0]
+        left = [square for square in left if square < largest]
+    return [value**2 not in left for value in log_rho]
+
+
+def slow_covariant(scores: Tensor, batch: TokenBatch, place: Tensor, step: int, c: AlgoConfig) -> list[bool]:
+    """`covariance`: which of all N tokens of a step `c` acts on. scores, place: [N]; every token is trained."""
+    measured = [t for t in range(len(scores)) if math.isfinite(batch.behaviour[t])]
+    mean_a = sum(batch.advantages[t].item() for t in measured) / len(measured)
+    mean_l = sum(scores[t].item() for t in measured) / len(measured)
+    covariance = {t: (batch.advantages[t].item() - mean_a) * (scores[t].item() - mean_l) for t in measured}
+    count = max(int(c.covariance_share * len(measured)), 1)
+    if c.covariance == "kl_cov":
+        chosen = sorted(measured, key=lambda t: -covariance[t])[:count]
+    else:
+        lot = torch.randperm(int(place.max()) + 1, generator=torch.Generator().manual_seed(step)).tolist()
+        inside = [t for t in measured if c.covariance_low < covariance[t] < c.covariance_high]
+        inside = [t for t in inside if not _stopped(scores[t].item(), batch, t, c)]
+        chosen = sorted(inside, key=lambda t: lot[int(place[t])])[:count]
+    return [t in chosen for t in range(len(scores))]
+
+
+def _stopped(score: float, batch: TokenBatch, t: int, c: AlgoConfig) -> bool:
+    """Whether the clip has taken the token's gradient already at the start of the step."""
+    mu, a = batch.behaviour[t].item(), batch.advantages[t].item()
+    r = _exp(score - _old(mu, score, score, int(batch.staleness[t]), c))
+    high = c.dual_clip is not None and a < 0 and r > c.dual_clip
+    return c.loss == "clip" and ((a > 0 and r > 1 + c.eps_high) or (a < 0 and r < 1 - c.eps_low) or high)
+
+
+def _exp(log_ratio: float) -> float:
+    return math.exp(min(max(log_ratio, -20.0), 20.0))
+
+
+def _old(mu: float, pi: float, score: float | None, staleness: int, c: AlgoConfig) -> float:
+    if c.proximal == "behaviour":
+        return mu
+    if c.proximal == "recompute":
+        assert score is not None
+        return score
+    return mu + staleness / (staleness + 1) * (pi - mu)
+
+
+def _tokens(batch: TokenBatch, measured: list[int], c: AlgoConfig) -> list[Token]:
+    logprobs = batch.logprobs.unbind()
+    entropies = [None] * len(logprobs) if batch.entropy is None else batch.entropy.unbind()
+
+    def at(tensor: Tensor | None, t: int, absent: Any) -> Any:
+        return absent if tensor is None else tensor[t].item()
+
+    return [
+        Token(
+            logprob=logprobs[t],
+            entropy=entropies[t],
+            mu=batch.behaviour[t].item(),
+            old=_old(
+                batch.behaviour[t].item(),
+                batch.logprobs[t].item(),
+                at(batch.proximal, t, None),
+                int(batch.staleness[t]),
+                c,
+            ),
+            advantage=batch.advantages[t].item(),
+            staleness=int(batch.staleness[t]),
+            sample=int(batch.sample[t]),
+            reference=at(batch.reference, t, None),
+            outlier=at(batch.outliers, t, False),
+            covariant=at(batch.covariant, t, False),
+        )
+        for t in measured
+    ]
+
+
+def _geometric_ratio(siblings: list[Token]) -> Tensor:
+    mean = sum((row.logprob - row.old for row in siblings), torch.zeros((), dtype=torch.float64)) / len(siblings)
+    return torch.exp(torch.clamp(mean, -20, 20))
+
+
+def _weight(row: Token, siblings: list[Token], c: AlgoConfig, counts: Counter[str]) -> float:
+    """w of one token."""
+    behaviour = c.proximal == "behaviour"
+
+    def correction(token: Token) -> float:
+        return token.pi - token.mu if behaviour else token.old - token.mu
+
+    product = sum(correction(token) for token in siblings)
+    q = {
+        "token": _exp(correction(row)),
+        "sequence": _exp(product),
+        "geometric": _exp(product / len(siblings)),
+    }
+    if c.weight == "none":
+        f = q["token"] if behaviour else 1.0
+        w = f / q["token"] if behaviour and c.loss != "reinforce" else f
+    else:
+        s = row.staleness if c.weight == "token" else max(token.staleness for token in siblings)
+        cap = 1 + (c.weight_cap - 1) * c.weight_gamma**s
+        f = min(q[c.weight], cap)
+        counts["capped" if q[c.weight] > cap else "not capped"] += 1
+        w = f / q[c.weight] if behaviour and c.loss != "reinforce" else f
+    if c.mask == "second_moment":
+        masked = row.outlier
+    elif c.mask != "none":
+        low = EDGES[c.mask][0] if c.mask_low is None else c.mask_low
+        high = EDGES[c.mask][1] if c.mask_high is None else c.mask_high
+        masked = not low <= q[c.mask] <= high
+    else:
+        masked = False
+    if c.mask != "none":
+        counts[f"{c.mask} {'masked' if masked else 'kept'}"] += 1
+    if c.covariance != "none":
+        counts[f"{c.covariance} {'taken' if row.covariant else 'left'}"] += 1
+    if c.discount < 1:
+        counts["discounted" if row.staleness else "fresh"] += 1
+    if masked or (c.covariance == "clip_cov" and row.covariant):
+        return 0.0
+    return w * c.discount**row.staleness
+
+
+def _surrogate(row: Token, gspo_ratio: Tensor | None, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+    """S of one token."""
+    a, low, high = row.advantage, 1 - c.eps_low, 1 + c.eps_high
+    r = torch.exp(torch.clamp(row.logprob - row.old, -20, 20)) if gspo_ratio is None else gspo_ratio
+    where = "below" if r < low else "above" if r > high else "inside"
+    if c.loss == "reinforce":
+        counts["A>0" if a > 0 else "A<0"] += 1
+        return a * row.logprob
+    if c.loss == "sapo":
+        counts["A>0 gate" if a > 0 else "A<=0 gate"] += 1
+        tau = c.sapo_positive if a > 0 else c.sapo_negative
+        return 4 / tau / (1 + torch.exp(-tau * (r - 1))) * a
+    if c.loss == "cispo":
+        counts[where] += 1
+        return min(max(r.item(), low), high) * a * row.logprob
+    counts[f"A{'>' if a > 0 else '<'}0 {where}"] += 1
+    unclipped, clipped = r * a, torch.clamp(r, low, high) * a
+    surrogate = unclipped if unclipped < clipped else clipped
+    if c.dual_clip is not None and a < 0 and surrogate < c.dual_clip * a:
+        counts["dual bound"] += 1
+        return torch.tensor(c.dual_clip * a, dtype=torch.float64)
+    return surrogate
+
+
+def _further(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+    """Penalties and bonus of one token."""
+    terms = torch.zeros((), dtype=torch.float64)
+    if c.covariance == "kl_cov" and row.covariant:
+        terms = terms + c.covariance_kl * torch.abs(torch.clamp(row.logprob - row.old, -20, 20))
+    if c.kl:
+        assert row.reference is not None
+        counts["pi above ref" if row.pi > row.reference else "pi below ref"] += 1
+        d = torch.clamp(row.reference - row.logprob, -20, 20)
+        terms = terms + c.kl * (torch.exp(d) - 1 - d)
+    if c.entropy:
+        assert row.entropy is not None
+        terms = terms - c.entropy * row.entropy
+    return terms
+
+
+def _divisor(c: AlgoConfig, tokens: int, samples: int, length: int) -> int:
+    if c.aggregation == "token_mean":
+        return tokens
+    if c.aggregation == "sequence_mean":
+        return samples * length
+    assert c.norm_length is not None
+    return samples * c.norm_length

@@ -1,0 +1,215 @@
+"""The ranks of `benchmarks.parity`: each computes its part of one gradient after another, in one layout after another.
+
+    python -m benchmarks.parity_ranks CASES OUT   (RANK, WORLD_SIZE, MASTER_ADDR as torchrun sets them)
+
+Rank 0 writes what the cases gave to OUT. Starting a process takes longer than a case, so each takes many.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from benchmarks.random_models import make_batch
+from streamrl.algo.aggregation import Denominators
+from streamrl.algo.losses import policy_loss
+from streamrl.algo.tokens import TokenBatch
+from streamrl.config import Config
+from streamrl.learner.forward import Passes, wrap
+from streamrl.learner.huggingface import export_weights, load_weights
+from streamrl.learner.model import PolicyModel, build, choose_layers
+from streamrl.learner.optimizer import PolicyOptimizer
+from streamrl.learner.packing import MicroBatch, Packing, plan_batch
+from streamrl.learner.parallel import Ranks
+from streamrl.learner.shape import read_shape
+from streamrl.types import Batch
+
+DEADLINE = 90.0  # seconds that ranks may take for one case, their start included
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One gradient: a configuration, and whether rows are packed or hold one sequence each."""
+
+    name: str
+    config: str  # JSON
+    packed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a case gave: the whole gradient under Hugging Face names, float32."""
+
+    loss: float
+    norm: float  # as the optimizer clips by it
+    scores: float  # largest difference of the log-probs that `score` gives to those that the loss saw, nats
+    tensors: dict[str, Tensor]
+
+
+def run_ranks(cases: Sequence[Case], world: int) -> dict[str, Gradient]:
+    """Start `world` processes, which compute all cases.
+
+    Raises RuntimeError with what the first rank that failed said, TimeoutError after DEADLINE seconds a case.
+    """
+    # As under torchrun the ranks meet at a store that is there before them, on a port that is never free between.
+    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.save(list(cases), folder / "cases.pt")
+        processes = [_start(folder, rank, world, meeting.port) for rank in range(world)]
+        try:
+            failed = _wait(processes, DEADLINE * len(cases))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failed is not None:
+            said = (folder / f"{failed}.log").read_text()[-4000:]
+            raise RuntimeError(f"rank {failed} of {world} failed:\n{said}")
+        return {case: Gradient(**given) for case, given in torch.load(folder / "out.pt").items()}
+
+
+def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[bytes]:
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [sys.executable, "-m", "benchmarks.parity_ranks", str(folder / "cases.pt"), str(folder / "out.pt")]
+    environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    with (folder / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> int | None:
+    """Until all have ended well, or one has not: its rank then, None otherwise. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            return failed[0]
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+    raise TimeoutError(f"{len(processes)} ranks are not done after {seconds:g} s")
+
+
+def main() -> None:
+    order, out = map(Path, sys.argv[1:])
+    results = {}
+    for number, case in enumerate(torch.load(order, weights_only=False)):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # names of its own in the store
+        results[case.name] = asdict(gradient_of(case))
+    if int(os.environ["RANK"]) == 0:
+        torch.save(results, out)
+
+
+def gradient_of(case: Case) -> Gradient:
+    """The gradient of the loss on one batch: on every rank the loss, on rank 0 the tensors too."""
+    config = Config.model_validate_json(case.config)
+    ranks = Ranks.start(config)
+    try:
+        layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
+        chunks = build(read_shape(config.model.path), config, ranks.device)
+        load_weights(chunks, config.model.path)
+        wrapped = wrap(chunks, config, ranks)
+        passes = Passes(wrapped, ranks, config, layers)
+        batch = make_batch(groups=4, longest=40)
+        mine = _micro_batches(batch, config, case.packed)[parallel_state.get_data_parallel_rank()]
+        step = Step(mine, Denominators.of(sample.loss_mask for sample in batch.samples), config)
+        sums = passes.forward_backward(mine, step.loss)
+        scores = step.difference(passes.score(mine), ranks)
+        optimizer = PolicyOptimizer(wrapped, config.learner.optimizer, getattr(torch, config.model.dtype), 1)
+        optimizer.megatron.prepare_grads()
+        norm = float(optimizer.megatron.get_grad_norm())
+        return Gradient(float(sums["loss"].sum()), norm, scores, _whole_gradient(chunks, wrapped))
+    finally:
+        ranks.stop()
+
+
+def _micro_batches(batch: Batch, config: Config, packed: bool) -> list[list[MicroBatch]]:
+    """[ranks][K]: packed as the learner does, or one sequence a row with its own prompt."""
+    layout, ranks = config.learner.layout, parallel_state.get_data_parallel_world_size()
+    advantages = [sample.reward - 0.5 for sample in batch.samples]
+    packing = Packing(
+        ranks=ranks,
+        budget=config.learner.tokens_per_micro_batch,
+        share_prompts=packed,
+        multiple=layout.pipeline if layout.virtual > 1 else 1,
+    )
+    if packed:
+        return plan_batch(batch, advantages, packing)
+    alone = [
+        msgspec.structs.replace(batch, groups=(msgspec.structs.replace(group, samples=(sample,)),))
+        for group in batch.groups
+        for sample in group.samples
+    ]
+    rows = [plan_batch(one, [advantages[index]], packing)[0][0] for index, one in enumerate(alone)]
+    return [rows[rank::ranks] for rank in range(ranks)]
+
+
+class Step:
+    """The loss of a step's micro batches, and the log-probs that it was given."""
+
+    def __init__(self, micro_batches: Sequence[MicroBatch], denominators: Denominators, config: Config) -> None:
+        self._micro_batches = micro_batches
+        self._denominators = denominators
+        self._algo = config.algo
+        self._seen: dict[int, Tensor] = {}
+
+    def loss(self, logprobs: Tensor, entropy: Tensor, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part of micro batch `index`, for `Passes.forward_backward`."""
+        micro = self._micro_batches[index]
+        self._seen[index] = logprobs.detach().clone()
+        arrays = {name: getattr(micro, name) for name in ("behaviour", "advantages", "staleness", "sample")}
+        tokens = TokenBatch(
+            logprobs=logprobs,
+            entropy=entropy,
+            mask=torch.ones_like(logprobs, dtype=torch.bool),
+            samples=micro.samples,
+            **{name: torch.from_numpy(array).to(logprobs.device) for name, array in arrays.items()},
+        )
+        return policy_loss(tokens, self._algo, self._denominators)
+
+    def difference(self, scores: Sequence[Tensor], ranks: Ranks) -> float:
+        """The largest difference of scores to the log-probs that the loss saw, over all ranks that have them."""
+        both = [(scores[index], seen) for index, seen in self._seen.items() if len(seen)]
+        largest = torch.tensor(max((float((ours - seen).abs().max()) for ours, seen in both), default=0.0))
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.control)
+        return float(largest)
+
+
+def _whole_gradient(chunks: Sequence[PolicyModel], wrapped: Sequence[DistributedDataParallel]) -> dict[str, Tensor]:
+    """float32, under Hugging Face names, on rank 0: it goes the way of the weights."""
+    _gather(wrapped)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data = parameter.main_grad.float()
+    return {name: tensor.detach().cpu().clone() for name, tensor in export_weights(chunks)}
+
+
+def _gather(wrapped: Sequence[DistributedDataParallel]) -> None:
+    """The distributed optimizer leaves each rank its part of the summed gradient: put the parts together."""
+    for chunk in wrapped:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            for bucket in buffer.buckets:
+                parts = list(bucket.grad_data.chunk(buffer.data_parallel_world_size))
+                mine = parts[dist.get_rank(buffer.data_parallel_group)].clone()
+                dist.all_gather(parts, mine, group=buffer.data_parallel_group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Tiny models with random weights and batches with random answers, for checks that need no trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
+
+VOCABULARY = 131  # not a multiple of anything, so that the embedding is padded
+
+FAMILIES = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+}
+
+_OF_A_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+    },
+    "mistral": {"sliding_window": None},
+}
+
+
+def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:
+    """Save a model of this family with random weights, biases and norms, as transformers does. Returns `folder`.
+
+    Further keyword arguments go into its configuration.
+    """
+    import transformers
+
+    config_class, model_class = (getattr(transformers, name) for name in FAMILIES[family])
+    torch.manual_seed(0)
+    config = config_class(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 256,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+            "tie_word_embeddings": tied,
+            **_OF_A_FAMILY.get(family, {}),
+            **shape,
+        }
+    )
+    model = model_class(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_batch(step: int = 0, groups: int = 3, size: int = 4, longest: int = 19) -> Batch:
+    """Groups of answers of 1 to `longest` tokens, with stale tokens, masked tokens and a placeholder."""
+    random = np.random.default_rng(step)
+    return Batch(step=step, groups=tuple(_group(random, step, index, size, longest) for index in range(groups)))
+
+
+def _group(random: np.random.Generator, step: int, index: int, size: int, longest: int) -> Group:
+    prompt = random.integers(0, VOCABULARY, random.integers(2, 9)).astype(np.int32)
+    samples = [_sample(random, step, prompt, int(random.integers(1, longest + 1))) for _ in range(size)]
+    if index == 0:
+        samples[0] = _sample(random, step, prompt, 0, finish_reason="placeholder")
+    return Group(group_id=index, task="copy", prompt_index=index, samples=tuple(samples))
+
+
+def _sample(
+    random: np.random.Generator, step: int, prompt: np.ndarray, length: int, finish_reason: str = "stop"
+) -> Sample:
+    old = int(random.integers(0, length + 1))
+    spans = [VersionSpan(PolicyVersion(max(0, step - 1)), 0, old), VersionSpan(PolicyVersion(step), old, length)]
+    return Sample(
+        prompt_ids=prompt,
+        output_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
+        logprobs=(-4 - random.random(length)).astype(np.float32),
+        loss_mask=random.random(length) < 0.9,
+        spans=tuple(span for span in spans if span.end > span.start),
+        reward=float(random.random()),
+        finish_reason=finish_reason,
+    )
+
+
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two sets of tensors, relative to the largest entry of each tensor of `theirs`.
+
+    Raises ValueError when they do not have the same names.
+    """
+    if ours.keys() != theirs.keys():
+        raise ValueError(f"different names: {sorted(ours.keys() ^ theirs.keys())}")
+    return max(float((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max().clamp(min=1e-30)) for k in theirs)

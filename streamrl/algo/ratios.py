@@ -1,0 +1,52 @@
+"""Ratios of policies, and their aggregates over a sample, all from log-probs and all finite."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 and its square stay finite in float32."""
+
+
+def bounded(log_ratio: Tensor) -> Tensor:
+    """A log-ratio clamped to +-LOG_RATIO_BOUND; beyond the bound the gradient is 0."""
+    return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp of a log-ratio clamped to +-LOG_RATIO_BOUND; beyond the bound the gradient is 0."""
+    return bounded(log_ratio).exp()
+
+
+def log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
+    """`log p - log p'` of two policies: [n], finite for all finite inputs, not yet clamped to the bound."""
+    return _finite(logprobs - others)
+
+
+def aggregate(log_ratios: Tensor, sample: Tensor, samples: int, level: str) -> Tensor:
+    """The log of q for every token: [n], dtype and gradient of the input, the same value for all tokens of a sample.
+
+    log_ratios: float [n]; sample: int64 [n] in 0..samples-1, whose tokens are all here. level: `token` (the
+    token's own ratio), `sequence` (product over the sample's tokens) or `geometric` (geometric mean over
+    them). Summed in float64, so that the order of the tokens hardly matters.
+    """
+    if level == "token":
+        return log_ratios
+    total = torch.zeros(samples, dtype=torch.float64, device=log_ratios.device)
+    total = total.index_add(0, sample, log_ratios.double())
+    if level == "geometric":
+        total = total / torch.bincount(sample, minlength=samples).clamp(min=1)
+    return _finite(total, log_ratios.dtype).to(log_ratios.dtype)[sample]
+
+
+def sample_staleness(staleness: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """The staleness of every token's sample, the largest of its tokens: int64 [n]."""
+    oldest = torch.zeros(samples, dtype=staleness.dtype, device=staleness.device)
+    return oldest.scatter_reduce(0, sample, staleness, reduce="amax")[sample]
+
+
+def _finite(values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Clamped to what the dtype (None: their own) holds without becoming infinite; NaN stays NaN."""
+    largest = torch.finfo(dtype or values.dtype).max
+    return values.clamp(-largest, largest)

@@ -1,0 +1,130 @@
+"""Rules that look at all trained tokens of a step at once: the second-moment mask, clip_cov and kl_cov.
+
+    first scores of the whole step ──select──▶ which tokens each rule takes ──▶ TokenBatch.outliers, .covariant
+
+They are decided once a step, from the weights that it starts from, before its first update; all passes and mini
+batches keep the decision. So neither packing, nor micro batches, nor layout changes it beyond rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.algo.families import clipped_surrogate
+from streamrl.algo.importance import proximal_logprobs
+from streamrl.algo.ratios import bounded_exp, log_ratio
+from streamrl.config_learner import AlgoConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepTokens:
+    """The n trained tokens of a whole step, over all micro batches and ranks, in any order, without gradient."""
+
+    scores: Tensor  # float32 or float64 [n], log pi of the weights that the step starts from
+    behaviour: Tensor  # like scores, log mu; no rule takes a token where it is not finite
+    advantages: Tensor  # like scores
+    staleness: Tensor  # int64 [n], learner steps
+    place: Tensor  # int64 [n], >= 0, number of the token in the step, the same for every packing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Selection:
+    """Which of n tokens the rules take; None where a rule is off."""
+
+    outliers: Tensor | None  # bool [n], those that `mask: second_moment` zeroes
+    covariant: Tensor | None  # bool [n], those that `algo.covariance` acts on
+
+
+def needs_selection(config: AlgoConfig) -> bool:
+    """Whether `select` has something to decide."""
+    return config.mask == "second_moment" or config.covariance != "none"
+
+
+def needs_scores(config: AlgoConfig) -> bool:
+    """Whether the step begins with a forward pass for log-probs alone."""
+    return config.proximal == "recompute" or needs_selection(config)
+
+
+def select(tokens: StepTokens, step: int, config: AlgoConfig) -> Selection:
+    """What the rules of `config` take; `step` seeds the draw of `clip_cov`."""
+    measured = tokens.behaviour.isfinite().nonzero().squeeze(-1)
+    scores = tokens.scores.detach().double()[measured]
+    behaviour = tokens.behaviour.double()[measured]
+    log_rho = log_ratio(scores, behaviour)
+
+    def over_all(picked: Tensor) -> Tensor:
+        return torch.zeros_like(tokens.place, dtype=torch.bool).index_fill(0, measured[picked], True)
+
+    outliers = covariant = None
+    if config.mask == "second_moment":
+        outliers = over_all(second_moment_outliers(log_rho, config.second_moment))
+    if config.covariance != "none":
+        advantages = tokens.advantages.double()[measured]
+        covariance = _centred(advantages) * _centred(scores)
+        lots = _lots(tokens.place, step)[measured]
+        if config.covariance == "kl_cov":
+            covariant = over_all(_largest(covariance, lots, config))
+        else:
+            proximal = proximal_logprobs(behaviour, log_rho, tokens.staleness[measured], config, scores)
+            stopped = _stopped_by_the_clip(log_ratio(scores, proximal), advantages, config)
+            covariant = over_all(_drawn(covariance, stopped, lots, config))
+    return Selection(outliers=outliers, covariant=covariant)
+
+
+def second_moment_outliers(log_rho: Tensor, limit: float) -> Tensor:
+    """The largest (log rho)^2, taken away until the mean of the others is <= `limit`: bool [n].
+
+    log_rho: float64 [n], finite. Equal values go together, so that the order of the tokens does not matter.
+    Source: M2PO (arXiv:2510.01161).
+
+    >>> second_moment_outliers(torch.tensor([0.1, -1.0, 0.2], dtype=torch.float64), 0.04)
+    tensor([False,  True, False])
+    """
+    squares = log_rho.square()
+    ordered = squares.sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    too_large = (means > limit).nonzero()
+    if not len(too_large):
+        return torch.zeros_like(squares, dtype=torch.bool)
+    return squares >= ordered[too_large[0, 0]]
+
+
+def _largest(covariance: Tensor, lots: Tensor, config: AlgoConfig) -> Tensor:
+    """kl_cov: the share of the tokens with the largest covariance; lots decide between equal ones: bool [n]."""
+    by_lot = lots.argsort()
+    order = by_lot[covariance[by_lot].argsort(descending=True, stable=True)]
+    return _taken(order, covariance, config)
+
+
+def _drawn(covariance: Tensor, stopped: Tensor, lots: Tensor, config: AlgoConfig) -> Tensor:
+    """clip_cov: as many tokens, drawn by lot from those between the edges that still have a gradient: bool [n]."""
+    inside = (covariance > config.covariance_low) & (covariance < config.covariance_high) & ~stopped
+    eligible = inside.nonzero().squeeze(-1)
+    return _taken(eligible[lots[eligible].argsort()], covariance, config)
+
+
+def _taken(order: Tensor, covariance: Tensor, config: AlgoConfig) -> Tensor:
+    count = max(int(config.covariance_share * len(covariance)), 1)  # at least one, as in the paper's code
+    return torch.zeros_like(covariance, dtype=torch.bool).index_fill(0, order[:count], True)
+
+
+def _centred(values: Tensor) -> Tensor:
+    return values - values.mean() if len(values) else values
+
+
+def _lots(place: Tensor, step: int) -> Tensor:
+    """A number for every token, all different, drawn from the step alone: int64 [n]."""
+    count = int(place.max()) + 1 if len(place) else 0
+    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
+    return drawn.to(place.device)[place]
+
+
+def _stopped_by_the_clip(log_r: Tensor, advantages: Tensor, config: AlgoConfig) -> Tensor:
+    """Tokens whose gradient the clip of their own ratio has taken away already: bool [n]."""
+    if config.loss != "clip":
+        return torch.zeros_like(advantages, dtype=torch.bool)
+    _, clipped = clipped_surrogate(bounded_exp(log_r), advantages, config)
+    return clipped["clip_low"] | clipped["clip_high"] | clipped["clip_dual"]

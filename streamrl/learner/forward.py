@@ -1,0 +1,197 @@
+"""Forward and backward passes over packed micro batches, through Megatron's schedules, in every layout.
+
+    micro batches ──model chunks of this rank──▶ log-probs ──loss──▶ gradients, finalised over all ranks
+    micro batches ──model chunks of this rank──▶ log-probs, on the last pipeline stage, without a gradient
+
+What a rank takes of each micro batch is made in `rows.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor
+
+from streamrl.algo.diagnostics import merge
+from streamrl.config import Config
+from streamrl.learner import router_replay
+from streamrl.learner.model import LayerChoice, PolicyModel
+from streamrl.learner.packing import MicroBatch
+from streamrl.learner.parallel import Ranks
+from streamrl.learner.rows import RowMaker
+
+Loss = Callable[[Tensor, Tensor, int], tuple[Tensor, dict[str, Tensor]]]
+"""(log-probs [N], entropies [N], index of the micro batch) -> (its part of the step's loss, its sums)."""
+
+
+def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[DistributedDataParallel]:
+    """Megatron's mixed precision and data parallelism around each model chunk, gradients reduced in float32.
+
+    With `learner.overlap` gradients are reduced while the backward pass still runs, and the distributed optimizer's
+    parameters are gathered while the next forward pass does: see `gather_parameters`.
+    """
+    distributed, overlap = config.learner.optimizer.distributed, config.learner.overlap
+    distributed = ranks.device.distributed_optimizer if distributed is None else distributed
+    overlap = ranks.device.kind == "cuda" if overlap is None else overlap
+    if config.learner.router_replay:
+        router_replay.attach(chunks)
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap and distributed,
+        )
+        module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+        # Only the first chunk's gradients come last in the backward pass, so the others are cut into no buckets.
+        wrapped.append(DistributedDataParallel(chunk.config, ddp_config, module, disable_bucketing=index > 0))
+    if overlap:
+        contexts = [chunk.no_sync for chunk in wrapped]
+        chunks[0].config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+    return wrapped
+
+
+def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Bring up to date what an update has left to the next forward pass: before parameters are read otherwise."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)
+
+
+class Passes:
+    """Runs the micro batches of a step through this rank's model chunks.
+
+    Every method is collective: all ranks call it, each with as many micro batches as the others. The ranks
+    that share a data-parallel rank give the same micro batches.
+    """
+
+    def __init__(
+        self, chunks: list[DistributedDataParallel], ranks: Ranks, config: Config, layers: LayerChoice
+    ) -> None:
+        self._chunks = chunks
+        self._ranks = ranks
+        model = get_attr_wrapped_model(chunks[0], "shape", return_model_obj=True)
+        model.config.finalize_model_grads_func = self._finalize
+        self._rows = RowMaker.of_model(model, config, layers, ranks.device.torch_device)
+        self._began = 0.0
+        self.busy = 0.0  # seconds of the last `forward_backward`, without the reduction of gradients over ranks
+
+    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, Tensor]:
+        """Put the gradient of these micro batches' loss into the buffers, which are emptied first.
+
+        `loss` is called on the ranks of the last pipeline stage; parts are added, so each is divided by the
+        counts of the whole update. Returns the loss's sums over micro batches and data-parallel ranks
+        (`max/...`: the largest), the same on every rank. Raises ValueError without a micro batch.
+        """
+        self._began = time.perf_counter()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        return self._reduced(merge(self._run(micro_batches, partial(_part, loss), forward_only=False)))
+
+    def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        """The log-probs float32 [N] of each micro batch's targets under the present weights, without a gradient.
+
+        On the ranks of the last pipeline stage; elsewhere the tensors are empty. Nothing is dropped out.
+        """
+        with torch.no_grad(), self._evaluating():
+            logprobs = self._run(micro_batches, _logprobs, forward_only=True)
+        return logprobs or [torch.zeros(0, device=self._ranks.device.torch_device) for _ in micro_batches]
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        for chunk in self._chunks:
+            chunk.eval()
+        try:
+            yield
+        finally:
+            for chunk in self._chunks:
+                chunk.train()
+
+    def _run(self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
+        """What `finish` gave for each micro batch, in order; [] unless this rank is of the last stage."""
+        if not micro_batches:
+            raise ValueError("a pass needs one micro batch at least; a row without a target will do")
+        iterators = [iter(enumerate(micro_batches)) for _ in self._chunks]
+        longest = self._rows.length(micro_batches)
+        return get_forward_backward_func()(
+            forward_step_func=partial(self._forward, finish=finish, longest=longest, scoring=forward_only),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks,
+            num_microbatches=len(micro_batches),
+            seq_length=longest,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward(
+        self,
+        micro_batches: Iterator[tuple[int, MicroBatch]],
+        model: torch.nn.Module,
+        finish: Callable[..., Any],
+        longest: int,
+        scoring: bool,
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Megatron's forward step: the model's output, and the function that Megatron calls with it."""
+        index, micro = next(micro_batches)
+        row = self._rows.make(micro, longest)
+        output = model(row.ids, row.positions, None, labels=row.targets, packed_seq_params=row.packed)
+        if scoring and isinstance(output, tuple):
+            # Where no loss is made of it, Megatron takes the output for one tensor.
+            output, _ = output
+        return output, partial(finish, index=index)
+
+    def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
+        """Sum the gradients over ranks, without dividing by a token count: the loss is divided already."""
+        self._ranks.device.synchronize()
+        self.busy = time.perf_counter() - self._began
+        finalize_model_grads(model, None, **groups)
+
+    def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The sums of the last stage over data-parallel ranks, and then on every stage."""
+        if sums:
+            sums = _over_data_parallel(sums)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return sums
+        box = [{key: value.cpu() for key, value in sums.items()}]
+        dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return {key: value.to(self._ranks.device.torch_device) for key, value in box[0].items()}
+
+
+def _part(loss: Loss, output: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's triple (loss, number of tokens, sums): with a count it neither averages nor scales the loss."""
+    value, sums = loss(*output, index)
+    return value, torch.zeros((), dtype=torch.int, device=value.device), sums
+
+
+def _logprobs(output: Tensor, index: int, non_loss_data: bool) -> Tensor:
+    return output
+
+
+def _over_data_parallel(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums over the data-parallel ranks: `max/...` by their largest, the others added."""
+    group = parallel_state.get_data_parallel_group()
+    reduced = dict(sums)
+    for keys, operation in (
+        ([key for key in sums if not key.startswith("max/")], dist.ReduceOp.SUM),
+        ([key for key in sums if key.startswith("max/")], dist.ReduceOp.MAX),
+    ):
+        if not keys:
+            continue
+        stacked = torch.stack([sums[key] for key in keys])
+        dist.all_reduce(stacked, operation, group=group)
+        reduced |= dict(zip(keys, stacked, strict=True))
+    return reduced

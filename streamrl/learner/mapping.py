@@ -1,0 +1,184 @@
+"""The table of names: which Hugging Face tensors a Megatron parameter is made of, and how it is cut over ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.learner.shape import ModelShape
+
+
+class WeightsMismatchError(ValueError):
+    """The folder's tensors are not those of the model; the text names the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a rank's part of a parameter is made of its parts of the Hugging Face tensors.
+
+    Every Hugging Face tensor is cut along `dim` into equal pieces, one for each tensor-parallel rank. `join` makes
+    the parameter's part of the pieces of one rank; `split` is the reverse.
+    """
+
+    dim: int | None  # None: every rank has the whole
+    join: Callable[[ModelShape, Sequence[Tensor]], Tensor]
+    split: Callable[[ModelShape, Tensor], Sequence[Tensor]]
+    vocabulary: bool = False  # rows are tokens: Megatron has pads behind them, Hugging Face has none
+
+    def whole_shape(self, shape: ModelShape, piece: Sequence[int], ranks: int) -> list[int]:
+        """The shape of a Hugging Face tensor of which `ranks` ranks have such a piece."""
+        whole = list(piece)
+        if self.vocabulary:
+            whole[0] = shape.vocabulary
+        elif self.dim is not None:
+            whole[self.dim] *= ranks
+        return whole
+
+    def whole(self, shape: ModelShape, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The Hugging Face tensors of a parameter's parts, those of all tensor-parallel ranks in their order."""
+        pieces = zip(*(self.split(shape, part) for part in parts), strict=True)
+        if self.dim is None or len(parts) == 1:
+            wholes = [first for first, *_ in pieces]
+        else:
+            wholes = [torch.cat(of_ranks, self.dim) for of_ranks in pieces]
+        return [whole[: shape.vocabulary] for whole in wholes] if self.vocabulary else wholes
+
+
+def _one(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
+    (piece,) = pieces
+    return piece
+
+
+def _alone(_: ModelShape, part: Tensor) -> list[Tensor]:
+    return [part]
+
+
+def _join_qkv(shape: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
+    """Megatron keeps the heads of a query group together: [q, ..., q, k, v] for each group."""
+    groups = pieces[1].size(0) // shape.head_dim
+    return torch.cat([piece.unflatten(0, (groups, -1)) for piece in pieces], 1).flatten(0, 1)
+
+
+def _split_qkv(shape: ModelShape, part: Tensor) -> list[Tensor]:
+    query = shape.heads // shape.groups * shape.head_dim
+    grouped = part.unflatten(0, (-1, query + 2 * shape.head_dim))
+    return [piece.flatten(0, 1) for piece in grouped.split([query, shape.head_dim, shape.head_dim], 1)]
+
+
+def _join_rows(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
+    """Each rank holds its rows of the gate above its rows of the up projection."""
+    return torch.cat(list(pieces))
+
+
+_Entry = tuple[Layout, tuple[str, ...]]  # and the Hugging Face names
+
+REPLICATED = Layout(None, _one, _alone)
+COLUMNS = Layout(1, _one, _alone)
+QKV = Layout(0, _join_qkv, _split_qkv)
+GATE_AND_UP = Layout(0, _join_rows, lambda _, part: part.chunk(2))
+VOCABULARY = Layout(0, _one, _alone, vocabulary=True)
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+_OUTSIDE_LAYERS: dict[str, _Entry] = {
+    _EMBEDDING: (VOCABULARY, ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": (REPLICATED, ("model.norm.weight",)),
+    _OUTPUT: (VOCABULARY, ("lm_head.weight",)),
+}
+_IN_A_LAYER: dict[str, _Entry] = {
+    "input_layernorm.weight": (REPLICATED, ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": (QKV, tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    "self_attention.linear_qkv.bias": (QKV, tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.q_layernorm.weight": (REPLICATED, ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": (REPLICATED, ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": (COLUMNS, ("self_attn.o_proj.weight",)),
+    "pre_mlp_layernorm.weight": (REPLICATED, ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": (GATE_AND_UP, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": (COLUMNS, ("mlp.down_proj.weight",)),
+    "mlp.router.weight": (REPLICATED, ("mlp.gate.weight",)),
+}
+_ENGINE_NAMES = {  # Transformer Engine keeps a norm inside the linear layer that follows it
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+_IN_AN_EXPERT: dict[str, _Entry] = {
+    "linear_fc1": (GATE_AND_UP, ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+    "linear_fc2": (COLUMNS, ("mlp.experts.{}.down_proj.weight",)),
+}
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERTS = (  # one module an expert, or all in one (Transformer Engine)
+    re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])\.weight"),
+    re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.weight(?P<expert>\d+)"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a parameter belongs in the Hugging Face model."""
+
+    layout: Layout
+    names: tuple[str, ...]  # Hugging Face; of an expert with {} in place of its number
+    layer: int  # counted from 0; -1 before the layers, the number of layers behind them
+    expert: int | None = None  # number among the experts of this rank
+    copy: bool = False  # of the embedding, on the last pipeline stage of a tied model
+
+    def names_of(self, expert: int) -> list[str]:
+        """The Hugging Face names, for an expert counted over the whole layer."""
+        return [name.format(expert) for name in self.names]
+
+
+def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placement:
+    """Where parameter `name` of a model chunk belongs, whose layers are `layer_numbers`, counted from 0.
+
+    Raises WeightsMismatchError for one that no Hugging Face model has.
+
+    >>> place("decoder.layers.0.mlp.linear_fc2.weight", shape, [12, 13]).names
+    ('model.layers.12.mlp.down_proj.weight',)
+    """
+    if name == _OUTPUT and shape.tied:
+        return Placement(*_OUTSIDE_LAYERS[_EMBEDDING], layer=shape.layers, copy=True)
+    if name in _OUTSIDE_LAYERS:
+        return Placement(*_OUTSIDE_LAYERS[name], layer=-1 if name == _EMBEDDING else shape.layers)
+    match = _LAYER.fullmatch(name)
+    if match is not None:
+        layer, inner = layer_numbers[int(match[1])], _ENGINE_NAMES.get(match[2], match[2])
+        if inner in _IN_A_LAYER:
+            layout, names = _IN_A_LAYER[inner]
+            return Placement(layout, _in_layer(layer, names), layer)
+        for pattern in _EXPERTS:
+            if (expert := pattern.fullmatch(inner)) is not None:
+                layout, names = _IN_AN_EXPERT[expert["linear"]]
+                return Placement(layout, _in_layer(layer, names), layer, int(expert["expert"]))
+    raise WeightsMismatchError(f"parameter {name} has no Hugging Face counterpart")
+
+
+def tensor_names(shape: ModelShape) -> Iterator[str]:
+    """The name of every tensor that a folder with this model has."""
+    for name, (_, names) in _OUTSIDE_LAYERS.items():
+        if not (shape.tied and name == _OUTPUT):
+            yield from names
+    for layer in range(shape.layers):
+        experts = 0 if shape.moe is None or layer in shape.moe.dense_layers else shape.moe.experts
+        for name, (_, names) in _IN_A_LAYER.items():
+            if _has(shape, name, experts > 0):
+                yield from _in_layer(layer, names)
+        for expert in range(experts):
+            for _, names in _IN_AN_EXPERT.values():
+                yield from (name.format(expert) for name in _in_layer(layer, names))
+
+
+def _has(shape: ModelShape, name: str, mixture: bool) -> bool:
+    """Whether a layer of this model has the parameter of this name."""
+    if name.startswith("mlp."):
+        return mixture == (name == "mlp.router.weight")
+    if name.endswith(".bias"):
+        return shape.qkv_bias
+    return shape.qk_norm or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+
+
+def _in_layer(layer: int, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"model.layers.{layer}.{name}" for name in names)

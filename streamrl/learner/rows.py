@@ -1,0 +1,114 @@
+"""What the model chunks of one rank take of a packed row: padded, and cut as the layout cuts it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from streamrl.config import Config
+from streamrl.learner import router_replay
+from streamrl.learner.attention import Slice, describe_row, describe_row_for_engine
+from streamrl.learner.logprobs import Targets
+from streamrl.learner.model import LayerChoice, PolicyModel
+from streamrl.learner.packing import MicroBatch
+from streamrl.learner.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One micro batch as this rank's chunks take it; T is the length of the padded row."""
+
+    ids: Tensor  # int64 [1, T / context], the tokens of this rank's slice
+    positions: Tensor  # int64 [1, T], of the whole row: Megatron takes the slice of the RoPE angles itself
+    packed: PackedSeqParams
+    targets: Targets
+
+
+@dataclass(frozen=True, slots=True)
+class RowMaker:
+    """Pads rows to what the layout divides, and cuts them.
+
+    Example: with tensor 2 (sequence parallel) and context 2 a row of 13 tokens is padded to 16, and each
+    context-parallel rank gets 8 of them.
+    """
+
+    shape: ModelShape
+    part: Slice  # this rank's, of every row
+    multiple: int  # of tokens in a padded row
+    one_length: bool  # all rows of a pass are padded to the longest
+    engine: bool  # Transformer Engine's layers
+    temperature: float
+    entropy_gradient: bool
+    device: torch.device
+
+    @classmethod
+    def of_model(cls, model: PolicyModel, config: Config, layers: LayerChoice, device: torch.device) -> RowMaker:
+        """For the layout that the model is built in."""
+        layout = model.config
+        ranks = layout.context_parallel_size
+        pieces = 2 * ranks if ranks > 1 else 1
+        return cls(
+            shape=model.shape,
+            part=Slice(ranks, parallel_state.get_context_parallel_rank()),
+            multiple=pieces * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1),
+            # The stages of a pipeline would have to tell each other the length of every row.
+            one_length=layout.pipeline_model_parallel_size > 1,
+            engine=layers.kind == "transformer_engine",
+            temperature=config.generate.sampling.temperature,
+            entropy_gradient=config.algo.entropy > 0,
+            device=device,
+        )
+
+    def length(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """Tokens of the longest of these rows after padding."""
+        return self._padded(max(len(micro.ids) for micro in micro_batches))
+
+    def make(self, micro: MicroBatch, longest: int) -> Row:
+        """The row of a micro batch; `longest`: `length` of the pass that it is part of."""
+        row = longest if self.one_length else self._padded(len(micro.ids))
+        pads = row - len(micro.ids)
+        # Pads are a sequence of their own that nobody sees.
+        segments = np.concatenate([micro.segments, [[len(micro.ids), pads, 0, 0]]]) if pads else micro.segments
+        tokens = self.part.tokens(row)
+        describe = describe_row_for_engine if self.engine else describe_row
+        packed = describe(segments, self.device, self.part)
+        if micro.routed_experts is not None:
+            routed = router_replay.row_experts(micro.routed_experts, self.shape, row, self.device)
+            packed.routed_experts = routed[self._moved(tokens)]  # for the router of every layer
+        return Row(
+            ids=self._moved(np.pad(micro.ids, (0, pads))[tokens])[None],
+            positions=self._moved(np.concatenate([micro.positions, np.arange(pads)]))[None],
+            packed=packed,
+            targets=self._targets(micro, tokens),
+        )
+
+    def _padded(self, length: int) -> int:
+        return math.ceil(length / self.multiple) * self.multiple
+
+    def _targets(self, micro: MicroBatch, tokens: np.ndarray) -> Targets:
+        if self.part.ranks == 1:
+            positions, chosen, places = micro.targets, micro.tokens, None
+        else:
+            place_of = np.full(self.part.ranks * len(tokens), -1)  # in the slice, by the place in the row
+            place_of[tokens] = np.arange(len(tokens))
+            positions = place_of[micro.targets]
+            mine = positions >= 0
+            positions, chosen, places = positions[mine], micro.tokens[mine], self._moved(np.flatnonzero(mine))
+        return Targets(
+            positions=self._moved(positions),
+            tokens=self._moved(chosen),
+            temperature=self.temperature,
+            entropy_gradient=self.entropy_gradient,
+            places=places,
+            total=len(micro.targets),
+        )
+
+    def _moved(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)

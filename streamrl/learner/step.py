@@ -1,0 +1,219 @@
+"""One learner step as an algorithm: what is scored first, then passes over mini batches with an update each.
+
+    rank 0: batch ──advantages, plan──▶ a share for each data-parallel rank
+    every rank: share ──scores, reference, selections──▶ passes x mini batches: forward, loss, backward, update
+
+The loss of a micro batch is divided by the counts of its whole mini batch before its backward pass, so that
+neither packing, nor the split into micro batches, nor the number of ranks changes the gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from streamrl.algo.advantages import group_advantages
+from streamrl.algo.diagnostics import finish, merge
+from streamrl.algo.losses import Denominators, TokenBatch, policy_loss
+from streamrl.algo.whole_step import needs_scores, needs_selection
+from streamrl.config import Config
+from streamrl.config_learner import AdvantageConfig
+from streamrl.device import Device
+from streamrl.learner.forward import Passes
+from streamrl.learner.optimizer import PolicyOptimizer, Update
+from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
+from streamrl.learner.reference import Reference
+from streamrl.learner.selection import select
+from streamrl.types import Batch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """What one data-parallel rank trains before one update."""
+
+    micro_batches: list[MicroBatch]
+    denominators: Denominators  # of all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one data-parallel rank trains in a step, as rank 0 sends it."""
+
+    step: int
+    mini_batches: list[MiniBatch]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return [micro for mini in self.mini_batches for micro in mini.micro_batches]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signals:
+    """What is known of the tokens of a micro batch before the first update of the step; see TokenBatch."""
+
+    proximal: Tensor | None = None
+    reference: Tensor | None = None
+    outliers: Tensor | None = None
+    covariant: Tensor | None = None
+
+
+def plan_shares(batch: Batch, config: Config, packing: Packing) -> list[Share]:
+    """The share of every data-parallel rank. Raises SequenceTooLongError and ValueError, naming group and sample."""
+    count = config.learner.mini_batches
+    planned = plan_step(batch, batch_advantages(batch, config.algo.advantage), packing, count)
+    denominators = [Denominators.of(sample.loss_mask for sample in part.samples) for part in cut(batch, count)]
+    return [
+        Share(batch.step, [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)])
+        for of_rank in zip(*planned, strict=True)
+    ]
+
+
+def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
+    """The group-relative advantage of every sample of a batch, in its order; 0 for placeholders."""
+    advantages: list[float] = []
+    for group in batch.groups:
+        rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
+        valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
+        advantages += group_advantages(rewards, valid, config).tolist()
+    return advantages
+
+
+class LearnerStep:
+    """Trains one share after another. Every method is collective."""
+
+    def __init__(
+        self, config: Config, passes: Passes, optimizer: PolicyOptimizer, reference: Reference | None, device: Device
+    ) -> None:
+        self._config = config
+        self._passes = passes
+        self._optimizer = optimizer
+        self._reference = reference
+        self._device = device
+        self.busy = 0.0  # seconds of this rank's passes in the last step, without its waits for the other ranks
+
+    def train(self, share: Share) -> dict[str, float]:
+        """Make the updates of a step. Returns its metrics, the same on every rank but for memory and times.
+
+        An update whose loss or gradient is not finite, or a spike, changes nothing. Raises BadStepsError after
+        `learner.bad_steps` steps in a row without an update.
+        """
+        clock = _Clock(self._device)
+        signals = self.signals(share)
+        clock.lap("scores")
+        self._optimizer.begin_step()
+        self.busy = 0.0
+        sums: list[dict[str, Tensor]] = []
+        updates: list[Update] = []
+        for _ in range(self._config.learner.passes):
+            for mini, known in zip(share.mini_batches, signals, strict=True):
+                sums.append(self.differentiate(mini, known))
+                clock.lap("forward_backward")
+                updates.append(self._update(share.step, sums[-1]))
+                clock.lap("optimizer")
+        self._optimizer.end_step()
+        return {
+            **finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates)),
+            **self._device.memory(),
+            **self._optimizer.metrics(),
+            "grad_norm": _largest([update.grad_norm for update in updates]),
+            "lr": updates[-1].lr,
+            "micro_batches": len(share.micro_batches),
+            **clock.metrics(),
+        }
+
+    def differentiate(self, mini: MiniBatch, known: Sequence[Signals]) -> dict[str, Tensor]:
+        """Gradients of a mini batch into the buffers; returns the diagnostic sums over micro batches and ranks."""
+        self._optimizer.megatron.zero_grad()
+        sums = self._passes.forward_backward(mini.micro_batches, partial(self._loss, mini, known))
+        self.busy += self._passes.busy
+        return sums
+
+    def _update(self, step: int, sums: dict[str, Tensor]) -> Update:
+        update = self._optimizer.update(float(sums["loss"].sum()))
+        if not update.successful:
+            log.warning("step %d: %s, gradient norm %g, update skipped", step, update.verdict, update.grad_norm)
+        return update
+
+    def signals(self, share: Share) -> list[list[Signals]]:
+        """What must be known of the whole step before its first update: for each mini batch, of each micro batch."""
+        algo, rows = self._config.algo, share.micro_batches
+        needed = {"scores": needs_scores(algo), "reference": self._reference is not None}
+        nothing: list[Any] = [None] * len(rows)
+        scores = self._passes.score(rows) if needed["scores"] else nothing
+        with self._reference.swapped() if self._reference else nullcontext():
+            reference = self._passes.score(rows) if needed["reference"] else nothing
+        known = [Signals() for _ in rows]
+        if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
+            picked = select(rows, scores, share.step, algo) if needs_selection(algo) else nothing
+            known = [
+                Signals(
+                    proximal=score if algo.proximal == "recompute" else None,
+                    reference=other,
+                    outliers=choice and choice.outliers,
+                    covariant=choice and choice.covariant,
+                )
+                for score, other, choice in zip(scores, reference, picked, strict=True)
+            ]
+        left = iter(known)
+        return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
+
+    def _loss(
+        self, mini: MiniBatch, known: Sequence[Signals], logprobs: Tensor, entropy: Tensor, index: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The part of a micro batch in the loss of its mini batch."""
+        micro, signals = mini.micro_batches[index], known[index]
+
+        def on_device(array: Any) -> Tensor:
+            return torch.from_numpy(array).to(logprobs.device)
+
+        tokens = TokenBatch(
+            logprobs=logprobs,
+            entropy=entropy,
+            behaviour=on_device(micro.behaviour),
+            advantages=on_device(micro.advantages),
+            mask=torch.ones_like(logprobs, dtype=torch.bool),
+            staleness=on_device(micro.staleness),
+            sample=on_device(micro.sample),
+            samples=micro.samples,
+            proximal=signals.proximal,
+            reference=signals.reference,
+            outliers=signals.outliers,
+            covariant=signals.covariant,
+        )
+        return policy_loss(tokens, self._config.algo, mini.denominators)
+
+
+class _Clock:
+    """Seconds of each phase of a step, `time/PHASE`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._last = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def lap(self, phase: str) -> None:
+        """What has passed since the last lap was `phase`."""
+        self._device.synchronize()
+        now = time.perf_counter()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+
+
+def _largest(norms: Sequence[float]) -> float:
+    """The largest norm, or the first that is not finite: what the reader of a metric must not miss."""
+    return max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm)

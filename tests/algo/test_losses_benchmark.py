@@ -1,0 +1,37 @@
+"""The benchmark of the losses: it compares, and it fails when a branch is missed or a difference too large."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks.losses import SETTINGS, TRL_SETTINGS, Row, against_reference, against_trl, make_batch
+from streamrl.config_learner import AlgoConfig
+
+
+@pytest.mark.parametrize("name", ["loss=gspo dual_clip", "mask=second_moment", "several at once"])
+def test_a_setting_equals_the_loop_and_takes_every_branch(name):
+    row = Row(name, "loop")
+    against_reference(row, make_batch(0, samples=40, longest=40), AlgoConfig(**SETTINGS[name]))
+    assert row.good
+    assert sum(row.branches.values()) > 700
+    assert 0 < row.float32 < 1e-5
+
+
+@pytest.mark.parametrize("name", TRL_SETTINGS)
+def test_a_setting_equals_trl_and_takes_every_branch(name):
+    row = against_trl(name)
+    assert row.good
+    assert row.missed == []
+
+
+def test_a_missed_branch_or_a_difference_above_the_bar_fails():
+    good = Row("", "")
+    good.add(0.0, 1e-12, Counter(taken=2))
+    assert good.good
+    good.add(0.0, 1e-8, Counter(taken=1))
+    assert not good.good
+    missed = Row("", "")
+    missed.add(0.0, 0.0, Counter({"taken": 2, "missed": 0}))
+    assert (missed.good, missed.missed) == (False, ["missed"])

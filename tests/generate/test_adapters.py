@@ -1,0 +1,204 @@
+"""Adapters on a real server: each version's tokens are its own, old ones go when nobody uses them any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config import Config
+from streamrl.config_learner import LORA_PROJECTIONS
+from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.server import Server, server_arguments
+from streamrl.generate.adapters import Adapters
+from streamrl.generate.served import ServedModel
+from streamrl.publish.adapter import AdapterSource
+from streamrl.publish.peft import tensor_name
+from streamrl.publish.staging import Staged, Staging
+from streamrl.publish.transport import PublishError
+from streamrl.stream.messages import ServerState
+from streamrl.types import PolicyVersion
+
+START_TIMEOUT = 200.0  # seconds
+PROMPT = [1, 4, 2, 7]
+V1, V2, V3 = PolicyVersion(1), PolicyVersion(2), PolicyVersion(3)
+LORA = {"rank": 4, "alpha": 8, "publish": "adapter"}
+
+
+def config_of(model: Path, attach: str | None = None) -> Config:
+    generate = {"attach": [attach]} if attach else {}
+    return Config.model_validate({"model": {"path": model}, "learner": {"lora": LORA}, "generate": generate})
+
+
+def random_adapter(weights: dict[str, torch.Tensor], version: PolicyVersion) -> dict[str, torch.Tensor]:
+    """An adapter on every projection, large enough that versions differ at any token."""
+    generator = torch.Generator().manual_seed(version.step)
+    tensors = {}
+    for layer in range(2):
+        for projection in (name for names in LORA_PROJECTIONS.values() for name in names):
+            rows, columns = weights[f"model.layers.{layer}.{projection}.weight"].shape
+            tensors[tensor_name(layer, projection, "A")] = 0.3 * torch.randn(4, columns, generator=generator)
+            tensors[tensor_name(layer, projection, "B")] = 0.3 * torch.randn(rows, 4, generator=generator)
+    return tensors
+
+
+def merged(weights: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """W + alpha / r * B A, written out."""
+    result = dict(weights)
+    for name, a in adapter.items():
+        if ".lora_A." in name:
+            target = name.removeprefix("base_model.model.").replace(".lora_A", "")
+            result[target] = result[target] + 8 / 4 * adapter[name.replace("lora_A", "lora_B")] @ a
+    return result
+
+
+@pytest.fixture(scope="module")
+def server(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that takes adapters in."""
+    server = Server(config_of(model_folders[0]), tmp_path_factory.mktemp("engine"), index=0)
+
+    async def wait() -> None:
+        client = EngineClient(server.address, timeout=30)
+        try:
+            await server.ready(client, START_TIMEOUT)
+        finally:
+            await client.close()
+
+    try:
+        asyncio.run(wait())
+        yield server
+    finally:
+        asyncio.run(server.stop())
+
+
+class Learner:
+    """What publishes adapters, and the weights that each version amounts to."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.base = load_file(config.model.path / "model.safetensors")
+        self.source = AdapterSource(folder, config.learner.lora, config.model.path)
+        self.staging = Staging(1 << 20)
+
+    def manifest(self, version: PolicyVersion) -> dict:
+        staged: Staged = self.staging.fill(version, random_adapter(self.base, version).items())
+        return self.source.manifest(ServerState(name="server-0", version=PolicyVersion(0)), staged)
+
+    def weights(self, version: PolicyVersion) -> dict[str, torch.Tensor]:
+        return merged(self.base, random_adapter(self.base, version)) if version.step else self.base
+
+
+def on_server(
+    server: Server, model: Path, folder: Path, job: Callable[[ServedModel, Learner], Awaitable[None]]
+) -> None:
+    """Run `job` with the server, as a worker has it, and a learner."""
+    config = config_of(model, server.address)
+
+    async def run() -> None:
+        served = ServedModel(config, folder, 0)
+        try:
+            await served.start()
+            await job(served, Learner(config, folder))
+        finally:
+            await served.close()
+
+    asyncio.run(run())
+
+
+async def ask(served: ServedModel, tokens: int, n: int = 3) -> list[Answer]:
+    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+    return await served.policy.generate(PROMPT, sampling, n)
+
+
+def assert_exact(answers: list[Answer], version: PolicyVersion, learner: Learner, forward: Callable) -> None:
+    """Every token is stamped with `version`, and has the log-prob of its weights to 1e-4."""
+    assert answers
+    for answer in answers:
+        (span,) = answer.meta_info.weight_versions
+        assert (span.version, span.start, span.end) == (str(version), 0, len(answer.output_ids))
+        expected = forward(learner.weights(version), PROMPT + answer.output_ids)[len(PROMPT) - 1 :]
+        given = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
+        assert (given - expected).abs().max() < 1e-4
+
+
+def test_an_adapter_on_a_server_gives_the_log_probs_of_the_merged_weights(
+    server: Server, model_folders: tuple[Path, Path], tmp_path: Path, forward_logprobs: Callable
+) -> None:
+    async def job(served: ServedModel, learner: Learner) -> None:
+        assert_exact(await ask(served, 24), PolicyVersion(0), learner, forward_logprobs)
+        sink = served.sink()
+        for version in (V1, V2):
+            await sink.apply(version, learner.manifest(version))
+            assert_exact(await ask(served, 24), version, learner, forward_logprobs)
+
+    on_server(server, model_folders[0], tmp_path, job)
+
+
+def test_a_request_keeps_its_adapter_to_its_end_and_an_idle_adapter_is_unloaded(
+    server: Server, model_folders: tuple[Path, Path], tmp_path: Path, forward_logprobs: Callable
+) -> None:
+    async def job(served: ServedModel, learner: Learner) -> None:
+        sink = served.sink()
+        await sink.apply(V1, learner.manifest(V1))
+        long = asyncio.ensure_future(ask(served, 400))
+        await asyncio.sleep(0.3)
+        await sink.apply(V2, learner.manifest(V2))
+        assert not long.done(), "nothing was in flight"
+        assert_exact(await ask(served, 24), V2, learner, forward_logprobs)
+        assert_exact(await long, V1, learner, forward_logprobs)
+        await sink.apply(V3, learner.manifest(V3))
+        with pytest.raises(EngineError, match="does not exist"):
+            await served.client.unload_adapter(str(V1), 30)
+        assert_exact(await ask(served, 24), V3, learner, forward_logprobs)
+
+    on_server(server, model_folders[0], tmp_path, job)
+
+
+def test_an_adapter_that_is_not_what_the_learner_wrote_is_refused_and_the_former_one_stays(
+    server: Server, model_folders: tuple[Path, Path], tmp_path: Path, forward_logprobs: Callable
+) -> None:
+    async def job(served: ServedModel, learner: Learner) -> None:
+        sink = served.sink()
+        await sink.apply(V1, learner.manifest(V1))
+        manifest = learner.manifest(V2)
+        with pytest.raises(PublishError, match="the learner wrote 00"):
+            await sink.apply(V2, {**manifest, "checksum": "00"})
+        with pytest.raises(PublishError, match=r"run\.folder must be on a file system"):
+            await sink.apply(V2, {**manifest, "folder": str(tmp_path / "elsewhere")})
+        assert_exact(await ask(served, 8), V1, learner, forward_logprobs)
+
+    on_server(server, model_folders[0], tmp_path, job)
+
+
+def test_a_lease_keeps_an_adapter_from_being_idle():
+    adapters = Adapters(PolicyVersion(0))
+    with adapters.lease() as base:
+        adapters.loaded(V1)
+        with adapters.lease() as first, adapters.lease():
+            adapters.loaded(V2)
+            assert (base.name, first.name) == (None, "1.0")
+            assert adapters.idle() == []
+        assert adapters.idle() == [V1]
+    adapters.forget(V1)
+    assert adapters.idle() == []
+    with adapters.lease() as newest:
+        assert newest == (V2, "2.0")
+
+
+def test_only_the_newest_folders_are_kept(model_folders: tuple[Path, Path], tmp_path: Path):
+    learner = Learner(config_of(model_folders[0]), tmp_path)
+    for version in (V1, V2, V3):
+        learner.manifest(version)
+    assert sorted(folder.name for folder in (tmp_path / "adapters").iterdir()) == ["2.0", "3.0"]
+
+
+def test_a_server_is_started_for_the_adapters_of_the_run(model_folders: tuple[Path, Path]):
+    arguments = server_arguments(config_of(model_folders[0]), index=0)
+    assert arguments["max_lora_rank"] == 4
+    assert arguments["lora_target_modules"][:3] == ["q_proj", "k_proj", "v_proj"]
+    assert arguments["max_loras_per_batch"] == 4  # staleness 2: three versions and the base
+    whole = Config.model_validate({"model": {"path": model_folders[0]}, "learner": {"lora": {"rank": 4}}})
+    assert "enable_lora" not in server_arguments(whole, index=0)

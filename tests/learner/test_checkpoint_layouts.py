@@ -1,0 +1,95 @@
+"""A checkpoint resumes bit for bit in the layout that wrote it, and with the same numbers in every other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from learner_parts import VOCABULARY, make_config
+from megatron.core import dist_checkpointing
+
+from streamrl.learner import cpu_adapter
+
+PADDED = ("word_embeddings.weight", "output_layer.weight")  # to a size that is the layout's
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """One run folder, in which ranks start or resume, save, and train on."""
+
+    folder: Path
+    models: Callable[..., Path]
+    torchrun: Callable[..., None]
+
+    def go(self, model: tuple[str, bool], steps: int, dtype: str = "float32", **learner: Any) -> dict[str, Any]:
+        config = make_config(self.models(*model), dtype=dtype, **learner)
+        config_path, out = self.folder / "config.json", self.folder / "out.pt"
+        config_path.write_text(config.model_dump_json())
+        self.torchrun(config.learner.ranks, "checkpoint_at_work.py", config_path, self.folder, out, steps)
+        return torch.load(out)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every weight and moment of the checkpoint of step 2, whole, the vocabulary without its pads."""
+        cpu_adapter.install()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            loaded = dist_checkpointing.load_plain_tensors(str(self.folder / "checkpoints" / "step_2"))
+        finally:
+            dist.destroy_process_group()
+        tensors = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, torch.Tensor)}
+        return {name: tensor[:VOCABULARY] if name.endswith(PADDED) else tensor for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def run(tmp_path: Path, model_folder: Callable[..., Path], torchrun: Callable[..., None]) -> Resumable:
+    return Resumable(tmp_path, model_folder, torchrun)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "learner"),
+    [
+        ("llama", "float32", {"optimizer": {"distributed": True}}),
+        ("qwen2", "bfloat16", {"layout": {"tensor": 2}}),
+        ("qwen3", "float32", {"layout": {"pipeline": 2}}),
+    ],
+    ids=["DP2 distributed", "TP2", "PP2"],
+)
+def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(family, dtype, learner, run):
+    first = run.go((family, False), 5, dtype, ranks=2, **learner)
+    second = run.go((family, False), 5, dtype, ranks=2, **learner)
+    assert (first["began"], second["began"]) == ("0.0", "2.1")
+    assert first["rows"] == second["rows"]
+    assert equal(first["weights"], second["weights"])
+
+
+@pytest.mark.parametrize(
+    ("model", "distributed", "layouts"),
+    [
+        (("qwen2", True), False, ["one", "tensor", "pipeline", "one"]),
+        (("llama", False), True, ["tensor", "data", "one"]),
+        (("qwen3_moe", False), False, ["one", "expert", "tensor"]),
+    ],
+    ids=["TP1 to TP2 to PP2", "TP2 to DP2 to DP1, distributed", "EP1 to EP2 to TP2"],
+)
+def test_a_checkpoint_goes_from_layout_to_layout_with_every_number_as_it_was(model, distributed, layouts, run):
+    results, numbers = [], []
+    for name in layouts:
+        layout = {} if name in ("one", "data") else {name: 2}
+        optimizer = {"distributed": distributed}
+        # Each saves step 2 again, from its own shards, before it trains on.
+        results.append(run.go(model, 2, ranks=1 if name == "one" else 2, layout=layout, optimizer=optimizer))
+        numbers.append(run.tensors())
+    for result, tensors in zip(results[1:], numbers[1:], strict=True):
+        assert equal(result["saved"], results[0]["saved"])
+        assert equal(tensors, numbers[0])
+        for row, expected in zip(result["rows"], results[0]["rows"], strict=True):
+            assert row == pytest.approx(expected, rel=1e-5)
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

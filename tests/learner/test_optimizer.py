@@ -1,0 +1,83 @@
+"""An update moves the weights, or nothing at all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from learner_parts import make_batch, make_config, weights
+
+from streamrl.config_file import ConfigError
+from streamrl.learner.safety import BadStepsError
+
+
+def spoil(trainer, value: float) -> None:
+    """The next gradients have this value in one place."""
+    optimizer = trainer._optimizer.megatron
+    original = optimizer.prepare_grads
+
+    def prepare():
+        next(trainer._chunks[0].parameters()).main_grad.view(-1)[0] = value
+        optimizer.prepare_grads = original
+        return original()
+
+    optimizer.prepare_grads = prepare
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_refused_update_changes_neither_weights_nor_moments(value, distributed, model_folder, trainer_of):
+    settings = {"spike_factor": 100.0, "spike_window": 4, "distributed": distributed}
+    trainer = trainer_of(make_config(model_folder(), optimizer=settings))
+    for step in range(3):
+        trainer.train_step(make_batch(step))
+    before, moments = weights(trainer), moments_of(trainer)
+    spoil(trainer, value)
+    row = trainer.train_step(make_batch(3))
+    assert (row["steps/updates"], row["steps/skipped"], row["steps/spikes"]) == (3, 1, value == 1e6)
+    assert not row["grad_norm"] < 1e5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(moments_of(trainer), moments, strict=True))
+    assert trainer.train_step(make_batch(4))["steps/updates"] == 4
+
+
+def test_a_loss_that_is_not_finite_is_no_update(model_folder, trainer_of):
+    trainer = trainer_of(make_config(model_folder()))
+    trainer.train_step(make_batch(0))
+    before = weights(trainer)
+    assert trainer._optimizer.update(loss=math.nan).verdict == "not finite"
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_the_schedule_moves_once_a_step_whatever_becomes_of_the_updates(model_folder, trainer_of):
+    config = make_config(model_folder(), optimizer={"lr": 1.0, "warmup_steps": 4}, mini_batches=3, passes=2)
+    trainer = trainer_of(config)
+    rates = []
+    for step in range(4):
+        if step == 1:
+            spoil(trainer, math.nan)
+        row = trainer.train_step(make_batch(step))
+        rates.append(row["lr"])
+    assert rates == [0.25, 0.5, 0.75, 1.0]
+    assert (row["steps/updates"], row["steps/skipped"]) == (4 * 6 - 1, 1)
+
+
+def test_steps_in_a_row_without_an_update_end_the_run(model_folder, trainer_of):
+    trainer = trainer_of(make_config(model_folder(), bad_steps=2))
+    spoil(trainer, math.nan)
+    trainer.train_step(make_batch(0))
+    spoil(trainer, math.inf)
+    with pytest.raises(BadStepsError, match="2 steps in a row made no update"):
+        trainer.train_step(make_batch(1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can offload")
+def test_offloading_the_optimizer_is_refused_where_there_is_no_gpu(model_folder, trainer_of):
+    with pytest.raises(ConfigError, match=r"learner.optimizer.offload: 0.5 .* no CUDA .* allowed: 0"):
+        trainer_of(make_config(model_folder(), optimizer={"offload": 0.5}))
+
+
+def moments_of(trainer) -> list[torch.Tensor]:
+    (adam,) = trainer._optimizer.torch_adams()
+    return [value.clone() for state in adam.state.values() for value in state.values()]

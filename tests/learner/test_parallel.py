@@ -1,0 +1,90 @@
+"""Which layouts a model can be cut into, and the gradient of each against that of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from pydantic import ValidationError
+
+from benchmarks.parity import BAR, Layout, configure
+from benchmarks.parity_ranks import Case, Gradient, run_ranks
+from benchmarks.random_models import largest_difference, write_model
+from streamrl.config_file import ConfigError
+from streamrl.config_learner import LayoutConfig, LearnerConfig
+from streamrl.learner.parallel import check_fit
+from streamrl.learner.shape import MoeShape, read_shape
+
+DENSE = (
+    Layout("tensor parallel", 2, {"tensor": 2, "sequence": False}),
+    Layout(
+        "two chunks a stage, overlapped",
+        2,
+        {"pipeline": 2, "virtual": 2},
+        {"optimizer": {"distributed": True}, "overlap": True},
+    ),
+    Layout("context parallel", 2, {"context": 2}, {"recompute": "full"}),
+)
+PRODUCTS = (
+    Layout("experts over tensor-parallel ranks", 4, {"tensor": 2, "expert": 2}),
+    Layout("experts over stages and slices", 4, {"pipeline": 2, "context": 2, "expert": 2}),
+    Layout("whole experts beside cut attention", 4, {"tensor": 2}, {"recompute": "selective"}),
+)
+
+
+def gradients(model, layouts) -> tuple[Gradient, dict[str, Gradient]]:
+    """Of one process, and of each layout; all of one number of ranks."""
+    (alone,) = run_ranks([Case("one", configure(model, "float32", Layout("one", 1)))], 1).values()
+    cases = [Case(layout.name, configure(model, "float32", layout)) for layout in layouts]
+    return alone, run_ranks(cases, layouts[0].ranks)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "layouts"), [("qwen2", True, DENSE), ("qwen3_moe", False, PRODUCTS)], ids=["dense", "experts"]
+)
+def test_every_layout_has_the_gradient_loss_norm_and_scores_of_one_process(family, tied, layouts, tmp_path):
+    alone, given = gradients(write_model(tmp_path / "model", family, tied, layers=4), layouts)
+    for name, gradient in given.items():
+        assert largest_difference(gradient.tensors, alone.tensors) < BAR, name
+        assert gradient.loss == pytest.approx(alone.loss, rel=BAR), name
+        assert gradient.norm == pytest.approx(alone.norm, rel=BAR), name
+        assert gradient.scores < 1e-5, name
+
+
+@pytest.fixture
+def shape(model_folder):
+    return read_shape(model_folder("qwen2"))  # 2 layers, 4 heads in 2 groups, MLPs of 96
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ({"tensor": 4}, "learner.layout.tensor: 4 does not divide 2 key and value heads; allowed: a divisor of 2"),
+        ({"pipeline": 2, "virtual": 2}, "learner.layout.pipeline: 2 stages of 2 chunks do not share 2 layers"),
+        ({"expert": 2}, "learner.layout.expert: 2 ranks cannot share experts, Qwen2ForCausalLM has none"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused_by_name(layout, text, shape):
+    with pytest.raises(ConfigError, match=text):
+        check_fit(shape, LayoutConfig(**layout))
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        ({"expert": 3}, "learner.layout.expert: 3 does not divide 8 experts"),
+        ({"expert_tensor": 5}, "learner.layout.expert_tensor: 5 does not divide 48 columns of an expert"),
+        ({"tensor": 2, "sequence": False}, "learner.layout.sequence: false with experts and tensor above 1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_experts_is_refused_by_name(layout, text, shape):
+    moe = dataclasses.replace(shape, moe=MoeShape(experts=8, top_k=2, ffn=48, normalised=True))
+    check_fit(moe, LayoutConfig(tensor=2, expert=4))
+    with pytest.raises(ConfigError, match=text):
+        check_fit(moe, LayoutConfig(**layout))
+
+
+def test_ranks_that_cannot_share_the_experts_are_refused():
+    assert LearnerConfig(ranks=4, layout=LayoutConfig(tensor=2, expert=4)).layout.expert == 4
+    with pytest.raises(ValidationError, match="ranks: 6 cannot hold experts cut over 4 ranks"):
+        LearnerConfig(ranks=6, layout=LayoutConfig(expert=4))

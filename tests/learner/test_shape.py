@@ -1,0 +1,177 @@
+"""What is read of a `config.json`, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from streamrl.learner.rope import RopeScaling
+from streamrl.learner.shape import MoeShape, UnsupportedModelError, read_shape
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def shape_of(tmp_path, **changes):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+    return read_shape(tmp_path)
+
+
+def test_a_shape_has_what_the_configuration_says(tmp_path):
+    shape = shape_of(tmp_path)
+    assert (shape.heads, shape.groups, shape.head_dim, shape.tied) == (9, 3, 64, True)
+    assert (shape.qkv_bias, shape.qk_norm, shape.norm_eps, shape.moe) == (False, False, 1e-5, None)
+    assert shape.padded_vocabulary(tensor_parallel=1) == 49152
+    assert shape.softmax_scale == 1 / 8
+    assert shape_of(tmp_path, vocab_size=131).padded_vocabulary(tensor_parallel=2) == 256
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("Qwen2ForCausalLM", (True, False, 64)),
+        ("Qwen3ForCausalLM", (False, True, 128)),
+        ("Qwen3MoeForCausalLM", (False, True, 64)),
+        ("LlamaForCausalLM", (False, False, 64)),
+        ("MistralForCausalLM", (False, False, 64)),
+    ],
+)
+def test_what_the_configuration_leaves_out_is_what_the_model_code_of_the_family_takes(architecture, expected, tmp_path):
+    shape = shape_of(tmp_path, architectures=[architecture], sliding_window=None)
+    assert (shape.qkv_bias, shape.qk_norm, shape.head_dim) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    ],
+)
+def test_theta_is_found_where_either_generation_of_transformers_writes_it(tmp_path, changes):
+    assert shape_of(tmp_path, **changes).rope_theta == 5e5
+
+
+def test_a_mixture_of_experts_is_read(tmp_path):
+    shape = shape_of(tmp_path, **MIXTURE)
+    assert shape.moe == MoeShape(experts=128, top_k=8, ffn=768, normalised=True)
+    assert shape.head_dim == 128
+    renamed = {key: value for key, value in MIXTURE.items() if key != "num_experts"} | {"num_local_experts": 16}
+    assert shape_of(tmp_path, **renamed).moe.experts == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({"mlp_only_layers": [0, 3]}, (0, 3)),
+        ({"decoder_sparse_step": 2}, (0, 2, 4)),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, (0, 1, 2, 3, 4)),
+    ],
+)
+def test_layers_that_are_no_mixture_are_those_of_hugging_face(tmp_path, changes, dense):
+    moe = shape_of(tmp_path, **MIXTURE, num_hidden_layers=6, **changes).moe
+    assert moe.dense_layers == dense
+
+
+def test_a_mixture_whose_layers_are_all_dense_is_none(tmp_path):
+    assert shape_of(tmp_path, **MIXTURE, mlp_only_layers=list(range(30))).moe is None
+    assert shape_of(tmp_path, **MIXTURE | {"num_experts": 0}).moe is None
+
+
+def test_an_old_style_llama3_scaling_is_read(tmp_path):
+    scaling = {**LLAMA3, "original_max_position_embeddings": 8192}
+    rope = shape_of(tmp_path, rope_theta=5e5, rope_scaling=scaling).rope
+    assert rope.scaling == RopeScaling(kind="llama3", factor=8, original_length=8192, slow=1, fast=4)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {**LLAMA3, "original_max_position_embeddings": 8192},
+        YARN,
+        {**YARN, "truncate": False, "beta_fast": 16, "beta_slow": 2, "attention_factor": 1.5},
+        {**YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
+    ],
+)
+def test_scaled_frequencies_are_those_of_transformers(tmp_path, parameters):
+    parameters = {**parameters, "rope_theta": 1e6}
+    shape = shape_of(tmp_path, rope_parameters=parameters, max_position_embeddings=131072)
+    config = transformers.LlamaConfig(
+        hidden_size=576, num_attention_heads=9, rope_parameters=parameters, max_position_embeddings=131072
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, None)
+    torch.testing.assert_close(shape.rope.frequencies(64), frequencies, rtol=1e-6, atol=0)
+    assert shape.rope.attention == pytest.approx(factor, rel=1e-12)
+    assert shape.softmax_scale == pytest.approx(factor**2 / 8, rel=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 4096, 8192])
+def test_a_sliding_window_as_long_as_the_context_is_none(tmp_path, window):
+    assert shape_of(tmp_path, **MISTRAL, sliding_window=window, max_position_embeddings=4096).layers == 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported; allowed: Qwen2ForCausalLM"),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "Qwen2_5_VLForConditionalGeneration is not supp"),
+        ({"architectures": None}, "architecture none"),
+        ({"vision_config": {"depth": 2}}, "vision_config="),
+        ({"text_config": {"num_hidden_layers": 2}}, "text_config="),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8}},
+            "RoPE scaling 'longrope' .* llama3, yarn",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 8}}, "RoPE scaling 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "RoPE scaling 'linear' has no factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "RoPE scaling 'llama3' has no low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "has no original_max_position_embeddings"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
+        ({"attention_bias": True}, "attention_bias=True is not supported; allowed: False"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config="),
+        (
+            {**MISTRAL, "sliding_window": 4096, "max_position_embeddings": 32768},
+            "sliding_window=4096 .* at least",
+        ),
+        ({**MISTRAL, "max_position_embeddings": 32768}, "sliding_window=4096"),  # what Mistral's code takes without it
+        ({**MIXTURE, "num_experts_per_tok": 200}, "num_experts_per_tok=200 is not allowed; allowed: 1 to 128"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, changes, text):
+    with pytest.raises(UnsupportedModelError, match=text):
+        shape_of(tmp_path, **changes)
+
+
+def test_a_folder_without_a_configuration_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match=r"has no config\.json"):
+        read_shape(tmp_path)

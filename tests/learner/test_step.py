@@ -1,0 +1,87 @@
+"""A learner step with everything that it may do before, between and after its updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from learner_parts import gradients, make_batch, make_config, weights
+
+from streamrl.learner.safety import BadStepsError
+from streamrl.observe.metrics import is_known
+from streamrl.types import Batch
+
+
+def with_algo(config, **algo: Any):
+    return config.model_copy(update={"algo": type(config.algo).model_validate(config.algo.model_dump() | algo)})
+
+
+def of_groups(batch: Batch, *indices: int) -> Batch:
+    return msgspec.structs.replace(batch, groups=tuple(batch.groups[index] for index in indices))
+
+
+@pytest.mark.parametrize(
+    "algo",
+    [
+        {"loss": "clip", "dual_clip": 3.0, "mask": "token", "covariance": "clip_cov", "kl": 0.1},
+        {"loss": "clip", "proximal": "recompute", "mask": "second_moment", "covariance": "kl_cov"},
+        {"loss": "gspo", "mask": "sequence", "aggregation": "sequence_mean"},
+        {"loss": "cispo", "mask": "geometric", "proximal": "interpolate"},
+        {"loss": "sapo", "weight": "sequence"},
+        {"loss": "reinforce", "weight": "none"},
+    ],
+)
+def test_every_choice_trains_and_tells_metrics_that_have_a_name(model_folder, trainer_of, algo):
+    trainer = trainer_of(with_algo(make_config(model_folder()), **algo))
+    before = weights(trainer)
+    metrics = trainer.train_step(make_batch())
+    assert [name for name in metrics if not is_known(name)] == []
+    assert metrics["grad_norm"] > 0
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_each_mini_batch_of_each_pass_makes_one_update_on_its_groups(model_folder, trainer_of):
+    batch = make_batch(groups=4)
+    alone = gradients(trainer_of(make_config(model_folder())), of_groups(batch, 0, 1))
+    halves = trainer_of(make_config(model_folder(), mini_batches=2, passes=3))
+    first = gradients(halves, batch)
+    assert all(torch.equal(first[name], alone[name]) for name in alone)  # counted by itself, as if it were a step
+    metrics = halves.train_step(batch)
+    assert metrics["steps/updates"] == 6
+    assert metrics["tokens/trained"] == sum(group.trained_tokens for group in batch.groups)
+    assert halves.version.step == 1
+
+
+def test_off_policy_metrics_are_of_the_data_and_not_of_what_later_passes_make_of_it(model_folder, trainer_of):
+    once = trainer_of(make_config(model_folder())).train_step(make_batch())
+    often = trainer_of(make_config(model_folder(), passes=4)).train_step(make_batch())
+    for name in ("offpolicy/ess", "offpolicy/kl", "offpolicy/log_ratio_max"):
+        assert often[name] == once[name]
+    assert often["loss/clip_low"] + often["loss/clip_high"] != once["loss/clip_low"] + once["loss/clip_high"]
+
+
+def test_the_recomputed_policy_is_the_one_of_the_start_of_the_step(model_folder, trainer_of):
+    config = with_algo(make_config(model_folder(), passes=2), proximal="recompute", weight="none")
+    first = with_algo(make_config(model_folder()), proximal="recompute", weight="none")
+    assert trainer_of(first).train_step(make_batch())["loss/clip_high"] == 0  # every ratio is 1 in the first pass
+    assert trainer_of(config).train_step(make_batch())["loss/clip_high"] > 0
+
+
+def test_the_kl_term_is_0_at_the_start_and_grows_with_the_distance(model_folder, trainer_of):
+    trainer = trainer_of(with_algo(make_config(model_folder()), kl=0.1))
+    distances = [trainer.train_step(make_batch(step))["loss/kl"] for step in range(3)]
+    assert distances[0] == pytest.approx(0, abs=1e-9)
+    assert 0 < distances[1] < distances[2]
+
+
+def test_a_learner_that_makes_no_update_gives_up_with_a_line_that_says_why(model_folder, trainer_of):
+    trainer = trainer_of(make_config(model_folder(), bad_steps=2))
+    with torch.no_grad():
+        next(trainer._chunks[0].parameters()).fill_(torch.nan)
+    before = weights(trainer)
+    assert trainer.train_step(make_batch(0))["steps/skipped"] == 1
+    with pytest.raises(BadStepsError, match=r"learner.bad_steps"):
+        trainer.train_step(make_batch(1))
+    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in weights(trainer).items())
