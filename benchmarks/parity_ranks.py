@@ -64,12 +64,12 @@ def run_ranks(cases: Sequence[Case], world: int) -> dict[str, Gradient]:
 
     Raises RuntimeError with what the first rank that failed said, TimeoutError after DEADLINE seconds a case.
     """
-    # As under torchrun the ranks meet at a store that is there before them, on a port that is never free between.
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As under torchrun the ranks meet at a store that is there before them, one for each case: no port is ever free.
+    meetings = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in cases]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        torch.save(list(cases), folder / "cases.pt")
-        processes = [_start(folder, rank, world, meeting.port) for rank in range(world)]
+        torch.save([(case, store.port) for case, store in zip(cases, meetings, strict=True)], folder / "cases.pt")
+        processes = [_start(folder, rank, world) for rank in range(world)]
         try:
             failed = _wait(processes, DEADLINE * len(cases))
         finally:
@@ -82,9 +82,9 @@ def run_ranks(cases: Sequence[Case], world: int) -> dict[str, Gradient]:
         return {case: Gradient(**given) for case, given in torch.load(folder / "out.pt").items()}
 
 
-def _start(folder: Path, rank: int, world: int, port: int) -> subprocess.Popen[bytes]:
+def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     command = [sys.executable, "-m", "benchmarks.parity_ranks", str(folder / "cases.pt"), str(folder / "out.pt")]
     environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     with (folder / f"{rank}.log").open("wb") as log:
@@ -108,8 +108,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> int |
 def main() -> None:
     order, out = map(Path, sys.argv[1:])
     results = {}
-    for number, case in enumerate(torch.load(order, weights_only=False)):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # names of its own in the store
+    for case, port in torch.load(order, weights_only=False):
+        os.environ["MASTER_PORT"] = str(port)
         results[case.name] = asdict(gradient_of(case))
     if int(os.environ["RANK"]) == 0:
         torch.save(results, out)

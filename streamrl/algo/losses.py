@@ -23,10 +23,10 @@ __all__ = ["Denominators", "TokenBatch", "policy_loss", "reference_kl"]
 def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:
     """The micro batch's part of the loss, a scalar to call backward on, and its sums for `diagnostics.finish`.
 
-    `L_t = -w S + beta k3(pi || pi_ref) - lambda H`, S of the family `config.loss`, summed with each token's
-    share of the mean. A token that a mask zeroes keeps its other terms; a token whose mu is not finite has
-    none. Parts of one update are added, never averaged. A batch without a trained token gives 0 with zero
-    gradients, so that no rank falls out of step.
+    `L_t = -w S + beta k3(pi || pi_ref) + kappa c |log r| - lambda H`, S of the family `config.loss`, c = 1 on the
+    tokens of `kl_cov`, summed with each token's share of the mean. A token that a mask zeroes keeps its other
+    terms; a token whose mu is not finite has none. Parts of one update are added, never averaged. A batch without a
+    trained token gives 0 with zero gradients, so that no rank falls out of step.
 
     Raises ValueError if a setting needs a field that the batch does not have, naming both.
     """

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from streamrl import config_file
@@ -86,11 +86,10 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
         findings.problems.append(str(damage))
     _check_metrics(run_folder, findings)
     kept = kept_versions(run_folder)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32).eval()
+    shape = AutoConfig.from_pretrained(config.model.path)
     for version, spans in sorted(tokens.items()):
         if version in kept:
-            _load(model, kept[version], config.model.path)
-            _check_logprobs(model, spans, config, findings)
+            _check_logprobs(_load(kept[version], shape, config.model.path), spans, config, findings)
         elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
     _check_differences(findings, limits)
@@ -200,8 +199,8 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
             findings.problems.append(f"metrics.jsonl says {told} {what}, the journal {found}")
 
 
-def _load(model: PreTrainedModel, folder: Path, base: Path) -> None:
-    """Put the weights of a kept version into the Hugging Face model: whole ones, or `base` with its adapters merged.
+def _load(folder: Path, shape: PretrainedConfig, base: Path) -> PreTrainedModel:
+    """The Hugging Face model with the weights of a kept version: whole ones, or `base` with its adapters merged.
 
     Raises ValueError where a weight is missing.
     """
@@ -210,10 +209,15 @@ def _load(model: PreTrainedModel, folder: Path, base: Path) -> None:
     if is_adapter(folder):
         weights = {name: tensor.float() for name, tensor in weights.items()}
         merge_adapter(weights, folder)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tied = set(model.all_tied_weights_keys)
-    if unexpected or not tied.issuperset(missing):
-        raise ValueError(f"{folder}: weights missing {sorted(set(missing) - tied)}, unexpected {unexpected}")
+    # Not load_state_dict: only this way a model that fuses its experts takes them one by one.
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)]
+    model, report = kind.from_pretrained(
+        None, config=shape, state_dict=weights, dtype=torch.float32, output_loading_info=True
+    )
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    if missing or unexpected:
+        raise ValueError(f"{folder}: weights missing {missing}, unexpected {unexpected}")
+    return model.eval()
 
 
 @torch.inference_mode()

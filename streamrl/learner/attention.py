@@ -256,6 +256,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config)
         assert config.kv_channels is not None
         self._context = None if pg_collection is None else pg_collection.cp
+        self._sliced = self._context is not None and self._context.size() > 1
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
 
     def forward(  # noqa: PLR0917 (Megatron's signature)
@@ -273,6 +274,8 @@ class PackedAttention(MegatronModule):
         Plain: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
         """
         if packed_seq_params is None:
+            if self._sliced:
+                raise ValueError("a plain batch is not cut over context-parallel ranks; a packed row is needed")
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
         key, value = self._of_all_slices(key, value)
@@ -282,7 +285,7 @@ class PackedAttention(MegatronModule):
 
     def _of_all_slices(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [T, groups, d] of the context-parallel ranks, one slice after the other, with gradient."""
-        if self._context is None or self._context.size() == 1:
+        if not self._sliced:
             return key, value
         both = gather_from_sequence_parallel_region(torch.cat([key, value], -1).contiguous(), group=self._context)
         gathered_key, gathered_value = both.chunk(2, -1)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from streamrl.config import Config
 from streamrl.config_learner import LORA_PROJECTIONS
@@ -133,6 +134,32 @@ def test_an_adapter_on_a_server_gives_the_log_probs_of_the_merged_weights(
         for version in (V1, V2):
             await sink.apply(version, learner.manifest(version))
             assert_exact(await ask(served, 24), version, learner, forward_logprobs)
+
+    on_server(server, model_folders[0], tmp_path, job)
+
+
+def test_a_server_with_the_adapter_and_one_with_the_merged_weights_give_the_same_answer(
+    server: Server, fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    greedy = {"temperature": 0.0, "max_new_tokens": 48, "ignore_eos": True}
+
+    async def job(served: ServedModel, learner: Learner) -> None:
+        await served.sink().apply(V1, learner.manifest(V1))
+        (by_adapter,) = await served.policy.generate(PROMPT, greedy, 1)
+        folder = shutil.copytree(model_folders[0], tmp_path / "merged")
+        save_file(learner.weights(V1), folder / "model.safetensors", metadata={"format": "pt"})
+        client = EngineClient(fresh_server.address, timeout=60)
+        try:
+            await client.update_from_disk(str(folder), "1.0")
+            (whole,) = await client.generate(PROMPT, greedy, 1)
+        finally:
+            await client.close()
+        assert by_adapter.output_ids == whole.output_ids
+        first, second = (
+            torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
+            for answer in (by_adapter, whole)
+        )
+        assert (first - second).abs().max() < 1e-4
 
     on_server(server, model_folders[0], tmp_path, job)
 
