@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.types import Sample
+from streamrl.types import PolicyVersion, Sample
 
 OUTPUT, PROMPT = "routed_experts", "prompt_routed_experts"
 
@@ -43,17 +43,21 @@ def routing_columns(encoded: str, prompt: int, output: int) -> dict[str, np.ndar
 
 
 def shared_prompt_routing(samples: Sequence[Sample]) -> tuple[Sample, ...]:
-    """The samples of one group with the routing of each prompt on the first of its samples alone."""
-    seen: set[bytes] = set()
+    """The samples of one group with the routing of a prompt on the first alone of those that share it.
+
+    Those are the samples with the same prompt and the same newest version: an update in between (`retract`) makes
+    the server read the prompt again, with other weights.
+    """
+    seen: set[tuple[bytes, PolicyVersion]] = set()
     return tuple(_without_seen(sample, seen) for sample in samples)
 
 
-def _without_seen(sample: Sample, seen: set[bytes]) -> Sample:
+def _without_seen(sample: Sample, seen: set[tuple[bytes, PolicyVersion]]) -> Sample:
     if PROMPT not in sample.extras:
         return sample
-    prompt = sample.prompt_ids.tobytes()
-    if prompt not in seen:
-        seen.add(prompt)
+    shared = sample.prompt_ids.tobytes(), sample.spans[-1].version
+    if shared not in seen:
+        seen.add(shared)
         return sample
     return replace(sample, extras={name: column for name, column in sample.extras.items() if name != PROMPT})
 

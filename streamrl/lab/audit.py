@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -210,7 +211,7 @@ def _load(folder: Path, shape: PretrainedConfig, base: Path) -> PreTrainedModel:
         weights = {name: tensor.float() for name, tensor in weights.items()}
         merge_adapter(weights, folder)
     # Not load_state_dict: only this way a model that fuses its experts takes them one by one.
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)]
     model, report = kind.from_pretrained(
         None, config=shape, state_dict=weights, dtype=torch.float32, output_loading_info=True
     )

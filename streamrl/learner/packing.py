@@ -19,7 +19,7 @@ import numpy as np
 
 from streamrl.config_file import ConfigError
 from streamrl.learner.batch_metrics import token_ages
-from streamrl.types import Batch, Group, Sample
+from streamrl.types import Batch, Group, PolicyVersion, Sample
 
 SWAPPED = 8
 """Items of a bin that may be swapped: the shortest ones, whose differences are the finest."""
@@ -227,19 +227,24 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
         for sample in group.samples:
             advantage, trained = next(given), int(np.count_nonzero(sample.loss_mask))
             if trained:
-                prompt_experts = experts.get(sample.prompt_ids.tobytes())
+                prompt_experts = experts.get(_routed_alike(sample))
                 answers.append(_Answer(sample, advantage, place, _answer_length(sample), prompt_experts))
             place += trained
     return answers
 
 
-def _prompt_experts(group: Group) -> dict[bytes, np.ndarray]:
-    """Of each prompt of a group, by its bytes. One sample has them, cut into a row for each of its output tokens."""
+def _routed_alike(sample: Sample) -> tuple[bytes, PolicyVersion]:
+    """What samples have in common whose prompt took the same experts: after an update a server reads it again."""
+    return sample.prompt_ids.tobytes(), sample.spans[-1].version
+
+
+def _prompt_experts(group: Group) -> dict[tuple[bytes, PolicyVersion], np.ndarray]:
+    """Of each prompt of a group. One of the samples routed alike has them, a row for each of its output tokens."""
     found = {}
     for sample in group.samples:
         rows = sample.extras.get("prompt_routed_experts")
         if rows is not None and len(rows):
-            found[sample.prompt_ids.tobytes()] = rows.reshape(-1, rows.shape[-1])[: len(sample.prompt_ids)]
+            found[_routed_alike(sample)] = rows.reshape(-1, rows.shape[-1])[: len(sample.prompt_ids)]
     return found
 
 
@@ -248,14 +253,19 @@ def _bundles(answers: Sequence[_Answer], budget: int) -> Iterator[tuple[list[_An
     bundle: list[_Answer] = []
     length = 0
     for answer in answers:
-        fits = length + answer.length <= budget
-        if bundle and not (fits and np.array_equal(bundle[0].sample.prompt_ids, answer.sample.prompt_ids)):
+        if bundle and not (length + answer.length <= budget and _share_a_prompt(bundle[0], answer)):
             yield bundle, length
             bundle = []
         length = answer.length + (length if bundle else len(answer.sample.prompt_ids))
         bundle.append(answer)
     if bundle:
         yield bundle, length
+
+
+def _share_a_prompt(answer: _Answer, other: _Answer) -> bool:
+    """The same tokens, routed to the same experts."""
+    same = np.array_equal(answer.sample.prompt_ids, other.sample.prompt_ids)
+    return same and answer.prompt_experts is other.prompt_experts
 
 
 def pack(bundles: Sequence[Sequence[_Answer]], step: int, packing: Packing) -> MicroBatch:

@@ -59,23 +59,24 @@ def test_routing_that_does_not_fit_the_tokens_is_refused(text, reason):
         routing_columns(text, 4, 2)
 
 
-def test_one_sample_of_a_group_carries_the_routing_of_the_prompt():
-    def sample(prompt: list[int], tokens: int) -> Sample:
+def test_one_of_the_samples_that_share_a_prompt_and_a_version_carries_its_routing():
+    def sample(prompt: list[int], tokens: int, step: int = 0) -> Sample:
         experts = np.zeros((len(prompt) + tokens - 1, 1, 1))
+        spans = [VersionSpan(PolicyVersion(0), 0, 1), VersionSpan(PolicyVersion(step), 1, tokens)]
         return Sample(
             prompt_ids=np.array(prompt, np.int32),
             output_ids=np.zeros(tokens, np.int32),
             logprobs=np.zeros(tokens, np.float32),
             loss_mask=np.ones(tokens, np.bool_),
-            spans=(VersionSpan(PolicyVersion(0), 0, tokens),),
+            spans=tuple(spans),
             reward=0.0,
             extras=routing_columns(encoded(experts), len(prompt), tokens),
         )
 
-    group = (Sample.placeholder(), sample([1, 2], 3), sample([1, 2], 2), sample([3], 2))
-    kept = ["prompt_routed_experts" in each.extras for each in shared_prompt_routing(group)]
-    assert kept == [False, True, False, True]
-    assert ["routed_experts" in each.extras for each in shared_prompt_routing(group)] == [False, True, True, True]
+    group = (Sample.placeholder(), sample([1, 2], 3), sample([1, 2], 2), sample([1, 2], 3, step=1), sample([3], 2))
+    shared = shared_prompt_routing(group)
+    assert ["prompt_routed_experts" in each.extras for each in shared] == [False, True, False, True, True]
+    assert ["routed_experts" in each.extras for each in shared] == [False, True, True, True, True]
 
 
 class Task(Environment):

@@ -119,6 +119,18 @@ def test_the_experts_of_the_generator_stand_beside_their_tokens(share_prompts, t
     assert row.routed_experts.tolist() == expected
 
 
+def test_samples_share_a_prompt_only_if_it_took_the_same_experts(two_answers):
+    first, second = two_answers.groups[0].samples
+    routing = {"routed_experts": np.zeros((3, 1), np.int16), "prompt_routed_experts": np.ones((3, 1, 1), np.int16)}
+    first = msgspec.structs.replace(first, extras=routing)
+    newer = (VersionSpan(PolicyVersion(3), 0, 1), VersionSpan(PolicyVersion(4), 1, 2))
+    for spans, segments in ((second.spans, 3), (newer, 4)):
+        batch = _with_samples(two_answers, (first, msgspec.structs.replace(second, spans=spans)))
+        ((row,),) = plan_batch(batch, [1.0, -1.0], packing(routing=(1, 1)))
+        assert len(row.segments) == segments
+        assert row.routed_experts[-3:].ravel().tolist() == ([0, 0, -1] if segments == 3 else [-1, -1, -1])
+
+
 def test_a_row_without_work_has_unknown_experts(two_answers):
     batch = _with_samples(two_answers, two_answers.groups[0].samples[:1])
     (_,), (idle,) = plan_batch(batch, [1.0], packing(ranks=2, routing=(3, 2)))
