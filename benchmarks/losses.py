@@ -30,8 +30,11 @@ from torch import Tensor
 
 from benchmarks.losses_reference import slow_covariant, slow_loss, slow_outliers
 from benchmarks.losses_trl import NORM_LENGTH, TRL_LOSS, rectangular, token_batch, trl_loss
+from benchmarks.random_models import worst
+from streamrl.algo.aggregation import Denominators
 from streamrl.algo.families import FAMILIES
-from streamrl.algo.losses import Denominators, TokenBatch, policy_loss
+from streamrl.algo.losses import policy_loss
+from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
 from streamrl.config_learner import AlgoConfig
 
@@ -103,10 +106,10 @@ class Row:
         return max(self.value, self.gradient) <= BAR and not self.missed
 
     def add(self, value: float, gradient: float, taken: Counter[str], float32: float | None = None) -> None:
-        """One comparison more."""
-        self.value, self.gradient = max(self.value, value), max(self.gradient, gradient)
+        """One comparison more. A difference that is not finite counts as inf."""
+        self.value, self.gradient = worst((self.value, value)), worst((self.gradient, gradient))
         if float32 is not None:
-            self.float32 = max(self.float32 or 0.0, float32)
+            self.float32 = worst((self.float32 or 0.0, float32))
         self.branches.update(taken)
 
 

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
+from streamrl.algo.aggregation import Denominators
 from streamrl.algo.diagnostics import finish
-from streamrl.algo.losses import Denominators, TokenBatch, policy_loss
+from streamrl.algo.losses import policy_loss
+from streamrl.algo.tokens import TokenBatch
 from streamrl.config_learner import AlgoConfig
 
 ROWS, COLUMNS, NORM_LENGTH = 6, 9, 12

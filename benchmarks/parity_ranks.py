@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from benchmarks.random_models import make_batch
+from benchmarks.random_models import make_batch, worst
 from streamrl.algo.aggregation import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
@@ -121,16 +121,16 @@ def gradient_of(case: Case) -> Gradient:
     ranks = Ranks.start(config)
     try:
         layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
-        chunks = build(read_shape(config.model.path), config, ranks.device)
+        chunks = build(read_shape(config.model.path), config, ranks.device, layers)
         load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
-        passes = Passes(wrapped, ranks, config, layers)
+        passes = Passes(wrapped, ranks, config)
         batch = make_batch(groups=4, longest=40)
         mine = _micro_batches(batch, config, case.packed)[parallel_state.get_data_parallel_rank()]
         step = Step(mine, Denominators.of(sample.loss_mask for sample in batch.samples), config)
         sums = passes.forward_backward(mine, step.loss)
         scores = step.difference(passes.score(mine), ranks)
-        optimizer = PolicyOptimizer(wrapped, config.learner.optimizer, getattr(torch, config.model.dtype), 1)
+        optimizer = PolicyOptimizer(wrapped, config.learner.optimizer, getattr(torch, config.model.dtype), 1, 0)
         optimizer.megatron.prepare_grads()
         norm = float(optimizer.megatron.get_grad_norm())
         return Gradient(float(sums["loss"].sum()), norm, scores, _whole_gradient(chunks, wrapped))
@@ -146,7 +146,7 @@ def _micro_batches(batch: Batch, config: Config, packed: bool) -> list[list[Micr
         ranks=ranks,
         budget=config.learner.tokens_per_micro_batch,
         share_prompts=packed,
-        multiple=layout.pipeline if layout.virtual > 1 else 1,
+        multiple=layout.rows_multiple,
     )
     if packed:
         return plan_batch(batch, advantages, packing)
@@ -183,9 +183,9 @@ class Step:
         return policy_loss(tokens, self._algo, self._denominators)
 
     def difference(self, scores: Sequence[Tensor], ranks: Ranks) -> float:
-        """The largest difference of scores to the log-probs that the loss saw, over all ranks that have them."""
+        """The largest difference of scores to the log-probs that the loss saw, over all ranks; inf where one is NaN."""
         both = [(scores[index], seen) for index, seen in self._seen.items() if len(seen)]
-        largest = torch.tensor(max((float((ours - seen).abs().max()) for ours, seen in both), default=0.0))
+        largest = torch.tensor(worst([0.0, *(float((ours - seen).abs().max()) for ours, seen in both)]))
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.control)
         return float(largest)
 

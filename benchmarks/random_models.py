@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +100,13 @@ def _sample(
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """The largest difference of two sets of tensors, relative to the largest entry of each tensor of `theirs`.
 
-    Raises ValueError when they do not have the same names.
+    inf where a difference is not finite. Raises ValueError when they do not have the same names.
     """
     if ours.keys() != theirs.keys():
         raise ValueError(f"different names: {sorted(ours.keys() ^ theirs.keys())}")
-    return max(float((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max().clamp(min=1e-30)) for k in theirs)
+    return worst(float((ours[k] - theirs[k]).abs().max() / theirs[k].abs().max().clamp(min=1e-30)) for k in theirs)
+
+
+def worst(differences: Iterable[float]) -> float:
+    """The largest, or inf where one is not finite: `max` alone may pass over a NaN."""
+    return max(difference if math.isfinite(difference) else math.inf for difference in differences)

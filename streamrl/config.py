@@ -120,6 +120,12 @@ class GenerateConfig(Section):
     )
     probes: int = Field(3, ge=0, description="held-out prompts answered greedily at the start and at the end")
 
+    @model_validator(mode="after")
+    def _runs_no_code_of_a_model_folder(self) -> GenerateConfig:
+        if any(name.replace("-", "_") == "trust_remote_code" for name in self.server_args):
+            raise ValueError("server_args: trust_remote_code would run code from a model folder; allowed: other names")
+        return self
+
 
 class StreamConfig(Section):
     """The wire between workers, replay service and learner."""
@@ -225,8 +231,10 @@ class PublishConfig(Section):
 
     transport: Literal["broadcast"] = Field("broadcast", description="gloo or NCCL broadcast of flattened buckets")
     every: int = Field(1, ge=1, description="k, learner steps between two published versions")
-    interruption: Literal["retract", "in_place"] = Field("retract", description="what happens to requests in flight")
-    bucket: int = Field(256 << 20, ge=1 << 10, description="bytes of one flattened bucket")
+    interruption: Literal["retract", "in_place"] = Field(
+        "retract", description="what happens to requests in flight (not with adapters)"
+    )
+    bucket: int = Field(256 << 20, ge=1 << 10, description="bytes of one flattened bucket (not with adapters)")
     timeout: float = Field(120.0, gt=0, description="seconds that one server may take to receive a version")
     keep_every: int = Field(0, ge=0, description="versions kept in RUN/weights for the audit: every Nth; 0: none")
 

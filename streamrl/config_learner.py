@@ -1,4 +1,4 @@
-"""The part of the configuration that the learner reads: algorithm, model layout, optimizer, checkpoints."""
+"""The learner's part of the configuration: algorithm, model layout, adapters, optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from streamrl.config_section import Section
+
+MASK_EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
+"""Default edges of each mask: on the ratio of the token, its product and its geometric mean over the sample."""
 
 
 class AdvantageConfig(Section):
@@ -66,9 +69,15 @@ class AlgoConfig(Section):
 
     @model_validator(mode="after")
     def _mask_keeps_something(self) -> AlgoConfig:
-        if self.mask_low is not None and self.mask_high is not None and self.mask_low >= self.mask_high:
-            raise ValueError(f"mask_low: {self.mask_low:g} is not below mask_high={self.mask_high:g}")
-        return self
+        own_low, own_high = MASK_EDGES.get(self.mask, (None, None))
+        low = own_low if self.mask_low is None else self.mask_low
+        high = own_high if self.mask_high is None else self.mask_high
+        if low is None or high is None or low < high:
+            return self
+        if self.mask_low is None:
+            raise ValueError(f"mask_high: {high:g} is not above mask_low={low:g}, the default of mask={self.mask}")
+        default = "" if self.mask_high is not None else f", the default of mask={self.mask}"
+        raise ValueError(f"mask_low: {low:g} is not below mask_high={high:g}{default}")
 
     @model_validator(mode="after")
     def _second_moment_has_a_proximal_policy(self) -> AlgoConfig:
@@ -80,6 +89,12 @@ class AlgoConfig(Section):
     def _dual_clip_has_a_clip(self) -> AlgoConfig:
         if self.dual_clip is not None and self.loss not in ("clip", "gspo"):
             raise ValueError(f"dual_clip: {self.dual_clip:g} does nothing with loss={self.loss}; allowed: null")
+        return self
+
+    @model_validator(mode="after")
+    def _reference_is_read(self) -> AlgoConfig:
+        if self.reference is not None and self.kl == 0:
+            raise ValueError(f"reference: {self.reference} is read only with kl above 0; allowed: null")
         return self
 
     @model_validator(mode="after")
@@ -143,6 +158,16 @@ class LayoutConfig(Section):
     def model_ranks(self) -> int:
         """Ranks that hold one copy of the model (expert parallelism cuts across data-parallel ranks)."""
         return self.tensor * self.pipeline * self.context
+
+    @property
+    def virtual_stages(self) -> int | None:
+        """`virtual` as Megatron takes it: None where a pipeline stage is one chunk."""
+        return self.virtual if self.virtual > 1 else None
+
+    @property
+    def rows_multiple(self) -> int:
+        """The micro batches of a rank are a multiple of it: the interleaved schedule takes them by the stages."""
+        return self.pipeline if self.virtual_stages else 1
 
     @model_validator(mode="after")
     def _virtual_needs_stages(self) -> LayoutConfig:
@@ -250,5 +275,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
     keep_every: int = Field(0, ge=0, description="checkpoints kept besides: those of every Nth step; 0: none")
     background: bool = Field(True, description="write while training goes on; false: wait for every write")
-    export: bool = Field(False, description="write the weights as a Hugging Face folder beside each checkpoint")
+    export: bool = Field(
+        False, description="write the weights as a Hugging Face folder inside each checkpoint, adapters too"
+    )
     timeout: float = Field(600.0, gt=0, description="seconds that writing one checkpoint may take")

@@ -20,7 +20,9 @@ BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
 """Staleness in learner steps, doubling in width: the suffix of a metric that one bucket has."""
 
 _LAST_OF_BUCKET = (0, 1, 2, 4, 8)
-_MAX = "max/"
+MAX = "max/"
+"""Prefix of a sum that is the largest of its parts, not their sum."""
+
 _MASKED_BY = "masked_by/"
 _LOSS_SHARES = ("clip_low", "clip_high", "clip_dual", "kl_cov", "entropy")  # means over n tokens, under `loss/`
 
@@ -40,7 +42,7 @@ def off_policy_values(log_rho: Tensor) -> dict[str, Tensor]:
         "kl_k1": -clamped,
         "kl_k3": rho - 1 - clamped,
         "log_ratio": log_rho.abs(),
-        "max/log_ratio": log_rho.abs(),
+        MAX + "log_ratio": log_rho.abs(),
     }
 
 
@@ -60,7 +62,7 @@ def bucket_sums(values: Mapping[str, Tensor], staleness: Tensor) -> dict[str, Te
     sums = {}
     for key, value in values.items():
         zero = torch.zeros(len(BUCKETS), dtype=torch.float64, device=staleness.device)
-        if key.startswith(_MAX):
+        if key.startswith(MAX):
             sums[key] = zero.scatter_reduce(0, bucket, value.double(), reduce="amax")
         else:
             sums[key] = zero.index_add(0, bucket, value.double())
@@ -77,7 +79,7 @@ def merge(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
             if key not in merged:
                 merged[key] = value
             else:
-                merged[key] = torch.maximum(merged[key], value) if key.startswith(_MAX) else merged[key] + value
+                merged[key] = torch.maximum(merged[key], value) if key.startswith(MAX) else merged[key] + value
     return merged
 
 
@@ -125,7 +127,7 @@ def _rows(sums: Mapping[str, Tensor]) -> dict[str, list[float]]:
 
 
 def _over_buckets(rows: Mapping[str, list[float]]) -> dict[str, float]:
-    return {key: max(row) if key.startswith(_MAX) else sum(row) for key, row in rows.items()}
+    return {key: max(row) if key.startswith(MAX) else sum(row) for key, row in rows.items()}
 
 
 def _data_metrics(total: Mapping[str, float]) -> dict[str, float]:
@@ -136,7 +138,7 @@ def _data_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "offpolicy/kl": _share(total["kl_k3"], n),
         "offpolicy/kl_k1": _share(total["kl_k1"], n),
         "offpolicy/log_ratio_mean": _share(total["log_ratio"], n),
-        "offpolicy/log_ratio_max": total["max/log_ratio"],
+        "offpolicy/log_ratio_max": total[MAX + "log_ratio"],
         "tokens/trained": total["trained"],
         "tokens/dropped": total["dropped"],
     }

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from streamrl.algo.ratios import aggregate, bounded_exp, log_ratio, sample_staleness
 from streamrl.algo.tokens import TokenBatch, needed
-from streamrl.config_learner import AlgoConfig
-
-MASK_EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
-"""Default edges of each mask: on the ratio of the token, its product and its geometric mean over the sample."""
+from streamrl.config_learner import MASK_EDGES, AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -17,8 +17,6 @@ from streamrl.algo.ratios import bounded, log_ratio
 from streamrl.algo.tokens import TokenBatch, needed
 from streamrl.config_learner import AlgoConfig
 
-__all__ = ["Denominators", "TokenBatch", "policy_loss", "reference_kl"]
-
 
 def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:
     """The micro batch's part of the loss, a scalar to call backward on, and its sums for `diagnostics.finish`.

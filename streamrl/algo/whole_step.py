@@ -48,8 +48,8 @@ def needs_scores(config: AlgoConfig) -> bool:
     return config.proximal == "recompute" or needs_selection(config)
 
 
-def select(tokens: StepTokens, step: int, config: AlgoConfig) -> Selection:
-    """What the rules of `config` take; `step` seeds the draw of `clip_cov`."""
+def select(tokens: StepTokens, seed: int, config: AlgoConfig) -> Selection:
+    """What the rules of `config` take; `seed`: of the draw of `clip_cov`."""
     measured = tokens.behaviour.isfinite().nonzero().squeeze(-1)
     scores = tokens.scores.detach().double()[measured]
     behaviour = tokens.behaviour.double()[measured]
@@ -64,7 +64,7 @@ def select(tokens: StepTokens, step: int, config: AlgoConfig) -> Selection:
     if config.covariance != "none":
         advantages = tokens.advantages.double()[measured]
         covariance = _centred(advantages) * _centred(scores)
-        lots = _lots(tokens.place, step)[measured]
+        lots = _lots(tokens.place, seed)[measured]
         if config.covariance == "kl_cov":
             covariant = over_all(_largest(covariance, lots, config))
         else:
@@ -115,10 +115,10 @@ def _centred(values: Tensor) -> Tensor:
     return values - values.mean() if len(values) else values
 
 
-def _lots(place: Tensor, step: int) -> Tensor:
-    """A number for every token, all different, drawn from the step alone: int64 [n]."""
+def _lots(place: Tensor, seed: int) -> Tensor:
+    """A number for every token, all different, drawn from the seed alone: int64 [n]."""
     count = int(place.max()) + 1 if len(place) else 0
-    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(step), device="cpu")
+    drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return drawn.to(place.device)[place]
 
 

@@ -9,7 +9,8 @@ are further inert modules (`triton.language`), capitalised ones are empty classe
 and calling it gives the function back undecorated (`@triton.jit`, `@triton.autotune(...)`).
 
 Page-locked memory is stood in for as well: SGLang keeps adapters and the routing of experts in it without asking
-whether there is a device that it could be locked for.
+whether there is a device that it could be locked for. In this one respect torch itself is changed, in the processes
+of SGLang where `sgl_kernel` is absent: `pin_memory` is ignored, and `torch.cuda.cudart` registers nothing.
 """
 
 from __future__ import annotations

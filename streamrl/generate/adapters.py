@@ -1,7 +1,7 @@
 """Low-rank adapters on a server: which one a request takes, how a new one comes in, when an old one goes.
 
     apply: check the folder ─▶ forget idle adapters ─▶ load ─▶ requests that begin now take the new one
-    request: lease the newest ─▶ generate by its name ─▶ stamp the answer with its version ─▶ give it back
+    request: use the newest ─▶ generate by its name ─▶ stamp the answer with its version ─▶ give it back
 
 A request keeps its adapter to its end, so nothing is interrupted and a token's log-prob is exactly that of the
 version stamped on it. Several versions are on a server at once; an old one goes when its last request has ended.
@@ -28,7 +28,7 @@ from streamrl.types import PolicyVersion
 log = logging.getLogger(__name__)
 
 
-class Lease(NamedTuple):
+class Use(NamedTuple):
     """The right of one request to a version: `name` is the server's for its adapter, None for the base weights."""
 
     version: PolicyVersion
@@ -46,12 +46,12 @@ class Adapters:
         self._users: Counter[PolicyVersion] = Counter()
 
     @contextlib.contextmanager
-    def lease(self) -> Iterator[Lease]:
+    def use(self) -> Iterator[Use]:
         """What a request generates with; it stays loaded until the end of the block."""
         version = self._newest
         self._users[version] += 1
         try:
-            yield Lease(version, str(version) if version in self._loaded else None)
+            yield Use(version, str(version) if version in self._loaded else None)
         finally:
             self._users[version] -= 1
 
@@ -83,9 +83,9 @@ class AdapterPolicy:
 
     async def generate(self, *request: Any, **options: Any) -> list[Answer]:
         """EngineClient.generate by the newest adapter; its version is on every token of the answers."""
-        with self._adapters.lease() as lease:
-            answers = await self._client.generate(*request, adapter=lease.name, **options)
-        return [_stamped(answer, lease.version) for answer in answers]
+        with self._adapters.use() as use:
+            answers = await self._client.generate(*request, adapter=use.name, **options)
+        return [_stamped(answer, use.version) for answer in answers]
 
     async def abort(self, request_id: str = "") -> None:
         await self._client.abort(request_id)

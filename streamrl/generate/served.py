@@ -73,7 +73,9 @@ class ServedModel:
         publish = self._config.publish
         if self._adapters is not None:
             return AdapterSink(self.client, self._adapters, publish.timeout)
-        return BroadcastSink(self.client, publish.interruption, publish.timeout)
+        match publish.transport:
+            case "broadcast":
+                return BroadcastSink(self.client, publish.interruption, publish.timeout)
 
     async def start(self) -> None:
         """Wait until the server can generate with the run's initial weights. Raises ServerFailed."""

@@ -26,7 +26,7 @@ from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.replay.journal import JournalDamaged, recorded_batches
 from streamrl.replay.order import make_order
-from streamrl.types import Batch, Group, PolicyVersion, Sample
+from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +80,25 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     try:
         for batch in recorded_batches(run_folder / "journal"):
             history.check(batch, findings)
-            for sample in batch.samples:
-                for span in sample.spans:
-                    tokens[span.version].append((sample, span.start, span.end))
+            for sample, span in _stamped(batch):
+                tokens[span.version].append((sample, span.start, span.end))
     except JournalDamaged as damage:
         findings.problems.append(str(damage))
     _check_metrics(run_folder, findings)
     kept = kept_versions(run_folder)
-    shape = AutoConfig.from_pretrained(config.model.path)
+    settings = AutoConfig.from_pretrained(config.model.path)
     for version, spans in sorted(tokens.items()):
         if version in kept:
-            _check_logprobs(_load(kept[version], shape, config.model.path), spans, config, findings)
+            _check_logprobs(_load(kept[version], settings, config.model.path), spans, config, findings)
         elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
     _check_differences(findings, limits)
     return findings
+
+
+def _stamped(batch: Batch) -> Iterator[tuple[Sample, VersionSpan]]:
+    """Every span of a batch with the sample that it is of."""
+    return ((sample, span) for sample in batch.samples for span in sample.spans)
 
 
 def _check_differences(findings: Findings, limits: Limits) -> None:
@@ -200,7 +204,7 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
             findings.problems.append(f"metrics.jsonl says {told} {what}, the journal {found}")
 
 
-def _load(folder: Path, shape: PretrainedConfig, base: Path) -> PreTrainedModel:
+def _load(folder: Path, settings: PretrainedConfig, base: Path) -> PreTrainedModel:
     """The Hugging Face model with the weights of a kept version: whole ones, or `base` with its adapters merged.
 
     Raises ValueError where a weight is missing.
@@ -211,9 +215,9 @@ def _load(folder: Path, shape: PretrainedConfig, base: Path) -> PreTrainedModel:
         weights = {name: tensor.float() for name, tensor in weights.items()}
         merge_adapter(weights, folder)
     # Not load_state_dict: only this way a model that fuses its experts takes them one by one.
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(shape)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     model, report = kind.from_pretrained(
-        None, config=shape, state_dict=weights, dtype=torch.float32, output_loading_info=True
+        None, config=settings, state_dict=weights, dtype=torch.float32, output_loading_info=True
     )
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing or unexpected:

@@ -45,7 +45,14 @@ class Block:
 
 
 @dataclass
-class PackedSegments(PackedSeqParams):
+class PackedRow(PackedSeqParams):
+    """Megatron's description of a packed row, which it hands to every layer."""
+
+    routed_experts: Tensor | None = None  # int16 [t, layers, top_k] of this rank's slice: `router_replay.row_experts`
+
+
+@dataclass
+class PackedSegments(PackedRow):
     """Megatron's description of a packed row, with what the core attention needs, worked out once for all layers.
 
     Its `cu_seqlens` say that the row is one sequence: in the local layers only RoPE reads them, and the
@@ -136,12 +143,12 @@ def describe_row(segments: np.ndarray, device: torch.device, part: Slice = WHOLE
     )
 
 
-def describe_row_for_engine(segments: np.ndarray, device: torch.device, part: Slice = WHOLE) -> PackedSeqParams:
+def describe_row_for_engine(segments: np.ndarray, device: torch.device, part: Slice = WHOLE) -> PackedRow:
     """The same for Transformer Engine's layers, which know sequences, no shared prefixes and here no slices."""
     if part.ranks > 1:
         raise ValueError(f"a row cut over {part.ranks} context-parallel ranks needs the local layers")
     ends, longest = _cumulative(segments[:, 1], device), int(segments[:, 1].max())
-    return PackedSeqParams(
+    return PackedRow(
         qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
 

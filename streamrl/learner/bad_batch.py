@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -22,10 +23,15 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def save(batch: Batch, run_folder: Path) -> Path:
-    """Write RUN/bad_batch_STEP.bin. Returns its path."""
+    """Write RUN/bad_batch_STEP.bin, whole or not at all. Returns its path."""
     path = run_folder / f"bad_batch_{batch.step}.bin"
     frames = [bytes(frame) for group in batch.groups for frame in encode_group(group, max_message=sys.maxsize)]
-    path.write_bytes(msgspec.msgpack.encode(_File(FORMAT, batch.step, frames)))
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(msgspec.msgpack.encode(_File(FORMAT, batch.step, frames)))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
     return path
 
 

@@ -87,13 +87,15 @@ class State:
         }
         self.optimizer.fill_state()
         # Megatron numbers the layers of a chunk within the whole model: the chunks' keys do not collide.
-        weights = {f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in self._numbered()}
+        weights = {
+            f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)
+        }
         optimizer = self.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
         return {**weights, "optimizer": optimizer}
 
     def take(self, loaded: dict[str, Any]) -> None:
         """Set weights and optimizer state from what dist_checkpointing loaded for `sharded`."""
-        for index, chunk in self._numbered():
+        for index, chunk in enumerate(self.chunks):
             chunk.load_state_dict(loaded[f"model{index}"])
         self.optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], self.optimizer))
         self.optimizer.own_steps()
@@ -101,9 +103,6 @@ class State:
     def random(self) -> ShardedObject:
         """The random state of every rank."""
         return ShardedObject("random", _random_state(), (self.ranks.world,), (self.ranks.rank,))
-
-    def _numbered(self) -> list[tuple[int, PolicyModel]]:
-        return list(enumerate(self.chunks))
 
 
 def latest(root: Path) -> Checkpoint | None:
@@ -168,7 +167,14 @@ def clean(root: Path) -> None:
         if replaced and not (root / replaced[1]).exists() and (path / DESCRIPTION).exists():
             path.rename(root / replaced[1])
         elif _LEFT_OVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            remove(path)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder that is out of the way. Its description goes first: what is half removed never comes back."""
+    (folder / DESCRIPTION).unlink(missing_ok=True)
+    sync(folder)
+    shutil.rmtree(folder)
 
 
 def next_incarnation(root: Path, ranks: Ranks) -> int:
@@ -214,13 +220,13 @@ def _refuse_another_model(checkpoint: Checkpoint, state: State) -> None:
             )
 
 
+@torch.no_grad()
 def _clear_pads(chunks: Sequence[PolicyModel]) -> None:
     """Another tensor-parallel size pads the vocabulary to another size: the rows that no file has become 0."""
-    with torch.no_grad():
-        for chunk in chunks:
-            for name, parameter in chunk.named_parameters():
-                if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-                    parameter.zero_()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if name.endswith(("word_embeddings.weight", "output_layer.weight")):
+                parameter.zero_()
 
 
 def _with_step(state: Any, optimizer: PolicyOptimizer) -> Any:

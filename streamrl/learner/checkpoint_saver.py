@@ -61,6 +61,7 @@ class _Save:
     deadline: float  # time.monotonic()
     thread: threading.Thread | None = None
     error: BaseException | None = None
+    oldest: int | None = None  # `Saver.oldest` when it was complete
 
     @property
     def partial(self) -> Path:
@@ -93,13 +94,16 @@ class Saver:
             root.mkdir(parents=True, exist_ok=True)
             checkpoint.clean(root)
         ranks.barrier()
+        self._oldest = self._oldest_on_disk()
 
     @property
     def oldest(self) -> int | None:
         """The step of the oldest checkpoint that a run may resume from: those kept by `keep_every` do not count,
-        because the journal must not keep every group since the first of them. None when there is none."""
-        newest = checkpoint.complete(self._root)[-self._settings.keep :]
-        return checkpoint.step_of(newest[0]) if newest else None
+        because the journal must not keep every group since the first of them. None when there is none.
+
+        Of the checkpoints that `finished` has seen: one whose name a crash may still undo does not count.
+        """
+        return self._oldest
 
     def start(
         self,
@@ -143,17 +147,7 @@ class Saver:
 
         Raises CheckpointError when a write has failed or has taken longer than `checkpoint.timeout`.
         """
-        save = self._under_way
-        if save is not None and save.is_done:
-            self._under_way = None
-            if save.error is not None:
-                raise CheckpointError(f"{save.target} was not written: {save.error}") from save.error
-            if self._ranks.rank == 0:
-                self._finished.append(checkpoint.read(save.target))
-        elif save is not None and time.monotonic() > save.deadline:
-            raise CheckpointError(
-                f"{save.target} was not written in checkpoint.timeout={self._settings.timeout:g} seconds"
-            )
+        self._collect()
         finished, self._finished = self._finished, []
         return finished
 
@@ -176,7 +170,22 @@ class Saver:
         while (save := self._under_way) is not None:
             assert save.thread is not None
             save.thread.join(_JOIN)
-            self._finished = self.finished()
+            self._collect()
+
+    def _collect(self) -> None:
+        """Take up the write that is under way if it has ended. Raises CheckpointError as `finished` says."""
+        save = self._under_way
+        if save is not None and save.is_done:
+            self._under_way = None
+            if save.error is not None:
+                raise CheckpointError(f"{save.target} was not written: {save.error}") from save.error
+            self._oldest = save.oldest
+            if self._ranks.rank == 0:
+                self._finished.append(checkpoint.read(save.target))
+        elif save is not None and time.monotonic() > save.deadline:
+            raise CheckpointError(
+                f"{save.target} was not written in checkpoint.timeout={self._settings.timeout:g} seconds"
+            )
 
     def _write(self, save: _Save) -> None:
         """The thread: this rank's file, then rank 0's part; every rank hears how that went."""
@@ -188,13 +197,18 @@ class Saver:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
             if isinstance(outcome[0], Exception):
                 save.error = outcome[0]
+            else:
+                save.oldest = outcome[0]
         except Exception as error:  # handed to `finished`, which raises it on the training thread
             save.error = error
         finally:
             save.plan = _Plan()  # the staged copy
 
-    def _complete(self, save: _Save, written: list[Any]) -> None:
-        """Rank 0: make a checkpoint of the files that all ranks have written, and prune the older ones."""
+    def _complete(self, save: _Save, written: list[Any]) -> int | None:
+        """Rank 0: make a checkpoint of the files that all ranks have written, and prune the older ones.
+
+        Returns what `oldest` is from now on.
+        """
         for rank, result in enumerate(written):
             if isinstance(result, Exception):
                 raise CheckpointError(f"rank {rank}: {type(result).__name__}: {result}")
@@ -207,7 +221,13 @@ class Saver:
         else:
             save.partial.rename(save.target)
         checkpoint.sync(self._root)
+        oldest = self._oldest_on_disk()
         self._prune()
+        return oldest
+
+    def _oldest_on_disk(self) -> int | None:
+        newest = checkpoint.complete(self._root)[-self._settings.keep :]
+        return checkpoint.step_of(newest[0]) if newest else None
 
     def _prune(self) -> None:
         every = self._settings.keep_every
@@ -295,7 +315,8 @@ def _discard(folder: Path, then: Callable[[], object] = lambda: None) -> None:
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     then()
-    shutil.rmtree(old)
+    checkpoint.sync(folder.parent)
+    checkpoint.remove(old)
 
 
 def _attempt(action: Callable[[], Any]) -> Any:

@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 
+from streamrl.config_file import ConfigError
+
 MEGATRON_VERSION = "0.16.1"
-"""The version whose assumptions are answered here. Another one needs this file read again, line by line."""
+"""The version whose assumptions are answered here, and whose private methods the learner overrides.
+Another one needs this file read again, line by line."""
 
 _MODULES = (
     "dist_checkpointing",
@@ -53,30 +56,29 @@ _MODULES = (
 """Imported before the stand-in is handed out, so that no module of Megatron on our paths is missed."""
 
 
-class UnsupportedMegatronError(RuntimeError):
-    """The installed Megatron-Core is not the one that this adapter knows."""
+class UnsupportedMegatronError(ConfigError):
+    """The installed Megatron-Core is not the one that streamrl knows."""
 
 
 def install() -> None:
     """Make Megatron-Core usable on this machine. Call before the first use of Megatron; again does nothing.
 
-    Raises UnsupportedMegatronError for another version of Megatron-Core on a machine without CUDA.
+    Raises UnsupportedMegatronError for another version of Megatron-Core, on every machine: streamrl's model,
+    attention and checkpoints override private methods of this one.
     """
-    if torch.cuda.is_available():
-        _do_without_engine()
-        return
     version = importlib.metadata.version("megatron-core")
     if version != MEGATRON_VERSION:
         raise UnsupportedMegatronError(
-            f"megatron-core {version} is installed; without CUDA streamrl runs on {MEGATRON_VERSION} alone "
-            f"(pip install megatron-core=={MEGATRON_VERSION}), with CUDA any version may do"
+            f"megatron-core {version} is installed; streamrl runs on {MEGATRON_VERSION} alone "
+            f"(pip install megatron-core=={MEGATRON_VERSION})"
         )
+    if torch.cuda.is_available():
+        return
     with warnings.catch_warnings():
         # That Transformer Engine and Apex are not there is why this file exists.
         warnings.simplefilter("ignore")
         for name in _MODULES:
             importlib.import_module(f"megatron.core.{name}")
-    _do_without_engine()
     _hand_out_stand_in()
     _track_random_states_on_cpu()
     _let_tensors_stay()
@@ -256,14 +258,3 @@ def _count_tokens_on_cpu() -> None:
 
     exchange_counted.accepts_tensors = True  # type: ignore[attr-defined]
     token_dispatcher.all_to_all = exchange_counted
-
-
-def _do_without_engine() -> None:
-    """The router of a mixture of experts asks for a name of Transformer Engine that is not imported without it.
-
-    That is so on every machine without Transformer Engine, with CUDA or not.
-    """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None

@@ -20,13 +20,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
-from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from streamrl.algo.diagnostics import merge
+from streamrl.algo.diagnostics import MAX, merge
 from streamrl.config import Config
-from streamrl.learner import router_replay
-from streamrl.learner.model import LayerChoice, PolicyModel
+from streamrl.learner.model import PolicyModel, policy_of
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.rows import RowMaker
@@ -44,8 +42,6 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Di
     distributed, overlap = config.learner.optimizer.distributed, config.learner.overlap
     distributed = ranks.device.distributed_optimizer if distributed is None else distributed
     overlap = ranks.device.kind == "cuda" if overlap is None else overlap
-    if config.learner.router_replay:
-        router_replay.attach(chunks)
     wrapped = []
     for index, chunk in enumerate(chunks):
         ddp_config = DistributedDataParallelConfig(
@@ -77,14 +73,12 @@ class Passes:
     that share a data-parallel rank give the same micro batches.
     """
 
-    def __init__(
-        self, chunks: list[DistributedDataParallel], ranks: Ranks, config: Config, layers: LayerChoice
-    ) -> None:
+    def __init__(self, chunks: list[DistributedDataParallel], ranks: Ranks, config: Config) -> None:
         self._chunks = chunks
         self._ranks = ranks
-        model = get_attr_wrapped_model(chunks[0], "shape", return_model_obj=True)
+        model = policy_of(chunks[0])
         model.config.finalize_model_grads_func = self._finalize
-        self._rows = RowMaker.of_model(model, config, layers, ranks.device.torch_device)
+        self._rows = RowMaker.of_model(model, config, ranks.device.torch_device)
         self._began = 0.0
         self.busy = 0.0  # seconds of the last `forward_backward`, without the reduction of gradients over ranks
 
@@ -186,8 +180,8 @@ def _over_data_parallel(sums: dict[str, Tensor]) -> dict[str, Tensor]:
     group = parallel_state.get_data_parallel_group()
     reduced = dict(sums)
     for keys, operation in (
-        ([key for key in sums if not key.startswith("max/")], dist.ReduceOp.SUM),
-        ([key for key in sums if key.startswith("max/")], dist.ReduceOp.MAX),
+        ([key for key in sums if not key.startswith(MAX)], dist.ReduceOp.SUM),
+        ([key for key in sums if key.startswith(MAX)], dist.ReduceOp.MAX),
     ):
         if not keys:
             continue

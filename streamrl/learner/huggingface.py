@@ -25,18 +25,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from streamrl.learner.lora import Adapted, is_adapter_parameter
 from streamrl.learner.mapping import Placement, WeightsMismatchError, place, tensor_names
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.shape import ModelShape
-
-__all__ = ["SHARD_BYTES", "WeightsMismatchError", "export_weights", "load_weights", "save_folder"]
 
 SHARD_BYTES = 4 << 30
 """Bytes of one safetensors file that is written."""
 
 _INDEX = "model.safetensors.index.json"
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
-_ADAPTER = re.compile(r".*\.lora_[ab](\..*)?")  # parameters that belong in an adapter's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,50 +45,49 @@ class _Weight:
     parameter: torch.nn.Parameter
     at: Placement
     shape: ModelShape
-    cut: dist.ProcessGroup  # ranks over which one such parameter is cut
+    shards: dist.ProcessGroup  # ranks over which one such parameter is cut
     parts: dist.ProcessGroup  # those, for each expert-parallel rank one after the other
     leading: bool  # this rank is in the group that the stage's first rank is in
 
     @property
     def effective(self) -> Tensor:
         """What the model computes with: of a layer with an adapter, the two merged."""
-        merged = getattr(self.module, "effective_weight", None)
-        if merged is not None and self.parameter is getattr(self.module, "weight", None):
-            return merged()
+        if isinstance(self.module, Adapted) and self.parameter is self.module.weight:
+            return self.module.effective_weight()
         return self.parameter.detach()
 
     def own_names(self) -> Sequence[str]:
         """The Hugging Face tensors that this rank's part is of."""
-        return self._names()[self.parts.rank() // self.cut.size()]
+        return self._names()[self.parts.rank() // self.shards.size()]
 
     def tensors(self) -> list[tuple[str, list[int]]]:
         """Name and shape of each Hugging Face tensor that `gather` gives, in its order."""
-        pieces = self.at.layout.split(self.shape, torch.empty_like(self.parameter, device="meta"))
-        wholes = [self.at.layout.whole_shape(self.shape, piece.shape, self.cut.size()) for piece in pieces]
+        pieces = self.at.cut.split(self.shape, torch.empty_like(self.parameter, device="meta"))
+        wholes = [self.at.cut.whole_shape(self.shape, piece.shape, self.shards.size()) for piece in pieces]
         return [pair for names in self._names() for pair in zip(names, wholes, strict=True)]
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """The Hugging Face tensors, on the first rank of the parts' group; all of its ranks must call this."""
         for names, parts in zip(self._names(), self._parts(), strict=False):
-            yield from zip(names, self.at.layout.whole(self.shape, parts), strict=True)
+            yield from zip(names, self.at.cut.whole(self.shape, parts), strict=True)
 
     def _names(self) -> list[Sequence[str]]:
         if self.at.expert is None:
             return [self.at.names]
         assert self.shape.moe is not None
-        ranks = self.parts.size() // self.cut.size()
+        ranks = self.parts.size() // self.shards.size()
         each = self.shape.moe.experts // ranks
         return [self.at.names_of(rank * each + self.at.expert) for rank in range(ranks)]
 
     def _parts(self) -> list[list[Tensor]]:
         """The parts, in the order of the ranks, for each expert-parallel rank; empty on other ranks than the first."""
         part, ranks = self.effective, self.parts.size()
-        if ranks == 1 or (self.at.expert is None and self.at.layout.dim is None):
+        if ranks == 1 or (self.at.expert is None and self.at.cut.dim is None):
             return [[part]] if self.parts.rank() == 0 else []
         parts = [torch.empty_like(part) for _ in range(ranks)] if self.parts.rank() == 0 else None
         dist.gather(part.contiguous(), parts, group=self.parts, group_dst=0)
-        cut = self.cut.size()
-        return [] if parts is None else [parts[first : first + cut] for first in range(0, ranks, cut)]
+        each = self.shards.size()
+        return [] if parts is None else [parts[first : first + each] for first in range(0, ranks, each)]
 
 
 def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
@@ -100,7 +97,7 @@ def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
         groups, shape = model.pg_collection, model.shape
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, parameter in model.named_parameters():
-            if _ADAPTER.fullmatch(name):
+            if is_adapter_parameter(name):
                 continue
             at = place(name, shape, layers)
             module = model.get_submodule(name.rpartition(".")[0])
@@ -113,23 +110,24 @@ def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[PolicyModel], folder: Path) -> None:
+def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.path") -> None:
     """Set every parameter of this rank from the safetensors of `folder`, in the model's dtype.
 
     Of each tensor only this rank's slice is read. Raises WeightsMismatchError, naming the tensor, when one is
-    missing, has another shape, or is not used; on every rank alike, but for a shape.
+    missing, has another shape, or is not used; on every rank alike, but for a shape. key: of the configuration
+    that names the folder.
     """
     with ExitStack() as stack:
-        source = _Safetensors(folder, stack)
+        source = _Safetensors(folder, stack, key)
         source.refuse_others(chunks[0].shape)
         for weight in _weights(chunks):
-            layout, ranks, rank = weight.at.layout, weight.cut.size(), weight.cut.rank()
+            cut, ranks, rank = weight.at.cut, weight.shards.size(), weight.shards.rank()
             pieces = []
-            like = layout.split(weight.shape, torch.empty_like(weight.parameter, device="meta"))
+            like = cut.split(weight.shape, torch.empty_like(weight.parameter, device="meta"))
             for name, piece in zip(weight.own_names(), like, strict=True):
-                whole = layout.whole_shape(weight.shape, piece.shape, ranks)
-                pieces.append(source.read(name, whole, layout.dim, piece.shape, rank))
-            weight.parameter.copy_(layout.join(weight.shape, pieces))
+                whole = cut.whole_shape(weight.shape, piece.shape, ranks)
+                pieces.append(source.read(name, whole, cut.dim, piece.shape, rank))
+            weight.parameter.copy_(cut.join(weight.shape, pieces))
 
 
 @torch.no_grad()
@@ -143,10 +141,8 @@ def export_weights(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]
     weights = [weight for weight in _weights(chunks) if weight.leading and not weight.at.copy]
     own = (pair for weight in weights for pair in weight.gather())
     groups = chunks[0].pg_collection
-    if groups.pp.size() == 1:
-        yield from own
-    elif groups.tp.rank() > 0 or groups.dp_cp.rank() > 0:
-        yield from own  # not the first rank of its stage: it has a part in the gathering, and gets nothing
+    if groups.pp.size() == 1 or groups.tp.rank() > 0 or groups.dp_cp.rank() > 0:
+        yield from own  # a rank that is not the first of its stage has a part in the gathering, and gets nothing
     else:
         listed = [(weight.at.layer, name, whole) for weight in weights for name, whole in weight.tensors()]
         yield from _over_stages(own, listed, weights[0].parameter, groups.pp)
@@ -182,13 +178,13 @@ def _over_stages(
 class _Safetensors:
     """The tensors of a folder by name, each slice read from its file when it is asked for."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, key: str) -> None:
         paths = sorted(folder.glob("*.safetensors"))
         if (folder / _INDEX).is_file():
             files = json.loads((folder / _INDEX).read_text())["weight_map"].values()
             paths = [folder / name for name in sorted(set(files))]
         if not paths:
-            raise WeightsMismatchError(f"model.path: {folder} has no safetensors file")
+            raise WeightsMismatchError(f"{key}: {folder} has no safetensors file")
         self._folder = folder
         self._files: dict[str, Any] = {}
         for path in paths:
@@ -217,7 +213,7 @@ class _Safetensors:
             )
         if dim is None:
             return stored[:]
-        first, last = (min(place * piece[dim], whole[dim]) for place in (rank, rank + 1))
+        first, last = (min(index * piece[dim], whole[dim]) for index in (rank, rank + 1))
         if dim == 1:
             return stored[:, first:last]
         rows = stored[first:last]

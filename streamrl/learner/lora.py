@@ -14,12 +14,13 @@ inputs cuts A and keeps B whole. What crosses ranks is x A^T, r numbers a token 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,11 @@ PARAMETERS = ("lora_a", "lora_b")
 """Names of an adapter's parameters in its layer, beside `weight`."""
 
 
+def is_adapter_parameter(name: str) -> bool:
+    """Example: `decoder.layers.0.mlp.linear_fc1.lora_a` is one."""
+    return name.rpartition(".")[2] in PARAMETERS
+
+
 class Adapted(ABC):
     """A parallel linear layer with an adapter: what both kinds share. Parameters are this rank's shards."""
 
@@ -60,7 +66,7 @@ class Adapted(ABC):
 
     @property
     @abstractmethod
-    def cut(self) -> str:
+    def cut(self) -> Literal["lora_a", "lora_b"]:
         """Which of PARAMETERS is cut over tensor-parallel ranks; the other one is the same on all."""
 
     @abstractmethod
@@ -133,7 +139,7 @@ class AdaptedColumn(ColumnParallelLinear, Adapted):
         self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     @property
-    def cut(self) -> str:
+    def cut(self) -> Literal["lora_a", "lora_b"]:
         return "lora_b"
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -186,7 +192,7 @@ class AdaptedRow(RowParallelLinear, Adapted):
         self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     @property
-    def cut(self) -> str:
+    def cut(self) -> Literal["lora_a", "lora_b"]:
         return "lora_a"
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -198,7 +204,7 @@ class AdaptedRow(RowParallelLinear, Adapted):
         whole = (
             reduce_scatter_to_sequence_parallel_region
             if self.sequence_parallel
-            else (reduce_from_tensor_model_parallel_region)
+            else reduce_from_tensor_model_parallel_region
         )
         return output + self._high(whole(low, group=self.tp_group)), bias
 
@@ -259,7 +265,7 @@ def freeze(chunks: Sequence[nn.Module]) -> None:
     """Train the adapters alone. Call it on the PolicyModels, before data parallelism wraps them."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            parameter.requires_grad_(name.rpartition(".")[2] in PARAMETERS)
+            parameter.requires_grad_(is_adapter_parameter(name))
         config: Any = chunk.config
         embedding = getattr(chunk, "embedding", None)  # of the first pipeline stage
         if config.recompute_granularity == "full" and embedding is not None:
@@ -274,12 +280,11 @@ def _ask_for_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
 
 def adapters(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, Adapted]]:
     """Every adapted layer of this rank with the index of its transformer layer in the whole model, in order."""
-    for chunk in chunks:
-        decoder: Any = chunk.decoder
-        for layer in decoder.layers:
-            for module in layer.modules():
-                if isinstance(module, Adapted):
-                    yield layer.layer_number - 1, module
+    decoders: Iterator[Any] = (chunk.decoder for chunk in chunks)
+    for layer in itertools.chain.from_iterable(decoder.layers for decoder in decoders):
+        for module in layer.modules():
+            if isinstance(module, Adapted):
+                yield layer.layer_number - 1, module
 
 
 def draw(chunks: Sequence[nn.Module], seed: int) -> None:

@@ -19,10 +19,12 @@ from streamrl.config import Config
 from streamrl.config_file import ConfigError
 from streamrl.config_learner import LORA_PROJECTIONS, LoraConfig
 from streamrl.learner.lora import PARAMETERS, Adapted, adapters, draw
-from streamrl.publish.peft import read_adapter, read_configuration, tensor_name, write_adapter
+from streamrl.learner.model import PolicyModel
+from streamrl.learner.shape import ModelShape
+from streamrl.publish.peft import Matrix, read_adapter, read_configuration, tensor_name, write_adapter
 
 
-def start(chunks: Sequence[nn.Module], config: Config) -> None:
+def start(chunks: Sequence[PolicyModel], config: Config) -> None:
     """Set the adapters of a run's step 0: those of `learner.lora.adapter`, or fresh ones that change nothing.
 
     Raises ConfigError for a folder whose adapters are not those of the configuration.
@@ -33,22 +35,19 @@ def start(chunks: Sequence[nn.Module], config: Config) -> None:
         load_adapters(chunks, settings.adapter, settings)
 
 
-def load_adapters(chunks: Sequence[nn.Module], folder: Path, settings: LoraConfig) -> None:
+def load_adapters(chunks: Sequence[PolicyModel], folder: Path, settings: LoraConfig) -> None:
     """Set the adapters of this rank from a PEFT folder. A projection that it does not have stays as it is.
 
     Raises ConfigError when rank or alpha differ, a tensor has another shape or no place in the model.
     """
     _check_settings(folder, settings)
     tensors = read_adapter(folder)[1]
-    _refuse_others(folder, tensors, settings)
+    _refuse_others(folder, tensors, settings, chunks[0].shape)
     for layer, module in adapters(chunks):
         pairs = []
         for projection, (a, b) in zip(LORA_PROJECTIONS[module.target], module.pairs, strict=True):
             names = tensor_name(layer, projection, "A"), tensor_name(layer, projection, "B")
-            present = [name in tensors for name in names]
-            if any(present) and not all(present):
-                raise ConfigError(f"learner.lora.adapter: {folder} has one of {names[0]} and {names[1]}, not both")
-            pairs.append(_shards(folder, module, names, tensors) if all(present) else (a, b))
+            pairs.append(_shards(module, names, tensors) if names[0] in tensors else (a, b))
         module.set_pairs(pairs)
 
 
@@ -59,19 +58,49 @@ def _check_settings(folder: Path, settings: LoraConfig) -> None:
             raise ConfigError(f"learner.lora.{key}: {value:g}, but {folder} has {name}={given[name]:g}; allowed: that")
 
 
-def _refuse_others(folder: Path, tensors: dict[str, Tensor], settings: LoraConfig) -> None:
-    """Nothing of the folder is left out silently."""
+def _refuse_others(folder: Path, tensors: dict[str, Tensor], settings: LoraConfig, shape: ModelShape) -> None:
+    """Nothing of the folder is left out silently, in whatever layer and on whichever rank it belongs."""
+    places = {
+        tensor_name(layer, projection, matrix): (target, size)
+        for target, projections in LORA_PROJECTIONS.items()
+        for projection in projections
+        for matrix, size in _sizes(projection, settings.rank, shape).items()
+        for layer in range(shape.layers)
+    }
     for name in sorted(tensors):
-        projection = name.split(".")[-3]
-        if projection not in settings.modules:
-            targets = [target for target, names in LORA_PROJECTIONS.items() if projection in "".join(names)]
+        if name not in places:
+            raise ConfigError(
+                f"learner.lora.adapter: {name} of {folder} has no place in the model; "
+                f"allowed: {tensor_name(0, 'self_attn.q_proj', 'A')} and its like, layers 0..{shape.layers - 1}"
+            )
+        target, size = places[name]
+        if target not in settings.targets:
             raise ConfigError(
                 f"learner.lora.targets: {', '.join(settings.targets)} has no place for {name} of {folder}; "
-                f"needed too: {', '.join(targets) or 'none that there is'}"
+                f"needed too: {target}"
+            )
+        if (given := tuple(tensors[name].shape)) != size:
+            raise ConfigError(
+                f"learner.lora.adapter: {name} of {folder} is {list(given)}, the model needs {list(size)}"
             )
 
 
-def _shards(folder: Path, module: Adapted, names: tuple[str, str], tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _sizes(projection: str, rank: int, shape: ModelShape) -> dict[Matrix, tuple[int, int]]:
+    """The shapes of A and B of one projection of the whole model."""
+    queries, keys = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    inputs, outputs = {
+        "self_attn.q_proj": (shape.hidden, queries),
+        "self_attn.k_proj": (shape.hidden, keys),
+        "self_attn.v_proj": (shape.hidden, keys),
+        "self_attn.o_proj": (queries, shape.hidden),
+        "mlp.gate_proj": (shape.hidden, shape.ffn),
+        "mlp.up_proj": (shape.hidden, shape.ffn),
+        "mlp.down_proj": (shape.ffn, shape.hidden),
+    }[projection]
+    return {"A": (rank, inputs), "B": (outputs, rank)}
+
+
+def _shards(module: Adapted, names: tuple[str, str], tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """A and B of one projection as this rank holds them."""
     a, b = tensors[names[0]], tensors[names[1]]
     ranks, rank = module.tp_group.size(), module.tp_group.rank()

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamrl.config_file import ConfigError
 from streamrl.learner.shape import ModelShape
 
 
-class WeightsMismatchError(ValueError):
+class WeightsMismatchError(ConfigError):
     """The folder's tensors are not those of the model; the text names the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Cut:
     """How a rank's part of a parameter is made of its parts of the Hugging Face tensors.
 
     Every Hugging Face tensor is cut along `dim` into equal pieces, one for each tensor-parallel rank. `join` makes
@@ -74,13 +75,13 @@ def _join_rows(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(pieces))
 
 
-_Entry = tuple[Layout, tuple[str, ...]]  # and the Hugging Face names
+_Entry = tuple[Cut, tuple[str, ...]]  # and the Hugging Face names
 
-REPLICATED = Layout(None, _one, _alone)
-COLUMNS = Layout(1, _one, _alone)
-QKV = Layout(0, _join_qkv, _split_qkv)
-GATE_AND_UP = Layout(0, _join_rows, lambda _, part: part.chunk(2))
-VOCABULARY = Layout(0, _one, _alone, vocabulary=True)
+REPLICATED = Cut(None, _one, _alone)
+COLUMNS = Cut(1, _one, _alone)
+QKV = Cut(0, _join_qkv, _split_qkv)
+GATE_AND_UP = Cut(0, _join_rows, lambda _, part: part.chunk(2))
+VOCABULARY = Cut(0, _one, _alone, vocabulary=True)
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
@@ -120,7 +121,7 @@ _EXPERTS = (  # one module an expert, or all in one (Transformer Engine)
 class Placement:
     """Where a parameter belongs in the Hugging Face model."""
 
-    layout: Layout
+    cut: Cut
     names: tuple[str, ...]  # Hugging Face; of an expert with {} in place of its number
     layer: int  # counted from 0; -1 before the layers, the number of layers behind them
     expert: int | None = None  # number among the experts of this rank
@@ -147,12 +148,12 @@ def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placeme
     if match is not None:
         layer, inner = layer_numbers[int(match[1])], _ENGINE_NAMES.get(match[2], match[2])
         if inner in _IN_A_LAYER:
-            layout, names = _IN_A_LAYER[inner]
-            return Placement(layout, _in_layer(layer, names), layer)
+            cut, names = _IN_A_LAYER[inner]
+            return Placement(cut, _in_layer(layer, names), layer)
         for pattern in _EXPERTS:
             if (expert := pattern.fullmatch(inner)) is not None:
-                layout, names = _IN_AN_EXPERT[expert["linear"]]
-                return Placement(layout, _in_layer(layer, names), layer, int(expert["expert"]))
+                cut, names = _IN_AN_EXPERT[expert["linear"]]
+                return Placement(cut, _in_layer(layer, names), layer, int(expert["expert"]))
     raise WeightsMismatchError(f"parameter {name} has no Hugging Face counterpart")
 
 

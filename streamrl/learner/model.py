@@ -6,6 +6,7 @@ One factory decides which layers they are made of, and can say so: Transformer E
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,15 +22,17 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from streamrl.config import Config
 from streamrl.config_learner import LearnerConfig
 from streamrl.device import Device
-from streamrl.learner import lora
+from streamrl.learner import lora, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.parallel import check_fit
@@ -72,6 +75,7 @@ class PolicyModel(GPTModel):
     """
 
     shape: ModelShape
+    layers: LayerChoice
 
     def _preprocess(
         self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **rest: Any
@@ -108,29 +112,33 @@ class PolicyModel(GPTModel):
         return over_context(both, labels.places, labels.total, self.pg_collection.cp).unbind()
 
 
-def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel]:
+def build(shape: ModelShape, config: Config, device: Device, layers: LayerChoice) -> list[PolicyModel]:
     """The model chunks of this rank, parameters allocated and not yet set. Parallel state must be initialised.
 
     One chunk for each virtual pipeline stage of this rank, in order; one alone without virtual stages. Layers
     are numbered over the whole model: `layer.layer_number`, from 1. Raises ConfigError for a layout that does
-    not fit the model.
+    not fit the model, and for a router replay of a model without experts.
     """
     check_fit(shape, config.learner.layout)
     dtype = getattr(torch, config.model.dtype)
-    choice = choose_layers(device, dtype, config.learner)
-    transformer = _transformer_config(shape, config.learner, dtype, choice, device)
-    stages = config.learner.layout.virtual
-    return [
-        _chunk(shape, config.learner, transformer, choice, stage if stages > 1 else None).to(device.torch_device)
-        for stage in range(stages)
-    ]
+    _do_without_engine()
+    transformer = _transformer_config(shape, config.learner, dtype, layers, device)
+    virtual = config.learner.layout.virtual_stages
+    stages: Sequence[int | None] = range(virtual) if virtual else [None]
+    return [_chunk(shape, config.learner, transformer, layers, stage).to(device.torch_device) for stage in stages]
+
+
+def policy_of(wrapped: nn.Module) -> PolicyModel:
+    """The model chunk inside what Megatron wraps around it."""
+    model: PolicyModel = get_attr_wrapped_model(wrapped, "shape", return_model_obj=True)
+    return model
 
 
 def _chunk(
-    shape: ModelShape, learner: LearnerConfig, config: TransformerConfig, choice: LayerChoice, stage: int | None
+    shape: ModelShape, learner: LearnerConfig, config: TransformerConfig, layers: LayerChoice, stage: int | None
 ) -> PolicyModel:
     """The chunk of one virtual stage of this rank; None: there is one chunk alone."""
-    block = _engine_block(config, stage) if choice.kind == "transformer_engine" else _local_block(config, stage)
+    block = _engine_block(config, stage) if layers.kind == "transformer_engine" else _local_block(config, stage)
     block.layer_specs = [lora.adapted(spec, learner.lora) for spec in block.layer_specs]
     model = PolicyModel(
         config,
@@ -145,10 +153,12 @@ def _chunk(
         parallel_output=True,
         vp_stage=stage,
     )
-    model.shape = shape
+    model.shape, model.layers = shape, layers
     # Megatron scales by constants of its own; the configuration of the model says what to scale by.
     model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.head_dim).to(model.rotary_pos_emb.inv_freq.device)
     _mark_parameters(model)
+    if learner.router_replay:
+        router_replay.attach(model, shape)
     return model
 
 
@@ -198,7 +208,7 @@ def _transformer_config(
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.sequence and layout.tensor > 1,
         pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        virtual_pipeline_model_parallel_size=layout.virtual_stages,
         # Between the two ranks of a short pipeline, sends of both directions must not share one batch.
         overlap_p2p_comm=layout.virtual > 1,
         batch_p2p_comm=layout.virtual == 1,
@@ -249,6 +259,12 @@ def _experts(shape: ModelShape, choice: LayerChoice) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": choice.kind == "transformer_engine",
     }
+
+
+def _do_without_engine() -> None:
+    """The router of a mixture of experts asks for a name of Transformer Engine that is not imported without it."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _engine_block(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:

@@ -47,7 +47,7 @@ class PolicyOptimizer:
         settings: OptimizerSettings,
         dtype: torch.dtype,
         run_steps: int,
-        bad_steps: int = 0,
+        bad_steps: int,
     ) -> None:
         """chunks: this rank's model chunks; bad_steps: see UpdateGuard.
 
@@ -206,7 +206,7 @@ def _schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, run_ste
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=min(settings.min_lr, settings.lr),
+        min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=max(run_steps, settings.warmup_steps + 1),
         lr_decay_style=settings.decay,

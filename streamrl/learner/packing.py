@@ -19,6 +19,7 @@ import numpy as np
 
 from streamrl.config_file import ConfigError
 from streamrl.learner.batch_metrics import token_ages
+from streamrl.routing import OUTPUT, UNKNOWN, routed_alike, unfold
 from streamrl.types import Batch, Group, PolicyVersion, Sample
 
 SWAPPED = 8
@@ -29,7 +30,7 @@ EVEN = 0.0075
 """Bins are evened out until the fullest is this much over their mean, or for so many rounds."""
 
 
-class SequenceTooLongError(ValueError):
+class SequenceTooLongError(ConfigError):
     """A sequence does not fit into one micro batch."""
 
 
@@ -227,24 +228,19 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
         for sample in group.samples:
             advantage, trained = next(given), int(np.count_nonzero(sample.loss_mask))
             if trained:
-                prompt_experts = experts.get(_routed_alike(sample))
+                prompt_experts = experts.get(routed_alike(sample))
                 answers.append(_Answer(sample, advantage, place, _answer_length(sample), prompt_experts))
             place += trained
     return answers
-
-
-def _routed_alike(sample: Sample) -> tuple[bytes, PolicyVersion]:
-    """What samples have in common whose prompt took the same experts: after an update a server reads it again."""
-    return sample.prompt_ids.tobytes(), sample.spans[-1].version
 
 
 def _prompt_experts(group: Group) -> dict[tuple[bytes, PolicyVersion], np.ndarray]:
     """Of each prompt of a group. One of the samples routed alike has them, a row for each of its output tokens."""
     found = {}
     for sample in group.samples:
-        rows = sample.extras.get("prompt_routed_experts")
-        if rows is not None and len(rows):
-            found[_routed_alike(sample)] = rows.reshape(-1, rows.shape[-1])[: len(sample.prompt_ids)]
+        experts = unfold(sample)
+        if experts is not None:
+            found[routed_alike(sample)] = experts
     return found
 
 
@@ -305,7 +301,7 @@ class _Row:
             places = np.concatenate([[start + len(prompt) - 1], self._end + np.arange(answer.length)])
             if answer.length:
                 self._append(answer.sample.output_ids[: answer.length], len(prompt), (start, len(prompt)))
-                self._append_experts(answer.length, answer.sample.extras.get("routed_experts"))
+                self._append_experts(answer.length, answer.sample.extras.get(OUTPUT))
             self._add_targets(answer, places)
 
     def add_whole(self, answer: _Answer) -> None:
@@ -314,7 +310,7 @@ class _Row:
         ids = np.concatenate([sample.prompt_ids, sample.output_ids[: answer.length]])
         start = self._append(ids, 0, (0, 0))
         self._append_experts(len(sample.prompt_ids), answer.prompt_experts)
-        self._append_experts(answer.length, sample.extras.get("routed_experts"))
+        self._append_experts(answer.length, sample.extras.get(OUTPUT))
         self._add_targets(answer, np.arange(start + len(sample.prompt_ids) - 1, self._end))
 
     def finish(self) -> MicroBatch:
@@ -354,7 +350,7 @@ class _Row:
         if self._routing is None:
             return
         if experts is None:
-            self._experts.append(np.full((length, *self._routing), -1, np.int16))
+            self._experts.append(np.full((length, *self._routing), UNKNOWN, np.int16))
         else:
             self._experts.append(experts[:length].reshape(length, *self._routing).astype(np.int16))
 

@@ -37,12 +37,12 @@ class Ranks:
     def start(cls, config: Config) -> Ranks:
         """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
-        Without torchrun the process is alone and opens no port. Raises ValueError when the number of ranks
+        Without torchrun the process is alone and opens no port. Raises ConfigError when the number of ranks
         is not `learner.ranks`.
         """
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if world != config.learner.ranks:
-            raise ValueError(f"learner.ranks: {config.learner.ranks} is configured, {world} were started")
+            raise ConfigError(f"learner.ranks: {config.learner.ranks} is configured, {world} were started")
         device = detect(int(os.environ.get("LOCAL_RANK", "0")))
         device.select(config.learner.threads)
         cpu_adapter.install()
@@ -98,7 +98,7 @@ def _cut(layout: LayoutConfig, timeout: timedelta) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        virtual_pipeline_model_parallel_size=layout.virtual_stages,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,

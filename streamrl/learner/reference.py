@@ -8,18 +8,22 @@ this rank's share of the model.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from streamrl.config import Config
+from streamrl.config_file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.huggingface import load_weights
-from streamrl.learner.model import PolicyModel
+from streamrl.learner.model import policy_of
+from streamrl.learner.shape import ModelShape, read_shape
 
 log = logging.getLogger(__name__)
 
@@ -34,41 +38,36 @@ class Reference:
     LoRA without `algo.reference`: the reference is the model without its adapters, and nothing is kept or swapped.
     """
 
-    def __init__(self, wrapped: Sequence[DistributedDataParallel]) -> None:
-        """Hold the weights that the chunks have now as the reference; adapters of LoRA are no part of it."""
-        parameters = dict.fromkeys(
-            parameter
-            for chunk in wrapped
-            for name, parameter in chunk.named_parameters()
-            if name.rpartition(".")[2] not in lora.PARAMETERS
-        )
+    def __init__(
+        self, wrapped: Sequence[DistributedDataParallel], parameters: Iterable[torch.nn.Parameter] = ()
+    ) -> None:
+        """Hold these parameters of the chunks as they are now; with none, the reference is the model that the
+        chunks are without their adapters."""
         self._wrapped = list(wrapped)
-        self._held = [(parameter, _host_copy(parameter.detach())) for parameter in parameters]
+        self._held = [(parameter, _host_copy(parameter.detach())) for parameter in dict.fromkeys(parameters)]
 
     @classmethod
     def of(cls, config: Config, wrapped: Sequence[DistributedDataParallel]) -> Reference | None:
         """The reference of a run, or None where `algo.kl` is 0.
 
         Call it before the weights of the policy are loaded, from wherever: the chunks are left with the weights of
-        the reference. Raises what `load_weights` raises.
+        the reference. Raises ConfigError for a reference of another shape, and what `load_weights` raises.
         """
         if config.algo.kl == 0:
             return None
         folder = config.algo.reference
         if folder is None and config.learner.lora.rank:
             log.info("reference policy: the model without its adapters")
-            return cls.without_adapters(wrapped)
-        folder = folder or config.model.path
-        load_weights([_policy(chunk) for chunk in wrapped], folder)
-        reference = cls(wrapped)
+            return cls(wrapped)
+        key = "model.path" if folder is None else "algo.reference"
+        if folder is None:
+            folder = config.model.path
+        else:
+            _refuse_another_shape(folder, policy_of(wrapped[0]).shape)
+        load_weights([policy_of(chunk) for chunk in wrapped], folder, key)
+        named = (pair for chunk in wrapped for pair in chunk.named_parameters())
+        reference = cls(wrapped, (parameter for name, parameter in named if not lora.is_adapter_parameter(name)))
         log.info("reference policy: %s, %.1f MB of this rank on the host", folder, reference.nbytes / 1e6)
-        return reference
-
-    @classmethod
-    def without_adapters(cls, wrapped: Sequence[DistributedDataParallel]) -> Reference:
-        """The model itself with its LoRA adapters off."""
-        reference = cls(())
-        reference._wrapped = list(wrapped)
         return reference
 
     @property
@@ -88,7 +87,7 @@ class Reference:
                     # A gather of parameters that is still to come would overwrite the reference.
                     chunk.disable_forward_pre_hook()
                     stack.callback(chunk.enable_forward_pre_hook)
-            stack.enter_context(lora.disabled([_policy(chunk) for chunk in self._wrapped]))
+            stack.enter_context(lora.disabled([policy_of(chunk) for chunk in self._wrapped]))
             self._exchange()
             stack.callback(self._exchange)
             yield
@@ -102,11 +101,18 @@ class Reference:
             held.copy_(leaving)
 
 
+def _refuse_another_shape(folder: Path, policy: ModelShape) -> None:
+    """The weights of the reference take the places of the policy's."""
+    shape = read_shape(folder, "algo.reference")
+    for field in dataclasses.fields(ModelShape):
+        theirs, ours = getattr(shape, field.name), getattr(policy, field.name)
+        if theirs != ours:
+            raise ConfigError(
+                f"algo.reference: {folder} has {field.name}={theirs}, the policy has {field.name}={ours}; "
+                "allowed: a model of the policy's shape"
+            )
+
+
 def _host_copy(tensor: Tensor) -> Tensor:
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)
-
-
-def _policy(chunk: torch.nn.Module) -> PolicyModel:
-    """The model inside its wrappers."""
-    return next(module for module in chunk.modules() if isinstance(module, PolicyModel))

@@ -22,6 +22,7 @@ from streamrl.config import Config
 from streamrl.learner import bad_batch
 from streamrl.learner.batch_metrics import batch_metrics
 from streamrl.learner.batches import BatchSource, Delivery, ServiceBatches
+from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.events import EventLog, event_path
@@ -57,7 +58,7 @@ def main(config: Config, run_folder: Path) -> int:
             _follow(trainer)
         else:
             _lead(config, run_folder, trainer, stop)
-    except BadStepsError as error:
+    except (BadStepsError, CheckpointError) as error:
         log.error("%s", error)
         return 1
     finally:
@@ -134,7 +135,6 @@ class LeadLoop:
                 saved = self.trainer.version.step
         if self.trainer.version.step > saved:
             self._save()
-        self._tell_saved(wait=True)
         self._end()
 
     def _begin(self) -> None:
@@ -179,7 +179,9 @@ class LeadLoop:
     def _train_step(self, batch: Batch) -> dict[str, float]:
         """Train; keep the batch of a step after which the run gives up."""
         try:
-            return self.trainer.train_step(batch)
+            trained = self.trainer.train_step(batch)
+            self.events.emit("learner.ranks", step=batch.step, seconds=self.trainer.rank_seconds)
+            return trained
         except BadStepsError as error:
             path = bad_batch.save(batch, self.run_folder)
             raise BadStepsError(f"{error}; the batch is in {path}") from error
@@ -189,6 +191,9 @@ class LeadLoop:
         if self.publisher is None:
             return 0.0
         began = time.monotonic()
+        deadline = began + self.config.run.silence_timeout  # `offer` says what is wrong then
+        while not self.publisher.ready(self.config.learner.tick) and time.monotonic() < deadline:
+            self.trainer.broadcast("wait")
         self.trainer.broadcast("export")
         with self.events.span("learner.offer", version=str(self.trainer.version)):
             self.publisher.offer(self.trainer.version, self.trainer.export())
@@ -210,6 +215,7 @@ class LeadLoop:
     def _end(self) -> None:
         """Tell the ranks, let the last version arrive, tell the service whether the run is complete."""
         self.trainer.broadcast("end")
+        self._tell_saved(wait=True)  # after "end": the other ranks wait for nothing but their part of it
         complete = self.trainer.version.step >= self.config.run.steps
         if complete and self.publisher is not None:
             self.publisher.wait(self.config.publish.timeout)

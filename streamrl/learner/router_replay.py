@@ -11,19 +11,18 @@ token whose router logits are close to a tie may take other experts here than th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from streamrl.config_file import ConfigError
-from streamrl.learner.model import PolicyModel
+from streamrl.learner.attention import PackedRow
 from streamrl.learner.shape import ModelShape
-
-UNKNOWN = -1
-"""In place of an expert's number: for this token and layer the learner's router decides."""
+from streamrl.routing import UNKNOWN
 
 
 def row_experts(routed: np.ndarray, shape: ModelShape, tokens: int, device: torch.device) -> Tensor:
@@ -43,21 +42,19 @@ def row_experts(routed: np.ndarray, shape: ModelShape, tokens: int, device: torc
     return row.to(device)
 
 
-def attach(chunks: Sequence[PolicyModel]) -> None:
-    """Let every router of these chunks read its row's `routed_experts`. Once, after they are built.
+def attach(model: GPTModel, shape: ModelShape) -> None:
+    """Let every router of this model chunk read its row's `routed_experts`. Once, when it is built.
 
     Raises ConfigError for a model without experts.
     """
-    shape = chunks[0].shape
     if shape.moe is None:
         raise ConfigError(f"learner.router_replay: true needs a mixture of experts, not {shape.architecture}")
-    for model in chunks:
-        for layer in model.decoder.layers:
-            router = getattr(layer.mlp, "router", None)
-            if router is not None:
-                replay = LayerReplay(layer.layer_number - 1, model.pg_collection.tp)
-                router.router_replay = replay
-                layer.register_forward_pre_hook(replay.look, with_kwargs=True)
+    for layer in model.decoder.layers:
+        router = getattr(layer.mlp, "router", None)
+        if router is not None:
+            replay = LayerReplay(layer.layer_number - 1, model.pg_collection.tp)
+            router.router_replay = replay
+            layer.register_forward_pre_hook(replay.look, with_kwargs=True)
 
 
 class LayerReplay:
@@ -71,7 +68,8 @@ class LayerReplay:
 
     def look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the layer runs: whose row is it?"""
-        experts = getattr(kwargs.get("packed_seq_params"), "routed_experts", None)
+        row = kwargs.get("packed_seq_params")
+        experts = row.routed_experts if isinstance(row, PackedRow) else None
         self._experts = None if experts is None else experts[:, self._layer]
 
     def get_replay_topk(

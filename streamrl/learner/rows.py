@@ -9,14 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.learner import router_replay
-from streamrl.learner.attention import Slice, describe_row, describe_row_for_engine
+from streamrl.learner.attention import PackedRow, Slice, describe_row, describe_row_for_engine
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.model import LayerChoice, PolicyModel
+from streamrl.learner.model import PolicyModel
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.shape import ModelShape
 
@@ -27,7 +26,7 @@ class Row:
 
     ids: Tensor  # int64 [1, T / context], the tokens of this rank's slice
     positions: Tensor  # int64 [1, T], of the whole row: Megatron takes the slice of the RoPE angles itself
-    packed: PackedSeqParams
+    packed: PackedRow
     targets: Targets
 
 
@@ -49,7 +48,7 @@ class RowMaker:
     device: torch.device
 
     @classmethod
-    def of_model(cls, model: PolicyModel, config: Config, layers: LayerChoice, device: torch.device) -> RowMaker:
+    def of_model(cls, model: PolicyModel, config: Config, device: torch.device) -> RowMaker:
         """For the layout that the model is built in."""
         layout = model.config
         ranks = layout.context_parallel_size
@@ -60,7 +59,7 @@ class RowMaker:
             multiple=pieces * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1),
             # The stages of a pipeline would have to tell each other the length of every row.
             one_length=layout.pipeline_model_parallel_size > 1,
-            engine=layers.kind == "transformer_engine",
+            engine=model.layers.kind == "transformer_engine",
             temperature=config.generate.sampling.temperature,
             entropy_gradient=config.algo.entropy > 0,
             device=device,
@@ -81,7 +80,7 @@ class RowMaker:
         packed = describe(segments, self.device, self.part)
         if micro.routed_experts is not None:
             routed = router_replay.row_experts(micro.routed_experts, self.shape, row, self.device)
-            packed.routed_experts = routed[self._moved(tokens)]  # for the router of every layer
+            packed.routed_experts = routed[self._moved(tokens)]
         return Row(
             ids=self._moved(np.pad(micro.ids, (0, pads))[tokens])[None],
             positions=self._moved(np.concatenate([micro.positions, np.arange(pads)]))[None],

@@ -17,7 +17,7 @@ The pads are on no machine part of a softmax."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+class Architecture:
     """What an architecture's model code says and its `config.json` does not."""
 
     qkv_bias: bool = False
@@ -27,12 +27,12 @@ class Family:
     sliding_window: int | None = None  # where the configuration has none
 
 
-FAMILIES = {
-    "Qwen2ForCausalLM": Family(qkv_bias=True),
-    "Qwen3ForCausalLM": Family(qk_norm=True, head_dim=128),
-    "Qwen3MoeForCausalLM": Family(qk_norm=True, experts=True),
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(sliding_window=4096),
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, head_dim=128),
+    "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts=True),
+    "LlamaForCausalLM": Architecture(),
+    "MistralForCausalLM": Architecture(sliding_window=4096),
 }
 
 
@@ -94,19 +94,23 @@ class ModelShape:
         return math.ceil(self.vocabulary / multiple) * multiple
 
 
-def read_shape(folder: Path) -> ModelShape:
-    """Read `folder/config.json`. Raises UnsupportedModelError, naming the key, for what is not built here."""
+def read_shape(folder: Path, key: str = "model.path") -> ModelShape:
+    """Read `folder/config.json`. Raises UnsupportedModelError, naming the key, for what is not built here.
+
+    key: of the configuration that names the folder.
+    """
     path = folder / "config.json"
     if not path.is_file():
-        raise UnsupportedModelError(f"model.path: {folder} has no config.json; a Hugging Face folder is needed")
-    config: dict[str, Any] = json.loads(path.read_text())
+        raise UnsupportedModelError(f"{key}: {folder} has no config.json; a Hugging Face folder is needed")
+    config = _read_config(path)
     architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in FAMILIES:
+    if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{path}: architecture {architecture} is not supported; allowed: {', '.join(FAMILIES)}"
+            f"{path}: architecture {architecture} is not supported; allowed: {', '.join(ARCHITECTURES)}"
         )
-    family = FAMILIES[architecture]
-    _refuse(path, config, family)
+    known = ARCHITECTURES[architecture]
+    _refuse(path, config, known)
+    _need(path, config, "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
     try:
         rope = read_rope(config)
     except UnknownRopeError as error:
@@ -118,17 +122,36 @@ def read_shape(folder: Path) -> ModelShape:
         hidden=config["hidden_size"],
         heads=heads,
         groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
+        head_dim=config.get("head_dim") or known.head_dim or config["hidden_size"] // heads,
         ffn=config["intermediate_size"],
         vocabulary=config["vocab_size"],
         tied=config.get("tie_word_embeddings", False),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=known.qkv_bias,
+        qk_norm=known.qk_norm,
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope,
         max_length=config.get("max_position_embeddings", 32768),
-        moe=_read_moe(path, config) if family.experts else None,
+        moe=_read_moe(path, config) if known.experts else None,
     )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise UnsupportedModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UnsupportedModelError(f"{path} is no mapping of keys; a Hugging Face configuration is needed")
+    return config
+
+
+def _need(path: Path, config: dict[str, Any], *keys: str) -> None:
+    """Refuse a configuration without one of these sizes."""
+    for key in keys:
+        given = config.get(key)
+        if not isinstance(given, int) or given < 1:
+            said = f"{key}={given!r} is not allowed" if key in config else f"{key} is missing"
+            raise UnsupportedModelError(f"{path}: {said}; allowed: a whole number above 0")
 
 
 def _read_moe(path: Path, config: dict[str, Any]) -> MoeShape | None:
@@ -142,6 +165,7 @@ def _read_moe(path: Path, config: dict[str, Any]) -> MoeShape | None:
         return None
     if not 1 <= top_k <= experts:
         raise UnsupportedModelError(f"{path}: num_experts_per_tok={top_k} is not allowed; allowed: 1 to {experts}")
+    _need(path, config, "moe_intermediate_size")
     return MoeShape(
         experts=experts,
         top_k=top_k,
@@ -151,7 +175,7 @@ def _read_moe(path: Path, config: dict[str, Any]) -> MoeShape | None:
     )
 
 
-def _refuse(path: Path, config: dict[str, Any], family: Family) -> None:
+def _refuse(path: Path, config: dict[str, Any], known: Architecture) -> None:
     """Refuse what would silently be computed otherwise than Hugging Face does."""
     allowed = {
         "hidden_act": ("silu", config.get("hidden_act", "silu")),
@@ -168,8 +192,8 @@ def _refuse(path: Path, config: dict[str, Any], family: Family) -> None:
     kinds = set(config.get("layer_types") or ["full_attention"])
     if kinds != {"full_attention"}:
         raise UnsupportedModelError(f"{path}: layer_types has {sorted(kinds)}; allowed: full_attention alone")
-    if family.sliding_window is not None:
-        _refuse_window(path, config, family.sliding_window)
+    if known.sliding_window is not None:
+        _refuse_window(path, config, known.sliding_window)
 
 
 def _refuse_window(path: Path, config: dict[str, Any], default: int) -> None:

@@ -23,8 +23,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from streamrl.algo.advantages import group_advantages
+from streamrl.algo.aggregation import Denominators
 from streamrl.algo.diagnostics import finish, merge
-from streamrl.algo.losses import Denominators, TokenBatch, policy_loss
+from streamrl.algo.losses import policy_loss
+from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import needs_scores, needs_selection
 from streamrl.config import Config
 from streamrl.config_learner import AdvantageConfig
@@ -37,6 +39,9 @@ from streamrl.learner.selection import select
 from streamrl.types import Batch
 
 log = logging.getLogger(__name__)
+
+_SEEDS_APART = 1_000_003
+"""More steps than a run has, so that no two runs with different seeds share a step's draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +161,8 @@ class LearnerStep:
             reference = self._passes.score(rows) if needed["reference"] else nothing
         known = [Signals() for _ in rows]
         if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
-            picked = select(rows, scores, share.step, algo) if needs_selection(algo) else nothing
+            seed = self._config.run.seed * _SEEDS_APART + share.step
+            picked = select(rows, scores, seed, algo) if needs_selection(algo) else nothing
             known = [
                 Signals(
                     proximal=score if algo.proximal == "recompute" else None,

@@ -45,9 +45,10 @@ class Stragglers:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._slowest = SlowestRank()
+        self.seconds: list[float] = []  # of each rank in the last step
 
     def report(self, seconds: float) -> dict[str, float]:
-        """The metric `straggler/max_over_median` of a step. All ranks call.
+        """The `straggler/` metrics of a step; `seconds` then has every rank's. All ranks call.
 
         seconds: this rank's forward and backward passes, without its waiting for the gradient reduction. Ranks
         that share a model copy wait for each other inside the passes, so that a slow one shows as a slow copy.
@@ -64,4 +65,5 @@ class Stragglers:
                 ratio,
                 PATIENCE,
             )
-        return {"straggler/max_over_median": ratio}
+        self.seconds = everyone
+        return {"straggler/max_over_median": ratio, "straggler/rank": everyone.index(max(everyone))}

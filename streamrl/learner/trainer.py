@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +49,28 @@ class Trainer:
     def __init__(self, config: Config, run_folder: Path) -> None:
         """Join the ranks and build the model, without weights yet.
 
-        Raises ConfigError, UnsupportedAcceleratorError, and ValueError for a wrong number of ranks.
+        Raises ConfigError, also for a wrong number of ranks, and UnsupportedAcceleratorError.
         """
         shape = read_shape(config.model.path)
         self._config = config
         self._checkpoints = run_folder / "checkpoints"
         self._ranks = Ranks.start(config)
-        device, dtype = self._ranks.device, getattr(torch, config.model.dtype)
-        self._layers = choose_layers(device, dtype, config.learner)
-        log.info("%s on %s", self._layers, device)
-        self._packing = _packing(config.learner, shape, self._layers)
-        self._chunks = build(shape, config, device)
-        if config.learner.lora.rank:
-            lora.freeze(self._chunks)
-        self._wrapped = wrap(self._chunks, config, self._ranks)
-        self._optimizer = PolicyOptimizer(
-            self._wrapped, config.learner.optimizer, dtype, config.run.steps, config.learner.bad_steps
-        )
-        self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint)
-        self._stragglers = Stragglers(self._ranks)
+        with ExitStack() as on_failure:
+            on_failure.callback(self._ranks.stop)
+            device, dtype = self._ranks.device, getattr(torch, config.model.dtype)
+            layers = choose_layers(device, dtype, config.learner)
+            log.info("%s on %s", layers, device)
+            self._packing = _packing(config.learner, shape, layers)
+            self._chunks = build(shape, config, device, layers)
+            if config.learner.lora.rank:
+                lora.freeze(self._chunks)
+            self._wrapped = wrap(self._chunks, config, self._ranks)
+            self._optimizer = PolicyOptimizer(
+                self._wrapped, config.learner.optimizer, dtype, config.run.steps, config.learner.bad_steps
+            )
+            self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint)
+            self._stragglers = Stragglers(self._ranks)
+            on_failure.pop_all()
         self._step: LearnerStep | None = None  # from `restore_or_start` on
         self._version = PolicyVersion(0)
         self.ledger: Ledger | None = None  # of the checkpoint that was restored
@@ -79,6 +83,11 @@ class Trainer:
     def version(self) -> PolicyVersion:
         """The policy that the weights are: the next batch is the one of step `version.step`."""
         return self._version
+
+    @property
+    def rank_seconds(self) -> list[float]:
+        """Seconds of every rank's passes in the last step, without its waits for the other data-parallel ranks."""
+        return self._stragglers.seconds
 
     def restore_or_start(self) -> None:
         """Take up the newest checkpoint of the run, or else the Hugging Face weights as step 0.
@@ -99,7 +108,7 @@ class Trainer:
             self._version = PolicyVersion(found.version.step, max(incarnation, found.version.incarnation + 1))
             self.ledger = found.ledger
         log.info("starting as version %s from %s", self._version, found.folder if found else self._config.model.path)
-        passes = Passes(self._wrapped, self._ranks, self._config, self._layers)
+        passes = Passes(self._wrapped, self._ranks, self._config)
         self._step = LearnerStep(self._config, passes, self._optimizer, reference, self._ranks.device)
 
     def train_step(self, batch: Batch | None) -> dict[str, float]:
@@ -191,6 +200,6 @@ def _packing(learner: LearnerConfig, shape: ModelShape, layers: LayerChoice) -> 
         ranks=parallel_state.get_data_parallel_world_size(),
         budget=learner.tokens_per_micro_batch,
         share_prompts=learner.share_prompts and layers.kind == "local",
-        multiple=learner.layout.pipeline if learner.layout.virtual > 1 else 1,
+        multiple=learner.layout.rows_multiple,
         routing=(shape.layers, moe.top_k) if learner.router_replay and moe else None,
     )

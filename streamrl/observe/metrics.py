@@ -72,6 +72,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("steps/skipped", "updates", "updates so far that were not made: loss or gradient not finite, or a spike"),
     Metric("steps/spikes", "updates", "those of them whose gradient norm was a spike"),
     Metric("micro_batches", "", "packed micro batches of the step on rank 0"),
+    Metric("straggler/rank", "", "the rank with the longest passes; all ranks' seconds are in the event learner.ranks"),
     Metric("straggler/max_over_median", "", "longest time of a rank's passes over the median of the ranks"),
     Metric("length/mean", "tokens", "mean output length of a sample"),
     Metric("length/p95", "tokens", "95th percentile of the output length"),
@@ -109,10 +110,16 @@ NAMES = frozenset(metric.name for metric in METRICS)
 
 
 def describe() -> str:
-    """The table of all metrics in Markdown."""
+    """The table of all metrics in Markdown, and which of them have variants by staleness."""
     lines = ["| name | unit | meaning |", "|---|---|---|"]
-    lines += [f"| `{metric.name}` | {metric.unit} | {metric.meaning} |" for metric in METRICS]
-    return "\n".join([*lines, "", "`NAME/s0`, `/s1`, `/s3_4`, ... is the metric over the tokens of that staleness."])
+    for metric in METRICS:
+        meaning = metric.meaning.replace("|", "\\|")  # a bare one would begin another cell
+        lines.append(f"| `{metric.name}` | {metric.unit} | {meaning} |")
+    variants = (
+        "`loss/`, `offpolicy/`, `weights/`, `tokens/trained` and `tokens/dropped` have a variant for each staleness: "
+        "`/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+`."
+    )
+    return "\n".join([*lines, "", variants])
 
 
 def is_known(name: str) -> bool:

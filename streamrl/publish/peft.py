@@ -63,14 +63,22 @@ def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor]], settings:
 
 
 def read_adapter(folder: Path) -> tuple[float, dict[str, Tensor]]:
-    """(lora_alpha / r, tensors by PEFT's names). Raises ConfigError for adapters that are more than B A."""
+    """(lora_alpha / r, tensors by PEFT's names), of each A its B. Raises ConfigError for what is not just B A."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     configuration = read_configuration(folder)
-    tensors = load_file(folder / WEIGHTS)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{folder / WEIGHTS} cannot be read: {error}; a PEFT folder is needed") from error
     for name in tensors:
-        if _NAME.fullmatch(name) is None:
+        match = _NAME.fullmatch(name)
+        if match is None:
             raise ConfigError(f"{folder}: tensor {name} is none of a low-rank adapter")
+        pair = [f"base_model.model.{match[1]}.lora_{matrix}.weight" for matrix in "AB"]
+        if not all(matrix in tensors for matrix in pair):
+            raise ConfigError(f"{folder} has one of {pair[0]} and {pair[1]}, not both")
     return configuration["lora_alpha"] / configuration["r"], tensors
 
 
@@ -79,10 +87,20 @@ def read_configuration(folder: Path) -> dict[str, Any]:
     path = folder / CONFIGURATION
     if not path.is_file():
         raise ConfigError(f"{folder} has no {CONFIGURATION}; a PEFT folder is needed")
-    configuration: dict[str, Any] = json.loads(path.read_text())
+    try:
+        configuration = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(configuration, dict):
+        raise ConfigError(f"{path} is no mapping of keys; a PEFT configuration is needed")
     for key, allowed in _ALLOWED.items():
         if (given := configuration.get(key)) not in allowed:
             raise ConfigError(f"{path}: {key}={given!r} is not supported; allowed: {allowed[0]!r}")
+    for key, kind, words in (("r", int, "a whole number above 0"), ("lora_alpha", (int, float), "a number above 0")):
+        given = configuration.get(key)
+        if not isinstance(given, kind) or not given > 0:
+            said = f"{key}={given!r} is not allowed" if key in configuration else f"{key} is missing"
+            raise ConfigError(f"{path}: {said}; allowed: {words}")
     return configuration
 
 
@@ -96,10 +114,13 @@ def merge_adapter(weights: dict[str, Tensor], folder: Path) -> None:
     scale, tensors = read_adapter(folder)
     for name, a in tensors.items():
         match = _NAME.fullmatch(name)
-        if match is None or match[2] != "A":
+        assert match is not None  # read_adapter has refused other names
+        if match[2] != "A":
             continue
         b = tensors[f"base_model.model.{match[1]}.lora_B.weight"]
-        weights[f"{match[1]}.weight"].add_(b.float() @ a.float(), alpha=scale)
+        if (base := f"{match[1]}.weight") not in weights:
+            raise ConfigError(f"{folder}: {name} has no place in the model, which has no {base}")
+        weights[base].add_(b.float() @ a.float(), alpha=scale)
 
 
 def checksum(folder: Path) -> str:

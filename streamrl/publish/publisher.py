@@ -123,6 +123,19 @@ class Publisher:
         with self._changed:
             return self._shared.statistics
 
+    def ready(self, timeout: float) -> bool:
+        """Wait, `timeout` seconds at most, until the former version is out and `offer` need not wait. Raises as it."""
+        began = time.monotonic()
+        with self._changed:
+            taken = self._changed.wait_for(lambda: self._shared.failure or not self._is_new(), timeout)
+        self._raise_failure()
+        free = bool(taken) and self._staging_lock.acquire(timeout=max(0.0, timeout - (time.monotonic() - began)))
+        if free:
+            self._staging_lock.release()
+        with self._changed:
+            self._count(waited=self._shared.statistics.waited + time.monotonic() - began)
+        return free
+
     def offer(self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy the weights and return; the thread publishes them. Consumes `tensors`, one after another.
 
@@ -200,7 +213,9 @@ class Publisher:
         lora = self._config.learner.lora
         if lora.by_adapter:
             return AdapterSource(self._run_folder, lora, self._config.model.path)
-        return BroadcastSource(_own_host(peer.address), detect(), self._config.publish.timeout)
+        match self._config.publish.transport:
+            case "broadcast":
+                return BroadcastSource(_own_host(peer.address), detect(), self._config.publish.timeout)
 
     def _opening(self) -> Iterator[Message]:
         """What a service hears first, also one that was started again: its servers are known once it tells them."""

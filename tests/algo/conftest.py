@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from streamrl.algo.losses import TokenBatch
+from streamrl.algo.tokens import TokenBatch
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ import math
 import pytest
 import torch
 
+from streamrl.algo.aggregation import Denominators
 from streamrl.algo.diagnostics import BUCKETS, bucket_sums, finish, merge
-from streamrl.algo.losses import Denominators, policy_loss
+from streamrl.algo.losses import policy_loss
 from streamrl.config_learner import AlgoConfig
 
 CONFIG = AlgoConfig(weight_cap=1.2, mask="token", discount=0.9, entropy=0.02, dual_clip=1.5)

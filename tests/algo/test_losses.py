@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.losses_reference import slow_loss
+from streamrl.algo.aggregation import Denominators
 from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.families import FAMILIES, clipped_surrogate
-from streamrl.algo.losses import Denominators, TokenBatch, policy_loss, reference_kl
+from streamrl.algo.losses import policy_loss, reference_kl
+from streamrl.algo.tokens import TokenBatch
 from streamrl.config_learner import AlgoConfig
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_norm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -32,6 +33,11 @@ def test_a_missed_branch_or_a_difference_above_the_bar_fails():
     assert good.good
     good.add(0.0, 1e-8, Counter(taken=1))
     assert not good.good
+    for place in ("value", "gradient", "float32"):
+        broken = Row("", "")
+        broken.add(**{"value": 0.0, "gradient": 0.0, "float32": 0.0, place: math.nan}, taken=Counter(taken=1))
+        assert getattr(broken, place) == math.inf
+        assert broken.good == (place == "float32")  # which has no bar
     missed = Row("", "")
     missed.add(0.0, 0.0, Counter({"taken": 2, "missed": 0}))
     assert (missed.good, missed.missed) == (False, ["missed"])

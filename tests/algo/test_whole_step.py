@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.losses_reference import slow_covariant, slow_outliers
-from streamrl.algo.losses import TokenBatch
+from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, needs_scores, needs_selection, second_moment_outliers, select
 from streamrl.config_learner import AlgoConfig
 

@@ -200,18 +200,18 @@ def test_an_adapter_that_is_not_what_the_learner_wrote_is_refused_and_the_former
     on_server(server, model_folders[0], tmp_path, job)
 
 
-def test_a_lease_keeps_an_adapter_from_being_idle():
+def test_a_use_keeps_an_adapter_from_being_idle():
     adapters = Adapters(PolicyVersion(0))
-    with adapters.lease() as base:
+    with adapters.use() as base:
         adapters.loaded(V1)
-        with adapters.lease() as first, adapters.lease():
+        with adapters.use() as first, adapters.use():
             adapters.loaded(V2)
             assert (base.name, first.name) == (None, "1.0")
             assert adapters.idle() == []
         assert adapters.idle() == [V1]
     adapters.forget(V1)
     assert adapters.idle() == []
-    with adapters.lease() as newest:
+    with adapters.use() as newest:
         assert newest == (V2, "2.0")
 
 

@@ -15,11 +15,21 @@ from streamrl.config import Config
 from streamrl.learner import checkpoint_saver
 from streamrl.learner.trainer import Trainer
 
+
+def half_removed(path: Path, *_) -> bool:
+    """Some files of the checkpoint that is pruned are gone."""
+    if path.name != ".step_1.old" or not path.exists():
+        return False
+    (path / "metadata.json").unlink()
+    return True
+
+
 STAGES = {
     "write": (filesystem_async, "_write_item", lambda *_: True),  # at the first of many tensors
     "index": (checkpoint_saver, "save_config", lambda *_: True),
     "rename": (Path, "rename", lambda path, *_: path.name == ".step_3.saving"),
     "prune": (shutil, "rmtree", lambda path, *_: path.name == ".step_1.old" and path.exists()),
+    "remove": (shutil, "rmtree", half_removed),
 }
 
 

@@ -42,7 +42,7 @@ def adapter_gradients(trainer: Trainer) -> dict[str, Tensor]:
     def loss(logprobs: Tensor, entropy: Tensor, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         return loss_of(logprobs, entropy, torch.from_numpy(micro_batches[index].advantages)), {}
 
-    Passes(trainer._wrapped, trainer._ranks, trainer._config, trainer._layers).forward_backward(micro_batches, loss)
+    Passes(trainer._wrapped, trainer._ranks, trainer._config).forward_backward(micro_batches, loss)
     for _, module in lora.adapters(trainer._chunks):
         for name in lora.PARAMETERS:
             parameter: Any = getattr(module, name)
@@ -53,7 +53,7 @@ def adapter_gradients(trainer: Trainer) -> dict[str, Tensor]:
 def frozen_with_gradient(trainer: Trainer) -> list[str]:
     """Parameters outside the adapters that could get a gradient: none, it is hoped."""
     named = [pair for chunk in trainer._chunks for pair in chunk.named_parameters()]
-    outside = [(name, parameter) for name, parameter in named if name.rpartition(".")[2] not in lora.PARAMETERS]
+    outside = [(name, parameter) for name, parameter in named if not lora.is_adapter_parameter(name)]
     return [name for name, parameter in outside if parameter.requires_grad or hasattr(parameter, "main_grad")]
 
 

@@ -45,10 +45,10 @@ def replayed_gradient(config: Config) -> dict[str, torch.Tensor]:
     ranks = Ranks.start(config)
     try:
         shape = read_shape(config.model.path)
-        chunks = build(shape, config, ranks.device)
-        load_weights(chunks, config.model.path)
         layers = choose_layers(ranks.device, torch.float32, config.learner)
-        passes = Passes(wrap(chunks, config, ranks), ranks, config, layers)
+        chunks = build(shape, config, ranks.device, layers)
+        load_weights(chunks, config.model.path)
+        passes = Passes(wrap(chunks, config, ranks), ranks, config)
         batch = routed_batch(shape)
         packing = Packing(
             ranks=parallel_state.get_data_parallel_world_size(),

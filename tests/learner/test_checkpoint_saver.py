@@ -122,6 +122,27 @@ def test_the_newest_are_kept_and_every_third_besides(model_folder, trainer_of, t
     assert trainer.oldest_checkpoint == 7
 
 
+def test_the_oldest_is_that_of_the_saves_that_are_finished(model_folder, trainer_of, tmp_path, monkeypatch):
+    config = make_config(model_folder())
+    trainer = trainer_of(config, tmp_path)
+    sync, renamed, go = checkpoint.sync, threading.Event(), threading.Event()
+
+    def slow(path: Path) -> None:
+        if path == tmp_path / "checkpoints" and (path / "step_0").exists():
+            renamed.set()
+            assert go.wait(60)
+        sync(path)
+
+    monkeypatch.setattr(checkpoint, "sync", slow)
+    trainer.save()
+    assert renamed.wait(60)
+    assert trainer.oldest_checkpoint is None  # a crash may still undo the name
+    go.set()
+    trainer.saved(wait=True)
+    assert trainer.oldest_checkpoint == 0
+    assert trainer_of(config, tmp_path).oldest_checkpoint == 0  # what the disk says
+
+
 def test_a_checkpoint_is_exported_as_a_hugging_face_folder_inside_it(model_folder, trainer_of, tmp_path):
     config = make_config(model_folder("qwen3", True))
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export": True})})
@@ -150,7 +171,7 @@ def test_what_a_kill_left_is_removed_and_what_it_was_replacing_comes_back(model_
     assert sorted(path.name for path in root.iterdir()) == ["incarnation", "step_0"]
 
 
-@pytest.mark.parametrize("stage", ["write", "index", "rename", "prune"])
+@pytest.mark.parametrize("stage", ["write", "index", "rename", "prune", "remove"])
 def test_a_kill_in_the_middle_of_a_save_leaves_the_former_checkpoint(stage, model_folder, trainer_of, tmp_path):
     config = make_config(model_folder())
     (tmp_path / "config.json").write_text(config.model_dump_json())
@@ -163,9 +184,11 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_former_checkpoint(stage, mode
         learner.send_signal(signal.SIGKILL)
         learner.wait()
     expected = torch.load(tmp_path / "weights.pt")
-    survived = 3 if stage == "prune" else 2
+    survived = 3 if stage in ("prune", "remove") else 2
     trainer = trainer_of(config, tmp_path)
     assert trainer.version.step == survived
+    kept = [checkpoint.step_of(folder) for folder in checkpoint.complete(tmp_path / "checkpoints")]
+    assert kept == [survived - 1, survived]
     assert all(torch.equal(tensor, expected[survived][name]) for name, tensor in weights(trainer).items())
     trainer.train_step(make_batch(survived))
     trainer.save()

@@ -8,19 +8,22 @@ import pytest
 import torch
 from learner_parts import make_batch, make_config
 
+from streamrl.config_file import ConfigError
 from streamrl.learner import cpu_adapter
 from streamrl.learner.cpu_adapter import UnsupportedMegatronError
 
 
-def test_another_version_of_megatron_is_refused_by_name(monkeypatch):
+@pytest.mark.parametrize("cuda", [False, True])
+def test_another_version_of_megatron_is_refused_by_name(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
+    assert issubclass(UnsupportedMegatronError, ConfigError)
     with pytest.raises(UnsupportedMegatronError, match=r"megatron-core 0\.17\.0 is installed.* 0\.16\.1 alone"):
         cpu_adapter.install()
 
 
 def test_where_cuda_is_there_nothing_is_touched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
     before = torch.Tensor.type
     cpu_adapter.install()
     with cpu_adapter.cuda_type_names():
@@ -46,10 +49,9 @@ def test_installing_again_changes_nothing(model_folder, trainer_of):
     assert patched == (optimizer.clip_grad_by_total_norm_fp32, token_dispatcher.all_to_all)
 
 
-def test_the_router_of_experts_finds_the_name_that_only_transformer_engine_has(monkeypatch):
+def test_the_router_of_experts_finds_the_name_that_only_transformer_engine_has(model_folder, trainer_of, monkeypatch):
     from megatron.core.transformer.moe import moe_utils
 
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cpu_adapter.install()  # also where CUDA is there and Transformer Engine is not
+    trainer_of(make_config(model_folder()))
     assert moe_utils.te_general_gemm is None

@@ -25,11 +25,11 @@ def started(model_folder):
     def start(config):
         ranks = Ranks.start(config)
         running.append(ranks)
-        chunks = build(read_shape(config.model.path), config, ranks.device)
+        layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
+        chunks = build(read_shape(config.model.path), config, ranks.device, layers)
         load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
-        layers = choose_layers(ranks.device, torch.float32, config.learner)
-        return chunks, wrapped, Passes(wrapped, ranks, config, layers)
+        return chunks, wrapped, Passes(wrapped, ranks, config)
 
     yield start
     for ranks in running:

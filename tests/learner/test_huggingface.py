@@ -12,10 +12,12 @@ from learner_parts import VOCABULARY, make_config, write_model
 from safetensors.torch import load_file, save_file
 
 from benchmarks.random_models import FAMILIES
+from streamrl.config_file import ConfigError
 from streamrl.learner import huggingface
 from streamrl.learner.attention import describe_row
-from streamrl.learner.huggingface import WeightsMismatchError, save_folder
+from streamrl.learner.huggingface import save_folder
 from streamrl.learner.logprobs import Targets
+from streamrl.learner.mapping import WeightsMismatchError
 
 MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
 
@@ -191,6 +193,7 @@ def test_weights_that_are_not_the_models_are_refused_by_name(change, text, model
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors")
+    assert issubclass(WeightsMismatchError, ConfigError)
     with pytest.raises(WeightsMismatchError, match=text):
         trainer_of(make_config(folder))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_training_changes_the_adapters_alone_and_a_resumed_run_goes_on_bit_for_b
             name: tensor.clone()
             for chunk in trainer._chunks
             for name, tensor in chunk.named_parameters()
-            if name.rpartition(".")[2] not in lora.PARAMETERS
+            if not lora.is_adapter_parameter(name)
         }
 
     def train(trainer: Trainer, steps: int) -> dict[str, Tensor]:
@@ -254,10 +255,59 @@ def test_a_peft_folder_that_would_be_computed_otherwise_is_refused(model: Path, 
         load_adapters([], tmp_path, config_of(model).learner.lora)
 
 
-def test_a_peft_folder_with_more_than_the_targets_is_refused(model: Path, adapter: Path):
-    settings = config_of(model, lora={"targets": ["linear_qkv"]}).learner.lora
+def test_a_peft_folder_with_more_than_the_targets_is_refused(model: Path, adapter: Path, trainer_of):
     with pytest.raises(ConfigError, match=r"linear_qkv has no place for .*down_proj.*; needed too: linear_fc2"):
-        load_adapters([], adapter, settings)
+        trainer_of(config_of(model, adapter, lora={"targets": ["linear_qkv"]}))
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "columns", "text"),
+    [
+        ("model.layers.2.self_attn.q_proj", "AB", 64, r"layers\.2\.self_attn.* has no place .*, layers 0\.\.1"),
+        ("layers.1.self_attn.q_proj", "AB", 64, "has no place in the model"),
+        ("model.layers.1.self_attn.q_proj", "A", 64, r"has one of .*lora_A\.weight and .*lora_B\.weight, not both"),
+        ("model.layers.1.self_attn.q_proj", "AB", 8, r"lora\.adapter: .*lora_A.* is \[4, 8\], .* \[4, 64\]"),
+    ],
+)
+def test_a_tensor_without_a_place_or_of_another_shape_is_refused_by_name(
+    model: Path,
+    trainer_of: Callable[..., Trainer],
+    tmp_path: Path,
+    *,
+    name: str,
+    matrices: str,
+    columns: int,
+    text: str,
+):
+    sizes = {"A": (4, columns), "B": (64, 4)}
+    tensors = [(f"base_model.model.{name}.lora_{matrix}.weight", torch.zeros(sizes[matrix])) for matrix in matrices]
+    write_adapter(tmp_path / "adapter", tensors, config_of(model).learner.lora, model)
+    with pytest.raises(ConfigError, match=text):
+        trainer_of(config_of(model, tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "text"),
+    [
+        ("adapter_config.json", '{"peft_type": "LORA", "lora_alpha": 6}', r"adapter_config\.json: r is missing"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": 0, "lora_alpha": 6}', "r=0 is not allowed"),
+        ("adapter_config.json", '{"peft_type": "LORA", "r": 4}', "lora_alpha is missing"),
+        ("adapter_config.json", "{", r"adapter_config\.json is not JSON"),
+        ("adapter_config.json", "[]", "is no mapping of keys"),
+        ("adapter_model.safetensors", "x", r"adapter_model\.safetensors cannot be read"),
+        ("adapter_model.safetensors", None, r"adapter_model\.safetensors cannot be read"),
+    ],
+)
+def test_a_peft_folder_with_a_file_that_is_none_is_refused(
+    model: Path, adapter: Path, tmp_path: Path, *, file: str, content: str | None, text: str
+):
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    if content is None:
+        (folder / file).unlink()
+    else:
+        (folder / file).write_text(content)
+    with pytest.raises(ConfigError, match=text):
+        load_adapters([], folder, config_of(model).learner.lora)
 
 
 def test_experts_get_no_adapters_and_attention_beside_them_does(trainer_of: Callable[..., Trainer], tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from learner_parts import make_batch, make_config, weights
 from safetensors.torch import load_file, save_file
 
+from streamrl.config_file import ConfigError
 from streamrl.config_learner import AlgoConfig
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.reference import Reference
@@ -94,6 +96,21 @@ def test_the_reference_of_a_resumed_run_is_that_of_its_start(model_folder, train
     with reference_of(resumed).swapped():
         assert np.array_equal(score(resumed), at_start)
     assert resumed.train_step(make_batch(1))["loss/kl"] > 0
+
+
+def test_a_reference_of_another_shape_or_none_is_refused(model_folder, other_folder, trainer_of, tmp_path):
+    settings = json.loads((other_folder / "config.json").read_text())
+    (other_folder / "config.json").write_text(json.dumps(settings | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ConfigError, match=r"algo\.reference: .*other has norm_eps=0\.5, the policy has norm_eps=1e-06"):
+        trainer_of(config_of(model_folder(), reference=other_folder))
+    with pytest.raises(ConfigError, match=r"algo\.reference: .*nowhere has no config\.json"):
+        trainer_of(config_of(model_folder(), reference=tmp_path / "nowhere"))
+
+
+def test_a_reference_without_weights_is_refused_under_its_own_key(model_folder, other_folder, trainer_of):
+    (other_folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"algo\.reference: .*other has no safetensors file"):
+        trainer_of(config_of(model_folder(), reference=other_folder))
 
 
 def test_without_a_kl_term_there_is_no_reference(model_folder, trainer_of):

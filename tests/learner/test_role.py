@@ -24,6 +24,7 @@ class Trainer:
     """Counts steps and notes what was asked of it."""
 
     rank = 0
+    rank_seconds = (0.1,)
 
     def __init__(self, version: PolicyVersion) -> None:
         self.version = version
@@ -95,6 +96,9 @@ class Source:
 class Publisher:
     def __init__(self) -> None:
         self.offered: list[str] = []
+
+    def ready(self, timeout: float) -> bool:
+        return True
 
     def offer(self, version: PolicyVersion, tensors: Iterator[Any]) -> None:
         self.offered.append(str(version))

@@ -12,7 +12,8 @@ from replay_at_work import replayed_gradient
 from streamrl.config_file import ConfigError
 from streamrl.learner.attention import describe_row
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.router_replay import UNKNOWN, row_experts
+from streamrl.learner.router_replay import row_experts
+from streamrl.routing import UNKNOWN
 
 TOKENS, LAYERS, EXPERTS, TOP_K = 20, 3, 6, 2
 

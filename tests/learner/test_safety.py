@@ -100,6 +100,17 @@ def test_a_bad_batch_comes_back_from_its_file(tmp_path):
         assert (ours.spans, ours.reward) == (theirs.spans, theirs.reward)
 
 
+def test_a_bad_batch_that_is_half_written_has_not_its_name(tmp_path, monkeypatch):
+    def no_space(handle):
+        assert list(tmp_path.iterdir())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        bad_batch.save(make_batch(step=7), tmp_path)
+    assert not list(tmp_path.glob("bad_batch_*"))
+
+
 def test_a_rank_is_named_when_it_stays_the_slowest_for_some_steps():
     slowest = SlowestRank()
     assert slowest.observe([1.0, 1.0, 1.8]) == (1.8, None)

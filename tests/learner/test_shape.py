@@ -164,12 +164,28 @@ def test_a_sliding_window_as_long_as_the_context_is_none(tmp_path, window):
             "sliding_window=4096 .* at least",
         ),
         ({**MISTRAL, "max_position_embeddings": 32768}, "sliding_window=4096"),  # what Mistral's code takes without it
+        ({"hidden_size": None}, r"config\.json: hidden_size=None is not allowed; allowed: a whole number above 0"),
+        ({**MIXTURE, "moe_intermediate_size": "768"}, "moe_intermediate_size='768' is not allowed"),
         ({**MIXTURE, "num_experts_per_tok": 200}, "num_experts_per_tok=200 is not allowed; allowed: 1 to 128"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, changes, text):
     with pytest.raises(UnsupportedModelError, match=text):
         shape_of(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("key", [key for key in LLAMA if key.endswith("_size") or key.startswith("num_h")])
+def test_a_missing_size_is_refused_by_name(tmp_path, key):
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LLAMA.items() if k != key}))
+    with pytest.raises(UnsupportedModelError, match=rf"config\.json: {key} is missing"):
+        read_shape(tmp_path)
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", r"config\.json is not JSON"), ("[]", "is no mapping of keys")])
+def test_a_configuration_that_is_none_is_refused(tmp_path, text, said):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModelError, match=said):
+        read_shape(tmp_path)
 
 
 def test_a_folder_without_a_configuration_is_refused(tmp_path):

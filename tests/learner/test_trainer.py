@@ -10,6 +10,7 @@ import pytest
 import torch
 from learner_parts import gradients, largest_difference, make_batch, make_config, weights
 
+from streamrl.config_file import ConfigError
 from streamrl.learner.packing import SequenceTooLongError
 from streamrl.types import Batch, VersionSpan
 
@@ -137,12 +138,13 @@ def test_a_batch_of_another_step_and_one_that_is_too_long_are_refused(model_fold
     trainer = trainer_of(make_config(model_folder(), tokens_per_micro_batch=9))
     with pytest.raises(ValueError, match=r"version 0.0 trains the batch of step 0, not of 3"):
         trainer.train_step(make_batch(3))
+    assert issubclass(SequenceTooLongError, ConfigError)
     with pytest.raises(SequenceTooLongError, match="tokens_per_micro_batch"):
         trainer.train_step(make_batch(0))
 
 
 def test_another_number_of_ranks_than_was_started_is_refused(model_folder, trainer_of):
-    with pytest.raises(ValueError, match=r"learner.ranks: 2 is configured, 1 were started"):
+    with pytest.raises(ConfigError, match=r"learner.ranks: 2 is configured, 1 were started"):
         trainer_of(make_config(model_folder(), ranks=2))
 
 

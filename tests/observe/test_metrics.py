@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
+from streamrl.algo.diagnostics import BUCKETS
 from streamrl.config import Config
 from streamrl.observe import plot
 from streamrl.observe.metrics import METRICS, NAMES, MetricsWriter, describe, is_known, read_metrics
@@ -38,6 +40,16 @@ def test_every_metric_of_the_design_is_in_the_table_once():
     assert set(DESIGNED.split()) <= NAMES
     assert len(NAMES) == len(METRICS)
     assert all(f"`{name}`" in describe() for name in NAMES)
+
+
+def test_a_row_of_the_table_has_three_cells_whatever_its_meaning_says():
+    rows = [line for line in describe().splitlines() if line.startswith("|")]
+    assert len(rows) == len(METRICS) + 2
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 4 for row in rows)
+
+
+def test_the_table_names_every_staleness_bucket():
+    assert all(f"`/{bucket}`" in describe() for bucket in BUCKETS)
 
 
 def test_the_reference_is_the_table():
