@@ -18,7 +18,7 @@ LAYOUTS = {
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.slow), "pipeline"])
 def test_a_run_on_two_ranks_keeps_every_promise_and_trains_again_bit_for_bit(make_run, tmp_path, capsys, layout):
     run = make_run(steps=4).start("learner.ranks=2", *LAYOUTS[layout], "checkpoint.every=2")
     code, output = run.finish()

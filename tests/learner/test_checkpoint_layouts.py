@@ -54,8 +54,8 @@ def run(tmp_path: Path, model_folder: Callable[..., Path], torchrun: Callable[..
     ("family", "dtype", "learner"),
     [
         ("llama", "float32", {"optimizer": {"distributed": True}}),
-        ("qwen2", "bfloat16", {"layout": {"tensor": 2}}),
-        ("qwen3", "float32", {"layout": {"pipeline": 2}}),
+        pytest.param("qwen2", "bfloat16", {"layout": {"tensor": 2}}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "float32", {"layout": {"pipeline": 2}}, marks=pytest.mark.slow),
     ],
     ids=["DP2 distributed", "TP2", "PP2"],
 )
@@ -71,8 +71,8 @@ def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(fami
     ("model", "distributed", "layouts"),
     [
         (("qwen2", True), False, ["one", "tensor", "pipeline", "one"]),
-        (("llama", False), True, ["tensor", "data", "one"]),
-        (("qwen3_moe", False), False, ["one", "expert", "tensor"]),
+        pytest.param(("llama", False), True, ["tensor", "data", "one"], marks=pytest.mark.slow),
+        pytest.param(("qwen3_moe", False), False, ["one", "expert", "tensor"], marks=pytest.mark.slow),
     ],
     ids=["TP1 to TP2 to PP2", "TP2 to DP2 to DP1, distributed", "EP1 to EP2 to TP2"],
 )
