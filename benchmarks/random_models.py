@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
+from streamrl.config_learner import LORA_PROJECTIONS
+from streamrl.publish.peft import tensor_name
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
 VOCABULARY = 131  # not a multiple of anything, so that the embedding is padded
@@ -65,6 +68,19 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def random_adapter(model: Path, seed: int, size: float = 0.125, rank: int = 4) -> dict[str, torch.Tensor]:
+    """Matrices A and B on every projection of a saved model of two layers, under PEFT's names; `size`: their std."""
+    weights = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(2):
+        for projection in (name for names in LORA_PROJECTIONS.values() for name in names):
+            rows, columns = weights[f"model.layers.{layer}.{projection}.weight"].shape
+            tensors[tensor_name(layer, projection, "A")] = size * torch.randn(rank, columns, generator=generator)
+            tensors[tensor_name(layer, projection, "B")] = size * torch.randn(rows, rank, generator=generator)
+    return tensors
 
 
 def make_batch(step: int = 0, groups: int = 3, size: int = 4, longest: int = 19) -> Batch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,23 +89,39 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 
 @pytest.fixture(scope="session")
-def engine_server(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def serving() -> Callable[..., AbstractContextManager[Server]]:
+    """`with serving(config, folder) as server`: a real SGLang server, ready, and stopped at the end."""
+
+    @contextmanager
+    def run(config: Config, folder: Path) -> Iterator[Server]:
+        server = Server(config, folder, index=0)
+
+        async def wait() -> None:
+            client = EngineClient(server.address, timeout=30)
+            try:
+                await server.ready(client, START_TIMEOUT)
+            finally:
+                await client.close()
+
+        try:
+            asyncio.run(wait())
+            yield server
+        finally:
+            asyncio.run(server.stop())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def engine_server(
+    model_folders: tuple[Path, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    serving: Callable[..., AbstractContextManager[Server]],
+) -> Iterator[Server]:
     """One SGLang server for all tests, with the first of `model_folders` at its start."""
     config = Config.model_validate({"model": {"path": model_folders[0]}})
-    server = Server(config, tmp_path_factory.mktemp("engine"), index=0)
-
-    async def wait() -> None:
-        client = EngineClient(server.address, timeout=30)
-        try:
-            await server.ready(client, START_TIMEOUT)
-        finally:
-            await client.close()
-
-    try:
-        asyncio.run(wait())
+    with serving(config, tmp_path_factory.mktemp("engine")) as server:
         yield server
-    finally:
-        asyncio.run(server.stop())
 
 
 @pytest.fixture

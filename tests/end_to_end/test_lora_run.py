@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
+from benchmarks.random_models import random_adapter
 from streamrl import cli
-from streamrl.config_learner import LORA_PROJECTIONS, LoraConfig
+from streamrl.config_learner import LoraConfig
 from streamrl.observe.metrics import read_metrics
 from streamrl.publish.kept import kept_versions
-from streamrl.publish.peft import tensor_name, write_adapter
+from streamrl.publish.peft import write_adapter
 from streamrl.replay.journal import recorded_batches
 from streamrl.types import PolicyVersion
 
@@ -38,7 +38,7 @@ def _samples(folder: Path):
 
 
 def test_a_run_begins_with_the_adapter_that_it_is_given(make_run, tiny_model, tmp_path, capsys):
-    given = _random_adapter(tiny_model)
+    given = random_adapter(tiny_model, seed=3)  # large enough that a server without them gives other log-probs
     write_adapter(tmp_path / "adapter", given.items(), LoraConfig(rank=4), tiny_model)
     run = make_run(steps=2)
     code, output = run.start(
@@ -50,16 +50,3 @@ def test_a_run_begins_with_the_adapter_that_it_is_given(make_run, tiny_model, tm
     assert all(taken[name].equal(tensor) for name, tensor in given.items())
     assert any(span.version.step == 0 for sample in _samples(run.folder) for span in sample.spans)
     assert cli.main(["audit", str(run.folder)]) == 0, capsys.readouterr().out
-
-
-def _random_adapter(model: Path) -> dict[str, torch.Tensor]:
-    """Matrices large enough that a server without them gives other log-probs."""
-    weights = load_file(model / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    tensors = {}
-    for layer in range(2):
-        for projection in (name for names in LORA_PROJECTIONS.values() for name in names):
-            rows, columns = weights[f"model.layers.{layer}.{projection}.weight"].shape
-            tensors[tensor_name(layer, projection, "A")] = torch.randn(4, columns, generator=generator) / 8
-            tensors[tensor_name(layer, projection, "B")] = torch.randn(rows, 4, generator=generator) / 8
-    return tensors

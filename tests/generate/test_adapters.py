@@ -6,19 +6,19 @@ import asyncio
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.random_models import random_adapter
 from streamrl.config import Config
-from streamrl.config_learner import LORA_PROJECTIONS
 from streamrl.engine.client import Answer, EngineClient, EngineError
 from streamrl.engine.server import Server, server_arguments
 from streamrl.generate.adapters import Adapters
 from streamrl.generate.served import ServedModel
 from streamrl.publish.adapter import AdapterSource
-from streamrl.publish.peft import tensor_name
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError
 from streamrl.stream.messages import ServerState
@@ -35,18 +35,6 @@ def config_of(model: Path, attach: str | None = None) -> Config:
     return Config.model_validate({"model": {"path": model}, "learner": {"lora": LORA}, "generate": generate})
 
 
-def random_adapter(weights: dict[str, torch.Tensor], version: PolicyVersion) -> dict[str, torch.Tensor]:
-    """An adapter on every projection, large enough that versions differ at any token."""
-    generator = torch.Generator().manual_seed(version.step)
-    tensors = {}
-    for layer in range(2):
-        for projection in (name for names in LORA_PROJECTIONS.values() for name in names):
-            rows, columns = weights[f"model.layers.{layer}.{projection}.weight"].shape
-            tensors[tensor_name(layer, projection, "A")] = 0.3 * torch.randn(4, columns, generator=generator)
-            tensors[tensor_name(layer, projection, "B")] = 0.3 * torch.randn(rows, 4, generator=generator)
-    return tensors
-
-
 def merged(weights: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """W + alpha / r * B A, written out."""
     result = dict(weights)
@@ -58,38 +46,33 @@ def merged(weights: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor]) -
 
 
 @pytest.fixture(scope="module")
-def server(model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    model_folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, serving: Callable[..., Any]
+) -> Iterator[Server]:
     """A server that takes adapters in."""
-    server = Server(config_of(model_folders[0]), tmp_path_factory.mktemp("engine"), index=0)
-
-    async def wait() -> None:
-        client = EngineClient(server.address, timeout=30)
-        try:
-            await server.ready(client, START_TIMEOUT)
-        finally:
-            await client.close()
-
-    try:
-        asyncio.run(wait())
-        yield server
-    finally:
-        asyncio.run(server.stop())
+    with serving(config_of(model_folders[0]), tmp_path_factory.mktemp("engine")) as running:
+        yield running
 
 
 class Learner:
     """What publishes adapters, and the weights that each version amounts to."""
 
     def __init__(self, config: Config, folder: Path) -> None:
-        self.base = load_file(config.model.path / "model.safetensors")
+        self.folder = config.model.path
+        self.base = load_file(self.folder / "model.safetensors")
         self.source = AdapterSource(folder, config.learner.lora, config.model.path)
         self.staging = Staging(1 << 20)
 
     def manifest(self, version: PolicyVersion) -> dict:
-        staged: Staged = self.staging.fill(version, random_adapter(self.base, version).items())
+        staged: Staged = self.staging.fill(version, self.adapter(version).items())
         return self.source.manifest(ServerState(name="server-0", version=PolicyVersion(0)), staged)
 
     def weights(self, version: PolicyVersion) -> dict[str, torch.Tensor]:
-        return merged(self.base, random_adapter(self.base, version)) if version.step else self.base
+        return merged(self.base, self.adapter(version)) if version.step else self.base
+
+    def adapter(self, version: PolicyVersion) -> dict[str, torch.Tensor]:
+        """Large enough that versions differ at any token, and no larger: rounding grows with the logits."""
+        return random_adapter(self.folder, seed=version.step, size=0.15)
 
 
 def on_server(

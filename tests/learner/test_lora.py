@@ -17,14 +17,14 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.random_models import random_adapter
 from streamrl.config import Config
 from streamrl.config_file import ConfigError
-from streamrl.config_learner import LORA_PROJECTIONS
 from streamrl.learner import lora
 from streamrl.learner.huggingface import export_weights
 from streamrl.learner.lora_folder import export_adapters, load_adapters, save_adapters
 from streamrl.learner.trainer import Trainer
-from streamrl.publish.peft import tensor_name, write_adapter
+from streamrl.publish.peft import write_adapter
 
 LORA = {"rank": 4, "alpha": 6, "publish": "adapter"}
 SCALE = 6 / 4
@@ -39,14 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A PEFT folder with random matrices on every projection."""
-    weights = load_file(model / "model.safetensors")
-    generator = torch.Generator().manual_seed(5)
-    tensors = {}
-    for layer in range(2):
-        for projection in (name for names in LORA_PROJECTIONS.values() for name in names):
-            rows, columns = weights[f"model.layers.{layer}.{projection}.weight"].shape
-            tensors[tensor_name(layer, projection, "A")] = torch.randn(4, columns, generator=generator) / 8
-            tensors[tensor_name(layer, projection, "B")] = torch.randn(rows, 4, generator=generator) / 8
+    tensors = random_adapter(model, seed=5)
     folder = tmp_path_factory.mktemp("lora") / "adapter"
     write_adapter(folder, tensors.items(), make_config(model, lora=LORA).learner.lora, model)
     return folder
