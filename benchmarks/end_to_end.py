@@ -23,8 +23,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from streamrl import config_file
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.generate.inference import EngineInference, Load

@@ -24,8 +24,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from streamrl import config_file
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.generate.link import ServiceLink
 from streamrl.learner.batches import ServiceBatches
 from streamrl.lifeline import end_with

@@ -30,8 +30,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.fault_roles import Start, Trained, read_checkpoint, read_record, record_path
-from streamrl import config_file
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.replay.order import make_order
 from streamrl.types import Ledger
 

@@ -36,7 +36,7 @@ from streamrl.algo.families import FAMILIES
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 BAR = 1e-9
 STEP = 5  # seeds the draw of clip_cov

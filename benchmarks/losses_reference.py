@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 

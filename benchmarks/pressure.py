@@ -33,8 +33,8 @@ import psutil
 from benchmarks.fault_roles import make_group
 from benchmarks.faults import Process
 from benchmarks.pressure_roles import Load, Seen, Trained, load_path, seen_path, trained_path
-from streamrl import config_file
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.replay.order import make_order
 from streamrl.stream.codec import encode_group
 from streamrl.types import PolicyVersion, Ticket

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from streamrl.config_learner import LORA_PROJECTIONS
+from streamrl.config.learner import LORA_PROJECTIONS
 from streamrl.publish.peft import tensor_name
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 

@@ -30,7 +30,8 @@ import psutil
 from msgspec.structs import replace
 
 from benchmarks.rollout_path import make_group
-from streamrl.config import Config, JournalConfig
+from streamrl.config import Config
+from streamrl.config.replay import JournalConfig
 from streamrl.observe.events import EventLog, event_path
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import Journal

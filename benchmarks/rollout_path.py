@@ -37,7 +37,7 @@ import numpy as np
 import orjson
 import zmq
 
-from streamrl.config import StreamConfig
+from streamrl.config.replay import StreamConfig
 from streamrl.stream.codec import decode_group, encode_group
 from streamrl.stream.messages import Accepted
 from streamrl.stream.sockets import Dealer, Router

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from streamrl import __version__, config_file
+from streamrl import __version__
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
 
 
 class _Parser(argparse.ArgumentParser):

@@ -14,9 +14,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from streamrl import config_file
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
 from streamrl.replay.curriculum import make_curriculum
 from streamrl.tasks.registry import build_tasks
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl import cli, config_file, run_folder
+from streamrl import cli, run_folder
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
 
 # (override, what the line must say)
 BAD = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path("streamrl")
 LAYERS = [
-    {"types", "routing", "config_section", "config_learner", "config", "config_file", "device", "lifeline"},
+    {"types", "routing", "config", "device", "lifeline"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
     {"generate", "replay", "learner", "evaluate"},
@@ -15,15 +15,8 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-LOWEST = {  # order inside the lowest layer
-    **dict.fromkeys(("types", "config_section", "device", "lifeline"), 0),
-    "config_learner": 1,
-    "routing": 1,
-    "config": 2,
-    "config_file": 3,
-}
-CONFIG = ("config_section", "config_learner", "config", "config_file")
-WITHOUT_TORCH = ("types", "routing", *CONFIG, "lifeline", "stream", "replay", "tasks", "engine", "generate")
+LOWEST = {"types": 0, "device": 0, "lifeline": 0, "routing": 1, "config": 1}  # order inside the lowest layer
+WITHOUT_TORCH = ("types", "routing", "config", "lifeline", "stream", "replay", "tasks", "engine", "generate")
 
 
 def test_every_import_goes_to_a_lower_layer():

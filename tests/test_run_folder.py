@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.run_folder import claim
 
 HOLDER = """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 
 @dataclass(frozen=True, slots=True)

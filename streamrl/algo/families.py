@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streamrl.algo.ratios import aggregate, bounded_exp
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 Surrogate = Callable[[TokenBatch, Tensor, AlgoConfig], tuple[Tensor, dict[str, Tensor]]]
 """(tokens, log r [n] with gradient, config) -> (S [n] with gradient, which tokens were clipped, bool [n])."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamrl.algo.ratios import aggregate, bounded_exp, log_ratio, sample_staleness
 from streamrl.algo.tokens import TokenBatch, needed
-from streamrl.config_learner import MASK_EDGES, AlgoConfig
+from streamrl.config.learner import MASK_EDGES, AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

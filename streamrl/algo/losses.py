@@ -15,7 +15,7 @@ from streamrl.algo.families import FAMILIES
 from streamrl.algo.importance import importance_weights, proximal_logprobs
 from streamrl.algo.ratios import bounded, log_ratio
 from streamrl.algo.tokens import TokenBatch, needed
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 
 def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from streamrl.algo.families import clipped_surrogate
 from streamrl.algo.importance import proximal_logprobs
 from streamrl.algo.ratios import bounded_exp, log_ratio
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

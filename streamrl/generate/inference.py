@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from streamrl.config import GenerateConfig
+from streamrl.config.generate import GenerateConfig
 from streamrl.engine.client import Answer, EngineError
 from streamrl.generate.routing import routing_columns
 from streamrl.generate.tokenizer import Tokenizer

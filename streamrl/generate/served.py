@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.server import Server, ServerFailed

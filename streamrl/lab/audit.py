@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from streamrl import config_file
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.observe.metrics import read_metrics
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter, merge_adapter

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.lab.journal_export import FORMATS, export
 from streamrl.replay.history import STATES, Contents
 from streamrl.replay.records import Completed

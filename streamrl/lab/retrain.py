@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from streamrl import config_file
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
 from streamrl.learner.batches import RecordedBatches
 from streamrl.learner.role import run_recorded
 from streamrl.publish.kept import kept_versions

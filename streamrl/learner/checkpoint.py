@@ -26,7 +26,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 
-from streamrl.config_learner import CheckpointConfig
+from streamrl.config.learner import CheckpointConfig
 from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint import Checkpoint, State
 from streamrl.learner.parallel import Ranks

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 
 MEGATRON_VERSION = "0.16.1"
 """The version whose assumptions are answered here, and whose private methods the learner overrides.

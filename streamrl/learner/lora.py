@@ -37,8 +37,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from streamrl.config_file import ConfigError
-from streamrl.config_learner import LoraConfig, LoraTarget
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LoraConfig, LoraTarget
 
 PARAMETERS = ("lora_a", "lora_b")
 """Names of an adapter's parameters in its layer, beside `weight`."""

@@ -16,8 +16,8 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
-from streamrl.config_learner import LORA_PROJECTIONS, LoraConfig
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LORA_PROJECTIONS, LoraConfig
 from streamrl.learner.lora import PARAMETERS, Adapted, adapters, draw
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.shape import ModelShape

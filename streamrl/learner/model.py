@@ -30,7 +30,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from streamrl.config import Config
-from streamrl.config_learner import LearnerConfig
+from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import lora, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm

@@ -19,8 +19,8 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from streamrl.config_file import ConfigError
-from streamrl.config_learner import OptimizerSettings
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
 from streamrl.learner.safety import UpdateGuard, Verdict
 

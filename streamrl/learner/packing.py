@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.batch_metrics import token_ages
 from streamrl.routing import OUTPUT, UNKNOWN, routed_alike, unfold
 from streamrl.types import Batch, Group, PolicyVersion, Sample

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
-from streamrl.config_learner import LayoutConfig
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig
 from streamrl.device import Device, detect
 from streamrl.learner import cpu_adapter
 from streamrl.learner.shape import ModelShape

@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.model import policy_of

@@ -19,7 +19,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.attention import PackedRow
 from streamrl.learner.shape import ModelShape
 from streamrl.routing import UNKNOWN

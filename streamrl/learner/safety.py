@@ -13,7 +13,7 @@ import statistics
 from collections import Counter, deque
 from typing import Any, Literal
 
-from streamrl.config_learner import OptimizerSettings
+from streamrl.config.learner import OptimizerSettings
 
 Verdict = Literal["ok", "not finite", "spike"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.rope import Rope, UnknownRopeError, read_rope
 
 VOCABULARY_MULTIPLE = 64

@@ -29,7 +29,7 @@ from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import needs_scores, needs_selection
 from streamrl.config import Config
-from streamrl.config_learner import AdvantageConfig
+from streamrl.config.learner import AdvantageConfig
 from streamrl.device import Device
 from streamrl.learner.forward import Passes
 from streamrl.learner.optimizer import PolicyOptimizer, Update

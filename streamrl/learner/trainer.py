@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from streamrl.config import Config
-from streamrl.config_learner import LearnerConfig
+from streamrl.config.learner import LearnerConfig
 from streamrl.learner import checkpoint, lora, lora_folder
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import Saver

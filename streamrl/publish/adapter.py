@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config_learner import LoraConfig
+from streamrl.config.learner import LoraConfig
 from streamrl.publish.peft import checksum, write_adapter
 from streamrl.publish.staging import Staged
 from streamrl.publish.transport import AdapterManifest, Check, Source

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
-from streamrl.config_file import ConfigError
-from streamrl.config_learner import LoraConfig
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LoraConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

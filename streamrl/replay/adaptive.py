@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from streamrl.config import AdaptiveConfig
+from streamrl.config.replay import AdaptiveConfig
 from streamrl.replay.order import Order
 
 

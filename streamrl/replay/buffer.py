@@ -23,7 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from streamrl.config import Config, FilterConfig
+from streamrl.config import Config
+from streamrl.config.replay import FilterConfig
 from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.curriculum import Curriculum, make_curriculum
 from streamrl.replay.leases import Lease, Leases

@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.config import JournalConfig
+from streamrl.config.replay import JournalConfig
 from streamrl.replay.history import read_journal, recorded_batches
 from streamrl.replay.records import AnyRecord, Completed, Place
 from streamrl.replay.recovery import Recovery, recover

@@ -35,7 +35,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
 from itertools import count, islice
 
-from streamrl.config import ReplayConfig
+from streamrl.config.replay import ReplayConfig
 
 
 class Order(ABC):

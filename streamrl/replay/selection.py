@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from streamrl.config import FilterConfig
+from streamrl.config.replay import FilterConfig
 from streamrl.replay.records import Completed
 from streamrl.types import Group, Ticket
 

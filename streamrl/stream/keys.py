@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from streamrl.config import Config, StreamConfig
+from streamrl.config import Config
+from streamrl.config.replay import StreamConfig
 
 _LOCAL_NAMES = ("localhost", "lo")  # the loopback device, as an address may name it
 

@@ -30,7 +30,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from streamrl.config import StreamConfig
+from streamrl.config.replay import StreamConfig
 from streamrl.stream.arenas import COPIED, Arenas, keep_pages
 from streamrl.stream.codec import decode_batch, encode_group
 from streamrl.stream.door import Door

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from streamrl.config_file import allowed
+from streamrl.config.file import allowed
 
 ARGUMENTS = "task.args"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from streamrl.config import Config, OverlongConfig
+from streamrl.config import Config
+from streamrl.config.task import OverlongConfig
 from streamrl.tasks.environment import Rollout
 
 OVERLONG = "overlong"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from streamrl.config import TaskConfig, TaskShare
+from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.arguments import parse_arguments
 from streamrl.tasks.environment import Environment
 

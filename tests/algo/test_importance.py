@@ -10,7 +10,7 @@ import torch
 from streamrl.algo.importance import Weights, importance_weights, mask_edges, proximal_logprobs, weight_cap
 from streamrl.algo.ratios import aggregate, bounded_exp, log_ratio
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 LOG = math.log
 # Two samples: ratios 4 and 0.5 (product 2, geometric mean sqrt 2), then 0.25, 1 and 2 (product 0.5).

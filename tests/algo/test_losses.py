@@ -18,7 +18,7 @@ from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.families import FAMILIES, clipped_surrogate
 from streamrl.algo.losses import policy_loss, reference_kl
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_norm")
 COVARIANCES = ("none", "clip_cov", "kl_cov")

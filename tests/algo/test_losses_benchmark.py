@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.losses import SETTINGS, TRL_SETTINGS, Row, against_reference, against_trl, make_batch
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 
 @pytest.mark.parametrize("name", ["loss=gspo dual_clip", "mask=second_moment", "several at once"])

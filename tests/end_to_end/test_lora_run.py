@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from benchmarks.random_models import random_adapter
 from streamrl import cli
-from streamrl.config_learner import LoraConfig
+from streamrl.config.learner import LoraConfig
 from streamrl.observe.metrics import read_metrics
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import write_adapter

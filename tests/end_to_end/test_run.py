@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from streamrl import cli
-from streamrl.config import JournalConfig
+from streamrl.config.replay import JournalConfig
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.journal import Journal, read_journal, recorded_batches

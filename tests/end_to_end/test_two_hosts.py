@@ -21,8 +21,8 @@ import pytest
 
 from benchmarks.fault_roles import Trained, read_record
 from benchmarks.faults import Process, Verdict, judge, make_config
-from streamrl import config_file
 from streamrl.config import Config
+from streamrl.config import file as config_file
 
 PATIENCE = 150.0  # seconds for anything that must come; a connection that was cut is noticed within 40 (stream/sockets)
 STEPS = 10  # learner steps before the cut, and after it

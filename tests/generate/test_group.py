@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.config import GenerateConfig, OverlongConfig
+from streamrl.config.generate import GenerateConfig
+from streamrl.config.task import OverlongConfig
 from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, completion

@@ -12,7 +12,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from launch import tiny_model
-from streamrl.config import Config, OverlongConfig
+from streamrl.config import Config
+from streamrl.config.task import OverlongConfig
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server, server_arguments
 from streamrl.generate.group import run_group

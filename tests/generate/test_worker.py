@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl import config_file
 from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.observe.events import EventLog, event_path, read_events

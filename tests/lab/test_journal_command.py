@@ -10,8 +10,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from streamrl import cli, config_file
-from streamrl.config import Config, JournalConfig
+from streamrl import cli
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.replay import JournalConfig
 from streamrl.lab.journal_export import export
 from streamrl.replay.history import Contents
 from streamrl.replay.journal import Journal

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import smollm2, tiny_model
-from streamrl.config_file import load
+from streamrl.config.file import load
 from streamrl.learner.shape import read_shape
 from streamrl.tasks.registry import build_task
 

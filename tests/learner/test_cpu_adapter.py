@@ -8,7 +8,7 @@ import pytest
 import torch
 from learner_parts import make_batch, make_config
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner import cpu_adapter
 from streamrl.learner.cpu_adapter import UnsupportedMegatronError
 

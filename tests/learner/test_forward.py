@@ -8,7 +8,7 @@ import pytest
 import torch
 from learner_parts import make_batch, make_config
 
-from streamrl.config_learner import LoraConfig
+from streamrl.config.learner import LoraConfig
 from streamrl.learner.forward import Passes, gather_parameters, wrap
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.model import build, choose_layers

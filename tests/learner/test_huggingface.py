@@ -12,7 +12,7 @@ from learner_parts import VOCABULARY, make_config, write_model
 from safetensors.torch import load_file, save_file
 
 from benchmarks.random_models import FAMILIES
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner import huggingface
 from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import save_folder

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.random_models import random_adapter
 from streamrl.config import Config
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.huggingface import export_weights
 from streamrl.learner.lora_folder import export_adapters, load_adapters, save_adapters

@@ -8,7 +8,7 @@ import pytest
 import torch
 from learner_parts import make_config
 
-from streamrl.config_learner import LearnerConfig
+from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner.model import choose_layers
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from learner_parts import make_batch, make_config, weights
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.safety import BadStepsError
 
 

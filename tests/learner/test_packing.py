@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from learner_parts import make_batch
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.packing import MicroBatch, Packing, SequenceTooLongError, cut, plan, plan_batch, plan_step
 from streamrl.types import Batch, PolicyVersion, VersionSpan
 

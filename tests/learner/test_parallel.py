@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from benchmarks.parity import BAR, Layout, configure
 from benchmarks.parity_ranks import Case, Gradient, run_ranks
 from benchmarks.random_models import largest_difference, write_model
-from streamrl.config_file import ConfigError
-from streamrl.config_learner import LayoutConfig, LearnerConfig
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig, LearnerConfig
 from streamrl.learner.parallel import check_fit
 from streamrl.learner.shape import MoeShape, read_shape
 

@@ -9,7 +9,7 @@ import transformers
 from learner_parts import VOCABULARY, largest_difference, make_config, write_model
 from replay_at_work import replayed_gradient
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.attention import describe_row
 from streamrl.learner.logprobs import Targets
 from streamrl.learner.router_replay import row_experts

@@ -7,7 +7,7 @@ import math
 import pytest
 from learner_parts import make_batch
 
-from streamrl.config_learner import OptimizerSettings
+from streamrl.config.learner import OptimizerSettings
 from streamrl.learner import bad_batch
 from streamrl.learner.safety import BadStepsError, UpdateGuard
 from streamrl.learner.stragglers import SlowestRank

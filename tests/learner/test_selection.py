@@ -7,7 +7,7 @@ import torch
 from learner_parts import make_config
 from losses_at_work import two_steps
 
-from streamrl.config_learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig
 
 EVERYTHING = AlgoConfig(
     proximal="recompute",

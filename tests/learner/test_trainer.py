@@ -10,7 +10,7 @@ import pytest
 import torch
 from learner_parts import gradients, largest_difference, make_batch, make_config, weights
 
-from streamrl.config_file import ConfigError
+from streamrl.config.file import ConfigError
 from streamrl.learner.packing import SequenceTooLongError
 from streamrl.types import Batch, VersionSpan
 

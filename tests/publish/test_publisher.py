@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.config import Config, StreamConfig
+from streamrl.config import Config
+from streamrl.config.replay import StreamConfig
 from streamrl.engine.client import EngineClient
 from streamrl.generate.sink import BroadcastSink
 from streamrl.observe.events import EventLog, event_path, read_events

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import JournalConfig
+from streamrl.config.replay import JournalConfig
 from streamrl.replay.history import Contents, recorded_batches
 from streamrl.replay.journal import Journal, JournalDamaged
 from streamrl.replay.records import AnyRecord, Began, Completed, Consumed, Dropped, Issued, Saved

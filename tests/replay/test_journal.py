@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import JournalConfig
+from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, read_journal, recover
 from streamrl.replay.records import Completed, Consumed, Place, Saved
 from streamrl.replay.segments import segment_path, segments

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from streamrl.config import Config, ReplayConfig
+from streamrl.config import Config
+from streamrl.config.replay import ReplayConfig
 from streamrl.replay.order import Order, ReadyOrder, StrictOrder, WindowedOrder, make_order
 
 STALENESS = st.floats(0, 6) | st.integers(0, 6) | st.sampled_from([0.5, 0.25, 1.5, 2.75])

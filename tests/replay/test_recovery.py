@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.config import JournalConfig
+from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal, recover
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Saved
 from streamrl.replay.recovery import SET_ASIDE, Recovery
@@ -188,7 +188,7 @@ def test_a_file_of_another_kind_is_set_aside_and_not_lost(tmp_path: Path) -> Non
 WRITER = """
 import sys
 from pathlib import Path
-from streamrl.config import JournalConfig
+from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed
 

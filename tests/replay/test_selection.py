@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay_schedule import answer, placeholder
 
-from streamrl.config import AdaptiveConfig, FilterConfig
+from streamrl.config.replay import AdaptiveConfig, FilterConfig
 from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.order import StrictOrder, WindowedOrder
 from streamrl.replay.selection import Audit, measure, reason_to_drop

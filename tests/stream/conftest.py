@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.config import StreamConfig
+from streamrl.config.replay import StreamConfig
 from streamrl.stream.sockets import Dealer
 
 

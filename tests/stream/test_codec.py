@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from msgspec.structs import replace
 
-from streamrl.config import StreamConfig
+from streamrl.config.replay import StreamConfig
 from streamrl.stream.codec import decode_batch, decode_group, encode_group, ticket_of
 from streamrl.stream.messages import BatchHeader, BatchStats, MalformedMessage
 from streamrl.stream.sockets import Dealer, ReceivedBatch, Router

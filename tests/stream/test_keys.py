@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from streamrl.config import Config, StreamConfig
+from streamrl.config import Config
+from streamrl.config.replay import StreamConfig
 from streamrl.stream.codec import decode_group
 from streamrl.stream.keys import (
     KeysUnusable,

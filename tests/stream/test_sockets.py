@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import zmq
 
-from streamrl.config import Config, StreamConfig
+from streamrl.config import Config
+from streamrl.config.replay import StreamConfig
 from streamrl.stream.address import address_path, replay_address, tell_address
 from streamrl.stream.codec import decode_group
 from streamrl.stream.messages import BatchHeader, BatchStats, Bye, Credit, MalformedMessage, Next, Stop, decode

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from streamrl.config import TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import EXACT, FAILED, Completion
 from streamrl.tasks.math_reward import MathReward, ScoringFailed
 from streamrl.tasks.registry import build_task

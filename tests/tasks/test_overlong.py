@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from streamrl.config import Config, OverlongConfig
+from streamrl.config import Config
+from streamrl.config.task import OverlongConfig
 from streamrl.tasks.environment import Completion, Rollout
 from streamrl.tasks.overlong import Overlong
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from reasoning_gym.factory import create_dataset
 
-from streamrl.config import TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import EXACT, Completion, Prompt
 from streamrl.tasks.reasoning_gym import BEHAVED, extract
 from streamrl.tasks.registry import build_task

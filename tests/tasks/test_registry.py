@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.config import TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.tasks.registry import build_tasks
 
 

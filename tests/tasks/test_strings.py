@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from streamrl.config import TaskConfig
+from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import EXACT, Completion, Score
 from streamrl.tasks.registry import build_task
 

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from streamrl.config import Config
-from streamrl.config_section import Section
+from streamrl.config.section import Section
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
 

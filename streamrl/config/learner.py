@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.config_section import Section
+from streamrl.config.section import Section
 
 MASK_EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 """Default edges of each mask: on the ratio of the token, its product and its geometric mean over the sample."""

@@ -1,0 +1,110 @@
+"""The wire, the buffer between generation and training, and its journal."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from streamrl.config.section import Section
+
+
+class StreamConfig(Section):
+    """The wire between workers, replay service and learner."""
+
+    max_message: int = Field(1 << 28, ge=1 << 12, description="bytes of the largest message that is accepted")
+    reply_timeout: float = Field(30.0, gt=0, description="seconds that a reply of the replay service may take")
+    curve: Literal["auto", "on", "off"] = Field(
+        "auto", description="CURVE authentication and encryption; auto: on unless the address is loopback or ipc"
+    )
+    keys: Path | None = Field(None, description="folder of the run's CURVE keys; null: RUN/keys")
+
+
+class FilterConfig(Section):
+    """Which groups are dropped and replaced by another prompt's of the same task, before they are trained."""
+
+    signal: bool = Field(False, description="drop groups whose rewards are all equal (std <= 1e-6)")
+    placeholders: bool = Field(False, description="drop groups with a failed sample")
+    min_pass_rate: float = Field(0.0, ge=0, le=1, description="drop groups below this share of right answers")
+    max_pass_rate: float = Field(1.0, ge=0, le=1, description="drop groups above this share of right answers")
+    tries: int = Field(4, ge=1, description="prompts for one place; the last one's group is taken as it is")
+
+    @property
+    def active(self) -> bool:
+        return self.signal or self.placeholders or self.min_pass_rate > 0 or self.max_pass_rate < 1
+
+    @model_validator(mode="after")
+    def _keeps_something(self) -> FilterConfig:
+        if self.min_pass_rate > self.max_pass_rate:
+            raise ValueError(
+                f"min_pass_rate: {self.min_pass_rate:g} is above max_pass_rate={self.max_pass_rate:g}; "
+                "allowed: up to max_pass_rate"
+            )
+        return self
+
+
+class AdaptiveConfig(Section):
+    """The controller that lowers the admitted staleness where the data becomes too far off-policy."""
+
+    enabled: bool = Field(False, description="adapt the admitted staleness within [0, replay.max_staleness]")
+    ess_low: float = Field(0.5, gt=0, lt=1, description="off-policy effective sample size under which it is lowered")
+    ess_high: float = Field(0.8, gt=0, le=1, description="effective sample size above which it is raised")
+    change: float = Field(0.25, gt=0, description="learner steps of staleness by which it is changed at once")
+    patience: int = Field(4, ge=1, description="learner steps between two changes")
+
+    @model_validator(mode="after")
+    def _has_a_dead_band(self) -> AdaptiveConfig:
+        if self.ess_low >= self.ess_high:
+            raise ValueError(f"ess_low: {self.ess_low:g} is not below ess_high={self.ess_high:g}")
+        return self
+
+
+class ReplayConfig(Section):
+    """The buffer between generation and training."""
+
+    address: str = Field("tcp://127.0.0.1:0", description="where the replay service listens; port 0 takes a free one")
+    order: Literal["fifo", "windowed", "ready", "synchronous"] = Field(
+        "fifo", description="in which order groups are consumed; synchronous is fifo with the bound 0"
+    )
+    window: int = Field(1, ge=1, description="W, ids from the oldest unconsumed group on that `windowed` may consume")
+    over_age: Literal["drop", "pass"] = Field(
+        "drop", description="what `ready` does with a group older than the bound: generate it again, or train it"
+    )
+    groups_per_step: int = Field(8, ge=1, description="P, groups of one learner step")
+    max_staleness: float = Field(
+        2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
+    )
+    lease: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a ticket is issued again")
+    group_timeout: float = Field(
+        900.0, gt=0, description="seconds after which a group ends with placeholders for its missing samples"
+    )
+    max_attempts: int = Field(3, ge=1, description="times that one ticket is issued before its group is a placeholder")
+    curriculum: str = Field(
+        "sequential", description="which prompt is asked next: sequential, or package.module:Class of your own"
+    )
+    filter: FilterConfig = Field(default_factory=FilterConfig, description="groups that are dropped and replaced")
+    adaptive: AdaptiveConfig = Field(default_factory=AdaptiveConfig, description="the adaptive bound")
+
+    @property
+    def bound(self) -> float:
+        """S of the order: 0 for `synchronous`."""
+        return 0.0 if self.order == "synchronous" else self.max_staleness
+
+    @property
+    def slots(self) -> int:
+        """N = floor((S + 1) P) - (W - 1): groups that may be issued and not yet be part of acknowledged weights."""
+        window = self.window if self.order == "windowed" else 1
+        return math.floor((self.bound + 1) * self.groups_per_step) - (window - 1)
+
+
+class JournalConfig(Section):
+    """The record of every group and batch, from which a run is recovered and trained again."""
+
+    keep: Literal["none", "resume", "all"] = Field(
+        "resume", description="segments: none written; those behind the oldest checkpoint deleted; all, for `retrain`"
+    )
+    commit_groups: int = Field(64, ge=1, description="groups after which a commit is made (one fsync for all)")
+    commit_seconds: float = Field(0.02, ge=0, description="seconds that an accepted group waits for its commit at most")
+    segment: int = Field(256 << 20, ge=1 << 12, description="bytes after which a new segment is begun")

@@ -1,0 +1,129 @@
+"""The whole configuration: one typed tree, where every key has its meaning, unit and default.
+
+YAML gives the tree, `key=value` overrides change it (`replay.max_staleness=0`), and `load` refuses
+whatever does not fit with one line. No other package gives a default or reads an environment variable.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from streamrl.config.generate import GenerateConfig
+from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
+from streamrl.config.publish import PublishConfig
+from streamrl.config.replay import JournalConfig, ReplayConfig, StreamConfig
+from streamrl.config.section import Section
+from streamrl.config.task import TaskConfig
+
+
+class RunConfig(Section):
+    """What a run is called, where it is kept and how long it lasts."""
+
+    name: str = Field("run", pattern=r"^[\w][\w.-]*$", description="name of the run folder")
+    folder: Path = Field(Path("runs"), description="folder that holds the run folders")
+    seed: int = Field(1, ge=0, description="seed of prompts, initialisation and dropout")
+    steps: int = Field(100, ge=1, description="learner steps of the whole run")
+    restarts: int = Field(3, ge=0, description="times that the replay service, and the learner, are started again")
+    start_timeout: float = Field(300.0, gt=0, description="seconds that a role may take to be ready")
+    stop_timeout: float = Field(60.0, gt=0, description="seconds that a role may take to end, then it is killed")
+    silence_timeout: float = Field(
+        600.0, gt=0, description="seconds without a learner step after which a run has failed"
+    )
+
+
+class ModelConfig(Section):
+    """The model that is trained and generates."""
+
+    path: Path = Field(Path("models/tiny"), description="Hugging Face folder (config.json, safetensors, tokenizer)")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights in learner and server")
+    trust_remote_code: Literal[False] = Field(False, description="code from a model folder is never run")
+
+
+class ObserveConfig(Section):
+    """Where metrics go besides RUN/metrics.jsonl."""
+
+    console: bool = Field(True, description="live table in the terminal")
+    wandb: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases")
+    wandb_project: str = Field("streamrl", description="project at Weights & Biases")
+    tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
+
+
+class Config(Section):
+    """The whole tree."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="the run")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
+    task: TaskConfig = Field(default_factory=TaskConfig, description="the task")
+    generate: GenerateConfig = Field(default_factory=GenerateConfig, description="generators")
+    stream: StreamConfig = Field(default_factory=StreamConfig, description="the wire")
+    replay: ReplayConfig = Field(default_factory=ReplayConfig, description="the buffer")
+    journal: JournalConfig = Field(default_factory=JournalConfig, description="the record of the data")
+    algo: AlgoConfig = Field(default_factory=AlgoConfig, description="the loss")
+    learner: LearnerConfig = Field(default_factory=LearnerConfig, description="the learner")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="checkpoints")
+    publish: PublishConfig = Field(default_factory=PublishConfig, description="publishing")
+    observe: ObserveConfig = Field(default_factory=ObserveConfig, description="observation")
+
+    @property
+    def run_folder(self) -> Path:
+        return self.run.folder / self.run.name
+
+    @model_validator(mode="after")
+    def _every_worker_has_a_server(self) -> Config:
+        addresses = len(self.generate.attach)
+        if addresses and addresses < self.generate.workers:
+            raise ValueError(
+                f"generate.attach: {addresses} addresses for generate.workers={self.generate.workers}; "
+                "allowed: one for each worker"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_fits_the_answer(self) -> Config:
+        buffer, longest = self.task.overlong.buffer, self.generate.sampling.max_new_tokens
+        if buffer > longest:
+            raise ValueError(
+                f"task.overlong.buffer: {buffer} is above generate.sampling.max_new_tokens={longest}; "
+                f"allowed: up to {longest}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _does_not_deadlock(self) -> Config:
+        needed = self.publish.every * self.replay.groups_per_step
+        if self.replay.order == "windowed" and self.replay.slots < self.replay.groups_per_step:
+            widest = math.floor(self.replay.bound * self.replay.groups_per_step) + 1
+            raise ValueError(
+                f"replay.window: {self.replay.window} leaves {self.replay.slots} slots, fewer than one step needs; "
+                f"allowed: up to {widest} with replay.max_staleness={self.replay.bound:g}"
+            )
+        if self.replay.slots < needed:
+            raise ValueError(
+                f"publish.every: {self.publish.every} would deadlock: {needed} groups train before a publish, "
+                f"but replay.max_staleness={self.replay.max_staleness:g} allows {self.replay.slots}; "
+                f"allowed: up to {self.replay.slots // self.replay.groups_per_step}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_mini_batch_has_a_group(self) -> Config:
+        if self.learner.mini_batches > self.replay.groups_per_step:
+            raise ValueError(
+                f"learner.mini_batches: {self.learner.mini_batches} cannot share replay.groups_per_step="
+                f"{self.replay.groups_per_step} groups; allowed: up to {self.replay.groups_per_step}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_task_has_a_place(self) -> Config:
+        weighted = sum(share.weight > 0 for share in self.task.shares)
+        if weighted > self.replay.groups_per_step:
+            raise ValueError(
+                f"task.mix: {weighted} weighted tasks need one group each, replay.groups_per_step="
+                f"{self.replay.groups_per_step}; allowed: up to {self.replay.groups_per_step}"
+            )
+        return self
