@@ -108,7 +108,7 @@ class Chaos:
         self.learner = self._process("learner", [*roles, "learner", str(folder)])
         self.workers = [
             self._process(f"worker-{index}", [*roles, "worker", str(folder), str(index)])
-            for index in range(config.generate.workers)
+            for index in range(config.workers)
         ]
 
     @property

@@ -141,7 +141,7 @@ def make_batch(shape: Shape) -> Batch:
             )
             for length in lengths
         )
-        groups.append(Group(group_id=index, task="copy", prompt_index=index, samples=samples))
+        groups.append(Group(group_id=index, task="copy", prompt_index=index, samples=samples, temperature=TEMPERATURE))
     return Batch(step=0, groups=tuple(groups))
 
 

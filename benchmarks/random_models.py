@@ -83,6 +83,9 @@ def random_adapter(model: Path, seed: int, size: float = 0.125, rank: int = 4) -
     return tensors
 
 
+TEMPERATURE = 0.8  # of all batches: a learner that forgot it would be seen
+
+
 def make_batch(step: int = 0, groups: int = 3, size: int = 4, longest: int = 19) -> Batch:
     """Groups of answers of 1 to `longest` tokens, with stale tokens, masked tokens and a placeholder."""
     random = np.random.default_rng(step)
@@ -94,7 +97,7 @@ def _group(random: np.random.Generator, step: int, index: int, size: int, longes
     samples = [_sample(random, step, prompt, int(random.integers(1, longest + 1))) for _ in range(size)]
     if index == 0:
         samples[0] = _sample(random, step, prompt, 0, finish_reason="placeholder")
-    return Group(group_id=index, task="copy", prompt_index=index, samples=tuple(samples))
+    return Group(group_id=index, task="copy", prompt_index=index, samples=tuple(samples), temperature=TEMPERATURE)
 
 
 def _sample(

@@ -119,9 +119,7 @@ class Supervisor:
         self.config = config
         self.run_folder = run_folder
         self.replay = self._role("replay", [])
-        self.generators = [
-            self._role("generator", ["--index", str(index)], index) for index in range(config.generate.workers)
-        ]
+        self.generators = [self._role("generator", ["--index", str(index)], index) for index in range(config.workers)]
         self.learner = self._learner()
         self.interrupts = 0
 

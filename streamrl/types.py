@@ -174,6 +174,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     started: float = 0.0  # seconds since the epoch, on the worker's clock
     finished: float = 0.0
     worker: str = ""
+    temperature: float = 1.0  # at which its tokens were drawn: their log-probs are those of logits divided by it
 
     @property
     def tokens(self) -> int:
@@ -211,6 +212,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         """Raise ValueError, naming the field, unless every sample is well formed."""
         if not self.samples:
             raise ValueError(f"group {self.group_id} has no samples")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"group {self.group_id}.temperature is {self.temperature}, above 0 is needed")
         for index, sample in enumerate(self.samples):
             sample.check(f"group {self.group_id} sample {index}")
 

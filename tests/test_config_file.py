@@ -157,3 +157,28 @@ def test_a_run_name_survives_the_file_whatever_it_looks_like(name, tmp_path):
     config_file.save(config, tmp_path / "config.yaml")
     assert config_file.load(tmp_path / "config.yaml") == config
     assert config.run.name == name
+
+
+def test_each_worker_sees_the_settings_of_its_own_pool():
+    hot = {"name": "hot", "workers": 2, "sampling": {"temperature": 1.2}}
+    cold = {"name": "cold", "attach": ["http://[::1]:30000"]}
+    config = Config.model_validate({"generate": {"sampling": {"max_new_tokens": 8}, "pools": [hot, cold]}})
+    assert config.workers == 3
+    first, last = config.of_worker(1).generate, config.of_worker(2).generate
+    assert (first.name, first.sampling.temperature, first.sampling.max_new_tokens) == ("hot", 1.2, 8)
+    assert (last.name, last.sampling.temperature, last.attach) == ("cold", 1.0, ("http://[::1]:30000",))
+    with pytest.raises(ValueError, match="1 addresses, none for generator 3"):
+        config.of_worker(3)
+
+
+@pytest.mark.parametrize(
+    ("pool", "text"),
+    [
+        ({"workers": 2}, "the name '' is missing"),
+        ({"name": "a", "group_size": 4}, "'group_size' cannot differ between pools"),
+        ({"name": "a", "sampling": {"temperature": 0}}, "sampling.temperature of 'a'"),
+    ],
+)
+def test_a_pool_that_does_not_fit_is_refused_by_name(pool, text):
+    with pytest.raises(ValueError, match=text):
+        Config.model_validate({"generate": {"pools": [pool]}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from streamrl.config.section import Section
 
@@ -25,6 +25,7 @@ class SamplingConfig(Section):
 class GenerateConfig(Section):
     """The generator workers and their SGLang servers."""
 
+    name: str = Field("", pattern=r"^[\w.-]*$", description="of the pool, where there are several")
     workers: int = Field(1, ge=1, description="generator workers, one SGLang server each")
     attach: tuple[str, ...] = Field(
         (), description="addresses (http://host:port) of running servers; empty: start own ones"
@@ -42,9 +43,58 @@ class GenerateConfig(Section):
         3, ge=0, description="times that a worker which had been ready is started again after it died"
     )
     probes: int = Field(3, ge=0, description="held-out prompts answered greedily at the start and at the end")
+    pools: tuple[dict[str, Any], ...] = Field(
+        (), description="several pools: each a name and the keys of `generate` in which it differs; empty: one pool"
+    )
+
+    @property
+    def each_pool(self) -> tuple[GenerateConfig, ...]:
+        """Every pool with its own settings in full; this one alone where no pools are given.
+
+        Raises ValueError for a pool with a key that cannot differ, or a value that does not fit.
+        """
+        common = self.model_dump(exclude={"pools"})
+        return tuple(_pool(common, own) for own in self.pools) or (self,)
+
+    @model_validator(mode="after")
+    def _pools_are_clear(self) -> GenerateConfig:
+        names = [pool.name for pool in self.each_pool] if self.pools else []
+        for name in names:
+            if not name or names.count(name) > 1:
+                raise ValueError(f"pools: the name {name!r} is missing or there twice; allowed: a name for each pool")
+        return self
 
     @model_validator(mode="after")
     def _runs_no_code_of_a_model_folder(self) -> GenerateConfig:
         if any(name.replace("-", "_") == "trust_remote_code" for name in self.server_args):
             raise ValueError("server_args: trust_remote_code would run code from a model folder; allowed: other names")
         return self
+
+
+OF_A_POOL = (
+    "name", "workers", "attach", "groups_in_flight", "single_requests", "sampling", "request_timeout",
+    "tensor_parallel", "server_args", "threads",
+)  # fmt: skip
+# Keys in which pools may differ. The others belong to the run: a group has as many samples wherever it is made.
+
+
+def _pool(common: dict[str, Any], own: dict[str, Any]) -> GenerateConfig:
+    if other := sorted(own.keys() - set(OF_A_POOL)):
+        raise ValueError(f"pools: {other[0]!r} cannot differ between pools; allowed: {', '.join(OF_A_POOL)}")
+    try:
+        return GenerateConfig.model_validate(_merged(common, own))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ValueError(
+            f"pools: {key} of {own.get('name', '')!r}: {first['msg']} (given {first['input']!r})"
+        ) from None
+
+
+def _merged(common: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """`own` over `common`, section by section."""
+    merged = common | own
+    for key, value in own.items():
+        if isinstance(value, dict) and isinstance(common.get(key), dict) and key != "server_args":
+            merged[key] = common[key] | value
+    return merged

@@ -72,19 +72,46 @@ class Config(Section):
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
 
+    @property
+    def workers(self) -> int:
+        """Generator workers of all pools, numbered from 0 through the pools in their order."""
+        return sum(pool.workers for pool in self.generate.each_pool)
+
+    def of_worker(self, index: int) -> Config:
+        """The configuration as generator worker `index` sees it: `generate` is its own pool's, for it alone.
+
+        A worker that joins beyond the configured ones belongs to the last pool. Raises ValueError for one without
+        an address where its pool attaches to servers.
+        """
+        pools = self.generate.each_pool
+        place = index
+        for pool in pools:
+            if place < pool.workers or pool is pools[-1]:
+                break
+            place -= pool.workers
+        if pool.attach and place >= len(pool.attach):
+            raise ValueError(
+                f"generate.attach: {len(pool.attach)} addresses, none for generator {index}; "
+                f"allowed: one for each of generate.workers={pool.workers}"
+            )
+        own = pool.model_copy(update={"workers": 1, "attach": pool.attach[place : place + 1]})
+        return self.model_copy(update={"generate": own})
+
     @model_validator(mode="after")
     def _every_worker_has_a_server(self) -> Config:
-        addresses = len(self.generate.attach)
-        if addresses and addresses < self.generate.workers:
-            raise ValueError(
-                f"generate.attach: {addresses} addresses for generate.workers={self.generate.workers}; "
-                "allowed: one for each worker"
-            )
+        for pool in self.generate.each_pool:
+            addresses = len(pool.attach)
+            if addresses and addresses < pool.workers:
+                raise ValueError(
+                    f"generate.attach: {addresses} addresses for generate.workers={pool.workers}; "
+                    "allowed: one for each worker"
+                )
         return self
 
     @model_validator(mode="after")
     def _overlong_fits_the_answer(self) -> Config:
-        buffer, longest = self.task.overlong.buffer, self.generate.sampling.max_new_tokens
+        buffer = self.task.overlong.buffer
+        longest = min(pool.sampling.max_new_tokens for pool in self.generate.each_pool)
         if buffer > longest:
             raise ValueError(
                 f"task.overlong.buffer: {buffer} is above generate.sampling.max_new_tokens={longest}; "

@@ -29,13 +29,14 @@ async def run_group(
     group_size: int,
     *,
     longest: int,
+    temperature: float,
     overlong: Overlong,
     events: EventLog,
 ) -> Group:
     """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
 
     A sample of more than `longest` tokens, prompt included, has failed too: no micro batch of the learner holds it.
-    `overlong` is what a long answer loses of its reward.
+    `temperature` is that of the sampling; `overlong` is what a long answer loses of its reward.
     At the deadline of `inference` the samples that are finished are kept, the others have failed, and the event
     tells how many tokens each had `reached`. Raises EngineError when the server cannot be reached: that is the
     worker's matter, not the sample's.
@@ -55,6 +56,7 @@ async def run_group(
             started=started,
             finished=now(),
             worker=events.role,
+            temperature=temperature,
         )
         failed = sum(sample.is_placeholder for sample in samples)
         unscored = sum(FAILED in sample.reward_parts for sample in samples)

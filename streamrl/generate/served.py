@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.config.file import ConfigError
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.server import Server, ServerFailed
@@ -42,20 +41,15 @@ class ServedModel:
     """
 
     def __init__(self, config: Config, run_folder: Path, index: int) -> None:
-        """Start the server of worker `index`, or find its address. Raises ConfigError when it has none."""
+        """Start the server of worker `index`, or take its address. `config` as that worker sees it."""
         attach = config.generate.attach
-        if attach and index >= len(attach):
-            raise ConfigError(
-                f"generate.attach: {len(attach)} addresses, none for generator {index}; "
-                f"allowed: one for each of generate.workers={config.generate.workers}"
-            )
         self.name = f"server-{index}"
         self._config = config
         self._version = INITIAL
         self._changed = asyncio.Condition()
         keys = engine_keys(config, run_folder)
         self._process = None if attach else Server(config, run_folder, index, keys)
-        self.address = self._process.address if self._process else attach[index]
+        self.address = self._process.address if self._process else attach[0]
         self.client = EngineClient(self.address, config.generate.request_timeout, keys)
         self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None
 

@@ -25,6 +25,7 @@ from typing import Any
 import uvloop
 
 from streamrl.config import Config
+from streamrl.config.file import ConfigError
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
 from streamrl.generate.group import run_group
@@ -55,12 +56,22 @@ class Stopped(Exception):
 
 
 def main(config: Config, run_folder: Path, index: int) -> int:
-    """Run the role until the run is over or a signal comes. Returns the exit code."""
-    return uvloop.run(run_worker(config, run_folder, index))
+    """Run the role until the run is over or a signal comes. Returns the exit code.
+
+    Raises ConfigError for a worker without an address where its pool attaches to servers.
+    """
+    try:
+        own = config.of_worker(index)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return uvloop.run(run_worker(own, run_folder, index))
 
 
 async def run_worker(config: Config, run_folder: Path, index: int) -> int:
-    """Worker `index` of the run, from its server's start to its end. Returns 0, or 1 when the server failed."""
+    """Worker `index` of the run, whose own `config` this is, from its server's start to its end.
+
+    Returns 0, or 1 when the server failed.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -185,6 +196,7 @@ class Worker:
                 self._inference(deadline=deadline),
                 self._config.generate.group_size,
                 longest=self._config.learner.tokens_per_micro_batch,
+                temperature=self._config.generate.sampling.temperature,
                 overlong=Overlong.of(self._config),
                 events=self._events,
             )

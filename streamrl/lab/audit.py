@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.replay.journal import JournalDamaged, recorded_batches
 from streamrl.replay.order import make_order
-from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
+from streamrl.types import Batch, Group, PolicyVersion, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +75,13 @@ def main(run_folder: Path, tolerance: float | None = None) -> int:
 def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     """Check the journal, the metrics and the kept weights of a run against one another."""
     findings = Findings(bound=make_order(config.replay).worst_staleness)
-    tokens: dict[PolicyVersion, list[tuple[Sample, int, int]]] = defaultdict(list)
+    tokens: dict[PolicyVersion, list[_Span]] = defaultdict(list)
     history = History(config, {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)})
     try:
         for batch in recorded_batches(run_folder / "journal"):
             history.check(batch, findings)
-            for sample, span in _stamped(batch):
-                tokens[span.version].append((sample, span.start, span.end))
+            for version, span in _stamped(batch):
+                tokens[version].append(span)
     except JournalDamaged as damage:
         findings.problems.append(str(damage))
     _check_metrics(run_folder, findings)
@@ -89,16 +89,28 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     settings = AutoConfig.from_pretrained(config.model.path)
     for version, spans in sorted(tokens.items()):
         if version in kept:
-            _check_logprobs(_load(kept[version], settings, config.model.path), spans, config, findings)
+            _check_logprobs(_load(kept[version], settings, config.model.path), spans, findings)
         elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
     _check_differences(findings, limits)
     return findings
 
 
-def _stamped(batch: Batch) -> Iterator[tuple[Sample, VersionSpan]]:
-    """Every span of a batch with the sample that it is of."""
-    return ((sample, span) for sample in batch.samples for span in sample.spans)
+class _Span(NamedTuple):
+    """Tokens of one sample that one version generated."""
+
+    sample: Sample
+    start: int
+    end: int
+    temperature: float
+
+
+def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, _Span]]:
+    """Every span of a batch, by its version."""
+    for group in batch.groups:
+        for sample in group.samples:
+            for span in sample.spans:
+                yield span.version, _Span(sample, span.start, span.end, group.temperature)
 
 
 def _check_differences(findings: Findings, limits: Limits) -> None:
@@ -226,24 +238,21 @@ def _load(folder: Path, settings: PretrainedConfig, base: Path) -> PreTrainedMod
 
 
 @torch.inference_mode()
-def _check_logprobs(
-    model: PreTrainedModel, spans: Sequence[tuple[Sample, int, int]], config: Config, findings: Findings
-) -> None:
+def _check_logprobs(model: PreTrainedModel, spans: Sequence[_Span], findings: Findings) -> None:
     """Compute the log-probs of all tokens that carry one version again, by the Hugging Face model in fp32."""
     for block in _blocks(spans, model.config.vocab_size):
-        logprobs = _logprobs(model, [sample for sample, _, _ in block], config.generate.sampling.temperature)
-        for (sample, start, end), computed in zip(block, logprobs, strict=True):
+        for (sample, start, end, _), computed in zip(block, _logprobs(model, block), strict=True):
             trained = sample.loss_mask[start:end]
             difference = np.abs(computed[start:end] - sample.logprobs[start:end])[trained]
             findings.differences.append(np.nan_to_num(difference, nan=np.inf))
             findings.audited += int(trained.sum())
 
 
-def _blocks(spans: Sequence[tuple[Sample, int, int]], vocabulary: int) -> Iterator[list[tuple[Sample, int, int]]]:
+def _blocks(spans: Sequence[_Span], vocabulary: int) -> Iterator[list[_Span]]:
     """Spans in blocks of like lengths, padded to at most LOGITS_AT_ONCE logits."""
-    block: list[tuple[Sample, int, int]] = []
-    for span in sorted(spans, key=lambda span: -_length(span[0])):
-        longest = _length(block[0][0]) if block else _length(span[0])
+    block: list[_Span] = []
+    for span in sorted(spans, key=lambda span: -_length(span.sample)):
+        longest = _length(block[0].sample if block else span.sample)
         if block and (len(block) + 1) * longest * vocabulary > LOGITS_AT_ONCE:
             yield block
             block = []
@@ -256,8 +265,10 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.output_ids)
 
 
-def _logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-    """Log-probs of every output token of each sample: one float32 [T] a sample."""
+def _logprobs(model: PreTrainedModel, spans: Sequence[_Span]) -> list[np.ndarray]:
+    """Log-probs of every output token of the sample of each span: one float32 [T] a span."""
+    samples = [span.sample for span in spans]
+    temperatures = torch.tensor([span.temperature for span in spans])
     longest = max(_length(sample) for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     attention = torch.zeros_like(ids)
@@ -265,7 +276,7 @@ def _logprobs(model: PreTrainedModel, samples: Sequence[Sample], temperature: fl
         sequence = np.concatenate([sample.prompt_ids, sample.output_ids]).astype(np.int64)
         ids[row, : len(sequence)] = torch.from_numpy(sequence)
         attention[row, : len(sequence)] = 1
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperature
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperatures[:, None, None]
     taken = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
     return [taken[row, len(sample.prompt_ids) - 1 : _length(sample) - 1].numpy() for row, sample in enumerate(samples)]
 

@@ -28,10 +28,14 @@ class Targets:
 
     positions: Tensor  # int64 [n], places in this rank's slice whose hidden state predicts the token
     tokens: Tensor  # int64 [n]
-    temperature: float
+    temperature: float | Tensor  # one for all, or float64 [n]
     entropy_gradient: bool = False  # whether the loss has an entropy term
     places: Tensor | None = None  # int64 [n], which of the row's targets these are; None: all of them, in order
     total: int = 0  # N, targets of the row; not read without places
+
+    def divisor(self, part: slice) -> float | Tensor:
+        """What the logits [n, rows] of some targets are divided by: one number, or [n, 1]."""
+        return self.temperature if isinstance(self.temperature, float) else self.temperature[part, None]
 
 
 def token_logprobs(
@@ -106,7 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy, log_sums = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            logits = _logits(hidden[part], weight, targets.temperature)
+            logits = _logits(hidden[part], weight, targets.divisor(part))
             peak = shard.reduce(_row_peak(logits), dist.ReduceOp.MAX)
             logits -= peak[:, None]
             here, local = shard.locate(targets.tokens[part], len(weight))
@@ -135,7 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=logprobs_grad.dtype) if ctx.needs_input_grad[1] else None
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            log_p = _logits(hidden[part], weight, targets.temperature).sub_(log_sums[part, None])
+            log_p = _logits(hidden[part], weight, targets.divisor(part)).sub_(log_sums[part, None])
             scale = logprobs_grad[part, None]
             if targets.entropy_gradient and entropy_grad is not None:
                 scale = scale + entropy_grad[part, None] * (log_p + entropy[part, None])
@@ -143,7 +147,7 @@ class _TokenLogprobs(torch.autograd.Function):
             here, local = shard.locate(targets.tokens[part], len(weight))
             if len(weight):
                 grad.scatter_add_(1, local[:, None], logprobs_grad[part].where(here, 0)[:, None])
-            grad = grad.div_(targets.temperature).to(hidden.dtype)
+            grad = grad.div_(targets.divisor(part)).to(hidden.dtype)
             hidden_grad[part] = grad @ weight
             if weight_grad is not None:
                 _add_product(weight_grad, grad, hidden[part])
@@ -160,7 +164,7 @@ def _add_product(weight_grad: Tensor, grad: Tensor, hidden: Tensor) -> None:
         weight_grad += grad.t() @ hidden
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, temperature: float | Tensor) -> Tensor:
     """At least float32 [n, rows], a fresh tensor: the product in the model's dtype, as the generator computes it."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     return (hidden @ weight.t()).to(wide).div_(temperature)

@@ -54,6 +54,7 @@ class MicroBatch:
     staleness: np.ndarray  # int64 [N], learner steps
     sample: np.ndarray  # int64 [N], 0..samples-1
     place: np.ndarray  # int64 [N], number of the token among all trained ones of the step, in the batch's order
+    temperature: np.ndarray  # float64 [N], at which the token was drawn
     samples: int
     routed_experts: np.ndarray | None = None  # int16 [T, layers, top_k] of the generator, -1 where unknown
 
@@ -214,6 +215,7 @@ class _Answer:
     """A sample with a trained token, and what its batch says of it."""
 
     sample: Sample
+    temperature: float
     advantage: float
     first_place: int  # of its first trained token
     length: int  # output tokens that must be read
@@ -229,7 +231,9 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
             advantage, trained = next(given), int(np.count_nonzero(sample.loss_mask))
             if trained:
                 prompt_experts = experts.get(routed_alike(sample))
-                answers.append(_Answer(sample, advantage, place, _answer_length(sample), prompt_experts))
+                answers.append(
+                    _Answer(sample, group.temperature, advantage, place, _answer_length(sample), prompt_experts)
+                )
             place += trained
     return answers
 
@@ -276,6 +280,10 @@ def pack(bundles: Sequence[Sequence[_Answer]], step: int, packing: Packing) -> M
     return row.finish()
 
 
+TOKEN_FIELDS = ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place", "temperature")
+# of a micro batch: those that have an entry for each trained token
+
+
 class _Row:
     """A packed row while it grows."""
 
@@ -289,7 +297,8 @@ class _Row:
         self._segments: list[tuple[int, int, int, int]] = []
         self._experts: list[np.ndarray] = []
         self._trained: dict[str, list[np.ndarray]] = {
-            name: [] for name in ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place")
+            name: []
+            for name in ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place", "temperature")
         }
 
     def add_bundle(self, bundle: Sequence[_Answer]) -> None:
@@ -332,6 +341,7 @@ class _Row:
             staleness=joined(self._trained["staleness"]),
             sample=joined(self._trained["sample"]),
             place=joined(self._trained["place"]),
+            temperature=joined(self._trained["temperature"], np.float64),
             samples=self._samples,
             routed_experts=np.concatenate(self._experts) if self._routing else None,
         )
@@ -366,6 +376,7 @@ class _Row:
             "staleness": token_ages(sample, self._step)[trained],
             "sample": np.full(len(trained), self._samples),
             "place": answer.first_place + np.arange(len(trained)),
+            "temperature": np.full(len(trained), answer.temperature),
         }
         for name, array in values.items():
             self._trained[name].append(array)

@@ -43,7 +43,6 @@ class RowMaker:
     multiple: int  # of tokens in a padded row
     one_length: bool  # all rows of a pass are padded to the longest
     engine: bool  # Transformer Engine's layers
-    temperature: float
     entropy_gradient: bool
     device: torch.device
 
@@ -60,7 +59,6 @@ class RowMaker:
             # The stages of a pipeline would have to tell each other the length of every row.
             one_length=layout.pipeline_model_parallel_size > 1,
             engine=model.layers.kind == "transformer_engine",
-            temperature=config.generate.sampling.temperature,
             entropy_gradient=config.algo.entropy > 0,
             device=device,
         )
@@ -93,17 +91,18 @@ class RowMaker:
 
     def _targets(self, micro: MicroBatch, tokens: np.ndarray) -> Targets:
         if self.part.ranks == 1:
-            positions, chosen, places = micro.targets, micro.tokens, None
+            positions, chosen, drawn, places = micro.targets, micro.tokens, micro.temperature, None
         else:
             place_of = np.full(self.part.ranks * len(tokens), -1)  # in the slice, by the place in the row
             place_of[tokens] = np.arange(len(tokens))
             positions = place_of[micro.targets]
             mine = positions >= 0
-            positions, chosen, places = positions[mine], micro.tokens[mine], self._moved(np.flatnonzero(mine))
+            positions, chosen, drawn = positions[mine], micro.tokens[mine], micro.temperature[mine]
+            places = self._moved(np.flatnonzero(mine))
         return Targets(
             positions=self._moved(positions),
             tokens=self._moved(chosen),
-            temperature=self.temperature,
+            temperature=float(drawn[0]) if _is_one(drawn) else self._moved(drawn),
             entropy_gradient=self.entropy_gradient,
             places=places,
             total=len(micro.targets),
@@ -111,3 +110,8 @@ class RowMaker:
 
     def _moved(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _is_one(temperatures: np.ndarray) -> bool:
+    """All tokens were drawn at the same temperature: no tensor of them is needed."""
+    return len(temperatures) > 0 and bool((temperatures == temperatures[0]).all())

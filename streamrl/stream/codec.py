@@ -1,6 +1,6 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 3, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
+    frame 0   {"v": 4, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
     frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns     (8 bytes an output token)
 
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
@@ -65,6 +65,7 @@ class _GroupHeader(
     started: float
     finished: float
     worker: Annotated[str, Meta(max_length=256)]
+    temperature: Annotated[float, Meta(gt=0)]
     prompts: list[Length]  # lengths of the distinct prompts
     columns: list[_Column]
     # from here on an entry for each sample
@@ -115,6 +116,7 @@ def encode_group(
         started=group.started,
         finished=group.finished,
         worker=group.worker,
+        temperature=group.temperature,
         prompts=[len(prompt) for prompt in prompts],
         columns=columns,
         prompt=places,
@@ -340,6 +342,7 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
         started=header.started,
         finished=header.finished,
         worker=header.worker,
+        temperature=header.temperature,
     )
 
 

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 3  # raised by every change that an older peer would misread
+PROTOCOL = 4  # raised by every change that an older peer would misread
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]  # whole numbers that also survive a trip through JSON
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]

@@ -72,9 +72,8 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
                 deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
                 inference = EngineInference(client, Tokenizer(model_folders[0]), config, load, deadline=deadline)
                 penalty = Overlong(OverlongConfig(buffer=overlong), longest=6)
-                return await run_group(
-                    ticket(step), task, inference, SIZE, longest=longest, overlong=penalty, events=events
-                )
+                limits = {"longest": longest, "temperature": config.sampling.temperature, "overlong": penalty}
+                return await run_group(ticket(step), task, inference, SIZE, **limits, events=events)
             finally:
                 await client.close()
 

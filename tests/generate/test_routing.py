@@ -117,7 +117,9 @@ def routed_group(mixture, tmp_path_factory):
             await server.ready(client, START_TIMEOUT)
             inference = EngineInference(client, Tokenizer(mixture), config.generate, Load(), routed_experts=True)
             overlong = Overlong(OverlongConfig(), longest=8)
-            return await run_group(ticket, Task(), inference, SIZE, longest=1000, overlong=overlong, events=events)
+            return await run_group(
+                ticket, Task(), inference, SIZE, longest=1000, temperature=1.0, overlong=overlong, events=events
+            )
         finally:
             await client.close()
 

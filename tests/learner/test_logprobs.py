@@ -36,6 +36,17 @@ def test_values_and_gradients_equal_plain_log_softmax_without_the_pads_in_any_ch
     assert not gradients[0][1][37:].any()
 
 
+def test_each_token_may_have_been_drawn_at_a_temperature_of_its_own(alone, monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 7 * 4 * 37)
+    hidden, weight, tokens = problem()
+    temperature = torch.linspace(0.5, 1.5, 23, dtype=torch.float64)
+    ours = token_logprobs(hidden, weight, Targets(torch.arange(23), tokens, temperature), 37, alone)[0]
+    theirs = plainly(hidden, weight, tokens, temperature[:, None], 37)[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(values.sum(), (hidden, weight)) for values in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+
+
 def test_a_pad_in_the_softmax_would_be_seen(alone):
     hidden, weight, tokens = problem()
     targets = Targets(torch.arange(23), tokens, temperature=0.7)
