@@ -35,6 +35,7 @@ check: venv  ## lint, format, types
 bench: venv models/tiny/config.json  ## every benchmark in its quick form
 	$(RUN)/python -m benchmarks.rollout_path --quick
 	$(RUN)/python -m benchmarks.fuzz_decoder --quick
+	$(RUN)/python -m benchmarks.fuzz_rewards --quick
 	$(RUN)/python -m benchmarks.replay --quick
 	$(RUN)/python -m benchmarks.losses --quick
 	$(RUN)/python -m benchmarks.packing --quick

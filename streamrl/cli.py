@@ -69,6 +69,22 @@ def _learner(options: argparse.Namespace) -> int:
     return role.main(*_role(options, f"learner-{os.environ.get('RANK', '0')}"))
 
 
+def _eval(options: argparse.Namespace) -> int:
+    """Of a configuration, or of an existing run with its own, which `key=value` may change as well."""
+    if options.run_folder is not None and options.config is not None:
+        options.override.insert(0, str(options.config))  # what stands behind --run-folder is no file
+        options.config = None
+    if (options.config is None) == (options.run_folder is None):
+        raise ConfigError("eval takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
+    if options.version is not None and (options.run_folder is None or options.model is not None):
+        raise ConfigError("--version: names the weights of a run; allowed: with --run-folder and without --model")
+    source = options.config or _run_folder(options.run_folder) / "config.yaml"
+    config = config_file.load(source, options.override)
+    from streamrl.lab import evaluation
+
+    return evaluation.main(config, options.run_folder, options.version, options.model, options.output)
+
+
 def _audit(options: argparse.Namespace) -> int:
     run_folder = _run_folder(options.run)
     from streamrl.lab import audit
@@ -155,6 +171,13 @@ def _parser() -> argparse.ArgumentParser:
         role.add_argument("--lifeline", type=int, action="append", metavar="PID", help="end when this process ends")
         if name == "generator":
             role.add_argument("--index", type=int, default=0, help="number of the worker")
+
+    evaluation = _command(commands, "eval", _eval, "measure weights on held-out prompts: pass@k, greedy, length")
+    _add_config(evaluation, optional=True)
+    evaluation.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
+    evaluation.add_argument("--version", help="kept version of the run, STEP.INCARNATION (default: the newest)")
+    evaluation.add_argument("--model", type=Path, help="model folder whose weights are measured instead")
+    evaluation.add_argument("--output", type=Path, help="new folder (default: evaluations/NAME in the run folder)")
 
     audit = _command(commands, "audit", _audit, "check a run's guarantees from what it recorded")
     audit.add_argument("run", type=Path, help="run folder")

@@ -30,7 +30,8 @@ RESUMABLE = (
     "generate.single_requests", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
     "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick", "learner.recompute",
     "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap", "learner.bad_steps",
-    "checkpoint.", "publish.bucket", "publish.timeout", "publish.keep_every", "observe.",
+    "checkpoint.", "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
+    "evaluate.", "observe.",
 )  # fmt: skip
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from streamrl.config.section import Section
+from streamrl.config.task_file import read_entries
 
-TaskName = Literal["copy", "successor", "reasoning_gym", "jsonl"]
+TaskName = Literal[
+    "copy", "successor", "reasoning_gym", "lookup", "tools", "remote", "agent",
+    "jsonl", "gsm8k", "math", "dapo_math", "aime_2024", "openmath", "big_math", "countdown",
+]  # fmt: skip
 
 
 class TaskShare(Section):
@@ -18,6 +23,7 @@ class TaskShare(Section):
     name: TaskName = Field("copy", description="which task")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     weight: float = Field(1.0, ge=0, description="share of the groups, relative to the others; 0: never asked")
+    evaluation_only: bool = Field(False, description="never trained, only evaluated")
 
     @property
     def key(self) -> str:
@@ -37,12 +43,31 @@ class TaskConfig(Section):
     name: TaskName = Field("copy", description="which task")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     mix: tuple[TaskShare, ...] = Field((), description="several tasks with weights, instead of name and args")
+    file: Path | None = Field(
+        None, description="YAML list of agent_type, agent_args, weight, evaluation_only; read into mix"
+    )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
 
     @property
     def shares(self) -> tuple[TaskShare, ...]:
-        """The tasks of the run; one of them where no mix is given."""
-        return self.mix or (TaskShare(name=self.name, args=self.args),)
+        """The tasks that are trained; one of them where no mix is given."""
+        trained = tuple(share for share in self.mix if not share.evaluation_only)
+        return trained or (TaskShare(name=self.name, args=self.args),)
+
+    @property
+    def evaluated(self) -> tuple[TaskShare, ...]:
+        """The tasks of the mix that are for evaluation alone."""
+        return tuple(share for share in self.mix if share.evaluation_only)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _file_becomes_the_mix(cls, values: Any) -> Any:
+        """So that a run's own configuration holds its tasks, whatever later becomes of the file."""
+        if not isinstance(values, dict) or values.get("file") is None:
+            return values
+        if values.get("mix"):
+            raise ValueError("file: is not allowed beside mix; allowed: one of the two")
+        return {**values, "file": None, "mix": read_entries(Path(values["file"]))}
 
     @model_validator(mode="after")
     def _mix_is_clear(self) -> TaskConfig:
@@ -50,6 +75,6 @@ class TaskConfig(Section):
         for key in keys:
             if keys.count(key) > 1:
                 raise ValueError(f"mix: {key!r} is there twice; allowed: one entry for each label")
-        if self.mix and not any(share.weight for share in self.mix):
-            raise ValueError("mix: every weight is 0; allowed: at least one above 0")
+        if self.mix and not any(share.weight and not share.evaluation_only for share in self.mix):
+            raise ValueError("mix: every weight of a trained task is 0; allowed: at least one above 0")
         return self

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
 from streamrl.config.publish import PublishConfig
@@ -66,6 +67,7 @@ class Config(Section):
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="the learner")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="checkpoints")
     publish: PublishConfig = Field(default_factory=PublishConfig, description="publishing")
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="evaluation")
     observe: ObserveConfig = Field(default_factory=ObserveConfig, description="observation")
 
     @property

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import aiohttp
 import msgspec
 
 from streamrl.engine.keys import NO_KEYS, EngineKeys
+from streamrl.types import PolicyVersion
 
 Interruption = Literal["retract", "in_place"]
 
@@ -32,6 +33,10 @@ class EngineError(RuntimeError):
 
 API_PATHS = ("/generate", "/model_info")
 # of the paths used here, those that SGLang opens to its API key; all others command the server: its admin key.
+
+
+KEEPALIVE = 1.0
+# seconds that an idle connection is kept: SGLang closes one after five, and a request that meets the closing is lost.
 
 
 class WeightVersionSpan(msgspec.Struct, frozen=True):
@@ -79,6 +84,15 @@ _ANY = msgspec.json.Decoder()
 _JSON = msgspec.json.Encoder()
 
 
+class RequestOptions(TypedDict, total=False):
+    """What a request may ask for beyond its tokens."""
+
+    adapter: str | None  # the name of a loaded one; None: the base weights alone
+    routed_experts: bool  # with the experts of each token, from a server that was started to keep them
+    images: Sequence[str]  # paths, URLs or data URLs, in the order of their places in the prompt
+    at_least: PolicyVersion | None  # for whoever has several servers to choose from; one server has what it has
+
+
 class EngineClient:
     """A connection pool to one server. `close` it.
 
@@ -94,7 +108,8 @@ class EngineClient:
         self._session = aiohttp.ClientSession(
             headers={"Content-Type": "application/json"},
             timeout=aiohttp.ClientTimeout(total=None),  # every call brings its own
-            connector=aiohttp.TCPConnector(limit=0),  # how much is in flight is decided by tickets
+            # How much is in flight is decided by tickets.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE),
         )
 
     async def close(self) -> None:
@@ -106,27 +121,16 @@ class EngineClient:
         sampling: dict[str, Any],
         n: int,
         request_id: str | None = None,
-        *,
-        adapter: str | None = None,
-        routed_experts: bool = False,
+        **options: Unpack[RequestOptions],
     ) -> list[Answer]:
-        """`n` answers to one prompt. `sampling` is SGLang's sampling_params without `n`; `adapter`: a loaded one.
-
-        `routed_experts`: with the experts of each token, from a server that was started to keep them.
-        """
-        body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": {**sampling, "n": n}, "return_logprob": True}
-        if request_id is not None:
-            body["rid"] = request_id
-        if adapter is not None:
-            body["lora_path"] = adapter
-        if routed_experts:
-            body["return_routed_experts"] = True
+        """`n` answers to one prompt. `sampling` is SGLang's sampling_params without `n`."""
+        body = _request(input_ids, {**sampling, "n": n}, request_id, options)
         answers = self._decode(_ANSWERS, "/generate", await self._post("/generate", body))
         return answers if isinstance(answers, list) else [answers]
 
-    async def abort(self, request_id: str = "") -> None:
+    async def abort(self, request_id: str = "", timeout: float | None = None) -> None:
         """End one request where it is, or all without an id; their answers come back with what they have."""
-        await self._post("/abort_request", {"rid": request_id, "abort_all": not request_id})
+        await self._post("/abort_request", {"rid": request_id, "abort_all": not request_id}, timeout)
 
     async def model_info(self, timeout: float = 5.0) -> ModelInfo:
         body = await self._call("GET", "/model_info", None, timeout)
@@ -178,10 +182,28 @@ class EngineClient:
         }
         await self._post("/update_weights_from_distributed", body, timeout)
 
-    async def update_from_disk(self, model: str, version: str) -> None:
-        """Load a model folder, by its path on the server's machine."""
-        body = {"model_path": model, "weight_version": version, "abort_all_requests": True}
-        await self._post("/update_weights_from_disk", body)
+    async def update_from_disk(
+        self,
+        model: str,
+        version: str,
+        *,
+        load_format: str | None = None,
+        keep_requests: bool = False,
+        flush_cache: bool = True,
+        timeout: float | None = None,
+    ) -> None:
+        """Load a model folder, by its path on the server's machine; requests in flight are ended unless kept.
+
+        `load_format`: SGLang's; None: as the server was started.
+        """
+        body = {
+            "model_path": model,
+            "weight_version": version,
+            "load_format": load_format,
+            "abort_all_requests": not keep_requests,
+            "flush_cache": flush_cache,
+        }
+        await self._post("/update_weights_from_disk", body, timeout)
 
     async def update_weight_version(self, version: str) -> None:
         """Rename the weights that the server holds; requests in flight are not touched."""
@@ -223,6 +245,22 @@ class EngineClient:
             return decoder.decode(content)
         except msgspec.DecodeError as error:
             raise EngineError(self.address, path, 200, f"{error}: {_first_line(content)}") from error
+
+
+def _request(
+    input_ids: Sequence[int], sampling: dict[str, Any], request_id: str | None, options: RequestOptions
+) -> dict[str, Any]:
+    """The body of a request for tokens with their log-probs."""
+    body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+    if request_id is not None:
+        body["rid"] = request_id
+    if adapter := options.get("adapter"):
+        body["lora_path"] = adapter
+    if options.get("routed_experts"):
+        body["return_routed_experts"] = True
+    if images := options.get("images"):
+        body["image_data"] = list(images)
+    return body
 
 
 def _bearer(key: str | None) -> dict[str, str]:

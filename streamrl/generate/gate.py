@@ -11,6 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamrl.engine.client import Answer
+    from streamrl.generate.inference import Policy
 
 
 class RequestGate:
@@ -63,3 +68,18 @@ class RequestGate:
     def open(self) -> None:
         """Let requests in, those that wait first."""
         self._open.set()
+
+
+class GatedPolicy:
+    """A `Policy` (generate/inference.py) whose requests go through a gate."""
+
+    def __init__(self, policy: Policy, gate: RequestGate) -> None:
+        self._policy = policy
+        self._gate = gate
+
+    async def generate(self, *request: Any, **options: Any) -> list[Answer]:
+        async with self._gate.pass_():
+            return await self._policy.generate(*request, **options)
+
+    async def abort(self, request_id: str = "") -> None:
+        await self._policy.abort(request_id)

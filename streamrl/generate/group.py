@@ -97,7 +97,7 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str])
         prompt_ids=answer.prompt_ids,
         output_ids=answer.output_ids,
         logprobs=answer.logprobs,
-        loss_mask=np.ones(len(answer.output_ids), np.bool_),
+        loss_mask=np.ones(len(answer.output_ids), np.bool_) if answer.loss_mask is None else answer.loss_mask,
         spans=answer.spans,
         reward=rollout.reward,
         reward_parts=rollout.parts,

@@ -65,6 +65,8 @@ class Policy(Protocol):
         request_id: str | None = None,
         *,
         routed_experts: bool = False,
+        images: Sequence[str] = (),
+        at_least: PolicyVersion | None = None,
     ) -> list[Answer]: ...
 
     async def abort(self, request_id: str = "") -> None: ...
@@ -107,22 +109,44 @@ class EngineInference:
             "stop_token_ids": list(tokenizer.end_ids),
         }
 
-    async def generate(self, prompt: str | list[Message], n: int, **sampling: Any) -> list[Completion]:
+    async def generate(
+        self,
+        prompt: str | list[Message] | np.ndarray,
+        n: int,
+        *,
+        images: Sequence[str] = (),
+        at_least: PolicyVersion | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
         """`n` completions. Raises ValueError for a prompt that has no ids, or another override than OVERRIDES."""
         if unknown := sampling.keys() - OVERRIDES:
             raise ValueError(f"sampling override {min(unknown)!r}; allowed: {', '.join(sorted(OVERRIDES))}")
-        prompt_ids = self._tokenizer.prompt_ids(prompt)
+        prompt_ids = prompt if isinstance(prompt, np.ndarray) else self.prompt_ids(prompt)
         ids: list[int] = prompt_ids.tolist()
         parameters = self._sampling | sampling
+        # A policy need not know of what a request does not have.
+        options: dict[str, Any] = {"routed_experts": self._routed_experts}
+        options |= {"images": list(images)} if images else {}
+        options |= {"at_least": at_least} if at_least is not None else {}
         counts = [1] * n if self._single else [n]
-        answers = await asyncio.gather(*(self._request(ids, parameters, count) for count in counts))
+        answers = await asyncio.gather(*(self._request(ids, parameters, count, options) for count in counts))
         return self._completions(prompt_ids, [answer for some in answers for answer in some])
 
-    async def _request(self, ids: list[int], sampling: dict[str, Any], n: int) -> Sequence[Answer | None]:
+    def prompt_ids(self, prompt: str | Sequence[Message]) -> np.ndarray:
+        return self._tokenizer.prompt_ids(prompt)
+
+    def added_ids(self, said: Sequence[Message], added: str | Sequence[Message], last: int | None = None) -> np.ndarray:
+        if isinstance(added, str):
+            return self._tokenizer.plain_ids(added)
+        return self._tokenizer.added_ids(said, added, last)
+
+    async def _request(
+        self, ids: list[int], sampling: dict[str, Any], n: int, options: dict[str, Any]
+    ) -> Sequence[Answer | None]:
         """The answers of one request; None for each that it failed to give."""
         try:
             with self._load.request():
-                answers = await self._in_time(ids, sampling, n)
+                answers = await self._in_time(ids, sampling, n, options)
         except EngineError as error:
             if error.status is None and not error.late:
                 raise
@@ -131,12 +155,12 @@ class EngineInference:
         self._load.generated += sum(len(answer.output_ids) for answer in answers if answer is not None)
         return answers
 
-    async def _in_time(self, ids: list[int], sampling: dict[str, Any], n: int) -> Sequence[Answer | None]:
+    async def _in_time(
+        self, ids: list[int], sampling: dict[str, Any], n: int, options: dict[str, Any]
+    ) -> Sequence[Answer | None]:
         """The answers of one request, or what there is of them at the deadline."""
         name = uuid.uuid4().hex if n == 1 else None
-        asking = asyncio.ensure_future(
-            self._policy.generate(ids, sampling, n, name, routed_experts=self._routed_experts)
-        )
+        asking = asyncio.ensure_future(self._policy.generate(ids, sampling, n, name, **options))
         try:
             await asyncio.wait((asking,), timeout=self._remaining())
             if not asking.done():
@@ -162,14 +186,7 @@ class EngineInference:
                 return completion(prompt_ids, answer, text)
             except ValueError as error:
                 self.failures.append(str(error))
-        return Completion(
-            text="",
-            prompt_ids=prompt_ids,
-            output_ids=np.empty(0, np.int32),
-            logprobs=np.empty(0, np.float32),
-            spans=(),
-            finish_reason="abort",
-        )
+        return Completion.failed(prompt_ids)
 
 
 def completion(prompt_ids: np.ndarray, answer: Answer, text: str) -> Completion:

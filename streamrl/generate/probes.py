@@ -33,6 +33,5 @@ async def answer_probes(config: Config, inference: Inference, events: EventLog, 
 
 def _shown(prompt: Prompt) -> str:
     """The text, or the last thing that was said."""
-    return (
-        prompt.text if prompt.text is not None else (prompt.messages or ({"role": "", "content": ""},))[-1]["content"]
-    )
+    said = prompt.messages[-1]["content"] if prompt.messages else ""
+    return str(said if prompt.text is None else prompt.text)

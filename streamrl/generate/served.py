@@ -10,9 +10,11 @@ from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.server import Server, ServerFailed
-from streamrl.generate.adapters import AdapterPolicy, Adapters, AdapterSink, load_adapter
+from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
+from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
-from streamrl.generate.sink import BroadcastSink
+from streamrl.generate.requests import ContinuingPolicy
+from streamrl.generate.sinks import make_sink
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.stream.messages import ServerState
@@ -51,6 +53,7 @@ class ServedModel:
         self._process = None if attach else Server(config, run_folder, index, keys)
         self.address = self._process.address if self._process else attach[0]
         self.client = EngineClient(self.address, config.generate.request_timeout, keys)
+        self._gate = RequestGate()
         self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None
 
     @property
@@ -60,16 +63,14 @@ class ServedModel:
     @property
     def policy(self) -> Policy:
         """What requests are given to: it answers them with the newest version that the server has."""
-        return self.client if self._adapters is None else AdapterPolicy(self.client, self._adapters)
+        if self._adapters is not None:
+            return AdapterPolicy(self.client, self._adapters)
+        gated = GatedPolicy(self.client, self._gate)
+        return ContinuingPolicy(gated) if self._config.publish.interruption == "abort" else gated
 
     def sink(self) -> Sink:
         """A new end of the publisher's way to this server."""
-        publish = self._config.publish
-        if self._adapters is not None:
-            return AdapterSink(self.client, self._adapters, publish.timeout)
-        match publish.transport:
-            case "broadcast":
-                return BroadcastSink(self.client, publish.interruption, publish.timeout)
+        return make_sink(self._config, self.client, self._gate, self._adapters)
 
     async def start(self) -> None:
         """Wait until the server can generate with the run's initial weights. Raises ServerFailed."""
@@ -78,7 +79,7 @@ class ServedModel:
             await self._process.ready(self.client, timeout)
         else:
             try:
-                await _reset(self.client, timeout)
+                await _reset(self.client, self._config.model.path, timeout)
             except EngineError as error:
                 raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
         await self._load_initial_adapter(timeout)
@@ -147,10 +148,10 @@ def engine_keys(config: Config, run_folder: Path) -> EngineKeys:
     return EngineKeys(bearer_token(folder, "api"), bearer_token(folder, "admin"))
 
 
-async def _reset(client: EngineClient, timeout: float) -> None:
+async def _reset(client: EngineClient, model: Path, timeout: float) -> None:
     """Bring an attached server to the model's initial weights, whatever a former worker left it with.
 
-    `timeout`: seconds that one call may take.
+    `model`: the run's own path of it. `timeout`: seconds that one call may take.
     """
     info = await client.model_info()
     if info.weight_version == str(INITIAL):
@@ -158,10 +159,21 @@ async def _reset(client: EngineClient, timeout: float) -> None:
     if info.weight_version == "default":  # SGLang's own name for what it was started with
         await client.update_weight_version(str(INITIAL))
         return
-    log.info("%s has version %s: loading %s again", client.address, info.weight_version, info.model_path)
+    # The disk transport leaves the server with the path of a version's folder in place of its first one.
+    initial = str(model.resolve()) if _is_published(info.model_path) else info.model_path
+    log.info("%s has version %s: loading %s again", client.address, info.weight_version, initial)
     try:
         await client.end_weight_update(timeout)
     except EngineError:
         log.info("%s was not in the middle of an update", client.address)
-    await client.update_from_disk(info.model_path, str(INITIAL))
+    await client.update_from_disk(initial, str(INITIAL))
     await client.resume(timeout)
+
+
+def _is_published(folder: str) -> bool:
+    """Whether a model's folder is named as a version."""
+    try:
+        PolicyVersion.parse(Path(folder).name)
+    except ValueError:
+        return False
+    return True

@@ -24,6 +24,11 @@ CACHE = 1024
 # every single request of a group; beyond it the oldest is forgotten.
 
 
+MARK = "~~answer of the policy~~"
+# stands for an answer where a chat template is rendered around it: without spaces at its ends, or any sign that a
+# template looks for.
+
+
 class Tokenizer:
     """Text and conversations to token ids, and back."""
 
@@ -49,6 +54,24 @@ class Tokenizer:
             encoding = self._tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
             self._cache[key] = np.array(encoding.ids, np.int32)
         return self._cache[key]
+
+    def plain_ids(self, text: str) -> np.ndarray:
+        """int32 [A]: text as it is, without special tokens of the model's own."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def added_ids(self, said: Sequence[Message], added: Sequence[Message], last: int | None) -> np.ndarray:
+        """int32 [A]: what the chat template writes behind an answer to `said`, up to where the next one begins.
+
+        The difference of two renderings, tokenised on its own: a mark stands for the answer, whose own tokens are
+        never rendered, tokenised or looked at again. An end token that the template writes is left out where the
+        answer's `last` token is the same one. Raises ValueError where the template refuses the messages.
+        """
+        rendered = self._render([*said, Message(role="assistant", content=MARK), *added])
+        _, mark, behind = rendered.partition(MARK)
+        if not mark or MARK in behind:
+            raise ValueError("chat template: it does not write an assistant's message once, as it is")
+        ids = self.plain_ids(behind)
+        return ids[1:] if len(ids) and last in self.end_ids and ids[0] == last else ids
 
     def text(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """The texts of several outputs, without special tokens."""

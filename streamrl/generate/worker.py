@@ -137,7 +137,8 @@ class Worker:
         """Until `stop` is set or the service says Stop. Raises ServerFailed, EngineError or StreamTimeout."""
         await self._probe("start")
         await self._link.greet()
-        self._events.emit("ready", server=self._served.address, version=str(self._served.state.version))
+        version, pool = str(self._served.state.version), self._config.generate.name
+        self._events.emit("ready", server=self._served.address, version=version, pool=pool)
         try:
             await self._serve(stop)
         finally:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
-from safetensors.torch import save_file
-
 from streamrl.config import Config
+from streamrl.publish.model_folder import write_model
 from streamrl.publish.peft import write_adapter
 from streamrl.publish.staging import Staged
 from streamrl.types import PolicyVersion
@@ -33,21 +30,6 @@ def keep(staged: Staged, config: Config, run_folder: Path) -> Path:
     target, model = kept_folder(run_folder, staged.version), config.model.path
     if config.learner.lora.by_adapter:
         write_adapter(target, staged.tensors(), config.learner.lora, model)
-        return target
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    for file in model.iterdir():
-        if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model") and not _is_weight_index(file):
-            shutil.copy(file, draft / file.name)
-    save_file(
-        dict(staged.tensors()), draft / "model.safetensors", metadata={"format": "pt", "version": str(staged.version)}
-    )
-    shutil.rmtree(target, ignore_errors=True)
-    draft.rename(target)
+    else:
+        write_model(target, staged, model)
     return target
-
-
-def _is_weight_index(file: Path) -> bool:
-    """The index of a sharded checkpoint, which would point at files that the kept folder does not have."""
-    return file.name.endswith(".index.json")

@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import xxhash
-
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig
+from streamrl.publish.model_folder import checksum as file_checksum
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,11 +124,7 @@ def merge_adapter(weights: dict[str, Tensor], folder: Path) -> None:
 
 def checksum(folder: Path) -> str:
     """xxh3_64 of an adapter's weights, hexadecimal. Raises OSError where they cannot be read."""
-    digest = xxhash.xxh3_64()
-    with (folder / WEIGHTS).open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_checksum(folder / WEIGHTS)
 
 
 def _configuration(settings: LoraConfig, base: Path) -> dict[str, Any]:

@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
 from streamrl.config import Config
-from streamrl.device import detect
 from streamrl.observe.events import EventLog
-from streamrl.publish.adapter import AdapterSource
-from streamrl.publish.broadcast import BroadcastSource
 from streamrl.publish.kept import keep
+from streamrl.publish.sources import make_source
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError, Source
 from streamrl.stream.messages import (
@@ -197,7 +193,7 @@ class Publisher:
     def _main(self) -> None:
         try:
             with contextlib.closing(Peer(self._config, self._run_folder, "publisher", self._opening)) as peer:
-                source = self._source(peer)
+                source = make_source(self._config, self._run_folder, peer.address)
                 with contextlib.closing(source):
                     while self._next_round():
                         self._hear(peer, 0.0)
@@ -208,14 +204,6 @@ class Publisher:
             with self._changed:
                 self._shared.failure = failure
                 self._changed.notify_all()
-
-    def _source(self, peer: Peer) -> Source:
-        lora = self._config.learner.lora
-        if lora.by_adapter:
-            return AdapterSource(self._run_folder, lora, self._config.model.path)
-        match self._config.publish.transport:
-            case "broadcast":
-                return BroadcastSource(_own_host(peer.address), detect(), self._config.publish.timeout)
 
     def _opening(self) -> Iterator[Message]:
         """What a service hears first, also one that was started again: its servers are known once it tells them."""
@@ -376,13 +364,3 @@ class Publisher:
     def _count(self, **changes: Any) -> None:
         with self._changed:
             self._shared.statistics = replace(self._shared.statistics, **changes)
-
-
-def _own_host(service: str) -> str:
-    """This machine's address on the way to the replay service, where the servers' workers are as well."""
-    parts = urlsplit(service)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 1
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # sends nothing: the kernel only chooses the way
-        return str(probe.getsockname()[0])

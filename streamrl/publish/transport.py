@@ -52,6 +52,13 @@ class BroadcastManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="tr
     buckets: tuple[BucketLayout, ...]  # one broadcast each, in this order
 
 
+class DiskManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="disk"):
+    """Where one version's weights lie: a Hugging Face folder that learner, worker and server see under one path."""
+
+    folder: str
+    checksum: str  # xxh3_64 of its model.safetensors, hexadecimal
+
+
 class AdapterManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="adapter"):
     """Where one version's adapter lies: a PEFT folder that learner and servers see under one path."""
 

@@ -2,8 +2,8 @@
 
     Prompt ──▶ Inference.generate ──▶ n Completions ──▶ score ──▶ n Rollouts
 
-An environment knows nothing of tickets, versions or the learner. A task of one turn gives `prompt` and
-`score`; a task of several turns, or with tools, overrides `rollout_group` and keeps the rest.
+An environment knows nothing of tickets, versions or the learner. A task of one turn gives `prompt` and `score`. Of
+several turns, with tools, or judged as a group: `tasks/turns.py`, which overrides `rollout_group` and keeps the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
-from streamrl.types import VersionSpan
+from streamrl.types import PolicyVersion, VersionSpan
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Message(TypedDict):
     """One turn of a conversation, in the form that chat templates take."""
 
     role: str  # system | user | assistant | tool
-    content: str
+    content: str | list[dict[str, Any]]  # text, or the parts of a text with images, as the chat template takes them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,7 @@ class Prompt:
     index: int  # counts up through the epochs of the task's prompts
     text: str | None = None  # tokenised as it is
     messages: tuple[Message, ...] | None = None  # rendered by the chat template, with a generation prompt
+    images: tuple[str, ...] = ()  # paths or URLs, as the server reads them; the text has a place for each
     answer: str | None = None  # the right answer, where the task has one
     metadata: dict[str, Any] = field(default_factory=dict)  # whatever the task's own scorer needs
 
@@ -70,6 +71,19 @@ class Completion:
     spans: tuple[VersionSpan, ...]  # cover 0..T
     finish_reason: str  # stop | length | abort
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each output token, [T, ...]
+    loss_mask: np.ndarray | None = None  # bool [T], False where the policy did not write the token; None: it wrote all
+
+    @classmethod
+    def failed(cls, prompt_ids: np.ndarray) -> Completion:
+        """An answer that was not given: no tokens, finish reason `abort`."""
+        return cls(
+            text="",
+            prompt_ids=prompt_ids,
+            output_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            spans=(),
+            finish_reason="abort",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +107,32 @@ class Rollout:
 class Inference(Protocol):
     """The handle to the policy that an environment is given."""
 
-    async def generate(self, prompt: str | list[Message], n: int, **sampling: Any) -> list[Completion]:
-        """`n` answers to one prompt. `sampling` overrides the configured sampling (`max_new_tokens=...`)."""
+    async def generate(
+        self,
+        prompt: str | list[Message] | np.ndarray,
+        n: int,
+        *,
+        images: Sequence[str] = (),
+        at_least: PolicyVersion | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """`n` answers to one prompt: text, messages, or token ids int32 [P].
+
+        images: paths or URLs. at_least: the oldest version that may answer. `sampling` overrides the configured
+        sampling (`max_new_tokens=...`).
+        """
+        ...
+
+    def prompt_ids(self, prompt: str | Sequence[Message]) -> np.ndarray:
+        """int32 [P]: what `generate` makes of text or of messages. Raises ValueError where it cannot."""
+        ...
+
+    def added_ids(self, said: Sequence[Message], added: str | Sequence[Message], last: int | None = None) -> np.ndarray:
+        """int32 [A]: what stands between an answer and the next one, tokenised on its own.
+
+        Messages: what the chat template writes behind an answer to `said`, up to where the next answer begins,
+        without the end token where the answer's `last` token is that. Text: as it is.
+        """
         ...
 
 
@@ -104,6 +142,9 @@ class Environment(ABC):
     >>> environment = build_task(config.task, seed=1, split="train")
     >>> rollouts = await environment.rollout_group(inference, environment.prompt(0), n=8)
     """
+
+    size: int | None = None
+    """Prompts of one epoch; None: no prompt comes back."""
 
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
@@ -115,7 +156,7 @@ class Environment(ABC):
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
         """One turn: `n` answers, each scored on its own. Errors of `inference` propagate, those of a scorer do not."""
-        completions = await inference.generate(prompt.content, n)
+        completions = await inference.generate(prompt.content, n, images=prompt.images)
         return await self.score_all(prompt, completions)
 
     async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
@@ -125,13 +166,29 @@ class Environment(ABC):
     async def _rollout(self, prompt: Prompt, completion: Completion) -> Rollout:
         try:
             score = await self.score(prompt, completion)
-            if not math.isfinite(score.reward):
-                raise ValueError(f"reward is {score.reward}, a finite number is needed")
+            check_reward(score)
         except Exception as error:  # the policy for foreign scorers: count, log, go on
-            failure = f"{type(error).__name__}: {error}"
-            log.warning("prompt %d: scoring %.80r failed: %s", prompt.index, completion.text, failure)
-            return Rollout(completion=completion, reward=0.0, parts={FAILED: 1.0}, failure=failure)
+            return unscored(prompt, completion, error)
         return Rollout(completion=completion, reward=score.reward, parts=score.parts)
 
     async def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
         """Let go of what the environment holds (processes, files). May be called twice."""
+
+
+def said_text(message: Message) -> str:
+    """The text of a message, without what is no text."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def check_reward(score: Score) -> None:
+    """Raise ValueError unless the reward is a finite number."""
+    if not math.isfinite(score.reward):
+        raise ValueError(f"reward is {score.reward}, a finite number is needed")
+
+
+def unscored(prompt: Prompt, completion: Completion, error: Exception) -> Rollout:
+    """The rollout of an answer whose scorer raised `error`: reward 0, counted by the part FAILED."""
+    failure = f"{type(error).__name__}: {error}"
+    log.warning("prompt %d: scoring %.80r failed: %s", prompt.index, completion.text, failure)
+    return Rollout(completion=completion, reward=0.0, parts={FAILED: 1.0}, failure=failure)

@@ -7,12 +7,12 @@ One-digit sums: `dataset: chain_sum`, `params: {min_terms: 2, max_terms: 2, min_
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any, Literal
 
 from pydantic import Field
 from reasoning_gym.factory import DATASETS, create_dataset
 
+from streamrl.tasks.answers import last_number
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments, not_among, unknown_key
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.order import digest, is_held_out
@@ -41,8 +41,6 @@ _STRIDE = 1 << 40
 
 _CANDIDATES = 10_000
 # Candidates after which a split is called empty: a share of 0.01 is missed with probability 1e-44.
-
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class ReasoningGymArguments(TaskArguments):
@@ -101,10 +99,7 @@ def extract(text: str, rule: Literal["whole", "last_number"]) -> str:
     >>> extract("4 + 3 = 7.", "last_number")
     '7'
     """
-    if rule == "whole":
-        return text.strip()
-    numbers = _NUMBER.findall(text.replace(",", ""))
-    return numbers[-1] if numbers else ""
+    return text.strip() if rule == "whole" else last_number(text)
 
 
 def _create(arguments: ReasoningGymArguments) -> Any:

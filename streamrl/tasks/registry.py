@@ -8,7 +8,7 @@ from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.arguments import parse_arguments
 from streamrl.tasks.environment import Environment
 
-# A task's libraries are loaded only where the task is used: those of reasoning_gym and jsonl take a second each.
+# A task's libraries are loaded only where the task is used: those of reasoning_gym and data sets take a second each.
 
 
 def build_tasks(config: TaskConfig, seed: int) -> dict[str, Environment]:
@@ -33,7 +33,37 @@ def build_task(config: TaskConfig | TaskShare, seed: int, split: Literal["train"
             from streamrl.tasks.reasoning_gym import ReasoningGym, ReasoningGymArguments
 
             return ReasoningGym(parse_arguments(ReasoningGymArguments, config.args), seed, split)
-        case "jsonl":
-            from streamrl.tasks.jsonl import Jsonl, JsonlArguments
+        case "jsonl" | "gsm8k" | "math" | "dapo_math" | "aime_2024" | "openmath" | "big_math" | "countdown":
+            from streamrl.tasks.hub import DATA_SETS
+            from streamrl.tasks.questions import Questions, QuestionsArguments
 
-            return Jsonl(parse_arguments(JsonlArguments, config.args), seed, split)
+            whole = {"evaluation_only": True} if isinstance(config, TaskShare) and config.evaluation_only else {}
+            arguments = DATA_SETS.get(config.name, {}) | config.args | whole
+            return Questions(parse_arguments(QuestionsArguments, arguments), seed, split)
+        case "lookup":
+            from streamrl.tasks.lookup import Lookup
+            from streamrl.tasks.strings import StringsArguments
+
+            return Lookup(parse_arguments(StringsArguments, config.args), seed, split)
+        case "tools" | "remote" | "agent":
+            return _around_another(config, seed, split)
+
+
+def _around_another(config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"]) -> Environment:
+    """A task that has its prompts, or its scorer, from another task."""
+    match config.name:
+        case "tools":
+            from streamrl.tasks.tools import Tools, ToolsArguments
+
+            tools = parse_arguments(ToolsArguments, config.args)
+            return Tools(tools, build_task(tools.task, seed, split))
+        case "remote":
+            from streamrl.tasks.remote import Remote, RemoteArguments
+
+            remote = parse_arguments(RemoteArguments, config.args)
+            return Remote(remote, build_task(remote.task, seed, split) if remote.task else None, split)
+        case _:
+            from streamrl.tasks.agent import Agent, AgentArguments
+
+            agent = parse_arguments(AgentArguments, config.args)
+            return Agent(agent, build_task(agent.task, seed, split))

@@ -38,6 +38,8 @@ class Strings(Environment):
     with nothing to gain.
     """
 
+    size: int  # prompts of an epoch
+
     def __init__(self, rule: Literal["copy", "successor"], arguments: StringsArguments, seed: int, split: str) -> None:
         self._rule = rule
         self._length = arguments.length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, read_events
 from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.overlong import Overlong
+from streamrl.tasks.turns import TurnByTurn
 from streamrl.types import Group, PolicyVersion, Ticket, VersionSpan
 
 SIZE = 4
@@ -107,6 +109,36 @@ def test_a_group_has_its_samples_with_the_policys_log_probs_and_versions(run, mo
         assert sample.spans == (VersionSpan(PolicyVersion(0), 0, len(sample.output_ids)),)
         expected = forward_logprobs(weights, [*prompt, *sample.output_ids])[len(prompt) - 1 :]
         assert np.abs(expected.numpy() - sample.logprobs).max() < 1e-4
+
+
+def test_of_a_conversation_every_token_of_the_policy_has_its_log_prob_and_no_other_is_trained(
+    run, model_folders, forward_logprobs
+):
+    class Echo(TurnByTurn):
+        """Says "ed=" to whatever it hears."""
+
+        max_turns = 3
+
+        def prompt(self, index: int) -> Prompt:
+            return Prompt(index=index, text="caf=")
+
+        async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> str:
+            return "ed="
+
+        async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+            return Score(reward=float(len(turns)))
+
+    group, load, _ = run(Echo())
+    group.check()
+    tokenizer, weights = Tokenizer(model_folders[0]), load_file(model_folders[0] / "model.safetensors")
+    said = tokenizer.plain_ids("ed=").tolist()
+    assert load.generated == group.trained_tokens == group.tokens - SIZE * 2 * len(said)
+    for sample in group.samples:
+        assert sample.reward == 3.0
+        assert sample.output_ids[~sample.loss_mask].tolist() == 2 * said
+        expected = forward_logprobs(weights, [*sample.prompt_ids, *sample.output_ids])[len(sample.prompt_ids) - 1 :]
+        assert np.abs(expected.numpy() - sample.logprobs)[sample.loss_mask].max() < 1e-4
+        assert not sample.logprobs[~sample.loss_mask].any()
 
 
 def test_an_answer_near_the_cut_loses_reward_and_says_so_in_a_part(run):

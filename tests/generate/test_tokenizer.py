@@ -65,3 +65,27 @@ def test_every_end_token_of_the_model_folder_ends_an_answer(model):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
     assert Tokenizer(model).end_ids == tuple(sorted({end, 3, 5, 7}))
+
+
+def test_what_stands_between_two_answers_is_the_difference_of_two_renderings(model):
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ '=' if message['role'] == 'assistant' }}{{ message['content'] }}"
+        "{{ eos_token }}{% endfor %}{{ '=' if add_generation_prompt }}"
+    )
+    tokenizer = Tokenizer(model)
+    added = [{"role": "user", "content": "fa"}]
+    said = MESSAGES[:1]
+    whole = tokenizer.prompt_ids([*said, {"role": "assistant", "content": "h"}, *added]).tolist()
+    end = tokenizer.prompt_ids("<|endoftext|>").item()
+    between = tokenizer.added_ids(said, added, last=None).tolist()
+    assert between[0] == end  # the template ends an answer that did not end itself
+    assert whole == [*tokenizer.prompt_ids(said).tolist(), *tokenizer.prompt_ids("h").tolist(), *between]
+    assert tokenizer.added_ids(said, added, last=end).tolist() == between[1:]
+
+
+def test_a_template_that_does_not_write_an_answer_as_it_is_cannot_go_on(model):
+    (model / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message['content'] | upper }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="does not write an assistant's message once"):
+        Tokenizer(model).added_ids(MESSAGES[:1], MESSAGES[2:], last=None)

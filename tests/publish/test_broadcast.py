@@ -11,17 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from streamrl.config import Config
 from streamrl.device import Device
 from streamrl.engine.client import Answer, EngineClient
 from streamrl.engine.server import Server
-from streamrl.generate.sink import BroadcastSink
+from streamrl.generate.gate import RequestGate
+from streamrl.generate.sinks import make_sink
 from streamrl.publish.broadcast import BroadcastSource
 from streamrl.publish.staging import Staged, Staging
-from streamrl.publish.transport import Check, PublishError
+from streamrl.publish.transport import Check, PublishError, Sink
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
 TIMEOUT = 60.0
+CONFIG = Config.model_validate({"publish": {"timeout": TIMEOUT}})
 BUCKET = 1 << 16  # several buckets for the tiny model
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
 PROMPTS = [[1, 4, 2, 8], [3, 3, 5], [7, 1, 0, 2, 5, 8], [6, 8]]
@@ -43,7 +46,7 @@ def staged_of(folder: Path, step: int) -> Staged:
     return Staging(BUCKET).fill(PolicyVersion(step), load_file(folder / "model.safetensors").items())
 
 
-async def publish(source: BroadcastSource, sink: BroadcastSink, staged: Staged) -> None:
+async def publish(source: BroadcastSource, sink: Sink, staged: Staged) -> None:
     manifest = source.manifest(STATE, staged)
     sending = asyncio.to_thread(source.send, STATE, staged, until(TIMEOUT))
     await asyncio.gather(sending, sink.apply(staged.version, manifest))
@@ -62,7 +65,7 @@ def on_server(server: Server, work: Callable) -> object:
     async def run() -> object:
         client = EngineClient(server.address, TIMEOUT)
         source = BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT)
-        sink = BroadcastSink(client, "retract", TIMEOUT)
+        sink = make_sink(CONFIG, client, RequestGate())
         try:
             return await work(client, source, sink)
         finally:

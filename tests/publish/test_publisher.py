@@ -15,11 +15,12 @@ from safetensors.torch import load_file
 from streamrl.config import Config
 from streamrl.config.replay import StreamConfig
 from streamrl.engine.client import EngineClient
-from streamrl.generate.sink import BroadcastSink
+from streamrl.generate.gate import RequestGate
+from streamrl.generate.sinks import make_sink
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
-from streamrl.publish.transport import PublishError
+from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.address import tell_address
 from streamrl.stream.messages import (
     Announce,
@@ -39,6 +40,7 @@ from streamrl.stream.sockets import Router
 from streamrl.types import PolicyVersion
 
 DEADLINE = 120.0  # seconds; longer than any wait that is configured here
+CONFIG = Config.model_validate({"publish": {"timeout": DEADLINE}})  # of the worker
 
 
 class Service:
@@ -63,7 +65,7 @@ class Service:
 
     async def _run(self) -> None:
         client = EngineClient(self.address or "http://127.0.0.1:1", DEADLINE)
-        sink = BroadcastSink(client, "retract", DEADLINE)
+        sink = make_sink(CONFIG, client, RequestGate())
         while not self._ending.is_set():
             received = self.router.receive(0.05)
             if received is None:
@@ -81,7 +83,7 @@ class Service:
                 self.router.send(identity, self._roster())
         await client.close()
 
-    async def _apply(self, sink: BroadcastSink, message: Publish) -> Message:
+    async def _apply(self, sink: Sink, message: Publish) -> Message:
         if self.failing:
             self.failing -= 1
             return _failed(message, "not today")

@@ -17,7 +17,9 @@ import pytest
 
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import EXACT, FAILED, Completion
-from streamrl.tasks.math_reward import MathReward, ScoringFailed
+from streamrl.tasks.judges import ScoringFailed
+from streamrl.tasks.math_reward import MathReward
+from streamrl.tasks.questions import PARSED
 from streamrl.tasks.registry import build_task
 
 HANGS = "$9^{9^{9^9}}$"  # evaluated in one C call that no signal interrupts
@@ -86,7 +88,7 @@ def test_answers_are_judged_as_mathematics_and_a_hanging_one_costs_its_sample(ro
         right = [f"it is \\boxed{{{prompt.answer}}}", f"${prompt.answer}.0$", f"{prompt.answer}"]
         wrong = ["", "banana", "\\boxed{", "-1", "x" * 3000, "\x00", "{}\n{}"]
         rollouts = await environment.score_all(prompt, [answer(text) for text in [*right, *wrong, HANGS, right[0]]])
-        pids = environment._judge.pids
+        pids = environment._math.pids
         await environment.close()
         await environment.close()
         return rollouts, pids
@@ -94,7 +96,8 @@ def test_answers_are_judged_as_mathematics_and_a_hanging_one_costs_its_sample(ro
     rollouts, pids = asyncio.run(judged())
     *normal, hanging, after = rollouts
     assert [rollout.reward for rollout in normal] == [1.0] * 3 + [0.0] * 7
-    assert all(rollout.parts == {EXACT: rollout.reward} for rollout in normal)
+    assert all(rollout.parts[EXACT] == rollout.reward for rollout in normal)
+    assert [rollout.parts[PARSED] for rollout in normal] == [1.0] * 3 + [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     assert hanging.reward == 0.0
     assert hanging.parts == {FAILED: 1.0}
     assert "more than 1 s" in hanging.failure

@@ -1,10 +1,8 @@
-"""The sink of the weights: takes a new version into one SGLang server while its requests wait.
+"""The sink of broadcast weights: takes a new version, bucket after bucket, into one SGLang server.
 
-    join the group (once) ──▶ pause ──▶ begin ──▶ bucket after bucket ──▶ end ──▶ continue
+    join the group (once) ──▶ requests wait ──▶ begin ──▶ bucket after bucket ──▶ end ──▶ requests go on
 
-A failure before any weight was touched changes nothing: the server goes on with the old ones. After it
-the server may hold parts of two versions and stays paused, so that no token comes from them; the
-publisher tries again, and a version that arrives whole lets the server go on.
+Between the first bucket and the last the server's weights are of no version, and nothing is drawn from them.
 """
 
 from __future__ import annotations
@@ -14,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from streamrl.engine.client import EngineClient, EngineError, Interruption
+from streamrl.engine.client import EngineClient, EngineError
+from streamrl.generate.weight_update import WeightUpdate
 from streamrl.publish.transport import BroadcastManifest, BucketLayout, PublishError, Sink
 from streamrl.types import PolicyVersion
 
@@ -27,13 +26,12 @@ NOTHING_RECEIVED = "Failed to receive weights"
 class BroadcastSink(Sink):
     """The end of `publish.transport: broadcast` at one server."""
 
-    def __init__(self, client: EngineClient, interruption: Interruption, timeout: float) -> None:
+    def __init__(self, client: EngineClient, update: WeightUpdate, timeout: float) -> None:
         """`timeout`: seconds that one call may take."""
         self._client = client
-        self._interruption = interruption
+        self._update = update
         self._timeout = timeout
         self._group: str | None = None
-        self._whole = True  # all weights of the server are of one version
 
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         try:
@@ -43,7 +41,7 @@ class BroadcastSink(Sink):
         try:
             if plan.group != self._group:
                 await self._join(plan)
-            await self._update(version, plan)
+            await self._load(version, plan)
         except EngineError as error:
             raise PublishError(str(error)) from error
 
@@ -65,31 +63,28 @@ class BroadcastSink(Sink):
         )
         self._group = plan.group
 
-    async def _update(self, version: PolicyVersion, plan: BroadcastManifest) -> None:
-        await self._client.pause(self._interruption, self._timeout)
-        try:
-            await self._client.begin_weight_update(self._timeout)
-            for index, bucket in enumerate(plan.buckets):
-                await self._receive(version, plan, index, bucket)
-            await self._client.end_weight_update(self._timeout)
-        except EngineError:
-            await self._close_update()
-            raise
-        await self._client.resume(self._timeout)
+    async def _load(self, version: PolicyVersion, plan: BroadcastManifest) -> None:
+        async with self._update.waiting():
+            try:
+                await self._client.begin_weight_update(self._timeout)
+                for index, bucket in enumerate(plan.buckets):
+                    await self._receive(version, plan, index, bucket)
+                await self._client.end_weight_update(self._timeout)
+            except EngineError:
+                await self._end_after_failure()
+                raise
 
-    async def _close_update(self) -> None:
-        """After a failure: leave the server ready for the next try, and generating if it may."""
+    async def _end_after_failure(self) -> None:
+        """Leave the server ready for the next try."""
         try:
             await self._client.end_weight_update(self._timeout)
         except EngineError as error:
             log.info("no update was open: %s", error)
-        if self._whole:
-            await self._client.resume(self._timeout)
 
     async def _receive(self, version: PolicyVersion, plan: BroadcastManifest, index: int, bucket: BucketLayout) -> None:
         """One bucket. Until the last one the server's version is no policy version, which nobody accepts."""
         last = index == len(plan.buckets) - 1
-        was_whole, self._whole = self._whole, False
+        was_whole, self._update.whole = self._update.whole, False
         try:
             await self._client.update_from_distributed(
                 bucket.names,
@@ -97,12 +92,10 @@ class BroadcastSink(Sink):
                 bucket.shapes,
                 group=plan.group,
                 version=str(version) if last else f"{version}-partial",
-                # What is retracted is computed again with the new weights, from an empty cache. `in_place`
-                # keeps its requests in the cache, and SGLang refuses to flush under them.
-                flush_cache=last and self._interruption == "retract",
+                flush_cache=last and self._update.flush_cache,
                 timeout=self._timeout,
             )
         except EngineError as error:
-            self._whole = was_whole and NOTHING_RECEIVED in error.reason
+            self._update.whole = was_whole and NOTHING_RECEIVED in error.reason
             raise
-        self._whole = last
+        self._update.whole = last

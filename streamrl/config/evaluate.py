@@ -1,0 +1,53 @@
+"""What `streamrl eval` measures of a policy, and how."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from streamrl.config.generate import SamplingConfig
+from streamrl.config.section import Section
+from streamrl.config.task import TaskConfig, TaskShare
+
+
+class EvaluateConfig(Section):
+    """Held-out prompts, and how often each is answered."""
+
+    tasks: tuple[TaskShare, ...] = Field((), description="what is evaluated; empty: every task of the run")
+    prompts: int = Field(64, ge=1, description="prompts of each task, of its held-out split; fewer where it has fewer")
+    samples: int = Field(8, ge=1, description="n, answers to each prompt, at the sampling temperature")
+    k: tuple[int, ...] = Field((), description="k of the pass@k that are told; empty: 1, 2, 4, ... up to samples")
+    greedy: bool = Field(True, description="one more answer to each prompt, at temperature 0")
+    temperature: float | None = Field(None, gt=0, description="null: that of generate.sampling")
+    max_new_tokens: int | None = Field(None, ge=1, description="null: that of generate.sampling")
+    in_flight: int = Field(16, ge=1, description="prompts that are answered at once")
+    timeout: float = Field(600.0, gt=0, description="seconds of an evaluation; what is not answered then is left out")
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k of every pass@k, ascending; 1 is always among them."""
+        powers = (1 << power for power in range(self.samples.bit_length()))
+        return tuple(sorted({1, *(self.k or powers)}))
+
+    def sampling(self, run: SamplingConfig) -> SamplingConfig:
+        """How evaluated answers are drawn, where those of the run are drawn as `run` says."""
+        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
+        return run.model_copy(update={name: value for name, value in own.items() if value is not None})
+
+    def shares(self, task: TaskConfig) -> tuple[TaskShare, ...]:
+        """What is evaluated in a run of `task`. A weight says how often a task is trained and means nothing here."""
+        return self.tasks or (*task.shares, *task.evaluated)
+
+    @model_validator(mode="after")
+    def _every_k_can_be_estimated(self) -> EvaluateConfig:
+        for k in self.k:
+            if not 1 <= k <= self.samples:
+                raise ValueError(f"k: {k} needs as many answers, samples={self.samples}; allowed: 1 to {self.samples}")
+        return self
+
+    @model_validator(mode="after")
+    def _labels_differ(self) -> EvaluateConfig:
+        keys = [share.key for share in self.tasks]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"tasks: {key!r} is there twice; allowed: one entry for each label")
+        return self

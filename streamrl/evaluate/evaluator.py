@@ -1,0 +1,199 @@
+"""The walk over the held-out prompts: each is asked, answered by one version of the policy, and judged.
+
+    prompts, task by task in turn ──▶ in_flight of them at once ──▶ n answers and a greedy one ──▶ Question
+
+It knows no server: whoever calls it gives an inference handle. An answer that fails, that comes after the deadline,
+or that holds a token of another version is left out and counted; only a server that cannot be reached ends the walk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from streamrl.config import Config
+from streamrl.config.evaluate import EvaluateConfig
+from streamrl.engine.client import EngineError
+from streamrl.evaluate.results import Evaluation, Judged, Question, figures
+from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
+from streamrl.tasks.registry import build_task
+from streamrl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+ORDER = 0
+# Seed of the order in which held-out prompts are asked: every run, whatever its own seed, is asked the same ones.
+
+SCORING_TIME = 10.0
+# seconds behind the deadline in which a task scores what came in time; then its answers are left out.
+
+
+class Handle(Inference, Protocol):
+    """An inference handle that says what went wrong."""
+
+    failures: list[str]
+
+
+class Handles(Protocol):
+    """Gives a new handle to the policy that is evaluated, for one prompt."""
+
+    def __call__(self, *, greedy: bool, deadline: float) -> Handle:
+        """`deadline`: seconds, on the event loop's clock."""
+        ...
+
+
+def build_evaluated(config: Config) -> dict[str, Environment]:
+    """The held-out split of every task that `evaluate` names, by label.
+
+    Raises ValueError with one line for arguments that do not fit.
+    """
+    shares = config.evaluate.shares(config.task)
+    return {share.key: build_task(share, ORDER, split="probe") for share in shares}
+
+
+class Walk:
+    """One evaluation of one version.
+
+    >>> walk = Walk(config.evaluate, tasks, handles, version)
+    >>> await walk.run()
+    >>> walk.questions["copy"][0].right
+    3
+    """
+
+    def __init__(
+        self, settings: EvaluateConfig, tasks: Mapping[str, Environment], handles: Handles, version: PolicyVersion
+    ) -> None:
+        """`version` that every token must be of."""
+        self.questions: dict[str, list[Question]] = {name: [] for name in tasks}
+        self.complete = False  # every prompt was asked before the deadline
+        self._settings = settings
+        self._tasks = tasks
+        self._handles = handles
+        self._version = version
+        self._deadline = 0.0
+
+    async def run(self) -> None:
+        """Until every prompt is judged, or `evaluate.timeout` is over. Raises EngineError for an unreachable server."""
+        now = asyncio.get_running_loop().time
+        self._deadline = now() + self._settings.timeout
+        places = _in_turn({name: self._count(task) for name, task in self._tasks.items()})
+        try:
+            async with asyncio.TaskGroup() as together:
+                for _ in range(self._settings.in_flight):
+                    together.create_task(self._ask_from(places))
+        except ExceptionGroup as raised:
+            raise raised.exceptions[0] from raised
+        self.complete = next(places, None) is None
+        for questions in self.questions.values():
+            questions.sort(key=lambda question: question.index)
+
+    def _count(self, task: Environment) -> int:
+        return self._settings.prompts if task.size is None else min(self._settings.prompts, task.size)
+
+    async def _ask_from(self, places: Iterator[tuple[str, int]]) -> None:
+        """Take prompt after prompt from what all share, as long as there is time."""
+        now = asyncio.get_running_loop().time
+        while now() < self._deadline and (place := next(places, None)) is not None:
+            name, index = place
+            self.questions[name].append(await self._ask(self._tasks[name], index))
+
+    async def _ask(self, task: Environment, index: int) -> Question:
+        """One prompt: n answers and, where it is asked for, a greedy one."""
+        prompt = task.prompt(index)
+        wanted = [(False, self._settings.samples)] + [(True, 1)] * self._settings.greedy
+        found = await asyncio.gather(*(self._answers(task, prompt, greedy, n) for greedy, n in wanted))
+        sampled, greedy = found[0][0], found[1][0] if len(found) > 1 else []
+        return Question(
+            index=index,
+            prompt=prompt.content,
+            expected=prompt.answer,
+            images=tuple(prompt.images),
+            greedy=greedy[0] if greedy else None,
+            answers=tuple(sampled),
+            missing=sum(n for _, n in wanted) - len(sampled) - len(greedy),
+            reasons=tuple(dict.fromkeys(reason for _, reasons in found for reason in reasons)),
+        )
+
+    async def _answers(
+        self, task: Environment, prompt: Prompt, greedy: bool, n: int
+    ) -> tuple[list[Judged], Sequence[str]]:
+        """The judged answers, at most `n`, and why others are missing."""
+        handle = self._handles(greedy=greedy, deadline=self._deadline)
+        try:
+            async with asyncio.timeout_at(self._deadline + SCORING_TIME):
+                rollouts = await task.rollout_group(handle, prompt, n)
+        except EngineError:
+            raise
+        except Exception as error:  # the policy for foreign tasks: the prompt is left out, not the evaluation
+            log.warning("prompt %d was not evaluated: %s: %s", prompt.index, type(error).__name__, error)
+            return [], [*handle.failures, f"{type(error).__name__}: {error}"]
+        judged = []
+        for rollout in rollouts:
+            if reason := self._refusal(rollout.completion):
+                handle.failures.append(reason)
+            elif rollout.completion.finish_reason != "abort":
+                judged.append(_judged(rollout))
+        return judged, handle.failures
+
+    def _refusal(self, completion: Completion) -> str | None:
+        """Why an answer is none of the version that is evaluated."""
+        other = next((span.version for span in completion.spans if span.version != self._version), None)
+        return None if other is None else f"tokens of version {other}, not of {self._version}"
+
+
+async def evaluate(
+    config: Config,
+    tasks: Mapping[str, Environment],
+    handles: Handles,
+    version: PolicyVersion,
+    *,
+    label: str,
+    step: int | None,
+) -> tuple[Evaluation, dict[str, list[Question]]]:
+    """Ask, judge and count: the figures, and the questions of each task with all answers.
+
+    version: that every token must be of; `label` and `step`: what it is called. Raises EngineError when the server
+    cannot be reached.
+    """
+    started, began = time.time(), time.monotonic()
+    walk = Walk(config.evaluate, tasks, handles, version)
+    await walk.run()
+    sampling = config.evaluate.sampling(config.generate.sampling)
+    evaluation = Evaluation(
+        label=label,
+        step=step,
+        started=started,
+        seconds=time.monotonic() - began,
+        samples=config.evaluate.samples,
+        temperature=sampling.temperature,
+        max_new_tokens=sampling.max_new_tokens,
+        complete=walk.complete,
+        tasks={name: figures(questions, config.evaluate.ks) for name, questions in walk.questions.items()},
+    )
+    return evaluation, walk.questions
+
+
+def _in_turn(counts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """Prompt 0 of every task, prompt 1 of every task, ...: a deadline then costs all tasks the same."""
+    rounds = ([(name, index) for index in range(count)] for name, count in counts.items())
+    for places in itertools.zip_longest(*rounds):
+        yield from (place for place in places if place is not None)
+
+
+def _judged(rollout: Rollout) -> Judged:
+    completion = rollout.completion
+    mask = completion.loss_mask
+    return Judged(
+        text=completion.text,
+        passed=rollout.parts.get(EXACT, rollout.reward) >= 1.0 - 1e-9,  # as Sample.passed
+        reward=float(rollout.reward),
+        parts={name: float(value) for name, value in rollout.parts.items()},
+        tokens=len(completion.output_ids) if mask is None else int(np.count_nonzero(mask)),
+        finish_reason=completion.finish_reason,
+    )

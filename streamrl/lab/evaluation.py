@@ -1,0 +1,162 @@
+"""`streamrl eval`: one set of weights on a server of its own, measured on held-out prompts.
+
+weights of a run's version, of a model folder, or of model.path ─▶ server ─▶ evaluate/ ─▶ table and files
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import uvloop
+from rich.console import Console as Terminal
+from rich.table import Table
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LoraConfig
+from streamrl.engine.client import EngineError
+from streamrl.engine.server import ServerFailed
+from streamrl.evaluate.evaluator import build_evaluated, evaluate
+from streamrl.evaluate.files import evaluation_folder, free_folder, write
+from streamrl.evaluate.results import Evaluation, Question, TaskFigures
+from streamrl.generate.inference import EngineInference, Load
+from streamrl.generate.served import ServedModel
+from streamrl.generate.tokenizer import Tokenizer
+from streamrl.publish.kept import kept_versions
+from streamrl.publish.peft import is_adapter
+from streamrl.tasks.environment import Environment
+from streamrl.types import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What is evaluated: a folder with whole weights or with adapters, and what it is called."""
+
+    folder: Path
+    label: str
+    step: int | None = None  # learner steps in them, where a run made them
+
+
+def main(config: Config, run_folder: Path | None, version: str | None, model: Path | None, output: Path | None) -> int:
+    """Evaluate, write the files, print the table. Returns 0; 1 when the server failed or gave no answer at all.
+
+    run_folder: of an existing run, whose kept `version` is meant (None: the newest). model: a folder instead.
+    output: a new folder; None: RUN/evaluations/NAME, with a number behind it where that is taken. Raises ConfigError.
+    """
+    weights = choose_weights(config, run_folder, version, model)
+    served = serving_config(config, weights)
+    try:
+        tasks = build_evaluated(served)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
+    if folder.exists():
+        raise ConfigError(f"--output: {folder} exists; allowed: a new folder")
+    try:
+        evaluation, questions = uvloop.run(_evaluate(served, tasks, weights))
+        write(folder, evaluation, questions)
+    except (ServerFailed, EngineError, OSError) as failure:
+        print(f"streamrl: {failure}", file=sys.stderr)
+        return 1
+    _print(evaluation, folder)
+    return 0 if any(found.answers for found in evaluation.tasks.values()) else 1
+
+
+def choose_weights(config: Config, run_folder: Path | None, version: str | None, model: Path | None) -> Weights:
+    """The weights that the options name. Raises ConfigError where there are none."""
+    if model is not None:
+        return Weights(model, model.resolve().name)
+    if run_folder is None:
+        return Weights(config.model.path, config.model.path.resolve().name, step=0)
+    kept = kept_versions(run_folder)
+    if not kept:
+        raise ConfigError(f"{run_folder}: no version was kept (publish.keep_every); allowed: --model FOLDER")
+    wanted = max(kept) if version is None else _parse(version)
+    if wanted not in kept:
+        raise ConfigError(f"--version: {version} was not kept; allowed: {', '.join(map(str, sorted(kept)))}")
+    return Weights(kept[wanted], str(wanted), wanted.step)
+
+
+def serving_config(config: Config, weights: Weights) -> Config:
+    """`config` for one server of our own, in the first pool's settings, that starts with `weights`.
+
+    Raises ConfigError for a folder that is no model, or an adapter of another rank or base than the configuration's.
+    """
+    own = config.generate.each_pool[0].model_copy(update={"workers": 1, "attach": ()})
+    evaluated = config.model_copy(update={"generate": own})
+    lora = config.learner.lora
+    if is_adapter(weights.folder):
+        if not lora.by_adapter:
+            raise ConfigError(
+                f"{weights.folder}: holds adapters, learner.lora.rank={lora.rank}; allowed: a configuration with "
+                "adapters (learner.lora.publish=adapter), or a folder with whole weights"
+            )
+        return _with_lora(evaluated, lora.model_copy(update={"adapter": weights.folder}))
+    if not (weights.folder / "config.json").exists():
+        raise ConfigError(
+            f"model.path: {weights.folder} is no model; allowed: a Hugging Face folder (config.json, safetensors, "
+            "tokenizer)"
+        )
+    if weights.folder == config.model.path:
+        return evaluated
+    model = config.model.model_copy(update={"path": weights.folder})
+    return _with_lora(evaluated.model_copy(update={"model": model}), LoraConfig())
+
+
+def _with_lora(config: Config, lora: LoraConfig) -> Config:
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
+
+
+def _parse(version: str) -> PolicyVersion:
+    try:
+        return PolicyVersion.parse(version)
+    except ValueError as error:
+        raise ConfigError(f"--version: {error}") from None
+
+
+async def _evaluate(
+    config: Config, tasks: dict[str, Environment], weights: Weights
+) -> tuple[Evaluation, dict[str, list[Question]]]:
+    """Start a server, evaluate on it, end it. Raises ServerFailed, EngineError."""
+    with tempfile.TemporaryDirectory(
+        prefix="streamrl-eval-"
+    ) as scratch:  # a run's own servers keep their logs and keys
+        served = ServedModel(config, Path(scratch), index=0)
+        try:
+            await served.start()
+            sampling = config.evaluate.sampling(config.generate.sampling)
+            generate = config.generate.model_copy(update={"sampling": sampling})
+            handles = partial(EngineInference, served.policy, Tokenizer(config.model.path), generate, Load())
+            return await evaluate(config, tasks, handles, served.state.version, label=weights.label, step=weights.step)
+        finally:
+            await asyncio.gather(served.close(), *(task.close() for task in tasks.values()))
+
+
+def _print(evaluation: Evaluation, folder: Path) -> None:
+    """The figures with their standard errors, and where everything is."""
+    terminal = Terminal()
+    names = list(dict.fromkeys(name for found in evaluation.tasks.values() for name in found.figures))
+    table = Table(title=f"Evaluation of {evaluation.label}", title_justify="left")
+    for name in ("task", "prompts", *names, "unanswered"):
+        table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
+    for task, found in evaluation.tasks.items():
+        table.add_row(task, str(found.prompts), *(_cell(found, name) for name in names), f"{found.unanswered:.1%}")
+    terminal.print(table)
+    for task, found in evaluation.tasks.items():
+        for reason in found.reasons:
+            terminal.print(f"{task}: answers are missing: {reason}", markup=False, soft_wrap=True)
+    if not evaluation.complete:
+        terminal.print("not every prompt was asked in evaluate.timeout")
+    terminal.print(f"every answer: {folder / 'index.html'}", markup=False, soft_wrap=True, highlight=False)
+
+
+def _cell(found: TaskFigures, name: str) -> str:
+    figure = found.figures.get(name)
+    if figure is None:
+        return "-"
+    return f"{figure.value:.3f}" if figure.error is None else f"{figure.value:.3f} ± {figure.error:.3f}"

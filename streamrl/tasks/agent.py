@@ -1,0 +1,176 @@
+"""The task `agent`: an agent that talks OpenAI's protocol is the environment; what it asks of the policy is trained.
+
+    prompt ─▶ session, base URL ─▶ the agent (a command, or a function) ─▶ calls ─▶ one sample ─▶ the task's scorer
+
+The agent is told its base URL and its question; it calls as often as it likes, within `most_calls` and `timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import shlex
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from streamrl.config.task import TaskShare
+from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
+from streamrl.tasks.environment import (
+    Completion,
+    Environment,
+    Inference,
+    Prompt,
+    Rollout,
+    Score,
+    check_reward,
+    unscored,
+)
+from streamrl.tasks.openai_server import MODEL, OpenAIServer
+from streamrl.tasks.openai_session import Session
+
+AgentFunction = Callable[[str, dict[str, Any]], Awaitable[str | None]]
+"""Of (base URL, question): the agent's own answer, or None where the policy's last turn is the answer."""
+
+OUTPUT = 1 << 16  # characters of a command's standard output that are its answer
+
+
+class AgentArguments(TaskArguments):
+    """Arguments of `agent`."""
+
+    task: TaskShare = Field(description="the task that gives the questions, and judges the agent's answers")
+    command: str | None = Field(None, description="command line of the agent; it gets the question on standard input")
+    function: str | None = Field(None, description="package.module:function of the agent, instead of a command")
+    timeout: float = Field(120.0, gt=0, description="seconds that the agent may take for one question")
+    most_calls: int = Field(16, ge=1, description="calls of one session")
+    parallel: int = Field(64, ge=1, description="agents at once")
+    host: str = Field("127.0.0.1", description="address at which the endpoint listens")
+    port: int = Field(0, ge=0, le=65535, description="its port; 0: a free one")
+
+    @model_validator(mode="after")
+    def _is_one_agent(self) -> AgentArguments:
+        if (self.command is None) == (self.function is None):
+            raise ValueError("command: either a command or a function is needed; allowed: one of the two")
+        return self
+
+
+class AgentFailed(RuntimeError):
+    """An agent that did not come to its end; its text says how."""
+
+
+class Agent(Environment):
+    """Reward: what the task's scorer gives to the agent's answer.
+
+    An agent that fails, or is not done in time, costs its sample the reward; the tokens that it asked for stay.
+    """
+
+    def __init__(self, arguments: AgentArguments, task: Environment) -> None:
+        """Raises ValueError for a function that cannot be imported."""
+        self._arguments = arguments
+        self._task = task
+        self._run: AgentFunction = self._command if arguments.function is None else _imported(arguments.function)
+        self._places = asyncio.Semaphore(arguments.parallel)
+        self._server: OpenAIServer | None = None
+        self._starting = asyncio.Lock()
+
+    def prompt(self, index: int) -> Prompt:
+        return self._task.prompt(index)
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        return await self._task.score(prompt, completion)
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        server = await self._endpoint()
+        return list(await asyncio.gather(*(self._play(server, inference, prompt) for _ in range(n))))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+            self._server = None
+        await self._task.close()
+
+    async def _endpoint(self) -> OpenAIServer:
+        async with self._starting:
+            if self._server is None:
+                server = OpenAIServer(self._arguments.host, self._arguments.port)
+                await server.start()
+                self._server = server
+            return self._server
+
+    async def _play(self, server: OpenAIServer, inference: Inference, prompt: Prompt) -> Rollout:
+        session = Session(inference, prompt, most_calls=self._arguments.most_calls)
+        answer: str | None = None
+        failure: Exception | None = None
+        async with self._places:
+            with server.serving(session) as base_url:
+                try:
+                    async with asyncio.timeout(self._arguments.timeout):
+                        answer = await self._run(base_url, _question(prompt))
+                except TimeoutError:
+                    failure = AgentFailed(f"not done in {self._arguments.timeout:g} seconds")
+                except Exception as error:  # the policy for foreign agents: count, log, go on
+                    failure = error
+        completion = session.completion
+        if completion is None:
+            failed = Completion.failed(inference.prompt_ids(prompt.content))
+            return unscored(prompt, failed, failure or AgentFailed("the agent asked the policy nothing"))
+        if failure is not None or completion.finish_reason == "abort":
+            return unscored(prompt, completion, failure or AgentFailed("a call was not answered"))
+        return await self._judged(prompt, session, completion, answer)
+
+    async def _judged(self, prompt: Prompt, session: Session, completion: Completion, answer: str | None) -> Rollout:
+        last = session.turns[-1]
+        try:
+            score = await self._task.score(prompt, last if answer is None else replace(last, text=answer))
+            check_reward(score)
+        except Exception as error:  # the policy for foreign scorers: count, log, go on
+            return unscored(prompt, completion, error)
+        parts = {**score.parts, "calls": float(len(session.turns))}
+        return Rollout(completion=completion, reward=score.reward, parts=parts)
+
+    async def _command(self, base_url: str, question: dict[str, Any]) -> str | None:
+        """Run the agent's command to its end; the process group is killed when it has no more time."""
+        process = await asyncio.create_subprocess_exec(
+            *shlex.split(self._arguments.command or ""),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL},
+            start_new_session=True,
+        )
+        try:
+            output, _ = await process.communicate(json.dumps(question).encode())
+        finally:
+            await _end_group(process)
+        if process.returncode != 0:
+            raise AgentFailed(f"the agent's command ended with code {process.returncode}")
+        return output.decode(errors="replace").strip()[:OUTPUT] or None
+
+
+def _question(prompt: Prompt) -> dict[str, Any]:
+    """What an agent is told: never the right answer."""
+    return {"index": prompt.index, "text": prompt.text, "messages": prompt.messages, "images": prompt.images}
+
+
+async def _end_group(process: asyncio.subprocess.Process) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    await process.wait()
+
+
+def _imported(path: str) -> AgentFunction:
+    module, _, name = path.partition(":")
+    try:
+        function: AgentFunction = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{ARGUMENTS}.function: {path!r} cannot be imported ({error}); allowed: package.module:function"
+        ) from None
+    return function

@@ -1,0 +1,169 @@
+"""Processes that judge answers and are killed when they take too long.
+
+    Judges (asyncio, in the worker) ── one JSON line ──▶ python -m MODULE PARENT MEMORY ...
+                                    ◀── one JSON line ──   (in its main thread: `judge_lines`)
+
+Only a kill from outside bounds a computation inside one C call. A judge ends with its worker, also in the middle of
+one, so that none outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+MEMORY = 4 << 30
+# Bytes of address space of a judge: enough for sympy, and a tower of powers ends as a MemoryError.
+
+_LINE = 1 << 20
+# Bytes of the longest line from a judge; its replies are far shorter.
+
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+
+
+class ScoringFailed(RuntimeError):
+    """An answer that could not be judged: the judge hung, broke, or cannot do with the question."""
+
+
+class Judges:
+    """A pool of judges, started when they are first needed.
+
+    >>> async with Judges("streamrl.tasks.math_reward", processes=2, timeout=5.0, start_timeout=60.0) as judges:
+    ...     await judges.ask({"text": "\\\\boxed{1/2}", "gold": "0.5"})
+    {'right': True, 'readable': True}
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str] = (),
+        *,
+        processes: int,
+        timeout: float,
+        start_timeout: float,
+        memory: int = MEMORY,
+    ) -> None:
+        """`module`: whose main calls `judge_lines`; `arguments`: its own, behind those that `judge_lines` takes.
+
+        timeout, start_timeout: seconds for one answer, and for a process to be ready. memory: bytes of address space.
+        """
+        self._command = (sys.executable, "-m", module, str(os.getpid()), str(memory), *arguments)
+        self._timeout = timeout
+        self._start_timeout = start_timeout
+        self._judges: set[asyncio.subprocess.Process] = set()
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._places = asyncio.Semaphore(processes)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The living judges."""
+        return [judge.pid for judge in self._judges]
+
+    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """A judge's reply to a question of JSON types (others become text).
+
+        Raises ScoringFailed; the judge that hung is killed.
+        """
+        async with self._places:
+            judge = await self._take()
+            try:
+                reply = await self._exchange(judge, question, self._timeout)
+            except BaseException:  # cancelled or failed: its reply may still come, so it cannot be asked again
+                await self._end(judge)
+                raise
+            self._idle.append(judge)
+        if "error" in reply:
+            raise ScoringFailed(reply["error"])
+        return reply
+
+    async def close(self) -> None:
+        """Kill and reap every judge. May be called twice."""
+        self._idle.clear()
+        for judge in list(self._judges):
+            await self._end(judge)
+
+    async def _take(self) -> asyncio.subprocess.Process:
+        """An idle judge that still lives, or a new one."""
+        while self._idle:
+            judge = self._idle.pop()
+            if judge.returncode is None:
+                return judge
+            self._judges.discard(judge)
+        return await self._start()
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        judge = await asyncio.create_subprocess_exec(
+            *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LINE
+        )
+        self._judges.add(judge)
+        try:
+            ready = await self._exchange(judge, None, self._start_timeout)  # once its libraries are loaded
+            if "error" in ready:
+                raise ScoringFailed(ready["error"])
+        except BaseException:
+            await self._end(judge)
+            raise
+        return judge
+
+    async def _exchange(
+        self, judge: asyncio.subprocess.Process, question: dict[str, Any] | None, timeout: float
+    ) -> dict[str, Any]:
+        assert judge.stdin is not None
+        assert judge.stdout is not None
+        try:
+            async with asyncio.timeout(timeout):
+                judge.stdin.write(json.dumps(question, default=str).encode() + b"\n")
+                await judge.stdin.drain()
+                line = await judge.stdout.readline()
+        except TimeoutError:
+            raise ScoringFailed(f"judging took more than {timeout:g} s") from None
+        except ConnectionError as error:
+            raise ScoringFailed(f"the judge has ended: {error}") from None
+        if not line:
+            raise ScoringFailed("the judge has ended")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    async def _end(self, judge: asyncio.subprocess.Process) -> None:
+        self._judges.discard(judge)
+        if judge.returncode is None:
+            judge.kill()
+        await judge.wait()
+
+
+def judge_lines(prepare: Callable[[Sequence[str]], Callable[..., dict[str, Any]]]) -> None:
+    """The main of a judge: answers each line of standard input until it ends.
+
+    `prepare` is called once with the arguments behind PARENT and MEMORY, and loads what the judge needs; what it
+    returns is called with the keys of each question. What either raises is the reply.
+    """
+    parent, memory, *arguments = sys.argv[1:]
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the middle of a C call
+    if os.getppid() != int(parent):
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the worker decides
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is not a reply
+    judge: Callable[..., dict[str, Any]] | None = None
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            judge = judge or prepare(arguments)
+            reply = {} if question is None else judge(**question)
+        except Exception as error:  # whatever a library or a user's code does with a strange answer, it is a reply
+            reply = {"error": f"{type(error).__name__}: {error}"[:200]}
+        print(json.dumps(reply), file=replies)

@@ -1,0 +1,116 @@
+"""One agent's session behind the OpenAI-compatible endpoint: which calls belong to one conversation, and its record.
+
+    call 1   [system, user]                          -> answer 1
+    call 2   [system, user, answer 1, tool, ...]     -> answer 2     extends call 1: one sample, masked in between
+    call 3   [system, another user]                  -> refused, 409: it does not extend call 2
+
+The agent sends texts; what is trained are the ids that were sampled. A call that repeats an answer in other words than
+those it was given would be another conversation, and is refused too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.tasks.conversation import Conversation
+from streamrl.tasks.environment import Completion, Inference, Message, Prompt
+
+
+class CallRefused(Exception):
+    """A call that cannot be a part of the session; `status` is for HTTP."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Session:
+    """The calls of one agent, which become one sample.
+
+    >>> session = Session(inference, prompt, most_calls=8)
+    >>> turn = await session.chat([Message(role="user", content="caf")])
+    >>> session.completion
+    """
+
+    def __init__(self, inference: Inference, prompt: Prompt, *, most_calls: int) -> None:
+        """`prompt` gives the sample its number alone: what is asked first is the agent's."""
+        self._inference = inference
+        self._index = prompt.index
+        self._most_calls = most_calls
+        self._conversation: Conversation | None = None
+        self._text = ""  # of a session of plain text: prompt and answers so far
+        self._calling = asyncio.Lock()
+        self.open = True
+
+    @property
+    def turns(self) -> Sequence[Completion]:
+        return self._conversation.turns if self._conversation is not None else ()
+
+    @property
+    def completion(self) -> Completion | None:
+        """All calls as one answer; None where there was none."""
+        return self._conversation.completion if self._conversation is not None else None
+
+    async def chat(self, messages: Sequence[Message], **sampling: Any) -> Completion:
+        """The answer to a call of /v1/chat/completions. Raises CallRefused."""
+        async with self._calling:
+            self._check()
+            if self._conversation is None:
+                self._begin(Prompt(index=self._index, messages=tuple(messages)))
+            else:
+                self._add(_behind(self._conversation.messages, messages))
+            return await self._generate(sampling)
+
+    async def complete(self, text: str, **sampling: Any) -> Completion:
+        """The answer to a call of /v1/completions. Raises CallRefused."""
+        async with self._calling:
+            self._check()
+            if self._conversation is None:
+                self._begin(Prompt(index=self._index, text=text))
+            elif self._text and text.startswith(self._text) and len(text) > len(self._text):
+                self._add(text.removeprefix(self._text))
+            else:
+                raise CallRefused(409, "the prompt does not extend the session's text: its prompt and answers so far")
+            turn = await self._generate(sampling)
+            self._text = text + turn.text
+            return turn
+
+    def _check(self) -> None:
+        if not self.open:
+            raise CallRefused(410, "the session is over")
+        if len(self.turns) == self._most_calls:
+            raise CallRefused(429, f"the session has had its {self._most_calls} calls")
+
+    def _begin(self, prompt: Prompt) -> None:
+        try:
+            self._conversation = Conversation(self._inference, prompt)
+        except ValueError as error:
+            raise CallRefused(400, str(error)) from None
+
+    def _add(self, added: str | Sequence[Message]) -> None:
+        assert self._conversation is not None
+        try:
+            self._conversation.add(added)
+        except ValueError as error:
+            raise CallRefused(400, str(error)) from None
+
+    async def _generate(self, sampling: dict[str, Any]) -> Completion:
+        assert self._conversation is not None
+        turn = await self._conversation.generate(**sampling)
+        if self._conversation.ended:
+            self.open = False
+            raise CallRefused(503, "the run's servers gave no answer; the session is over")
+        return turn
+
+
+def _behind(said: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
+    """What a call adds to what was said. Raises CallRefused where it does not extend it."""
+    if not said:
+        raise CallRefused(409, "the session is one of /v1/completions")
+    if [*messages[: len(said)]] != [*said]:
+        raise CallRefused(409, "the messages do not extend the session's: those so far, with the answers as given")
+    if len(messages) == len(said):
+        raise CallRefused(409, "the call adds no message to the session's")
+    return messages[len(said) :]

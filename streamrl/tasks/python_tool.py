@@ -1,0 +1,149 @@
+"""The tool `python`: code of the policy, run in a process of its own without network, within limits and a deadline.
+
+    PythonTool (asyncio, in the worker) ── code ──▶ python -I sandbox.py ── fork ──▶ the code, walled off
+                                        ◀── what it printed, at most `output` characters
+
+Where the kernel allows no namespaces the tool raises NoWalls, unless `walls=False` says that the machine itself is
+the wall.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.tasks.sandbox import UNWALLED
+
+SANDBOX = Path(__file__).with_name("sandbox.py")
+
+CHUNK = 1 << 16  # bytes read at once
+
+WALLS_TIMEOUT = 30.0  # seconds for the look whether there are walls, on a busy machine
+
+
+class NoWalls(RuntimeError):
+    """The kernel allows no namespaces here, so the code of a policy would have the network and the files."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What one run of code may take."""
+
+    seconds: float = 5.0  # from start to kill
+    memory: int = 512 << 20  # bytes of address space
+    file_size: int = 8 << 20  # bytes of each file that is written
+    processes: int = 16  # at once, threads included
+    output: int = 4096  # characters that the policy is told; what comes after is dropped
+
+
+class PythonTool:
+    """Runs code, at most `parallel` at a time.
+
+    >>> await PythonTool(Limits(), parallel=2).run("print(6 * 7)")
+    '42'
+    """
+
+    def __init__(self, limits: Limits, *, parallel: int, walls: bool = True) -> None:
+        self._limits = limits
+        self._places = asyncio.Semaphore(parallel)
+        self._walls = walls
+
+    async def run(self, code: str) -> str:
+        """What the code printed on standard output and error, and how it ended where that was not well.
+
+        Raises NoWalls where the kernel gives no namespaces.
+        """
+        async with self._places:
+            ended, output = await self._run(code)
+        if ended == UNWALLED and self._walls:
+            raise NoWalls(output.strip())
+        text = output.strip()[: self._limits.output]
+        if ended is None:
+            return f"{text}\n[stopped after {self._limits.seconds:g} seconds]".strip()
+        if ended != 0 and "Traceback" not in text and "Error" not in text:
+            return f"{text}\n[ended with code {ended}]".strip()
+        return text
+
+    async def _run(self, code: str) -> tuple[int | None, str]:
+        """Exit code, None where it was killed at its deadline; and the beginning of the output."""
+        folder = tempfile.mkdtemp(prefix="streamrl-tool-")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(SANDBOX), self._settings(folder)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8:replace"},
+                cwd=folder,
+                start_new_session=True,
+            )
+            try:
+                async with asyncio.timeout(self._limits.seconds):
+                    output = await self._exchange(process, code)
+                    return await process.wait(), output
+            except TimeoutError:
+                return None, ""
+            finally:
+                await _end(process)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _settings(self, folder: str) -> str:
+        limits = self._limits
+        return json.dumps(
+            {
+                "walls": self._walls,
+                "user_namespace": os.getuid() != 0,
+                "folder": folder,
+                "memory": limits.memory,
+                "cpu_seconds": max(1, round(limits.seconds)),
+                "file_size": limits.file_size,
+                "processes": limits.processes,
+            }
+        )
+
+    async def _exchange(self, process: asyncio.subprocess.Process, code: str) -> str:
+        """Give the code, and take what it prints; what goes beyond the limit is read and forgotten."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(code.encode(errors="replace"))
+            await process.stdin.drain()
+            process.stdin.close()
+        except ConnectionError:
+            pass  # it has ended already, and its exit code tells why
+        kept = b""
+        while chunk := await process.stdout.read(CHUNK):
+            kept += chunk[: max(0, 4 * self._limits.output - len(kept))]
+        return kept.decode(errors="replace")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill what is left: the session, and with its first process everything in its PID namespace."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    await process.wait()
+
+
+def missing_walls() -> str | None:
+    """Why the tool has no walls on this machine; None where it has them. Takes a tenth of a second."""
+    folder = tempfile.mkdtemp(prefix="streamrl-tool-")
+    settings = PythonTool(Limits(), parallel=1)._settings(folder)
+    command = [sys.executable, "-I", "-S", str(SANDBOX), settings]
+    try:
+        done = subprocess.run(command, input="", capture_output=True, text=True, timeout=WALLS_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return f"no walls in {WALLS_TIMEOUT:g} seconds"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return done.stderr.strip() if done.returncode == UNWALLED else None

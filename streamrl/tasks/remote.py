@@ -1,0 +1,194 @@
+"""The task `remote`: an environment, or a reward model, in another process or on another machine, over HTTP.
+
+What is not answered in time is asked again, a few times; then it costs the samples that wait for it, never the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from pydantic import Field
+
+from streamrl.config.task import TaskShare
+from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
+from streamrl.tasks.environment import (
+    Completion,
+    Environment,
+    Inference,
+    Prompt,
+    Rollout,
+    Score,
+    check_reward,
+    unscored,
+)
+from streamrl.tasks.remote_protocol import (
+    About,
+    AskObservation,
+    AskScores,
+    Judged,
+    RemotePrompt,
+    RemoteScore,
+    Told,
+    Turn,
+)
+from streamrl.tasks.turns import Observation, TurnByTurn
+
+Reply = TypeVar("Reply")
+
+
+class RemoteArguments(TaskArguments):
+    """Arguments of `remote`."""
+
+    url: str = Field(pattern=r"^https?://", description="address of the task, such as http://host:7000/sums")
+    task: TaskShare | None = Field(None, description="a local task that gives the prompts; null: the remote one does")
+    timeout: float = Field(30.0, gt=0, description="seconds that one call may take")
+    tries: int = Field(3, ge=1, description="times that a call is made before its samples have failed")
+    pause: float = Field(0.5, ge=0, description="seconds before the second try; doubled before each further one")
+    token_file: Path | None = Field(None, description="file with the bearer token that the server asks for")
+
+
+class RemoteFailed(RuntimeError):
+    """A call that was not answered as it should, however often it was made."""
+
+
+class Remote(TurnByTurn):
+    """Prompts, observations and rewards from a server (`python -m streamrl.tasks.serve`), or rewards alone."""
+
+    def __init__(self, arguments: RemoteArguments, local: Environment | None, split: str) -> None:
+        """`local` gives the prompts where the server is a reward model."""
+        self._local = local
+        self._split = split
+        self._caller = _Caller(arguments)
+        self._about: About | None = About() if local is not None else None
+
+    def prompt(self, index: int) -> Prompt:
+        """A local prompt; of a remote one its index alone, the rest comes when it is asked."""
+        if self._local is not None:
+            return self._local.prompt(index)
+        return Prompt(index=index, text=f"prompt {index} of {self._caller.url}")
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        """Raises RemoteFailed where the server gives no prompt."""
+        if self._about is None:
+            self._about = await self._caller.call("about", None, About)
+        if self._local is None:
+            prompt = await self._fetched(prompt.index)
+        if self._about.max_turns == 1:
+            return await Environment.rollout_group(self, inference, prompt, n)
+        self.max_turns = self._about.max_turns
+        return await super().rollout_group(inference, prompt, n)
+
+    async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
+        asked = AskObservation(RemotePrompt.of(prompt), _turns(turns))
+        told = await self._caller.call("observation", asked, Told)
+        return told.text if told.messages is None else told.messages
+
+    async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+        (score,) = await self._judged(prompt, [_turns(turns)])
+        return _score(score)
+
+    async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+        """All answers of a group in one call, so that the server may score them against each other."""
+        try:
+            scores = await self._judged(prompt, [_turns([completion]) for completion in completions])
+        except RemoteFailed as error:
+            return [unscored(prompt, completion, error) for completion in completions]
+        return [_rollout(prompt, each, score) for each, score in zip(completions, scores, strict=True)]
+
+    async def close(self) -> None:
+        await self._caller.close()
+        if self._local is not None:
+            await self._local.close()
+
+    async def _fetched(self, index: int) -> Prompt:
+        reply = await self._caller.call("prompt", {"index": index, "split": self._split}, RemotePrompt)
+        return msgspec.structs.replace(reply, index=index).prompt()
+
+    async def _judged(self, prompt: Prompt, answers: Sequence[tuple[Turn, ...]]) -> tuple[RemoteScore, ...]:
+        asked = AskScores(RemotePrompt.of(prompt), tuple(answers))
+        scores = (await self._caller.call("score", asked, Judged)).scores
+        if len(scores) != len(answers):
+            raise RemoteFailed(f"{self._caller.url}/score: {len(scores)} scores for {len(answers)} answers")
+        return scores
+
+
+class _Caller:
+    """HTTP calls with deadlines and retries."""
+
+    def __init__(self, arguments: RemoteArguments) -> None:
+        self.url = arguments.url.rstrip("/")
+        self._arguments = arguments
+        self._session: aiohttp.ClientSession | None = None
+        self._headers = _bearer(arguments.token_file)
+
+    async def call(self, name: str, body: Any, reply: type[Reply]) -> Reply:
+        """The typed reply. Raises RemoteFailed after the last try, and at once for what no retry mends."""
+        pause, failure = self._arguments.pause, ""
+        for left in reversed(range(self._arguments.tries)):
+            try:
+                return msgspec.json.decode(await self._once(name, body), type=reply)
+            except msgspec.DecodeError as error:
+                raise RemoteFailed(f"{self.url}/{name}: not a reply: {error}") from None
+            except (aiohttp.ClientError, TimeoutError) as error:
+                failure = f"{type(error).__name__}: {error}".rstrip(": ")
+            if left:
+                await asyncio.sleep(pause)
+                pause *= 2
+        raise RemoteFailed(f"{self.url}/{name}: {self._arguments.tries} tries: {failure}")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _once(self, name: str, body: Any) -> bytes:
+        """One call. Raises RemoteFailed for a status that says that the call itself is wrong."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers)
+        method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
+        async with (
+            asyncio.timeout(self._arguments.timeout),
+            self._session.request(method, f"{self.url}/{name}", data=data) as response,
+        ):
+            content = await response.read()
+            if 400 <= response.status < 500:
+                raise RemoteFailed(
+                    f"{self.url}/{name}: status {response.status}: {content[:200].decode(errors='replace')}"
+                )
+            response.raise_for_status()
+            return content
+
+
+def _bearer(token_file: Path | None) -> dict[str, str]:
+    if token_file is None:
+        return {}
+    try:
+        return {"Authorization": f"Bearer {token_file.read_text().strip()}"}
+    except OSError as error:
+        raise ValueError(f"{ARGUMENTS}.token_file: {token_file}: {error.strerror}; allowed: a readable file") from None
+
+
+def _turns(completions: Sequence[Completion]) -> tuple[Turn, ...]:
+    return tuple(Turn.of(completion) for completion in completions)
+
+
+def _score(score: RemoteScore) -> Score:
+    """Raises ValueError where the server's scorer raised, or gave no finite number."""
+    if score.failure is not None:
+        raise ValueError(score.failure)
+    checked = Score(reward=score.reward, parts=score.parts)
+    check_reward(checked)
+    return checked
+
+
+def _rollout(prompt: Prompt, completion: Completion, score: RemoteScore) -> Rollout:
+    try:
+        judged = _score(score)
+    except ValueError as error:
+        return unscored(prompt, completion, error)
+    return Rollout(completion=completion, reward=judged.reward, parts=judged.parts)

@@ -1,0 +1,98 @@
+"""What a task says over HTTP, JSON both ways: a prompt, what the policy is told, what its answers are worth.
+
+    GET  /TASK/about                                    -> About
+    POST /TASK/prompt       {index, split}              -> RemotePrompt
+    POST /TASK/observation  {prompt, turns}             -> Told
+    POST /TASK/score        {prompt, answers}           -> Judged      (answers: the turns of each sample)
+
+A reward model gives `score` alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from streamrl.tasks.environment import Completion, Message, Prompt
+
+LARGEST = 64 << 20  # bytes of one request or reply
+
+
+class About(msgspec.Struct, frozen=True):
+    """What kind of task it is."""
+
+    max_turns: int = 1
+
+
+class RemotePrompt(msgspec.Struct, frozen=True):
+    """`Prompt` on the wire."""
+
+    index: int
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+    images: tuple[str, ...] = ()
+    answer: str | None = None
+    metadata: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> RemotePrompt:
+        return cls(prompt.index, prompt.text, prompt.messages, prompt.images, prompt.answer, prompt.metadata)
+
+    def prompt(self) -> Prompt:
+        """Raises ValueError where it has neither text nor messages, or both."""
+        return Prompt(
+            index=self.index,
+            text=self.text,
+            messages=self.messages,
+            images=self.images,
+            answer=self.answer,
+            metadata=self.metadata,
+        )
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One turn of the policy, as text."""
+
+    text: str
+    finish_reason: str
+
+    @classmethod
+    def of(cls, completion: Completion) -> Turn:
+        return cls(completion.text, completion.finish_reason)
+
+
+class AskPrompt(msgspec.Struct, frozen=True):
+    index: int
+    split: Literal["train", "probe"]
+
+
+class AskObservation(msgspec.Struct, frozen=True):
+    prompt: RemotePrompt
+    turns: tuple[Turn, ...]
+
+
+class AskScores(msgspec.Struct, frozen=True):
+    prompt: RemotePrompt
+    answers: tuple[tuple[Turn, ...], ...]
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What the policy is told; neither of the two ends the conversation."""
+
+    text: str | None = None
+    messages: tuple[Message, ...] | None = None
+
+
+class RemoteScore(msgspec.Struct, frozen=True):
+    """`Score` on the wire; `failure` where the scorer raised."""
+
+    reward: float
+    parts: dict[str, float] = {}
+    failure: str | None = None
+
+
+class Judged(msgspec.Struct, frozen=True):
+    """One score for each answer, in order."""
+
+    scores: tuple[RemoteScore, ...]

@@ -1,0 +1,181 @@
+"""The rows of a data set, from a file or the hub, parted into those that train and those that are held out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from pydantic import Field
+
+from streamrl.tasks.arguments import ARGUMENTS, TaskArguments, not_among
+from streamrl.tasks.order import digest
+
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+_LOADING = (OSError, ValueError, datasets.exceptions.DatasetsError)
+# What `load_dataset` raises for a source that is absent, gated, broken, or out of reach.
+
+_BATCH = 1000
+# Rows that are read at a time where all of them are looked at.
+
+
+class RowsArguments(TaskArguments):
+    """Where the rows come from, and which of them are held out."""
+
+    path: str = Field(description="file or pattern of files (.jsonl, .json, .parquet, .csv), or a data set's hub name")
+    subset: str | None = Field(None, description="configuration of a hub data set; null: its default")
+    split: str = Field("train", description="split of a hub data set")
+    test_path: str | None = Field(None, description="file whose rows are held out, instead of a part of the others")
+    test_split: str | None = Field(None, description="split of a hub data set that is held out, instead of a part")
+    held_out_count: int | None = Field(None, ge=1, description="different prompts that are held out; null: held_out")
+    evaluation_only: bool = Field(False, description="all rows are held out: for evaluation, never trained")
+    distinct: bool = Field(False, description="each question once, however often the data set repeats it")
+    cache: str | None = Field(None, description="folder for the converted data; null: that of the datasets library")
+
+    @property
+    def is_file(self) -> bool:
+        """Whether `path` is a file, or several, and no data set with splits of its own."""
+        return Path(self.path).suffix in _FORMATS
+
+
+class Rows:
+    """The rows of one split: a sequence of dictionaries. Rows of the same question are always in the same split."""
+
+    def __init__(self, arguments: RowsArguments, columns: dict[str, str], asked: list[str], *, held_out: bool) -> None:
+        """`columns`: those that must be there, by the argument's key; a dot leads into a mapping (`a.b`).
+
+        asked: the columns that make a question what it is. held_out: the split that only evaluation and probes see.
+        Raises ValueError, with one line that names the argument.
+        """
+        if arguments.evaluation_only and not held_out:
+            raise ValueError(
+                f"{ARGUMENTS}.evaluation_only: {arguments.path} is for evaluation and is never trained; "
+                f"allowed: the task in a list for evaluation; nearest known key: {ARGUMENTS}.evaluation_only"
+            )
+        self._data = _load(arguments, "path", arguments.path, arguments.split)
+        test = _test_rows(arguments)
+        for data in (self._data, test):
+            if data is not None:
+                _check_columns(data, columns)
+        asked = sorted({column.partition(".")[0] for column in asked}, key=asked.index)
+        if test is None:
+            self._numbers = _parted(_digests(self._data, asked), arguments, held_out)
+        elif held_out:
+            self._data, self._numbers = test, _once(_digests(test, asked), arguments)
+        else:
+            known = _digests(self._data, asked)
+            self._numbers = _without(_once(known, arguments), known, _digests(test, asked))
+        if not len(self._numbers):
+            raise ValueError(_too_few(arguments, 0))
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, place: int) -> int:
+        """The number in the data set of the row at `place`."""
+        return int(self._numbers[place])
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        row: dict[str, Any] = self._data[self.number(place)]
+        return row
+
+
+def value_at(row: dict[str, Any], column: str) -> Any:
+    """The value of a column; a dot leads into a mapping.
+
+    >>> value_at({"reward_model": {"ground_truth": "34"}}, "reward_model.ground_truth")
+    '34'
+    """
+    value: Any = row
+    for name in column.split("."):
+        value = value[name]
+    return value
+
+
+def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets.Dataset:
+    """One split of the data set, memory-mapped."""
+    datasets.disable_progress_bars()
+    suffix = Path(path).suffix
+    try:
+        if suffix in _FORMATS:
+            data = datasets.load_dataset(_FORMATS[suffix], data_files=path, split="train", cache_dir=arguments.cache)
+        else:
+            data = datasets.load_dataset(path, arguments.subset, split=split, cache_dir=arguments.cache)
+    except _LOADING as error:
+        raise ValueError(
+            f"{ARGUMENTS}.{key}: {path!r} cannot be loaded ({' '.join(str(error).split())[:200]}); allowed: a "
+            f"file of type {', '.join(_FORMATS)} or a data set's hub name; nearest known key: {ARGUMENTS}.{key}"
+        ) from None
+    return data
+
+
+def _test_rows(arguments: RowsArguments) -> datasets.Dataset | None:
+    """The rows that are held out from another source than the others; None where there is none."""
+    if arguments.test_path is not None:
+        return _load(arguments, "test_path", arguments.test_path, "train")
+    if arguments.test_split is not None and not arguments.is_file:
+        return _load(arguments, "path", arguments.path, arguments.test_split)
+    return None
+
+
+def _check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
+    for key, column in columns.items():
+        known: Any = data.features
+        for name in column.split("."):
+            if not isinstance(known, dict) or name not in known:
+                raise ValueError(not_among(f"{ARGUMENTS}.{key}", column, data.column_names))
+            known = known[name]
+
+
+def _digests(data: datasets.Dataset, asked: list[str]) -> np.ndarray:
+    """uint64 [N]: a number for each row's question."""
+    found: list[int] = []
+    for batch in data.select_columns(asked).iter(_BATCH):
+        found += [digest(_canonical(*values)) for values in zip(*(batch[name] for name in asked), strict=True)]
+    return np.array(found, np.uint64)
+
+
+def _canonical(*values: Any) -> str:
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
+    return json.dumps(values[0] if len(values) == 1 else values, sort_keys=True)
+
+
+def _once(digests: np.ndarray, arguments: RowsArguments) -> np.ndarray:
+    """The row numbers, int64 [N]: of each question the first, where only that is wanted."""
+    if not arguments.distinct:
+        return np.arange(len(digests))
+    return np.sort(np.unique(digests, return_index=True)[1])
+
+
+def _without(numbers: np.ndarray, digests: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The rows whose question is in no row of `others`."""
+    return numbers[~np.isin(digests[numbers], others)]
+
+
+def _parted(digests: np.ndarray, arguments: RowsArguments, held_out: bool) -> np.ndarray:
+    """The row numbers of one split, int64 [N]: the questions with the lowest digests are held out."""
+    numbers = _once(digests, arguments)
+    if arguments.evaluation_only:
+        return numbers
+    distinct = np.unique(digests)
+    if len(distinct) < 2:
+        raise ValueError(_too_few(arguments, len(distinct)))
+    count = arguments.held_out_count
+    if count is not None and count >= len(distinct):
+        raise ValueError(
+            f"{ARGUMENTS}.held_out_count: {count} is not allowed where there are {len(distinct)} different prompts; "
+            f"allowed: up to {len(distinct) - 1}; nearest known key: {ARGUMENTS}.held_out_count"
+        )
+    probes = count or min(max(1, round(arguments.held_out * len(distinct))), len(distinct) - 1)
+    return numbers[(digests[numbers] < distinct[probes]) == held_out]
+
+
+def _too_few(arguments: RowsArguments, prompts: int) -> str:
+    return (
+        f"{ARGUMENTS}.path: {arguments.path!r} holds {prompts} different prompts; allowed: at least 2, one "
+        f"to train and one to probe; nearest known key: {ARGUMENTS}.path"
+    )

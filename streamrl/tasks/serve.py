@@ -1,0 +1,165 @@
+"""`python -m streamrl.tasks.serve CONFIG`: the tasks of a configuration as HTTP servers, for the task `remote`.
+
+Each task of the configuration is at http://HOST:PORT/KEY. A host other than this machine's own needs --token-file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import ipaddress
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.tasks.environment import Completion, Environment, Prompt
+from streamrl.tasks.registry import build_task
+from streamrl.tasks.remote_protocol import (
+    LARGEST,
+    About,
+    AskObservation,
+    AskPrompt,
+    AskScores,
+    Judged,
+    RemotePrompt,
+    RemoteScore,
+    Told,
+    Turn,
+)
+from streamrl.tasks.turns import TurnByTurn
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ServedTask:
+    """One task behind its four paths. Its two splits share nothing but their scorer."""
+
+    def __init__(self, splits: dict[str, Environment]) -> None:
+        """`splits`: train and probe."""
+        self._splits = splits
+        self._task = splits["train"]
+
+    async def about(self, _: bytes) -> About:
+        return About(self._task.max_turns if isinstance(self._task, TurnByTurn) else 1)
+
+    async def prompt(self, body: bytes) -> RemotePrompt:
+        asked = msgspec.json.decode(body, type=AskPrompt)
+        return RemotePrompt.of(self._splits[asked.split].prompt(asked.index))
+
+    async def observation(self, body: bytes) -> Told:
+        asked = msgspec.json.decode(body, type=AskObservation)
+        if not isinstance(self._task, TurnByTurn):
+            return Told()
+        said = await self._task.observation(asked.prompt.prompt(), _completions(asked.turns))
+        return Told(text=said) if said is None or isinstance(said, str) else Told(messages=tuple(said))
+
+    async def score(self, body: bytes) -> Judged:
+        asked = msgspec.json.decode(body, type=AskScores)
+        prompt = asked.prompt.prompt()
+        if isinstance(self._task, TurnByTurn):
+            judging = (self._judged(self._task, prompt, _completions(turns)) for turns in asked.answers)
+            return Judged(tuple(await asyncio.gather(*judging)))
+        rollouts = await self._task.score_all(prompt, [_completions(turns)[-1] for turns in asked.answers])
+        return Judged(tuple(RemoteScore(each.reward, each.parts, each.failure) for each in rollouts))
+
+    async def _judged(self, task: TurnByTurn, prompt: Prompt, turns: Sequence[Completion]) -> RemoteScore:
+        try:
+            score = await task.score_turns(prompt, turns)
+        except Exception as error:  # the policy for foreign scorers: it is told to the caller, who counts it
+            return RemoteScore(0.0, failure=f"{type(error).__name__}: {error}"[:500])
+        return RemoteScore(score.reward, score.parts)
+
+    async def close(self) -> None:
+        for environment in self._splits.values():
+            await environment.close()
+
+
+def application(config: Config, token: str | None = None) -> web.Application:
+    """The server of all weighted tasks of `config`. Raises ValueError for task arguments that do not fit."""
+    app = web.Application(client_max_size=LARGEST, middlewares=[_guarded(token)])
+    for share in config.task.shares:
+        splits = {split: build_task(share, config.run.seed, split) for split in ("train", "probe")}
+        served = ServedTask(splits)
+        app.router.add_get(f"/{share.key}/about", _handler(served.about))
+        for method in (served.prompt, served.observation, served.score):
+            app.router.add_post(f"/{share.key}/{method.__name__}", _handler(method))
+        app.on_cleanup.append(_closing(served))
+    return app
+
+
+def _handler(method: Callable[[bytes], Awaitable[Any]]) -> Handler:
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            reply = await method(await request.read())
+        except (msgspec.DecodeError, ValueError) as error:
+            return web.Response(status=400, text=f"{error}"[:500])
+        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+    return answer
+
+
+def _guarded(token: str | None) -> Any:
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            return web.Response(status=401, text="the bearer token is missing or wrong")
+        return await handler(request)
+
+    return guard
+
+
+def _closing(served: ServedTask) -> Callable[[web.Application], Awaitable[None]]:
+    async def close(_: web.Application) -> None:
+        await served.close()
+
+    return close
+
+
+def _completions(turns: Sequence[Turn]) -> list[Completion]:
+    """Turns as environments take them: their texts, without tokens."""
+    return [
+        Completion(
+            text=turn.text,
+            prompt_ids=np.empty(0, np.int32),
+            output_ids=np.empty(0, np.int32),
+            logprobs=np.empty(0, np.float32),
+            spans=(),
+            finish_reason=turn.finish_reason,
+        )
+        for turn in turns
+    ]
+
+
+def main() -> int:
+    """Serve until a signal comes. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m streamrl.tasks.serve", description=__doc__.partition("\n")[0])
+    parser.add_argument("config", type=Path, help="YAML file")
+    parser.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default %(default)s)")
+    parser.add_argument("--port", type=int, default=7000, help="(default %(default)s)")
+    parser.add_argument("--token-file", type=Path, help="file with the bearer token that callers must have")
+    options = parser.parse_args()
+    try:
+        config = config_file.load(options.config, options.override)
+        token = options.token_file.read_text().strip() if options.token_file else None
+        if token is None and not ipaddress.ip_address(options.host).is_loopback:
+            raise ValueError(f"--host: {options.host} is open to others; allowed: with --token-file FILE")
+        app = application(config, token)
+    except (ValueError, OSError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 2
+    web.run_app(app, host=options.host, port=options.port)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""How a policy writes that it wants a tool: the calls in a text, and the answer to a call.
+
+Two forms are read, also mixed in one text:
+
+    <tool name="python">print(6 * 7)</tool>                                  one argument, as it stands
+    <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>      Hermes, Qwen
+
+What cannot be read is a call too: its `error` is what the policy is told.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_CALL = re.compile(
+    r'<tool name="(?P<name>[\w.-]{1,64})">(?P<text>.*?)</tool>|<tool_call>(?P<json>.*?)</tool_call>', re.S
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call. Example: `ToolCall("calculator", "6*7")`."""
+
+    name: str  # of the tool; empty where the call cannot be read
+    argument: str
+    error: str | None = None
+
+
+def parse_calls(text: str) -> list[ToolCall]:
+    """Every call of `text`, in order.
+
+    >>> parse_calls('so <tool name="calculator">6*7</tool>')
+    [ToolCall(name='calculator', argument='6*7', error=None)]
+    """
+    return [
+        _from_json(match["json"]) if match["json"] is not None else ToolCall(match["name"], match["text"].strip())
+        for match in _CALL.finditer(text)
+    ]
+
+
+def _from_json(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", "", f"the call is no JSON: {type(error).__name__}")
+    name = call.get("name") if isinstance(call, dict) else None
+    arguments = call.get("arguments") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict) or len(arguments) != 1:
+        return ToolCall("", "", 'a call has a "name" and "arguments" with one argument')
+    (argument,) = arguments.values()
+    return ToolCall(name, argument) if isinstance(argument, str) else ToolCall("", "", "the argument must be text")
+
+
+def describe_tools(descriptions: Sequence[tuple[str, str]]) -> str:
+    """The text that tells a policy of its tools and their form: (name, what it does) of each."""
+    tools = "\n".join(f"- {name}: {text}" for name, text in descriptions)
+    return f'Tools:\n{tools}\nTo use one, write <tool name="NAME">ARGUMENT</tool> and wait for its answer.'

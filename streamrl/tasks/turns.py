@@ -1,0 +1,124 @@
+"""Environments beyond one turn and one judge: turn by turn with observations, and judged as a group.
+
+TurnByTurn   prompt ─▶ answer ─▶ observation ─▶ answer ─▶ ... ─▶ None or max_turns ─▶ reward of the trajectory
+Contrastive  prompt ─▶ n answers ─▶ one judge that sees them all ─▶ n rewards
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from streamrl.tasks.conversation import Conversation
+from streamrl.tasks.environment import (
+    Completion,
+    Environment,
+    Inference,
+    Message,
+    Prompt,
+    Rollout,
+    Score,
+    check_reward,
+    unscored,
+)
+
+Observation = str | Sequence[Message]
+"""What an environment says to an answer: text where the prompt is text, messages where it is messages."""
+
+
+TURNS = "turns"
+# The reward part that counts the policy's turns.
+
+
+class TurnByTurn(Environment):
+    """A task that answers the policy, up to `max_turns` times. It gives `prompt`, `observation` and rewards.
+
+    The n samples of a group are conversations of their own, which run at the same time.
+    """
+
+    max_turns: int = 8
+
+    @abstractmethod
+    async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
+        """What the policy is told after its last turn; None ends the conversation. May raise: the sample gets 0."""
+
+    async def turn_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> float:
+        """What the last turn alone is worth; all turns are added up."""
+        return 0.0
+
+    @abstractmethod
+    async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+        """What the whole conversation is worth, besides its turns. May raise: the sample gets 0 and is counted."""
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """The judgement of a conversation of one turn."""
+        return await self.score_turns(prompt, [completion])
+
+    async def score_turns(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+        """The rewards of all turns and of the whole, added up. Raises what they raise, and ValueError for no number."""
+        rewards = [await self.turn_reward(prompt, turns[: end + 1]) for end in range(len(turns))]
+        whole = await self.trajectory_reward(prompt, turns)
+        score = Score(reward=whole.reward + sum(rewards), parts={**whole.parts, TURNS: float(len(turns))})
+        check_reward(score)
+        return score
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        return list(await asyncio.gather(*(self._play(inference, prompt) for _ in range(n))))
+
+    async def _play(self, inference: Inference, prompt: Prompt) -> Rollout:
+        """One sample. Errors of `inference` propagate, those of the task cost the reward."""
+        conversation = Conversation(inference, prompt)
+        while True:
+            await conversation.generate()
+            if conversation.ended:
+                return Rollout(completion=conversation.completion, reward=0.0)
+            try:
+                if await self._goes_on(prompt, conversation):
+                    continue
+                score = await self.score_turns(prompt, conversation.turns)
+            except Exception as error:  # the policy for foreign environments: count, log, go on
+                return unscored(prompt, conversation.completion, error)
+            return Rollout(completion=conversation.completion, reward=score.reward, parts=score.parts)
+
+    async def _goes_on(self, prompt: Prompt, conversation: Conversation) -> bool:
+        """Tell the policy what the environment says to its last turn; False where it says nothing more."""
+        if len(conversation.turns) == self.max_turns:
+            return False
+        said = await self.observation(prompt, conversation.turns)
+        if said is not None:
+            conversation.add(said)
+        return said is not None
+
+
+class Contrastive(Environment):
+    """A task of one turn whose judge sees all answers of a group, and scores them against each other."""
+
+    @abstractmethod
+    async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Score]:
+        """One score for each answer, in order. May raise: every sample of the group gets 0 and is counted."""
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        (score,) = await self.score_group(prompt, [completion])
+        return score
+
+    async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+        """The judgement of those answers that were given; the others have failed already."""
+        given = [completion for completion in completions if completion.finish_reason != "abort"]
+        try:
+            scores = list(await self.score_group(prompt, given)) if given else []
+            if len(scores) != len(given):
+                raise ValueError(f"{len(scores)} scores for {len(given)} answers")
+            for score in scores:
+                check_reward(score)
+        except Exception as error:  # the policy for foreign scorers: count, log, go on
+            return [unscored(prompt, completion, error) for completion in completions]
+        following = iter(scores)
+        return [
+            _rollout(each, Score(reward=0.0) if each.finish_reason == "abort" else next(following))
+            for each in completions
+        ]
+
+
+def _rollout(completion: Completion, score: Score) -> Rollout:
+    return Rollout(completion=completion, reward=score.reward, parts=score.parts)

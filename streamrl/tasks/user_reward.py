@@ -1,0 +1,99 @@
+"""A reward function of the user's, called in processes of its own.
+
+    def reward(text: str, answer: str, row: dict, finish_reason: str) -> float | dict[str, float]: ...
+
+A mapping gives the reward under `reward`, and whatever else it names as parts for the metrics. The function may
+raise, hang, exit or eat memory: that costs its sample.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl.tasks.environment import Score
+from streamrl.tasks.judges import MEMORY, Judges, judge_lines
+
+_MODULE = "streamrl.tasks.user_reward"
+
+
+class UserReward(Judges):
+    """The judges that hold the function `target`: `package.module:function`, or `path/file.py:function`."""
+
+    def __init__(
+        self, target: str, *, processes: int, timeout: float, start_timeout: float, memory: int = MEMORY
+    ) -> None:
+        super().__init__(
+            _MODULE, [target], processes=processes, timeout=timeout, start_timeout=start_timeout, memory=memory
+        )
+
+    async def score(self, text: str, answer: str, row: dict[str, Any], finish_reason: str) -> Score:
+        """What the function says. Raises ScoringFailed, also for a function that gives no number."""
+        reply = await self.ask({"text": text, "answer": answer, "row": row, "finish_reason": finish_reason})
+        return Score(reward=reply["reward"], parts=reply["parts"])
+
+
+def check_target(target: str, timeout: float) -> None:
+    """Load the function once, in a process of its own. Raises ValueError with its reason, on one line."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE, target],
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"not loaded in {timeout:g} s") from None
+    if done.returncode:
+        raise ValueError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200])
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that `target` names. Raises ValueError, ImportError, OSError, or what its module raises."""
+    where, separator, name = target.rpartition(":")
+    if not separator or not where or not name:
+        raise ValueError(f"{target!r} names no function")
+    function = getattr(_load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where), name, None)
+    if not callable(function):
+        raise ValueError(f"{where} has no function {name!r}")
+    return function
+
+
+def prepare(arguments: Sequence[str]) -> Callable[..., dict[str, Any]]:
+    """Load the function. Returns what calls it with the keys of a question."""
+    function = load_function(arguments[0])
+
+    def judge(**question: Any) -> dict[str, Any]:
+        given = function(**question)
+        values = dict(given) if isinstance(given, dict) else {"reward": given}
+        if "reward" not in values:
+            raise ValueError(f"the mapping has no 'reward', but {', '.join(map(repr, values)) or 'nothing'}")
+        reward = float(values.pop("reward"))
+        return {"reward": reward, "parts": {str(key): float(value) for key, value in values.items()}}
+
+    return judge
+
+
+def _load_file(path: Path) -> Any:
+    """The module of a file; its folder is importable, as it is for a script."""
+    path = path.resolve()
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    sys.path.insert(0, str(path.parent))
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        load_function(sys.argv[1])
+    else:
+        judge_lines(prepare)

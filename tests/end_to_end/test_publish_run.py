@@ -1,0 +1,25 @@
+"""A run whose weights travel through a folder and whose answers are never interrupted."""
+
+import pytest
+
+from streamrl import cli
+from streamrl.observe.metrics import read_metrics
+from streamrl.replay.journal import recorded_batches
+from streamrl.types import PolicyVersion
+
+
+@pytest.mark.slow
+def test_a_run_by_disk_and_drain_trains_on_answers_of_one_version_each(make_run, capsys):
+    run = make_run(steps=6)
+    code, output = run.start("publish.transport=disk", "publish.interruption=drain").finish()
+    assert code == 0, output
+    rows = list(read_metrics(run.folder))
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert all(row["staleness/max"] <= 2 for row in rows)
+    samples = [sample for batch in recorded_batches(run.folder / "journal") for sample in batch.samples]
+    assert all(len(sample.spans) == 1 for sample in samples)
+    assert len({sample.spans[0].version for sample in samples}) > 2, "one version generated everything"
+    published = sorted(PolicyVersion.parse(folder.name).step for folder in (run.folder / "published").iterdir())
+    assert published == [5, 6]
+    assert cli.main(["audit", str(run.folder)]) == 0
+    assert f"tokens audited {sum(row['tokens/trained'] for row in rows)}" in capsys.readouterr().out

@@ -1,0 +1,73 @@
+"""An answer in parts is the answer that one server would have given."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+
+from streamrl.engine.client import Answer, AnswerMeta, FinishReason, WeightVersionSpan
+from streamrl.generate.continuation import Continuation
+
+PROMPT = [5, 6, 7]
+SAMPLING = {"temperature": 0.7, "max_new_tokens": 12}
+IDS = list(range(20, 32))
+EXPERTS = np.arange((len(PROMPT) + len(IDS) - 1) * 2, dtype=np.int32)  # two numbers for each token that is read
+
+
+def part(start: int, end: int, finish: str, *spans: tuple[str, int, int], experts: np.ndarray = EXPERTS) -> Answer:
+    """Tokens `start <= t < end`, as a server tells them that was asked for them; the spans count from its first."""
+    read = 2 * (len(PROMPT) + end - 1)
+    meta = AnswerMeta(
+        id="a",
+        finish_reason=FinishReason(finish),
+        weight_versions=tuple(WeightVersionSpan(*span) for span in spans),
+        output_token_logprobs=[(-0.1 * token, token, None) for token in IDS[start:end]],
+        routed_experts=base64.b64encode(experts[:read].tobytes()).decode(),
+    )
+    return Answer(output_ids=IDS[start:end], meta_info=meta)
+
+
+def test_the_parts_of_an_answer_are_joined_and_each_request_asks_for_what_is_missing():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.take(part(0, 5, "abort", ("1.0", 0, 3), ("2.0", 3, 5)))
+    assert answer.rest() == (PROMPT + IDS[:5], {"temperature": 0.7, "max_new_tokens": 7})
+    answer.take(part(5, 5, "abort"))
+    answer.take(part(5, 9, "abort", ("2.0", 0, 4), experts=-EXPERTS))
+    assert not answer.finished
+    assert answer.rest() == (PROMPT + IDS[:9], {"temperature": 0.7, "max_new_tokens": 3})
+    answer.take(part(9, 11, "stop", ("3.0", 0, 2), experts=EXPERTS + 100))
+    assert answer.finished
+    whole = answer.answer()
+    assert whole.output_ids == IDS[:11]
+    assert [entry[1] for entry in whole.meta_info.output_token_logprobs] == IDS[:11]
+    assert [(span.version, span.start, span.end) for span in whole.meta_info.weight_versions] == [
+        ("1.0", 0, 3), ("2.0", 3, 9), ("3.0", 9, 11)
+    ]  # fmt: skip
+    assert whole.meta_info.finish_reason.type == "stop"
+
+
+def test_the_experts_of_a_token_are_those_of_the_part_that_read_it_first():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.take(part(0, 5, "abort", ("1.0", 0, 5)))
+    answer.take(part(5, 9, "length", ("2.0", 0, 4), experts=EXPERTS + 1000))
+    experts = np.frombuffer(base64.b64decode(answer.answer().meta_info.routed_experts), np.int32)
+    known, read = 2 * (len(PROMPT) + 5 - 1), 2 * (len(PROMPT) + 9 - 1)
+    assert np.array_equal(experts[:known], EXPERTS[:known])
+    assert np.array_equal(experts[known:], EXPERTS[known:read] + 1000)
+
+
+def test_an_answer_that_was_cut_behind_its_last_token_is_whole():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.take(part(0, 12, "abort", ("1.0", 0, 12)))
+    assert answer.finished
+    assert answer.answer().meta_info.finish_reason.type == "length"
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_an_answer_that_is_given_up_is_an_abort_with_what_it_has(tokens: int):
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.take(part(0, tokens, "abort", ("1.0", 0, tokens)))
+    whole = answer.answer()
+    assert (whole.output_ids, whole.meta_info.finish_reason.type) == (IDS[:tokens], "abort")

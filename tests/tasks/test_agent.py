@@ -1,0 +1,193 @@
+"""Agents that talk OpenAI's protocol over real HTTP: their calls are one sample, and what they ask is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from streamrl.config.task import TaskConfig
+from streamrl.tasks.environment import FAILED, Prompt
+from streamrl.tasks.openai_server import OpenAIServer
+from streamrl.tasks.openai_session import Session
+from streamrl.tasks.registry import build_task
+
+END = "<|im_end|>"
+USER = {"role": "user", "content": "q?"}
+TOOL = {"role": "tool", "content": "42"}
+COMMAND = """
+import json, os, sys, urllib.request
+question = json.load(sys.stdin)
+def call(messages):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    with urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, timeout=20) as reply:
+        return json.load(reply)["choices"][0]["message"]
+messages = [{"role": "user", "content": question["text"]}]
+messages += [call(messages), {"role": "tool", "content": "go on"}]
+print(call(messages)["content"])
+"""
+
+
+def session_calls(inference, calls: list[tuple[str, dict[str, Any]]], most_calls: int = 8):
+    """The status and body of each call of one session, and the session."""
+
+    async def go():
+        server = OpenAIServer("127.0.0.1", 0)
+        await server.start()
+        session = Session(inference, Prompt(index=0, text="-"), most_calls=most_calls)
+        replies = []
+        try:
+            with server.serving(session) as url:
+                async with aiohttp.ClientSession() as client:
+                    for path, body in calls:
+                        async with client.request("POST" if body else "GET", url + path, json=body or None) as reply:
+                            replies.append((reply.status, await reply.json()))
+        finally:
+            await server.close()
+        return replies, session
+
+    return asyncio.run(go())
+
+
+def chat(*messages: dict[str, Any], **options: Any) -> tuple[str, dict[str, Any]]:
+    return "/chat/completions", {"model": "policy", "messages": list(messages), **options}
+
+
+def test_calls_that_extend_one_another_are_one_sample(scripted):
+    inference = scripted([["a", "b", END], ["c", END]])
+    said = {"role": "assistant", "content": "ab"}
+    replies, session = session_calls(inference, [chat(USER, logprobs=True, temperature=0.3), chat(USER, said, TOOL)])
+    assert [status for status, _ in replies] == [200, 200]
+    choice = replies[0][1]["choices"][0]
+    assert choice["message"] == said
+    assert choice["finish_reason"] == "stop"
+    assert [token["logprob"] for token in choice["logprobs"]["content"]] == [-1, -2, -3]
+    whole = session.completion
+    first = [
+        *inference.tokenizer.plain_ids("a"),
+        *inference.tokenizer.plain_ids("b"),
+        *inference.tokenizer.plain_ids(END),
+    ]
+    assert whole.output_ids[:3].tolist() == first
+    assert "42" in inference.tokenizer.text([whole.output_ids[~whole.loss_mask].tolist()])[0]
+    assert replies[1][1]["usage"]["prompt_tokens"] == len(inference.asked[1])
+
+
+def test_completions_of_plain_text_extend_one_another_too(scripted):
+    inference = scripted([["ab"], ["c"]])
+    calls = [("/completions", {"prompt": "x="}), ("/completions", {"prompt": "x=aby="})]
+    replies, session = session_calls(inference, calls)
+    assert [reply["choices"][0]["text"] for _, reply in replies] == ["ab", "c"]
+    assert session.completion.loss_mask.tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "reason"),
+    [
+        (chat({"role": "user", "content": "another"}), 409, "do not extend"),
+        (chat(USER, {"role": "assistant", "content": "reworded"}, TOOL), 409, "do not extend"),
+        (chat(USER, {"role": "assistant", "content": "ab"}), 409, "adds no message"),
+        (chat(USER, n=2), 400, "n: 2 is not allowed"),
+        (chat(USER, stream=True), 400, "stream: true is not allowed"),
+        (chat(USER, tools=[{}]), 400, "tools: not understood"),
+        (chat({"role": "user", "content": [{"type": "image_url"}]}), 400, "no text"),
+        (chat(), 400, "messages"),
+        (("/completions", {"prompt": "q?"}), 409, "does not extend"),
+    ],
+)
+def test_a_call_that_cannot_be_a_part_of_the_sample_is_refused_and_the_session_goes_on(scripted, call, status, reason):
+    inference = scripted([["ab", END], ["c", END]])
+    following = chat(USER, {"role": "assistant", "content": "ab"}, TOOL)
+    replies, session = session_calls(inference, [chat(USER), call, following])
+    assert [found for found, _ in replies] == [200, status, 200]
+    assert reason in replies[1][1]["error"]["message"]
+    assert len(session.turns) == 2
+
+
+def test_a_session_has_its_number_of_calls_and_ends_with_a_failed_one(scripted):
+    said = {"role": "assistant", "content": "ab"}
+    replies, _ = session_calls(scripted([["ab", END], ["c", END]]), [chat(USER), chat(USER, said, TOOL)], most_calls=1)
+    assert [status for status, _ in replies] == [200, 429]
+    replies, session = session_calls(scripted([["ab", END]]), [chat(USER), chat(USER, said, TOOL), chat(USER)])
+    assert [status for status, _ in replies] == [200, 503, 410]
+    assert session.completion.finish_reason == "abort"
+
+
+def test_the_model_is_listed_and_a_stranger_finds_nothing(scripted):
+    ((status, reply),), _ = session_calls(scripted([]), [("/models", {})])
+    assert (status, reply["data"][0]["id"]) == (200, "policy")
+    ((status, _),), _ = session_calls(scripted([]), [("/../../stranger/v1/models", {})])
+    assert status == 404
+
+
+def play(inference, n: int = 1, **args: Any):
+    async def go():
+        share = {"name": "copy", "args": {"length": 2}}
+        task = build_task(TaskConfig(name="agent", args={"task": share, **args}), seed=1, split="train")
+        try:
+            return await task.rollout_group(inference, task.prompt(0), n), task.prompt(0)
+        finally:
+            await task.close()
+
+    return asyncio.run(go())
+
+
+def test_a_command_acts_as_the_environment(scripted, tmp_path: Path):
+    (tmp_path / "agent.py").write_text(COMMAND)
+    answer = build_task(TaskConfig(name="copy", args={"length": 2}), seed=1, split="train").prompt(0).answer
+    (rollout,), _ = play(scripted([["first", END], [answer, END]]), command=f"{sys.executable} {tmp_path / 'agent.py'}")
+    assert rollout.reward == 1.0
+    assert rollout.parts["calls"] == 2.0
+    assert not rollout.completion.loss_mask.all()
+
+
+async def lazy(base_url: str, question: dict[str, Any]) -> str | None:
+    """Asks nothing."""
+    return "ab"
+
+
+async def asks_once(base_url: str, question: dict[str, Any]) -> str | None:
+    async with aiohttp.ClientSession() as client:
+        body = {"prompt": question["text"]}
+        async with client.post(f"{base_url}/completions", json=body) as reply:
+            await reply.json()
+    if "answer" in question:
+        raise AssertionError("the right answer was told")
+    return None
+
+
+async def hangs(base_url: str, question: dict[str, Any]) -> str | None:
+    await asks_once(base_url, question)
+    await asyncio.sleep(60)
+    return None
+
+
+def test_a_function_acts_as_the_environment(scripted, monkeypatch):
+    answer = build_task(TaskConfig(name="copy", args={"length": 2}), seed=1, split="train").prompt(0).answer
+    monkeypatch.setitem(sys.modules, "agents_of_the_test", sys.modules[__name__])
+    rollouts, _ = play(scripted([[answer, END], ["x", END]]), n=2, function="agents_of_the_test:asks_once")
+    assert sorted(rollout.reward for rollout in rollouts)[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [("agents_of_the_test:lazy", "asked the policy nothing"), ("agents_of_the_test:hangs", "not done in 0.5 seconds")],
+)
+def test_an_agent_that_fails_costs_its_sample(scripted, monkeypatch, agent, reason):
+    monkeypatch.setitem(sys.modules, "agents_of_the_test", sys.modules[__name__])
+    (rollout,), _ = play(scripted([["ab", END]]), function=agent, timeout=0.5)
+    assert rollout.parts == {FAILED: 1.0}
+    assert reason in rollout.failure
+
+
+def test_a_command_that_fails_costs_its_sample_and_a_missing_function_is_refused(scripted):
+    (rollout,), _ = play(scripted([]), command="false")
+    assert "ended with code 1" in rollout.failure
+    with pytest.raises(ValueError, match=r"task\.args\.function: 'no\.such:agent' cannot be imported"):
+        play(scripted([]), function="no.such:agent")
+    with pytest.raises(ValueError, match="either a command or a function"):
+        play(scripted([]))

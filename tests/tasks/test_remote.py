@@ -1,0 +1,138 @@
+"""Environments over HTTP: a real server of tasks, its client, and what happens when it is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from streamrl.config import Config
+from streamrl.config.task import TaskConfig
+from streamrl.tasks.environment import EXACT, FAILED, Environment, Rollout
+from streamrl.tasks.lookup import CALLED
+from streamrl.tasks.registry import build_task
+from streamrl.tasks.remote import RemoteFailed
+from streamrl.tasks.serve import application
+from streamrl.tasks.turns import TURNS
+
+END = "<|im_end|>"
+TASKS = {"task": {"mix": [{"name": "copy"}, {"name": "lookup", "args": {"length": 2}}]}}
+
+
+def remote(url: str, **args: Any) -> Environment:
+    return build_task(TaskConfig(name="remote", args={"url": url, "pause": 0.01, **args}), seed=1, split="train")
+
+
+async def served(app: web.Application, use: Callable[[str], Awaitable[Any]]) -> Any:
+    """`use(address)` while `app` listens."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return await use(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    finally:
+        await runner.cleanup()
+
+
+def play(app: web.Application, path: str, inference: Any, n: int, **args: Any) -> list[Rollout]:
+    async def use(address: str) -> list[Rollout]:
+        task = remote(address + path, **args)
+        try:
+            return await task.rollout_group(inference, task.prompt(0), n)
+        finally:
+            await task.close()
+
+    return asyncio.run(served(app, use))
+
+
+def test_a_remote_task_of_one_turn_scores_as_it_does_here(scripted):
+    config = Config.model_validate(TASKS)
+    answer = build_task(config.task.shares[0], config.run.seed, "train").prompt(0).answer
+    right, wrong = play(application(config), "/copy", scripted([[answer, END], ["x", END]]), n=2)
+    assert (right.reward, right.parts) == (1.0, {EXACT: 1.0})
+    assert wrong.reward < 1.0
+    assert right.completion.loss_mask is None
+
+
+def test_a_remote_task_of_several_turns_is_played_turn_by_turn(scripted):
+    config = Config.model_validate(TASKS)
+    prompt = build_task(config.task.shares[1], config.run.seed, "train").prompt(0)
+    inference = scripted([[prompt.metadata["key"], END], [prompt.answer, END]])
+    (rollout,) = play(application(config), "/lookup", inference, n=1)
+    assert rollout.parts == {EXACT: 1.0, CALLED: 1.0, TURNS: 2.0} | {TURNS: rollout.parts[TURNS]}
+    assert rollout.reward == 1.0
+    assert not rollout.completion.loss_mask.all()
+
+
+def test_a_reward_model_scores_the_prompts_of_a_local_task(scripted):
+    async def score(request: web.Request) -> web.Response:
+        asked = await request.json()
+        texts = [turns[-1]["text"] for turns in asked["answers"]]
+        return web.json_response({"scores": [{"reward": float(len(text))} for text in texts]})
+
+    app = web.Application()
+    app.router.add_post("/score", score)
+    rollouts = play(app, "", scripted([["a"], ["cde"]]), n=2, task={"name": "copy"})
+    assert [rollout.reward for rollout in rollouts] == [1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ({"scores": [{"reward": 1.0}]}, "1 scores for 2 answers"),
+        ({"scores": "no"}, "not a reply"),
+        ({"scores": [{"reward": 0.0, "failure": "KeyError: x"}] * 2}, "KeyError: x"),
+    ],
+)
+def test_a_reply_that_does_not_fit_costs_the_samples_their_reward(scripted, reply, reason):
+    async def score(request: web.Request) -> web.Response:
+        return web.json_response(reply)
+
+    app = web.Application()
+    app.router.add_post("/score", score)
+    rollouts = play(app, "", scripted([["a"], ["b"]]), n=2, task={"name": "copy"})
+    assert [rollout.parts for rollout in rollouts] == [{FAILED: 1.0}] * 2
+    assert reason in rollouts[0].failure
+
+
+def test_a_call_is_made_again_when_the_server_fails_and_hangs(scripted):
+    calls = []
+
+    async def score(request: web.Request) -> web.Response:
+        calls.append(1)
+        if len(calls) == 1:
+            return web.Response(status=500)
+        if len(calls) == 2:
+            await asyncio.sleep(30)
+        return web.json_response({"scores": [{"reward": 1.0}]})
+
+    app = web.Application()
+    app.router.add_post("/score", score)
+    (rollout,) = play(app, "", scripted([["a"]]), n=1, task={"name": "copy"}, timeout=0.3)
+    assert (rollout.reward, len(calls)) == (1.0, 3)
+
+
+def test_a_server_that_is_not_there_costs_samples_and_tells_its_address(scripted):
+    async def local() -> list[Rollout]:
+        task = remote("http://127.0.0.1:1", task={"name": "copy"}, tries=2)
+        return await task.rollout_group(scripted([["a"]]), task.prompt(0), 1)
+
+    (rollout,) = asyncio.run(local())
+    assert rollout.parts == {FAILED: 1.0}
+    assert "http://127.0.0.1:1/score: 2 tries" in rollout.failure
+    task = remote("http://127.0.0.1:1", tries=2)
+    with pytest.raises(RemoteFailed, match="about: 2 tries"):
+        asyncio.run(task.rollout_group(scripted([]), task.prompt(0), 1))
+
+
+def test_a_server_with_a_token_answers_nobody_else(scripted, tmp_path):
+    (tmp_path / "token").write_text("secret\n")
+    app = application(Config.model_validate(TASKS), token="secret")
+    with pytest.raises(RemoteFailed, match="status 401"):
+        play(app, "/copy", scripted([]), n=1)
+    app = application(Config.model_validate(TASKS), token="secret")
+    (rollout,) = play(app, "/copy", scripted([["x", END]]), n=1, token_file=str(tmp_path / "token"))
+    assert FAILED not in rollout.parts

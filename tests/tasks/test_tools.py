@@ -1,0 +1,136 @@
+"""The tools: what a call is, what the calculator calculates, and what code of a policy can do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.tasks.calculator import LONGEST, CalculationError, calculate
+from streamrl.tasks.python_tool import Limits, PythonTool, missing_walls
+from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
+
+walled = pytest.mark.skipif(missing_walls() is not None, reason="the kernel gives no namespaces here")
+
+
+def test_both_forms_of_a_call_are_read_in_their_order():
+    text = (
+        'a <tool_call>{"name": "python", "arguments": {"code": "print(\\"<tool>\\")"}}</tool_call> b\n'
+        '<tool name="calculator"> 6*7\n</tool> c <tool name="x">unfinished'
+    )
+    assert parse_calls(text) == [ToolCall("python", 'print("<tool>")'), ToolCall("calculator", "6*7")]
+    (call,) = parse_calls(describe_tools([("calculator", "adds")]))
+    assert call == ToolCall("NAME", "ARGUMENT")
+
+
+@pytest.mark.parametrize(
+    "body", ["{", "[]", '{"name": "x"}', '{"name": "x", "arguments": {"a": 1}}', "[" * 100_000, '{"name": 1}']
+)
+def test_a_call_that_cannot_be_read_says_why(body):
+    (call,) = parse_calls(f"<tool_call>{body}</tool_call>")
+    assert call.error
+
+
+@given(st.text())
+def test_no_text_breaks_the_reading_of_calls(text):
+    parse_calls(text)
+    parse_calls(f"<tool_call>{text}</tool_call>")
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2 * (3 + 4) ** 2", "98"), ("0.1+0.2", "0.3"), ("1/3", "0.333333333333"), ("7//2", "3"), ("-7 % 3", "2"),
+     ("2^10", "1024"), ("2**-2", "0.25"), ("10/4", "2.5")],
+)  # fmt: skip
+def test_the_calculator_calculates(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["__import__('os')", "9**9**9", "1/0", "True", "'a'*9", "x", "1e400", "(" * 190, "10**60", "a.b", "[1]", "", "1;2",
+     "0**-1", "1" * (LONGEST + 1), "2**0.5", "99999999**60"],
+)  # fmt: skip
+def test_the_calculator_refuses_all_else(expression):
+    with pytest.raises(CalculationError):
+        calculate(expression)
+
+
+@given(st.text(alphabet="0123456789+-*/%.()e ^", max_size=40))
+def test_no_expression_breaks_the_calculator(expression):
+    try:
+        float(calculate(expression))
+    except CalculationError:
+        pass
+
+
+def run(*codes: str, **limits) -> list[str]:
+    async def go() -> list[str]:
+        tool = PythonTool(Limits(**limits), parallel=2)
+        return list(await asyncio.gather(*(tool.run(code) for code in codes)))
+
+    return asyncio.run(go())
+
+
+@walled
+def test_code_prints_and_its_errors_are_told():
+    assert run("print(6 * 7)", "import sys; sys.exit(3)") == ["42", "[ended with code 3]"]
+    assert "ZeroDivisionError" in run("1/0")[0]
+
+
+@walled
+def test_code_has_no_network_no_files_of_others_and_no_processes_but_its_own():
+    network, files, written, processes, environment = run(
+        "import socket; socket.create_connection(('127.0.0.1', 22), 1)",
+        f"open({__file__!r})",
+        "open('/usr/x', 'w')",
+        "import os; print(os.getpid())",
+        "import os; print(sorted(os.environ))",
+        seconds=20.0,
+    )
+    assert "OSError" in network or "ConnectionRefused" in network or "unreachable" in network
+    assert "FileNotFoundError" in files or "PermissionError" in files
+    assert "OSError" in written or "PermissionError" in written
+    assert int(processes) < 10
+    assert "HOME" not in environment
+
+
+@walled
+def test_code_is_held_to_its_memory_its_files_and_its_processes():
+    memory, file, forks = run(
+        "x = 'a' * 10 ** 10",
+        "open('/tmp/x', 'w').write('a' * 10 ** 8)",
+        "import os, signal\nfor _ in range(1000):\n  if os.fork() == 0: signal.pause()",
+        seconds=20.0,
+    )
+    assert "MemoryError" in memory
+    assert "too large" in file
+    assert "BlockingIOError" in forks
+
+
+@walled
+def test_code_that_does_not_end_is_killed_with_all_that_it_started():
+    before = set(psutil.pids())
+    (told,) = run("import os, time\nif os.fork() == 0: os.setsid()\nwhile True: time.sleep(1)", seconds=1.5)
+    assert told == "[stopped after 1.5 seconds]"
+    deadline = time.monotonic() + 20
+    while left := [pid for pid in set(psutil.pids()) - before if _is_sandbox(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+@walled
+def test_what_code_prints_is_cut():
+    assert len(run("print('x' * 10 ** 7)", output=100, seconds=20.0)[0]) == 100
+
+
+def _is_sandbox(pid: int) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and "streamrl-tool-" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False

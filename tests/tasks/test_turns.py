@@ -1,0 +1,144 @@
+"""Environments of several turns and of several judges' kinds, played on a real tokenizer with given answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from streamrl.config.task import TaskConfig
+from streamrl.tasks.environment import EXACT, FAILED, Completion, Message, Prompt, Score
+from streamrl.tasks.lookup import CALLED
+from streamrl.tasks.registry import build_task
+from streamrl.tasks.turns import TURNS, Contrastive, TurnByTurn
+
+END = "<|im_end|>"
+ARITHMETIC = {"dataset": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}, "extract": "last_number"}
+
+
+class Guessing(TurnByTurn):
+    """Says "higher" until it hears 3; each turn costs a tenth."""
+
+    max_turns = 3
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, messages=(Message(role="user", content="a number?"),))
+
+    async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> list[Message] | None:
+        if turns[-1].text == "!":
+            raise KeyError("no number")
+        return None if turns[-1].text == "3" else [Message(role="user", content="higher")]
+
+    async def turn_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> float:
+        return -0.1
+
+    async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+        return Score(reward=float(turns[-1].text == "3"))
+
+
+def play(environment, inference, n: int = 1):
+    return asyncio.run(environment.rollout_group(inference, environment.prompt(0), n))
+
+
+def test_turns_go_on_until_the_environment_has_nothing_more_to_say(scripted):
+    (rollout,) = play(Guessing(), scripted([["1", END], ["3", END]]))
+    assert rollout.reward == pytest.approx(0.8)
+    assert rollout.parts == {TURNS: 2.0}
+    assert "higher" in rollout.completion.text
+    assert not rollout.completion.loss_mask.all()
+
+
+def test_turns_end_at_their_largest_number_with_nothing_said_behind_the_last(scripted):
+    (rollout,) = play(Guessing(), scripted([["1", END]] * 4))
+    assert rollout.reward == pytest.approx(-0.3)
+    assert rollout.completion.loss_mask[-1]
+
+
+def test_an_environment_that_raises_costs_its_own_sample_the_reward(scripted):
+    rollouts = play(Guessing(), scripted([["!", END], ["3", END]]), n=2)
+    assert [rollout.reward for rollout in rollouts] == [0.0, pytest.approx(0.9)]
+    assert rollouts[0].parts == {FAILED: 1.0}
+    assert "no number" in rollouts[0].failure
+
+
+class Shortest(Contrastive):
+    """One point for the shortest answer of a group."""
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, text="?")
+
+    async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+        shortest = min(len(completion.text) for completion in completions)
+        return [Score(reward=float(len(completion.text) == shortest)) for completion in completions]
+
+
+def test_a_contrastive_judge_sees_all_answers_that_were_given(scripted):
+    rollouts = play(Shortest(), scripted([["aa"], ["a"], ["aaa"]]), n=4)  # the fourth is not answered
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 0.0, 0.0]
+    assert rollouts[3].completion.finish_reason == "abort"
+
+
+def test_a_contrastive_judge_that_fails_costs_the_group_its_reward(scripted):
+    class Forgetful(Shortest):
+        async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
+            return [Score(reward=1.0)]
+
+    assert [rollout.parts for rollout in play(Forgetful(), scripted([["a"], ["b"]]), n=2)] == [{FAILED: 1.0}] * 2
+
+
+def lookup(**args):
+    return build_task(TaskConfig(name="lookup", args={"length": 2, **args}), seed=1, split="train")
+
+
+def test_the_value_of_a_lookup_comes_only_from_the_tool(scripted):
+    task = lookup()
+    prompt = task.prompt(0)
+    key, value = prompt.metadata["key"], prompt.answer
+    assert prompt.text == f"{key}="
+    (right,) = play(task, scripted([[key, END], [value, END]]))
+    assert right.reward == 1.0
+    assert right.parts == {EXACT: 1.0, CALLED: 1.0, TURNS: 2.0}
+    masked = right.completion.output_ids[~right.completion.loss_mask].tolist()
+    assert scripted([]).tokenizer.text([masked]) == [f"{value}="]
+    (silent,) = play(task, scripted([[value, END]]))  # a wrong call is not answered
+    assert silent.parts == {EXACT: 0.0, CALLED: 0.0, TURNS: 1.0}
+    assert silent.reward < 0.5
+
+
+def test_each_prompt_index_keeps_another_value_so_that_none_can_be_learned_by_heart():
+    task = lookup()
+    assert task.prompt(3).answer == lookup().prompt(3).answer
+    by_key = {}
+    for index in range(4 * task.size):
+        by_key.setdefault(task.prompt(index).metadata["key"], set()).add(task.prompt(index).answer)
+    assert sum(len(found) > 1 for found in by_key.values()) > 0.9 * len(by_key)
+
+
+def tools(**args):
+    share = {"name": "reasoning_gym", "args": ARITHMETIC}
+    return build_task(TaskConfig(name="tools", args={"task": share, **args}), seed=1, split="train")
+
+
+def test_a_call_is_answered_by_the_calculator_and_the_last_turn_is_judged(scripted):
+    task = tools()
+    prompt = task.prompt(0)
+    assert '<tool name="NAME">' in prompt.messages[0]["content"]
+    expression = prompt.metadata["entry"]["question"].removeprefix("State the final answer to the following")
+    expression = expression.partition(": ")[2].removesuffix(" =")
+    (rollout,) = play(task, scripted([[f'<tool name="calculator">{expression}</tool>', END], [prompt.answer, END]]))
+    assert rollout.parts == {EXACT: 1.0, "tool_calls": 1.0, TURNS: 2.0}
+    masked = rollout.completion.output_ids[~rollout.completion.loss_mask].tolist()
+    assert prompt.answer in scripted([]).tokenizer.text([masked])[0]
+
+
+def test_a_call_of_no_tool_and_one_that_cannot_be_read_are_told_so(scripted):
+    calls = '<tool name="web">x</tool> <tool_call>{"name": 1}</tool_call> <tool name="calculator">a</tool>'
+    (rollout,) = play(tools(), scripted([[calls, END], ["0", END]]))
+    for text in ("no tool 'web'; there are calculator", 'a call has a "name"', "only numbers"):
+        assert text in rollout.completion.text
+
+
+def test_tools_around_a_task_of_several_turns_are_refused():
+    with pytest.raises(ValueError, match=r"task\.args\.task\.name: lookup has turns of its own"):
+        build_task(TaskConfig(name="tools", args={"task": {"name": "lookup"}}), seed=1, split="train")
