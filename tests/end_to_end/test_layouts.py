@@ -31,14 +31,15 @@ def test_a_run_on_two_ranks_keeps_every_promise_and_trains_again_bit_for_bit(mak
 
 
 def test_a_run_with_reference_recomputed_policy_passes_and_mini_batches_keeps_every_promise(make_run, capsys):
-    run = make_run(steps=4).start(
+    run = make_run(steps=6).start(
         "learner.passes=2", "learner.mini_batches=2", "algo.proximal=recompute", "algo.kl=0.01", "checkpoint.every=2"
     )
     code, output = run.finish()
     assert code == 0, output
     rows = list(read_metrics(run.folder))
-    assert [row["steps/updates"] for row in rows] == [4, 8, 12, 16]
-    assert rows[0]["loss/kl"] < max(row["loss/kl"] for row in rows[1:])  # the policy leaves its reference
+    assert [row["steps/updates"] for row in rows] == [4, 8, 12, 16, 20, 24]
+    divergences = [row["loss/kl"] for row in rows]
+    assert 0 < divergences[0] < sum(divergences[-3:]) / 3, divergences  # the policy leaves its reference
     assert all(row["time/scores"] > 0 for row in rows)
     assert cli.main(["audit", str(run.folder)]) == 0, capsys.readouterr().out
 
