@@ -39,12 +39,11 @@ from benchmarks.peak_memory import peak_bytes
 from benchmarks.random_models import write_model
 from streamrl.algo.aggregation import Denominators
 from streamrl.algo.losses import policy_loss
-from streamrl.algo.tokens import TokenBatch
 from streamrl.config import Config
 from streamrl.device import Device
 from streamrl.learner.logprobs import Targets, token_logprobs
 from streamrl.learner.rows import RowMaker
-from streamrl.learner.step import Share
+from streamrl.learner.step import Share, tokens_of
 from streamrl.learner.trainer import Trainer
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
@@ -229,16 +228,7 @@ class Bench:
         micro = self.share.micro_batches[0]
         behaviour = torch.from_numpy(micro.behaviour).to(self.device.torch_device)
         logprobs = behaviour.clone().requires_grad_()
-        tokens = TokenBatch(
-            logprobs=logprobs,
-            entropy=torch.zeros_like(behaviour),
-            behaviour=behaviour,
-            advantages=torch.from_numpy(micro.advantages).to(behaviour.device),
-            mask=torch.ones_like(behaviour, dtype=torch.bool),
-            staleness=torch.from_numpy(micro.staleness).to(behaviour.device),
-            sample=torch.from_numpy(micro.sample).to(behaviour.device),
-            samples=micro.samples,
-        )
+        tokens = tokens_of(micro, logprobs, torch.zeros_like(behaviour))
         total, _ = policy_loss(tokens, self.trainer._config.algo, Denominators(len(behaviour), micro.samples))
         total.backward()
 

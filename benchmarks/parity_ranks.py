@@ -26,7 +26,6 @@ from torch import Tensor
 from benchmarks.random_models import make_batch, worst
 from streamrl.algo.aggregation import Denominators
 from streamrl.algo.losses import policy_loss
-from streamrl.algo.tokens import TokenBatch
 from streamrl.config import Config
 from streamrl.learner.forward import Passes, wrap
 from streamrl.learner.huggingface import export_weights, load_weights
@@ -35,6 +34,7 @@ from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import MicroBatch, Packing, plan_batch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import read_shape
+from streamrl.learner.step import tokens_of
 from streamrl.types import Batch
 
 DEADLINE = 90.0  # seconds that ranks may take for one case, their start included
@@ -172,14 +172,7 @@ class Step:
         """The part of micro batch `index`, for `Passes.forward_backward`."""
         micro = self._micro_batches[index]
         self._seen[index] = logprobs.detach().clone()
-        arrays = {name: getattr(micro, name) for name in ("behaviour", "advantages", "staleness", "sample")}
-        tokens = TokenBatch(
-            logprobs=logprobs,
-            entropy=entropy,
-            mask=torch.ones_like(logprobs, dtype=torch.bool),
-            samples=micro.samples,
-            **{name: torch.from_numpy(array).to(logprobs.device) for name, array in arrays.items()},
-        )
+        tokens = tokens_of(micro, logprobs, entropy)
         return policy_loss(tokens, self._algo, self._denominators)
 
     def difference(self, scores: Sequence[Tensor], ranks: Ranks) -> float:

@@ -179,26 +179,35 @@ class LearnerStep:
         self, mini: MiniBatch, known: Sequence[Signals], logprobs: Tensor, entropy: Tensor, index: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The part of a micro batch in the loss of its mini batch."""
-        micro, signals = mini.micro_batches[index], known[index]
-
-        def on_device(array: Any) -> Tensor:
-            return torch.from_numpy(array).to(logprobs.device)
-
-        tokens = TokenBatch(
-            logprobs=logprobs,
-            entropy=entropy,
-            behaviour=on_device(micro.behaviour),
-            advantages=on_device(micro.advantages),
-            mask=torch.ones_like(logprobs, dtype=torch.bool),
-            staleness=on_device(micro.staleness),
-            sample=on_device(micro.sample),
-            samples=micro.samples,
-            proximal=signals.proximal,
-            reference=signals.reference,
-            outliers=signals.outliers,
-            covariant=signals.covariant,
-        )
+        tokens = tokens_of(mini.micro_batches[index], logprobs, entropy, known[index])
         return policy_loss(tokens, self._config.algo, mini.denominators)
+
+
+def tokens_of(
+    micro: MicroBatch,
+    logprobs: Tensor,
+    entropy: Tensor,
+    signals: Signals = Signals(),
+) -> TokenBatch:
+    """What the loss takes of a micro batch; log-probs and entropies float32 [N] of its targets, on their device."""
+
+    def on_device(array: Any) -> Tensor:
+        return torch.from_numpy(array).to(logprobs.device)
+
+    return TokenBatch(
+        logprobs=logprobs,
+        entropy=entropy,
+        behaviour=on_device(micro.behaviour),
+        advantages=on_device(micro.advantages),
+        mask=torch.ones_like(logprobs, dtype=torch.bool),
+        staleness=on_device(micro.staleness),
+        sample=on_device(micro.sample),
+        samples=micro.samples,
+        proximal=signals.proximal,
+        reference=signals.reference,
+        outliers=signals.outliers,
+        covariant=signals.covariant,
+    )
 
 
 class _Clock:
