@@ -141,7 +141,8 @@ def test_later_overrides_win_and_reach_into_task_arguments():
 
 
 def test_the_shipped_configurations_are_valid():
-    for file in Path("configs").rglob("*.yaml"):
+    sweeps = Path("configs/experiments")  # not configurations: their points are checked in tests/lab
+    for file in set(Path("configs").rglob("*.yaml")) - set(sweeps.glob("*.yaml")):
         assert isinstance(config_file.load(file), Config)
 
 
@@ -182,3 +183,38 @@ def test_each_worker_sees_the_settings_of_its_own_pool():
 def test_a_pool_that_does_not_fit_is_refused_by_name(pool, text):
     with pytest.raises(ValueError, match=text):
         Config.model_validate({"generate": {"pools": [pool]}})
+
+
+def test_a_file_stands_on_its_bases_and_wins_over_them(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared/small.yaml").write_text("generate: {group_size: 4, sampling: {max_new_tokens: 5}}\n")
+    (tmp_path / "shared/slow.yaml").write_text("base: small.yaml\ngenerate: {sampling: {temperature: 0.5}}\n")
+    (tmp_path / "other.yaml").write_text("generate: {group_size: 6}\nrun: {steps: 3}\n")
+    top = tmp_path / "top.yaml"
+    top.write_text("base: [shared/slow.yaml, other.yaml]\nrun: {steps: 9}\n")
+    config = config_file.load(top)
+    assert (config.generate.group_size, config.run.steps) == (6, 9)
+    assert (config.generate.sampling.max_new_tokens, config.generate.sampling.temperature) == (5, 0.5)
+
+
+def test_a_list_of_a_base_is_replaced_and_not_lengthened(tmp_path):
+    (tmp_path / "below.yaml").write_text("generate: {attach: ['http://a:1', 'http://b:2']}\n")
+    (tmp_path / "top.yaml").write_text("base: below.yaml\ngenerate: {attach: ['http://c:3']}\n")
+    assert config_file.load(tmp_path / "top.yaml").generate.attach == ("http://c:3",)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        ({"top.yaml": "base: top.yaml\n"}, "stands on itself"),
+        ({"top.yaml": "base: a.yaml\n", "a.yaml": "base: top.yaml\n"}, "stands on itself"),
+        ({"top.yaml": "base: gone.yaml\n"}, "gone.yaml: No such file"),
+        ({"top.yaml": "base: 3\n"}, "allowed: a file, or a list of files"),
+        ({"top.yaml": "base: a.yaml\n", "a.yaml": "run: {stepz: 3}\n"}, "run.stepz: unknown key"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused_by_name(tmp_path, files, told):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        config_file.load(tmp_path / "top.yaml")

@@ -2,6 +2,9 @@
 
 >>> load(None, ["replay.max_staleness=0"]).replay.slots
 8
+
+A file may stand on others: `base: models/qwen3-8b.yaml`, or a list of such, relative to the file itself. Later ones
+win over earlier ones and the file over all of them; mappings are merged key by key, any other value is replaced.
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ from streamrl.config import Config
 from streamrl.config.section import Section
 
 _WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
+
+
+BASE = "base"  # the key of a file that names the files below it; it is no key of the tree
 
 
 class ConfigError(ValueError):
@@ -64,7 +70,7 @@ class _Writer(yaml.SafeDumper):
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """Read the YAML file at `path` (None: the defaults), apply `key=value` overrides in order, check.
+    """Read the YAML file at `path` (None: the defaults) and its bases, apply `key=value` overrides in order, check.
 
     Raises ConfigError with one line that names the key's path, the value, what is allowed and the
     nearest known key.
@@ -74,7 +80,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override; allowed: key=value, such as replay.max_staleness=0")
-        _set(tree, key, _parse(text, where=key))
+        _set(tree, key, parse_yaml(text, where=key))
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -132,9 +138,41 @@ def allowed(field: FieldInfo) -> str:
     return " ".join([text, " and ".join(bounds)]).strip()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML text, with the scalars of version 1.2. Raises ConfigError, which names `where` it stands."""
     try:
-        tree = _parse(path.read_text(), where=str(path))
+        return yaml.load(text, _Yaml)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}; allowed: YAML") from None
+
+
+def _read(path: Path, standing_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The tree of a file over those of its bases."""
+    if path.resolve() in standing_on_it:
+        raise ConfigError(f"{path}: base: {path} stands on itself; allowed: bases without a circle")
+    tree = _read_alone(path)
+    bases = tree.pop(BASE, [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: base: {_text(bases)} is not allowed; allowed: a file, or a list of files")
+    below: dict[str, Any] = {}
+    for base in bases:
+        below = _over(below, _read(path.parent / base, (*standing_on_it, path.resolve())))
+    return _over(below, tree)
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`: mappings key by key, other values whole."""
+    merged = below | above
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], dict) and isinstance(above[key], dict):
+            merged[key] = _over(below[key], above[key])
+    return merged
+
+
+def _read_alone(path: Path) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(path.read_text(), where=str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(f"{path}: {reason}; allowed: a YAML file, such as configs/quickstart.yaml") from None
@@ -143,13 +181,6 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds {_text(tree)}; allowed: a mapping of {', '.join(Config.model_fields)}")
     return tree
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Yaml)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}; allowed: YAML") from None
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
