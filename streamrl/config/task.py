@@ -13,6 +13,7 @@ from streamrl.config.task_file import read_entries
 TaskName = Literal[
     "copy", "successor", "reasoning_gym", "lookup", "tools", "remote", "agent",
     "jsonl", "gsm8k", "math", "dapo_math", "aime_2024", "openmath", "big_math", "countdown",
+    "geo3k",
 ]  # fmt: skip
 
 

@@ -11,6 +11,8 @@ and calling it gives the function back undecorated (`@triton.jit`, `@triton.auto
 Page-locked memory is stood in for as well: SGLang keeps adapters and the routing of experts in it without asking
 whether there is a device that it could be locked for. In this one respect torch itself is changed, in the processes
 of SGLang where `sgl_kernel` is absent: `pin_memory` is ignored, and `torch.cuda.cudart` registers nothing.
+The kernels that a module of SGLang names when it is loaded, KERNELS, are there too and raise when they are called:
+without them the module would be passed over, and with it every model and image processor that imports it.
 """
 
 from __future__ import annotations
@@ -22,9 +24,18 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
-from typing import Any
+from typing import Any, NoReturn
 
 ABSENT_ON_CPU = ("triton", "torchvision", "sgl_kernel")
+
+KERNELS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+# of `torch.ops.sgl_kernel`, as sglang.srt.models.qwen3_5 names them, which the Qwen-VL image processors import. No
+# others: SGLang asks for some by `hasattr`, and takes another way where they are absent.
 
 
 class _InertClass(type):
@@ -101,6 +112,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(module).update(cdiv=_cdiv, next_power_of_2=_next_power_of_2)
         if spec.name == "sgl_kernel":  # SGLang imports it after torch, in each of its processes
             _leave_memory_unpinned()
+            _name_kernels()
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -128,6 +140,18 @@ def _leave_memory_unpinned() -> None:
     torch.Tensor.pin_memory = stay  # type: ignore[assignment, method-assign]
     for name in ("arange", "empty", "ones", "tensor", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
+
+
+def _name_kernels() -> None:
+    import torch
+
+    for name in KERNELS:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            setattr(torch.ops.sgl_kernel, name, functools.partial(_absent, name))
+
+
+def _absent(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise NotImplementedError(f"sgl_kernel.{name}: the kernel is not installed on this machine")
 
 
 def _unpinned(factory: Callable[..., Any]) -> Callable[..., Any]:

@@ -29,6 +29,10 @@ MARK = "~~answer of the policy~~"
 # template looks for.
 
 
+IMAGE_AS_IT_IS = "{'type': 'image'"
+# what a template writes that takes every content for text, and is given an image.
+
+
 class Tokenizer:
     """Text and conversations to token ids, and back."""
 
@@ -40,12 +44,15 @@ class Tokenizer:
         self._cache: dict[str, np.ndarray] = {}
         self.end_ids = self._end_ids(model)  # any of them ends an answer
 
-    def prompt_ids(self, prompt: str | Sequence[Message]) -> np.ndarray:
+    def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """int32 [P]. Text is tokenised as it is; a conversation by the chat template, up to where the answer begins.
 
-        Raises ValueError for a conversation where the model has no chat template, or the template refuses it.
+        tools: functions that the policy may call, as OpenAI describes them, for the template. Raises ValueError for a
+        conversation where the model has no chat template, or the template refuses it or does not tell of the tools.
         """
-        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        text = prompt if isinstance(prompt, str) else self._render(prompt, tools)
+        if tools and not isinstance(prompt, str) and text == self._render(prompt):
+            raise ValueError("chat template: it does not tell of tools; tell the policy of them in a message")
         key = f"{isinstance(prompt, str):d}{text}"
         if key not in self._cache:
             if len(self._cache) >= CACHE:
@@ -59,14 +66,20 @@ class Tokenizer:
         """int32 [A]: text as it is, without special tokens of the model's own."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def added_ids(self, said: Sequence[Message], added: Sequence[Message], last: int | None) -> np.ndarray:
+    def added_ids(
+        self,
+        said: Sequence[Message],
+        added: Sequence[Message],
+        last: int | None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> np.ndarray:
         """int32 [A]: what the chat template writes behind an answer to `said`, up to where the next one begins.
 
         The difference of two renderings, tokenised on its own: a mark stands for the answer, whose own tokens are
         never rendered, tokenised or looked at again. An end token that the template writes is left out where the
         answer's `last` token is the same one. Raises ValueError where the template refuses the messages.
         """
-        rendered = self._render([*said, Message(role="assistant", content=MARK), *added])
+        rendered = self._render([*said, Message(role="assistant", content=MARK), *added], tools)
         _, mark, behind = rendered.partition(MARK)
         if not mark or MARK in behind:
             raise ValueError("chat template: it does not write an assistant's message once, as it is")
@@ -77,13 +90,17 @@ class Tokenizer:
         """The texts of several outputs, without special tokens."""
         return list(self._tokenizer.decode_batch(ids, skip_special_tokens=True))
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         if self._template is None:
             raise ValueError("the model folder has no chat template, and the task's prompts are conversations")
+        given = {"messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": True}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens())
+            text = self._template.render(**given, **self._special_tokens())
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
+        if IMAGE_AS_IT_IS in text:
+            raise ValueError("chat template: it has no place for images; a vision-language model is needed")
+        return text
 
     def _compile(self, model: Path) -> jinja2.Template | None:
         """The template, in the environment that Hugging Face's templates are written for."""

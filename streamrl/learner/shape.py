@@ -105,8 +105,9 @@ def read_shape(folder: Path, key: str = "model.path") -> ModelShape:
     config = _read_config(path)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in ARCHITECTURES:
+        seen = "trained, only served and evaluated" if "vision_config" in config else "supported"
         raise UnsupportedModelError(
-            f"{path}: architecture {architecture} is not supported; allowed: {', '.join(ARCHITECTURES)}"
+            f"{path}: architecture {architecture} is not {seen}; allowed: {', '.join(ARCHITECTURES)}"
         )
     known = ARCHITECTURES[architecture]
     _refuse(path, config, known)

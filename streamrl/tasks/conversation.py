@@ -30,12 +30,13 @@ class Conversation:
     >>> conversation.completion.loss_mask
     """
 
-    def __init__(self, inference: Inference, prompt: Prompt) -> None:
-        """Raises ValueError for a prompt that has no token ids."""
+    def __init__(self, inference: Inference, prompt: Prompt, tools: Sequence[dict[str, Any]] = ()) -> None:
+        """`tools`: functions that the chat template tells the policy of. Raises ValueError for a prompt without ids."""
         self._inference = inference
         self._prompt = prompt
+        self._tools: dict[str, Any] = {"tools": tools} if tools else {}
         self._said: list[Message] = list(prompt.messages or ())
-        self._prompt_ids = inference.prompt_ids(prompt.content)
+        self._prompt_ids = inference.prompt_ids(prompt.content, **self._tools)
         self._parts: list[tuple[np.ndarray, Completion | None]] = []  # token ids, and the answer that they are of
         self._text = ""
         self.turns: list[Completion] = []  # the policy's, each with the ids before it as its prompt
@@ -86,7 +87,8 @@ class Conversation:
         if isinstance(added, str) is not (self._prompt.messages is None):
             raise ValueError("a prompt of plain text is followed by text, one of messages by messages")
         last = self.turns[-1].output_ids
-        ids = self._inference.added_ids(self._said[:-1], added, int(last[-1]) if len(last) else None)
+        end = int(last[-1]) if len(last) else None
+        ids = self._inference.added_ids(self._said[:-1], added, end, **self._tools)
         self._parts.append((ids, None))
         if isinstance(added, str):
             self._text += added

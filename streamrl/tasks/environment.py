@@ -3,7 +3,7 @@
     Prompt ──▶ Inference.generate ──▶ n Completions ──▶ score ──▶ n Rollouts
 
 An environment knows nothing of tickets, versions or the learner. A task of one turn gives `prompt` and `score`. Of
-several turns, with tools, or judged as a group: `tasks/turns.py`, which overrides `rollout_group` and keeps the rest.
+several turns or with tools: `tasks/turns.py`, judged as a group: `tasks/grouped.py`. Each overrides what it needs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Message(TypedDict):
 
     role: str  # system | user | assistant | tool
     content: str | list[dict[str, Any]]  # text, or the parts of a text with images, as the chat template takes them
+    tool_calls: NotRequired[list[dict[str, Any]]]  # an assistant's, in OpenAI's form with arguments as a mapping
+    tool_call_id: NotRequired[str]  # of the call that a tool's message answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,11 +125,20 @@ class Inference(Protocol):
         """
         ...
 
-    def prompt_ids(self, prompt: str | Sequence[Message]) -> np.ndarray:
-        """int32 [P]: what `generate` makes of text or of messages. Raises ValueError where it cannot."""
+    def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
+        """int32 [P]: what `generate` makes of text or of messages. Raises ValueError where it cannot.
+
+        tools: descriptions of functions, in OpenAI's form, of which the chat template tells the policy.
+        """
         ...
 
-    def added_ids(self, said: Sequence[Message], added: str | Sequence[Message], last: int | None = None) -> np.ndarray:
+    def added_ids(
+        self,
+        said: Sequence[Message],
+        added: str | Sequence[Message],
+        last: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> np.ndarray:
         """int32 [A]: what stands between an answer and the next one, tokenised on its own.
 
         Messages: what the chat template writes behind an answer to `said`, up to where the next answer begins,

@@ -82,4 +82,14 @@ DATA_SETS: dict[str, dict[str, Any]] = {
         "distinct": True,
         "reward_wrong": 0.1,
     },
+    # 2101 rows to train, 601 held out; for vision-language models
+    "geo3k": {
+        "path": "hiyouga/geometry3k",
+        "test_split": "test",
+        "prompt": "problem",
+        "images": "images",
+        "answer": "answer",
+        "suffix": BOXED,
+        "form": "boxed",
+    },
 }

@@ -9,63 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta
 
-from streamrl.tasks.environment import Completion, Message
+from streamrl.tasks.openai_protocol import MODEL, Call, ChatCall, TextCall, chat_reply, text_reply
 from streamrl.tasks.openai_session import CallRefused, Session
 
-MODEL = "policy"
-"""The name of the one model."""
-
 LARGEST = 16 << 20  # bytes of a call
-
-
-class _Call(msgspec.Struct, frozen=True):
-    """What calls of both kinds may choose. Temperature and its like are the run's, and are passed over."""
-
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    stop: str | list[str] | None = None
-    n: int | None = 1
-    stream: bool | None = False
-    logprobs: bool | int | None = None
-
-    def sampling(self) -> dict[str, Any]:
-        """As `Inference.generate` takes it. Raises CallRefused for what the endpoint does not do."""
-        if self.n not in (None, 1):
-            raise CallRefused(400, f"n: {self.n} is not allowed; allowed: 1, a session is one sample")
-        if self.stream:
-            raise CallRefused(400, "stream: true is not allowed; allowed: false")
-        longest = self.max_completion_tokens or self.max_tokens
-        chosen: dict[str, Any] = {} if longest is None else {"max_new_tokens": longest}
-        return chosen if self.stop is None else {**chosen, "stop": self.stop}
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """A part of a message's content; only text is understood."""
-
-    type: str
-    text: str = ""
-
-
-class _Said(msgspec.Struct, frozen=True):
-    role: str
-    content: str | list[_Part]
-
-
-class _ChatCall(_Call, frozen=True, kw_only=True):
-    messages: Annotated[list[_Said], Meta(min_length=1)]
-    tools: list[Any] | None = None
-
-
-class _TextCall(_Call, frozen=True, kw_only=True):
-    prompt: str
 
 
 class OpenAIServer:
@@ -111,29 +64,23 @@ class OpenAIServer:
             await self._runner.cleanup()
             self._runner = None
 
-    async def _models(self, request: web.Request) -> dict[str, Any]:
+    async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
-        return {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "streamrl"}]}
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "streamrl"}
+        return _json(200, {"object": "list", "data": [model]})
 
-    async def _chat(self, request: web.Request) -> dict[str, Any]:
+    async def _chat(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        call = msgspec.json.decode(await request.read(), type=_ChatCall)
-        if call.tools:
-            raise CallRefused(400, "tools: not understood; allowed: none, tell the policy of its tools in a message")
-        turn = await session.chat([_message(said) for said in call.messages], **call.sampling())
-        choice = {"message": {"role": "assistant", "content": turn.text}, **_choice(turn)}
-        if call.logprobs:
-            choice["logprobs"] = {"content": _logprobs(turn)}
-        return _reply("chat.completion", turn, choice)
+        call = msgspec.json.decode(await request.read(), type=ChatCall)
+        messages = [said.message() for said in call.messages]
+        turn, message = await session.chat(messages, call.offered(), **call.sampling())
+        return _body(call, chat_reply(call, turn, message))
 
-    async def _complete(self, request: web.Request) -> dict[str, Any]:
+    async def _complete(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        call = msgspec.json.decode(await request.read(), type=_TextCall)
+        call = msgspec.json.decode(await request.read(), type=TextCall)
         turn = await session.complete(call.prompt, **call.sampling())
-        choice = {"text": turn.text, **_choice(turn)}
-        if call.logprobs:
-            choice["logprobs"] = {"token_logprobs": turn.logprobs.tolist(), "tokens": _token_names(turn)}
-        return _reply("text_completion", turn, choice)
+        return _body(call, text_reply(call, turn))
 
     def _session(self, request: web.Request) -> Session:
         try:
@@ -142,12 +89,12 @@ class OpenAIServer:
             raise CallRefused(404, "no such session, or it is over") from None
 
 
-def _answering(method: Callable[[web.Request], Awaitable[dict[str, Any]]]) -> Any:
+def _answering(method: Callable[[web.Request], Awaitable[web.Response]]) -> Any:
     """A handler that tells of an error in OpenAI's form."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
-            return _json(200, await method(request))
+            return await method(request)
         except CallRefused as refused:
             return _json(refused.status, _error(refused))
         except (msgspec.DecodeError, ValueError) as error:
@@ -156,44 +103,13 @@ def _answering(method: Callable[[web.Request], Awaitable[dict[str, Any]]]) -> An
     return answer
 
 
+def _body(call: Call, body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="text/event-stream" if call.stream else "application/json")
+
+
 def _json(status: int, body: dict[str, Any]) -> web.Response:
     return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
 
 
 def _error(error: Exception) -> dict[str, Any]:
     return {"error": {"message": str(error)[:500], "type": "invalid_request_error", "param": None, "code": None}}
-
-
-def _message(said: _Said) -> Message:
-    if isinstance(said.content, str):
-        return Message(role=said.role, content=said.content)
-    if any(part.type != "text" for part in said.content):
-        raise CallRefused(400, "messages: a part that is no text is not understood; allowed: text")
-    return Message(role=said.role, content="".join(part.text for part in said.content))
-
-
-def _choice(turn: Completion) -> dict[str, Any]:
-    return {"index": 0, "finish_reason": turn.finish_reason, "logprobs": None}
-
-
-def _logprobs(turn: Completion) -> list[dict[str, Any]]:
-    pairs = zip(_token_names(turn), turn.logprobs.tolist(), strict=True)
-    return [{"token": name, "logprob": logprob, "bytes": None, "top_logprobs": []} for name, logprob in pairs]
-
-
-def _token_names(turn: Completion) -> list[str]:
-    """Tokens by their ids, which say more than texts that cannot be joined."""
-    return [f"token_id:{token}" for token in turn.output_ids.tolist()]
-
-
-def _reply(kind: str, turn: Completion, choice: dict[str, Any]) -> dict[str, Any]:
-    prompt, output = len(turn.prompt_ids), len(turn.output_ids)
-    return {
-        "id": f"cmpl-{secrets.token_hex(8)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": MODEL,
-        "choices": [choice],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
-        "system_fingerprint": str(turn.spans[-1].version) if turn.spans else None,
-    }

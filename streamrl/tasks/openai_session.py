@@ -5,17 +5,20 @@
     call 3   [system, another user]                  -> refused, 409: it does not extend call 2
 
 The agent sends texts; what is trained are the ids that were sampled. A call that repeats an answer in other words than
-those it was given would be another conversation, and is refused too.
+those it was given would be another conversation, and is refused too. Where the agent offers tools, an answer is given
+to it as text and calls, and must come back as it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from streamrl.tasks.conversation import Conversation
 from streamrl.tasks.environment import Completion, Inference, Message, Prompt
+from streamrl.tasks.tool_calls import split_calls
 
 
 class CallRefused(Exception):
@@ -30,7 +33,7 @@ class Session:
     """The calls of one agent, which become one sample.
 
     >>> session = Session(inference, prompt, most_calls=8)
-    >>> turn = await session.chat([Message(role="user", content="caf")])
+    >>> turn, message = await session.chat([Message(role="user", content="caf")])
     >>> session.completion
     """
 
@@ -41,6 +44,8 @@ class Session:
         self._most_calls = most_calls
         self._conversation: Conversation | None = None
         self._text = ""  # of a session of plain text: prompt and answers so far
+        self._shown: tuple[Message, ...] = ()  # of one of messages: those so far, answers as the agent was given them
+        self._tools: tuple[dict[str, Any], ...] = ()
         self._calling = asyncio.Lock()
         self.open = True
 
@@ -53,15 +58,27 @@ class Session:
         """All calls as one answer; None where there was none."""
         return self._conversation.completion if self._conversation is not None else None
 
-    async def chat(self, messages: Sequence[Message], **sampling: Any) -> Completion:
-        """The answer to a call of /v1/chat/completions. Raises CallRefused."""
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **sampling: Any
+    ) -> tuple[Completion, Message]:
+        """The answer to a call of /v1/chat/completions, and the message that the agent is given of it.
+
+        tools: those that the agent offers, in OpenAI's form; the chat template tells the policy of them. An answer's
+        calls are those that it writes as `<tool_call>{json}</tool_call>`. Raises CallRefused.
+        """
         async with self._calling:
             self._check()
             if self._conversation is None:
+                self._tools = tuple(tools)
                 self._begin(Prompt(index=self._index, messages=tuple(messages)))
+            elif tuple(tools) != self._tools:
+                raise CallRefused(409, "the tools are not the session's: those of its first call, in the same order")
             else:
-                self._add(_behind(self._conversation.messages, messages))
-            return await self._generate(sampling)
+                self._add(_behind(self._shown, messages))
+            turn = await self._generate(sampling)
+            message = _shown(turn, bool(self._tools))
+            self._shown = (*messages, message)
+            return turn, message
 
     async def complete(self, text: str, **sampling: Any) -> Completion:
         """The answer to a call of /v1/completions. Raises CallRefused."""
@@ -85,7 +102,7 @@ class Session:
 
     def _begin(self, prompt: Prompt) -> None:
         try:
-            self._conversation = Conversation(self._inference, prompt)
+            self._conversation = Conversation(self._inference, prompt, self._tools)
         except ValueError as error:
             raise CallRefused(400, str(error)) from None
 
@@ -103,6 +120,22 @@ class Session:
             self.open = False
             raise CallRefused(503, "the run's servers gave no answer; the session is over")
         return turn
+
+
+def _shown(turn: Completion, with_tools: bool) -> Message:
+    """The answer as the agent is given it, and as it must come back: its text, and its calls by name."""
+    text, calls = split_calls(turn.text) if with_tools else (turn.text, [])
+    message = Message(role="assistant", content=text)
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{secrets.token_hex(8)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
 
 
 def _behind(said: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:

@@ -6,6 +6,7 @@ row ──▶ question, right answer                text ──▶ the answer in
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -13,6 +14,7 @@ from pydantic import Field, model_validator
 from streamrl.tasks import answers, countdown
 from streamrl.tasks.arguments import ARGUMENTS
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score, said_text
+from streamrl.tasks.images import image_references, with_images
 from streamrl.tasks.math_reward import MathReward
 from streamrl.tasks.order import item_at
 from streamrl.tasks.rows import Rows, RowsArguments, value_at
@@ -34,6 +36,7 @@ class QuestionsArguments(RowsArguments):
     template: str | None = Field(None, description="question with {column} in it, instead of a column of questions")
     suffix: str = Field("", description="text put behind every question")
     system: str | None = Field(None, description="system message of the chat; null: none")
+    images: str | None = Field(None, description="column of the images: a path, a URL, bytes, or a list of them")
     chat: bool = Field(True, description="ask through the model's chat template; false: plain text")
     answer: str = Field("answer", description="column of the right answers")
     answer_after: str | None = Field(None, description="mark behind which the right answer stands, such as '####'")
@@ -64,9 +67,10 @@ class QuestionsArguments(RowsArguments):
     @property
     def asked(self) -> dict[str, str]:
         """The columns of the question, by the arguments that name them."""
+        images = {"images": self.images} if self.images else {}
         if self.template is None:
-            return {"prompt": self.prompt}
-        return {f"template.{name}": name for name in _COLUMN.findall(self.template)}
+            return {"prompt": self.prompt, **images}
+        return {f"template.{name}": name for name in _COLUMN.findall(self.template)} | images
 
     @property
     def columns(self) -> dict[str, str]:
@@ -102,13 +106,15 @@ class Questions(Environment):
         place = item_at(index, self.size, self._seed)
         row = self._rows[place]
         question = self._question(row)
-        metadata = {"row": self._rows.number(place), "values": row}
-        answer = self._answer(row)
+        values = {name: value for name, value in row.items() if name != self._arguments.images}
+        metadata = {"row": self._rows.number(place), "values": values}
+        answer, images = self._answer(row), self._images(row)
         if not self._arguments.chat:
             text = question + self._arguments.suffix if isinstance(question, str) else question
-            return Prompt(index=index, text=text, answer=answer, metadata=metadata)
+            return Prompt(index=index, text=text, images=images, answer=answer, metadata=metadata)
         messages = self._messages(question)
-        return Prompt(index=index, messages=messages, answer=answer, metadata=metadata)
+        messages = with_images(messages, len(images)) if self._arguments.images else messages
+        return Prompt(index=index, messages=messages, images=images, answer=answer, metadata=metadata)
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         """The reward of the four cases, or what the user's function says."""
@@ -172,6 +178,13 @@ class Questions(Environment):
         if self._arguments.answer_after is not None:
             answer = answer.rpartition(self._arguments.answer_after)[2].strip()
         return (answers.boxed(answer) or "") if self._arguments.answer_boxed else answer
+
+    def _images(self, row: dict[str, Any]) -> tuple[str, ...]:
+        if self._arguments.images is None:
+            return ()
+        beside = Path(self._arguments.path).parent if self._arguments.is_file else Path()
+        value = value_at(row, self._arguments.images)
+        return image_references(value, beside=beside, folder=self._arguments.images_folder)
 
     def _messages(self, question: str | list[Message]) -> tuple[Message, ...]:
         turns = [Message(role="user", content=question)] if isinstance(question, str) else list(question)

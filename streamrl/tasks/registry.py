@@ -33,7 +33,7 @@ def build_task(config: TaskConfig | TaskShare, seed: int, split: Literal["train"
             from streamrl.tasks.reasoning_gym import ReasoningGym, ReasoningGymArguments
 
             return ReasoningGym(parse_arguments(ReasoningGymArguments, config.args), seed, split)
-        case "jsonl" | "gsm8k" | "math" | "dapo_math" | "aime_2024" | "openmath" | "big_math" | "countdown":
+        case "jsonl" | "gsm8k" | "math" | "dapo_math" | "aime_2024" | "openmath" | "big_math" | "countdown" | "geo3k":
             from streamrl.tasks.hub import DATA_SETS
             from streamrl.tasks.questions import Questions, QuestionsArguments
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,11 @@ class RowsArguments(TaskArguments):
     evaluation_only: bool = Field(False, description="all rows are held out: for evaluation, never trained")
     distinct: bool = Field(False, description="each question once, however often the data set repeats it")
     cache: str | None = Field(None, description="folder for the converted data; null: that of the datasets library")
+
+    @property
+    def images_folder(self) -> Path:
+        """Where images that a data set holds as bytes are written."""
+        return Path(self.cache or datasets.config.HF_DATASETS_CACHE) / "images"
 
     @property
     def is_file(self) -> bool:
@@ -104,11 +110,21 @@ def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets
             data = datasets.load_dataset(_FORMATS[suffix], data_files=path, split="train", cache_dir=arguments.cache)
         else:
             data = datasets.load_dataset(path, arguments.subset, split=split, cache_dir=arguments.cache)
+        return _undecoded(data)
     except _LOADING as error:
         raise ValueError(
             f"{ARGUMENTS}.{key}: {path!r} cannot be loaded ({' '.join(str(error).split())[:200]}); allowed: a "
             f"file of type {', '.join(_FORMATS)} or a data set's hub name; nearest known key: {ARGUMENTS}.{key}"
         ) from None
+
+
+def _undecoded(data: datasets.Dataset) -> datasets.Dataset:
+    """Images as the bytes and paths that they are: only servers look at them."""
+    for name, feature in data.features.items():
+        if isinstance(feature, datasets.Image):
+            data = data.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
+            data = data.cast_column(name, datasets.List(datasets.Image(decode=False)))
     return data
 
 
@@ -141,7 +157,12 @@ def _digests(data: datasets.Dataset, asked: list[str]) -> np.ndarray:
 def _canonical(*values: Any) -> str:
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
-    return json.dumps(values[0] if len(values) == 1 else values, sort_keys=True)
+    return json.dumps(values[0] if len(values) == 1 else values, sort_keys=True, default=_named)
+
+
+def _named(content: bytes) -> str:
+    """Stands for the bytes of an image."""
+    return hashlib.sha256(content).hexdigest()
 
 
 def _once(digests: np.ndarray, arguments: RowsArguments) -> np.ndarray:

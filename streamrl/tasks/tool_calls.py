@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _CALL = re.compile(
     r'<tool name="(?P<name>[\w.-]{1,64})">(?P<text>.*?)</tool>|<tool_call>(?P<json>.*?)</tool_call>', re.S
@@ -52,6 +53,43 @@ def _from_json(text: str) -> ToolCall:
         return ToolCall("", "", 'a call has a "name" and "arguments" with one argument')
     (argument,) = arguments.values()
     return ToolCall(name, argument) if isinstance(argument, str) else ToolCall("", "", "the argument must be text")
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """One call of a function with named arguments. Example: `FunctionCall("add", {"a": 6, "b": 7})`."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def split_calls(text: str) -> tuple[str, list[FunctionCall]]:
+    """The text without its calls in JSON, and these, in order; one that cannot be read stays in the text.
+
+    >>> split_calls('so <tool_call>{"name": "add", "arguments": {"a": 6}}</tool_call>')
+    ('so', [FunctionCall(name='add', arguments={'a': 6})])
+    """
+    calls: list[FunctionCall] = []
+
+    def taken(match: re.Match[str]) -> str:
+        call = _function_call(match["json"]) if match["json"] is not None else None
+        if call is None:
+            return match[0]
+        calls.append(call)
+        return ""
+
+    rest = _CALL.sub(taken, text)
+    return (rest.strip() if calls else text), calls
+
+
+def _function_call(text: str) -> FunctionCall | None:
+    try:
+        match json.loads(text):
+            case {"name": str(name), "arguments": dict(arguments)}:
+                return FunctionCall(name, arguments)
+    except (ValueError, RecursionError):
+        pass  # what cannot be read is text, as the policy wrote it
+    return None
 
 
 def describe_tools(descriptions: Sequence[tuple[str, str]]) -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from streamrl.config.task import TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
-from streamrl.tasks.calculator import CalculationError, calculate
+from streamrl.tasks.arithmetic import calculate
 from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.python_tool import Limits, PythonTool, missing_walls
 from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
@@ -99,7 +99,7 @@ class Tools(TurnByTurn):
 async def _calculated(expression: str) -> str:
     try:
         return calculate(expression)
-    except CalculationError as error:
+    except ValueError as error:
         return f"error: {error}"
 
 

@@ -1,7 +1,6 @@
-"""Environments beyond one turn and one judge: turn by turn with observations, and judged as a group.
+"""Environments of several turns: what the policy says is answered by observations.
 
-TurnByTurn   prompt ─▶ answer ─▶ observation ─▶ answer ─▶ ... ─▶ None or max_turns ─▶ reward of the trajectory
-Contrastive  prompt ─▶ n answers ─▶ one judge that sees them all ─▶ n rewards
+prompt ─▶ answer ─▶ observation ─▶ answer ─▶ ... ─▶ None or max_turns ─▶ reward of the trajectory
 """
 
 from __future__ import annotations
@@ -89,36 +88,3 @@ class TurnByTurn(Environment):
         if said is not None:
             conversation.add(said)
         return said is not None
-
-
-class Contrastive(Environment):
-    """A task of one turn whose judge sees all answers of a group, and scores them against each other."""
-
-    @abstractmethod
-    async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Score]:
-        """One score for each answer, in order. May raise: every sample of the group gets 0 and is counted."""
-
-    async def score(self, prompt: Prompt, completion: Completion) -> Score:
-        (score,) = await self.score_group(prompt, [completion])
-        return score
-
-    async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
-        """The judgement of those answers that were given; the others have failed already."""
-        given = [completion for completion in completions if completion.finish_reason != "abort"]
-        try:
-            scores = list(await self.score_group(prompt, given)) if given else []
-            if len(scores) != len(given):
-                raise ValueError(f"{len(scores)} scores for {len(given)} answers")
-            for score in scores:
-                check_reward(score)
-        except Exception as error:  # the policy for foreign scorers: count, log, go on
-            return [unscored(prompt, completion, error) for completion in completions]
-        following = iter(scores)
-        return [
-            _rollout(each, Score(reward=0.0) if each.finish_reason == "abort" else next(following))
-            for each in completions
-        ]
-
-
-def _rollout(completion: Completion, score: Score) -> Rollout:
-    return Rollout(completion=completion, reward=score.reward, parts=score.parts)

@@ -16,6 +16,7 @@ from streamrl.tasks.environment import Completion, Message
 from streamrl.types import PolicyVersion, VersionSpan
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -48,13 +49,19 @@ class Scripted:
         await asyncio.sleep(0)
         return [self._answer(prompt_ids, at_least) for _ in range(n)]
 
-    def prompt_ids(self, prompt: str | Sequence[Message]) -> np.ndarray:
-        return self.tokenizer.prompt_ids(prompt)
+    def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
+        return self.tokenizer.prompt_ids(prompt, tools)
 
-    def added_ids(self, said: Sequence[Message], added: str | Sequence[Message], last: int | None = None) -> np.ndarray:
+    def added_ids(
+        self,
+        said: Sequence[Message],
+        added: str | Sequence[Message],
+        last: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> np.ndarray:
         if isinstance(added, str):
             return self.tokenizer.plain_ids(added)
-        return self.tokenizer.added_ids(said, added, last)
+        return self.tokenizer.added_ids(said, added, last, tools)
 
     def _answer(self, prompt_ids: np.ndarray, at_least: PolicyVersion | None) -> Completion:
         self.asked.append(prompt_ids)

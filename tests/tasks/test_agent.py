@@ -19,6 +19,7 @@ from streamrl.tasks.registry import build_task
 END = "<|im_end|>"
 USER = {"role": "user", "content": "q?"}
 TOOL = {"role": "tool", "content": "42"}
+UNREADABLE = {"id": "a", "function": {"name": "f", "arguments": "["}}
 COMMAND = """
 import json, os, sys, urllib.request
 question = json.load(sys.stdin)
@@ -92,8 +93,12 @@ def test_completions_of_plain_text_extend_one_another_too(scripted):
         (chat(USER, {"role": "assistant", "content": "reworded"}, TOOL), 409, "do not extend"),
         (chat(USER, {"role": "assistant", "content": "ab"}), 409, "adds no message"),
         (chat(USER, n=2), 400, "n: 2 is not allowed"),
-        (chat(USER, stream=True), 400, "stream: true is not allowed"),
-        (chat(USER, tools=[{}]), 400, "tools: not understood"),
+        (chat(USER, tools=[{}]), 409, "tools are not the session's"),
+        (
+            chat({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}]}),
+            400,
+            "JSON",
+        ),
         (chat({"role": "user", "content": [{"type": "image_url"}]}), 400, "no text"),
         (chat(), 400, "messages"),
         (("/completions", {"prompt": "q?"}), 409, "does not extend"),

@@ -25,6 +25,7 @@ GOLD = {
     "openmath": {"9"},
     "big_math": {"6", "\\frac{1}{8}"},
     "countdown": {"42", "24", "7"},
+    "geo3k": {"5", "4", "2\\sqrt{3}"},
 }
 
 
@@ -71,7 +72,7 @@ def test_every_name_of_the_table_is_a_task_and_its_defaults_are_arguments():
 def test_both_splits_of_a_data_set_hold_its_questions_and_its_right_answers(known, name):
     train, probe = prompts(known(name)), prompts(known(name, "probe"))
     assert {prompt.answer for prompt in [*train, *probe]} == GOLD[name]
-    asked = [{prompt.messages[-1]["content"] for prompt in split} for split in (train, probe)]
+    asked = [{str(prompt.messages[-1]["content"]) for prompt in split} for split in (train, probe)]
     assert asked[0]
     assert asked[1]
     assert not asked[0] & asked[1]

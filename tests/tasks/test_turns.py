@@ -11,7 +11,7 @@ from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import EXACT, FAILED, Completion, Message, Prompt, Score
 from streamrl.tasks.lookup import CALLED
 from streamrl.tasks.registry import build_task
-from streamrl.tasks.turns import TURNS, Contrastive, TurnByTurn
+from streamrl.tasks.turns import TURNS, TurnByTurn
 
 END = "<|im_end|>"
 ARITHMETIC = {"dataset": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}, "extract": "last_number"}
@@ -62,31 +62,6 @@ def test_an_environment_that_raises_costs_its_own_sample_the_reward(scripted):
     assert "no number" in rollouts[0].failure
 
 
-class Shortest(Contrastive):
-    """One point for the shortest answer of a group."""
-
-    def prompt(self, index: int) -> Prompt:
-        return Prompt(index=index, text="?")
-
-    async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-        shortest = min(len(completion.text) for completion in completions)
-        return [Score(reward=float(len(completion.text) == shortest)) for completion in completions]
-
-
-def test_a_contrastive_judge_sees_all_answers_that_were_given(scripted):
-    rollouts = play(Shortest(), scripted([["aa"], ["a"], ["aaa"]]), n=4)  # the fourth is not answered
-    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 0.0, 0.0]
-    assert rollouts[3].completion.finish_reason == "abort"
-
-
-def test_a_contrastive_judge_that_fails_costs_the_group_its_reward(scripted):
-    class Forgetful(Shortest):
-        async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
-            return [Score(reward=1.0)]
-
-    assert [rollout.parts for rollout in play(Forgetful(), scripted([["a"], ["b"]]), n=2)] == [{FAILED: 1.0}] * 2
-
-
 def lookup(**args):
     return build_task(TaskConfig(name="lookup", args={"length": 2, **args}), seed=1, split="train")
 
@@ -135,7 +110,7 @@ def test_a_call_is_answered_by_the_calculator_and_the_last_turn_is_judged(script
 def test_a_call_of_no_tool_and_one_that_cannot_be_read_are_told_so(scripted):
     calls = '<tool name="web">x</tool> <tool_call>{"name": 1}</tool_call> <tool name="calculator">a</tool>'
     (rollout,) = play(tools(), scripted([[calls, END], ["0", END]]))
-    for text in ("no tool 'web'; there are calculator", 'a call has a "name"', "only numbers"):
+    for text in ("no tool 'web'; there are calculator", 'a call has a "name"', "is no arithmetic; allowed: numbers"):
         assert text in rollout.completion.text
 
 

@@ -1,0 +1,85 @@
+"""Images of prompts: they travel by reference, as a path or a URL, and have their place in the question's text."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from streamrl.tasks.environment import Message, said_text
+
+PLACE = "<image>"
+# What stands for an image in the question's text.
+
+_KINDS = {b"\x89PNG": ".png", b"\xff\xd8": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
+# First bytes and endings of the formats that servers read; they know them by their endings.
+
+
+def image_references(value: Any, *, beside: Path, folder: Path) -> tuple[str, ...]:
+    """The paths and URLs of a row's images: one or a list of paths, URLs, or mappings of `bytes` and `path`.
+
+    beside: the folder that relative paths start from. folder: where images that are bytes are written, each once,
+    named by its content; servers read them there.
+    Raises ValueError for what is no image.
+    """
+    entries = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return tuple(_reference(entry, beside, folder) for entry in entries)
+
+
+def with_images(messages: Sequence[Message], count: int) -> tuple[Message, ...]:
+    """The messages with `count` images at the places that their texts mark by `<image>`, in order.
+
+    Without any mark they stand before the text of the last message. Raises ValueError where the marks are not as
+    many as the images.
+    """
+    texts = [said_text(message) for message in messages]
+    marks = sum(text.count(PLACE) for text in texts)
+    if not marks and count:
+        texts[-1] = PLACE * count + texts[-1]
+    elif marks != count:
+        raise ValueError(f"{marks} marks {PLACE} for {count} images; allowed: as many, or none")
+    return tuple(
+        Message(role=message["role"], content=_parts(text)) if PLACE in text else message
+        for message, text in zip(messages, texts, strict=True)
+    )
+
+
+def _parts(text: str) -> list[dict[str, Any]]:
+    """As chat templates of vision-language models take them."""
+    parts: list[dict[str, Any]] = []
+    for place, piece in enumerate(text.split(PLACE)):
+        parts += [{"type": "image"}] if place else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def _reference(entry: Any, beside: Path, folder: Path) -> str:
+    if isinstance(entry, dict) and entry.get("bytes"):
+        return str(_written(entry["bytes"], folder))
+    if isinstance(entry, dict):
+        entry = entry.get("path")
+    if not isinstance(entry, str) or not entry:
+        raise ValueError(f"{entry!r:.80} is no image; allowed: a path, a URL, or a mapping with its bytes")
+    if urlsplit(entry).scheme in ("http", "https"):
+        return entry
+    path = (beside / entry).resolve()
+    if not path.is_file():
+        raise ValueError(f"image {path} does not exist; allowed: a path beside the data, or a URL")
+    return str(path)
+
+
+def _written(content: bytes, folder: Path) -> Path:
+    """The file of these bytes: whole or not there, whoever else writes it."""
+    kind = next((kind for start, kind in _KINDS.items() if content.startswith(start)), None)
+    if kind is None:
+        raise ValueError(f"image bytes begin with {content[:4]!r}; allowed: PNG, JPEG, GIF, WebP")
+    path = folder.resolve() / f"{hashlib.sha256(content).hexdigest()[:32]}{kind}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_bytes(content)
+        os.replace(draft, path)
+    return path
