@@ -75,7 +75,7 @@ def main(run_folder: Path, tolerance: float | None = None) -> int:
 def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     """Check the journal, the metrics and the kept weights of a run against one another."""
     findings = Findings(bound=make_order(config.replay).worst_staleness)
-    tokens: dict[PolicyVersion, list[_Span]] = defaultdict(list)
+    tokens: dict[PolicyVersion, list[Stamped]] = defaultdict(list)
     history = History(config, {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)})
     try:
         for batch in recorded_batches(run_folder / "journal"):
@@ -89,14 +89,14 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     settings = AutoConfig.from_pretrained(config.model.path)
     for version, spans in sorted(tokens.items()):
         if version in kept:
-            _check_logprobs(_load(kept[version], settings, config.model.path), spans, findings)
+            _check_logprobs(load_kept(kept[version], settings, config.model.path), spans, findings)
         elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
     _check_differences(findings, limits)
     return findings
 
 
-class _Span(NamedTuple):
+class Stamped(NamedTuple):
     """Tokens of one sample that one version generated."""
 
     sample: Sample
@@ -105,12 +105,12 @@ class _Span(NamedTuple):
     temperature: float
 
 
-def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, _Span]]:
+def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, Stamped]]:
     """Every span of a batch, by its version."""
     for group in batch.groups:
         for sample in group.samples:
             for span in sample.spans:
-                yield span.version, _Span(sample, span.start, span.end, group.temperature)
+                yield span.version, Stamped(sample, span.start, span.end, group.temperature)
 
 
 def _check_differences(findings: Findings, limits: Limits) -> None:
@@ -216,7 +216,7 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
             findings.problems.append(f"metrics.jsonl says {told} {what}, the journal {found}")
 
 
-def _load(folder: Path, settings: PretrainedConfig, base: Path) -> PreTrainedModel:
+def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTrainedModel:
     """The Hugging Face model with the weights of a kept version: whole ones, or `base` with its adapters merged.
 
     Raises ValueError where a weight is missing.
@@ -238,19 +238,19 @@ def _load(folder: Path, settings: PretrainedConfig, base: Path) -> PreTrainedMod
 
 
 @torch.inference_mode()
-def _check_logprobs(model: PreTrainedModel, spans: Sequence[_Span], findings: Findings) -> None:
+def _check_logprobs(model: PreTrainedModel, spans: Sequence[Stamped], findings: Findings) -> None:
     """Compute the log-probs of all tokens that carry one version again, by the Hugging Face model in fp32."""
     for block in _blocks(spans, model.config.vocab_size):
-        for (sample, start, end, _), computed in zip(block, _logprobs(model, block), strict=True):
+        for (sample, start, end, _), computed in zip(block, logprobs(model, block), strict=True):
             trained = sample.loss_mask[start:end]
             difference = np.abs(computed[start:end] - sample.logprobs[start:end])[trained]
             findings.differences.append(np.nan_to_num(difference, nan=np.inf))
             findings.audited += int(trained.sum())
 
 
-def _blocks(spans: Sequence[_Span], vocabulary: int) -> Iterator[list[_Span]]:
+def _blocks(spans: Sequence[Stamped], vocabulary: int) -> Iterator[list[Stamped]]:
     """Spans in blocks of like lengths, padded to at most LOGITS_AT_ONCE logits."""
-    block: list[_Span] = []
+    block: list[Stamped] = []
     for span in sorted(spans, key=lambda span: -_length(span.sample)):
         longest = _length(block[0].sample if block else span.sample)
         if block and (len(block) + 1) * longest * vocabulary > LOGITS_AT_ONCE:
@@ -265,7 +265,7 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.output_ids)
 
 
-def _logprobs(model: PreTrainedModel, spans: Sequence[_Span]) -> list[np.ndarray]:
+def logprobs(model: PreTrainedModel, spans: Sequence[Stamped]) -> list[np.ndarray]:
     """Log-probs of every output token of the sample of each span: one float32 [T] a span."""
     samples = [span.sample for span in spans]
     temperatures = torch.tensor([span.temperature for span in spans])

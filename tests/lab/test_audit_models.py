@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch import tiny_model
-from streamrl.lab.audit import _load
+from streamrl.lab.audit import load_kept
 
 
 @pytest.mark.parametrize("family", tiny_model.FAMILIES)
@@ -20,7 +20,7 @@ def test_the_weights_of_a_version_are_those_that_are_audited(family, tmp_path):
     kept = tmp_path / "kept"  # weights alone, without a configuration
     kept.mkdir()
     shutil.copy(tmp_path / "trained" / "model.safetensors", kept)
-    audited = _load(kept, AutoConfig.from_pretrained(tmp_path / "base"), tmp_path / "base")
+    audited = load_kept(kept, AutoConfig.from_pretrained(tmp_path / "base"), tmp_path / "base")
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     ids = torch.tensor([[1, 4, 2, 7]])
     with torch.no_grad():
@@ -31,4 +31,4 @@ def test_the_weights_of_a_version_are_those_that_are_audited(family, tmp_path):
     del weights["model.norm.weight"]
     save_file(weights, kept / "model.safetensors")
     with pytest.raises(ValueError, match=r"weights missing \['model.norm.weight'\], unexpected \[\]"):
-        _load(kept, AutoConfig.from_pretrained(tmp_path / "base"), tmp_path / "base")
+        load_kept(kept, AutoConfig.from_pretrained(tmp_path / "base"), tmp_path / "base")

@@ -1,0 +1,83 @@
+"""`streamrl report RUN [RUN ...]`: read what the runs recorded, write the page.
+
+    config.yaml, environment.json ──▶ settings ─┐
+    metrics.jsonl ──▶ curves                    │
+    events/       ──▶ time use, notes           ├──▶ one JSON ──▶ RUN/report.html
+    journal/      ──▶ groups, samples           │
+    weights/      ──▶ log-prob ratios          ─┘
+
+Nothing of a run is changed; one that is going on, or was killed, is reported as far as it came.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from streamrl.config.file import ConfigError
+from streamrl.lab.report import curves, samples, settings, time_use
+from streamrl.lab.report.groups import read_groups
+from streamrl.lab.report.page import render
+from streamrl.lab.report.ratios import add_ratios
+from streamrl.lab.report.runs import Run, read_runs
+
+Ratios = Literal["auto", "yes", "no"]
+
+
+def main(run_folders: Sequence[Path], output: Path | None = None, ratios: Ratios = "auto") -> int:
+    """Write the page and print its path. `output` None: `report.html` in the first run's folder. Returns 0.
+
+    ratios: whether the log-prob ratios of the shown tokens are computed from the kept weights (`ratios.py`).
+    Raises ConfigError for a folder that is no run, or a page that cannot be written.
+    """
+    if len({folder.resolve() for folder in run_folders}) < len(run_folders):
+        raise ConfigError("report: the same run twice; allowed: each RUN once")
+    target = output or run_folders[0] / "report.html"
+    runs = read_runs(run_folders)
+    described = [describe(run, len(runs), ratios) for run in runs]
+    data = {
+        "made": time.time(),
+        "panels": curves.panels(described),
+        "differences": settings.differences(runs),
+        "runs": described,
+    }
+    size = _write(target, render(data))
+    print(f"{target}  ({size / 1e6:.1f} MB)")
+    return 0
+
+
+def describe(run: Run, runs: int, ratios: Ratios) -> dict[str, Any]:
+    """All that the page says about one run, as JSON. `runs`: how many share the page, and its size."""
+    groups = read_groups(run)
+    shown = samples.choose(run, groups, runs)
+    groups.tell()
+    told = add_ratios(run, shown, ratios)
+    return {
+        "name": run.name,
+        "folder": str(run.folder),
+        "status": run.status,
+        "is_well": run.is_well,
+        "figures": run.figures(),
+        "begin": run.begin,
+        "curves": curves.describe(run, runs),
+        "groups": groups.describe(),
+        "time": time_use.describe(run),
+        "notes": [note.describe(run.begin) for note in run.notes],
+        "samples": samples.describe(run, shown, told),
+        "settings": settings.describe(run),
+    }
+
+
+def _write(target: Path, page: str) -> int:
+    """Put the page in place as a whole. Returns its size in bytes."""
+    content = page.encode()
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_bytes(content)
+        os.replace(draft, target)
+    except OSError as error:
+        raise ConfigError(f"{target}: {error.strerror}; allowed: a file that can be written") from None
+    return len(content)

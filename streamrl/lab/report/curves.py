@@ -1,0 +1,140 @@
+"""The curves of the page: which metrics stand in which panel, and a run's values, few enough to be drawn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.lab.report.runs import Row, Run
+from streamrl.observe.metrics import METRICS
+
+POINTS = 600
+# of one curve. Of a longer run each point is the mean of the steps that it stands for, with their extremes beside it.
+
+ALL_POINTS = 2400
+# of one metric in all runs together, which keeps the page small when there are many.
+
+BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
+# of staleness, as in the names of the metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One diagram."""
+
+    section: str
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+
+
+PANELS = (
+    Panel("Learning", "Reward", "", ("reward/mean", "reward/std")),
+    Panel("Learning", "Pass rate", "share", ("pass_rate", "signal_rate")),
+    Panel("Learning", "Output length", "tokens", ("length/mean", "length/p95")),
+    Panel("Learning", "Entropy", "nats/token", ("loss/entropy",)),
+    Panel("Off-policy", "Staleness of trained tokens", "steps", ("staleness/mean", "staleness/p95", "staleness/max")),
+    Panel("Off-policy", "Effective sample size", "share", ("offpolicy/ess", "weights/ess")),
+    Panel("Off-policy", "KL to the behaviour policy", "nats/token", ("offpolicy/kl",)),
+    Panel("Off-policy", "Clipped tokens", "share", ("loss/clip_low", "loss/clip_high", "loss/clip_dual")),
+    Panel("Off-policy", "Tokens with weight 0", "share", ("weights/masked",)),
+    Panel("Off-policy", "KL to the reference", "nats/token", ("loss/kl",)),
+    Panel("Optimiser", "Loss", "", ("loss/total",)),
+    Panel("Optimiser", "Gradient norm", "", ("grad_norm",)),
+    Panel("Optimiser", "Learning rate", "", ("lr",)),
+    Panel("Optimiser", "Updates not made", "updates", ("steps/skipped", "steps/spikes")),
+    Panel("Throughput", "Tokens per second", "tokens/s", ("tokens/trained_per_s", "tokens/generated_per_s")),
+    Panel("Throughput", "Idle", "share", ("idle/learner", "idle/generator")),
+    Panel("Throughput", "Seconds of a step", "s", ("time/step", "time/wait", "time/forward_backward")),
+    Panel("Throughput", "Groups waiting in the buffer", "groups", ("buffer/groups",)),
+    Panel(
+        "Selection",
+        "Groups since the last batch",
+        "groups",
+        ("selection/generated/groups", "selection/dropped/groups"),
+    ),
+    Panel(
+        "Selection",
+        "Given up, issued again, over age",
+        "groups",
+        ("selection/placeholders", "selection/reissued", "selection/over_age"),
+    ),
+)
+
+_EVALUATED = re.compile(r"eval/([\w.-]+)/(pass@\d+|greedy)")
+_MEANINGS = {metric.name: metric.meaning for metric in METRICS}
+
+
+def panels(described: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The panels in which any of the runs has something other than zero, each metric with its meaning."""
+    present: dict[str, bool] = {}
+    for run in described:
+        for name, curve in run["curves"]["metrics"].items():
+            present[name] = present.get(name, False) or any(curve["y"])
+    found = []
+    for panel in (*_evaluated(present), *PANELS):
+        names = [name for name in panel.metrics if present.get(name)]
+        if names:
+            metrics = [{"name": name, "meaning": _MEANINGS.get(name, "")} for name in names]
+            found.append({"section": panel.section, "title": panel.title, "unit": panel.unit, "metrics": metrics})
+    return found
+
+
+def describe(run: Run, runs: int = 1) -> dict[str, Any]:
+    """The three axes and the values of each metric, as JSON: `{"step": [...], ..., "metrics": {name: {"y": [...]}}}`.
+
+    tokens: trained so far; seconds: since the run's begin. A value that was not finite, or not there, is null.
+    """
+    rows = run.rows
+    size = math.ceil(len(rows) / max(50, min(POINTS, ALL_POINTS // runs)))
+    blocks = [rows[first : first + size] for first in range(0, len(rows), size)] if rows else []
+    trained = list(itertools.accumulate(row.get("tokens/trained") or 0 for row in rows))
+    names = {name for panel in PANELS for name in panel.metrics}
+    names |= {name for row in rows for name in row if _EVALUATED.fullmatch(name)}
+    metrics = {name: _curve(blocks, name) for name in sorted(names) if any(row.get(name) is not None for row in rows)}
+    return {
+        "step": [block[-1]["step"] for block in blocks],
+        "tokens": [trained[min(len(rows), (index + 1) * size) - 1] for index in range(len(blocks))],
+        "seconds": [round(block[-1]["time"] - run.begin, 2) for block in blocks],
+        "steps_a_point": size,
+        "metrics": metrics,
+        "staleness": {bucket: _shares(blocks, bucket) for bucket in BUCKETS},
+    }
+
+
+def _evaluated(present: dict[str, bool]) -> list[Panel]:
+    """One panel for each evaluated task."""
+    tasks: dict[str, list[str]] = {}
+    for name in sorted(present):
+        if match := _EVALUATED.fullmatch(name):
+            tasks.setdefault(match[1], []).append(name)
+    return [Panel("Evaluation", f"Evaluation of {task}", "share", tuple(names)) for task, names in tasks.items()]
+
+
+def _curve(blocks: Sequence[Sequence[Row]], name: str) -> dict[str, list[float | None]]:
+    """Means of the blocks; of blocks of several steps the extremes too."""
+    values = [[row[name] for row in block if row.get(name) is not None] for block in blocks]
+    curve = {"y": [brief(sum(block) / len(block)) if block else None for block in values]}
+    if any(len(block) > 1 for block in values):
+        curve["low"] = [brief(min(block)) if block else None for block in values]
+        curve["high"] = [brief(max(block)) if block else None for block in values]
+    return curve
+
+
+def _shares(blocks: Sequence[Sequence[Row]], bucket: str) -> list[float]:
+    """The share of each block's trained tokens that are of one staleness bucket."""
+    shares = []
+    for block in blocks:
+        tokens = sum(row.get("tokens/trained") or 0 for row in block)
+        of_bucket = sum(row.get(f"tokens/trained/{bucket}") or 0 for row in block)
+        shares.append(round(of_bucket / tokens, 4) if tokens else 0.0)
+    return shares
+
+
+def brief(value: float) -> float:
+    """Five digits, which is more than a diagram shows."""
+    return float(f"{value:.5g}")

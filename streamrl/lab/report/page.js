@@ -1,0 +1,16 @@
+// The page, from top to bottom.
+"use strict";
+
+header();
+differences();
+allCurves();
+staleness();
+selection();
+timeUse();
+events();
+samples();
+settings();
+footer();
+document.body.append(label);
+redraw();
+addEventListener("resize", redraw);

@@ -1,0 +1,164 @@
+"""Samples over training: a few groups of evenly spaced steps, token by token.
+
+Of each shown step one group is chosen, with different rewards where there is one, and by the most versions in one
+answer; of it the best answer, the worst and some between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from streamrl.algo.advantages import group_advantages
+from streamrl.config.learner import AdvantageConfig
+from streamrl.lab.report.curves import brief
+from streamrl.lab.report.groups import Groups, Recorded
+from streamrl.lab.report.runs import Run
+from streamrl.publish.kept import kept_versions
+from streamrl.types import Group, Sample
+
+STEPS = 24
+SAMPLES = 4
+TOKENS = 1024
+# At most: steps of a run, answers of a step, tokens of an answer.
+
+ALL_TOKENS = 60_000
+# of all runs of a page; fewer steps are shown where the answers are long
+
+LOOKED_AT = 32
+# groups of a step among which one is chosen
+
+PROMPT = 4000
+# characters of a prompt
+
+
+@dataclass(slots=True)
+class Shown:
+    """One answer that the page shows."""
+
+    step: int  # that trained it: its weights have so many learner steps
+    group: Group
+    sample: Sample
+    advantage: float
+    ratios: np.ndarray | None = None  # float32 [T], log-prob under those weights minus behaviour log-prob
+
+
+def choose(run: Run, groups: Groups, runs: int = 1) -> list[Shown]:
+    """The answers to show, in the order of steps. `runs`: how many share the page."""
+    steps = groups.by_step
+    if not steps:
+        return []
+    kept = {version.step for version in kept_versions(run.folder)} & steps.keys()
+    candidates = sorted(kept) if len(kept) > 1 else list(steps)
+    records = [each.record for step in candidates for each in steps[step]]
+    answers = sum(record.answers for record in records)
+    length = min(TOKENS, sum(record.tokens for record in records) / max(1, answers))
+    affordable = int(ALL_TOKENS / runs / (SAMPLES * max(1.0, length)))
+    count = min(len(candidates), max(2, min(STEPS, affordable)))
+    places = np.linspace(0, len(candidates) - 1, count).round().astype(int)
+    shown: list[Shown] = []
+    for step in (candidates[place] for place in places):
+        shown += _of_step(step, steps[step], groups, run.config.algo.advantage)
+    return shown
+
+
+def describe(run: Run, shown: Sequence[Shown], told: str) -> dict[str, Any]:
+    """As JSON. `told`: where the ratios come from, or why there are none."""
+    tokenizer = _tokenizer(run)
+    return {
+        "ratios": told,
+        "has_text": tokenizer is not None,
+        "steps": [
+            {
+                "step": step,
+                "group": (answers := list(some))[0].group.group_id,
+                "task": answers[0].group.task,
+                "prompt": _prompt(answers[0].sample, tokenizer),
+                "answers": [_answer(each, tokenizer) for each in answers],
+            }
+            for step, some in groupby(shown, key=lambda each: each.step)
+        ],
+    }
+
+
+def _of_step(step: int, recorded: Sequence[Recorded], groups: Groups, config: AdvantageConfig) -> list[Shown]:
+    """Answers of the group of a step that says most."""
+    loaded = [group for each in recorded[:LOOKED_AT] if (group := groups.load(each)) is not None and group.answered]
+    if not loaded:
+        return []
+    group = max(loaded, key=lambda each: (each.has_signal, max(len(sample.spans) for sample in each.samples)))
+    rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
+    valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
+    advantages = group_advantages(rewards, valid, config).tolist()
+    answers = [
+        Shown(step, group, sample, advantage)
+        for sample, advantage in zip(group.samples, advantages, strict=True)
+        if not sample.is_placeholder
+    ]
+    answers.sort(key=lambda each: -each.sample.reward)
+    places = np.linspace(0, len(answers) - 1, min(SAMPLES, len(answers))).round().astype(int)
+    return [answers[place] for place in places]
+
+
+def _answer(shown: Shown, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    sample = shown.sample
+    ids = sample.output_ids[:TOKENS].tolist()
+    return {
+        "reward": brief(sample.reward),
+        "parts": {name: brief(value) for name, value in sample.reward_parts.items()},
+        "finish": sample.finish_reason,
+        "advantage": brief(shown.advantage),
+        "length": len(sample.output_ids),
+        "tokens": pieces(ids, tokenizer),
+        "ids": ids,
+        "logprobs": _brief(sample.logprobs, sample),
+        "ratios": None if shown.ratios is None else _brief(shown.ratios, sample),
+        "untrained": np.flatnonzero(~sample.loss_mask[:TOKENS]).tolist(),
+        "versions": [[str(span.version), span.version.step, span.start, span.end] for span in sample.spans],
+    }
+
+
+def _brief(values: np.ndarray, sample: Sample) -> list[float | None]:
+    """Four decimals of each token's number; null where it is not finite, or the policy did not generate the token."""
+    shown = values[:TOKENS]
+    is_told = np.isfinite(shown) & sample.loss_mask[: len(shown)]
+    return [round(value, 4) if told else None for value, told in zip(shown.tolist(), is_told.tolist(), strict=True)]
+
+
+def _prompt(sample: Sample, tokenizer: Tokenizer | None) -> str:
+    ids = sample.prompt_ids.tolist()
+    text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+    return text if len(text) <= PROMPT else f"{text[:PROMPT]} … ({len(text):,} characters)"
+
+
+def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
+    """The text that each token adds; empty for one that ends inside a character, which the next one completes.
+
+    Without a tokenizer a token's text is its id.
+    """
+    if tokenizer is None:
+        return [f"{token} " for token in ids]
+    stream = DecodeStream(skip_special_tokens=False)
+    try:
+        return [stream.step(tokenizer, token) or "" for token in ids]
+    except Exception as error:
+        if type(error) is not Exception:  # for ids that it cannot decode the library raises nothing more special
+            raise
+        return [tokenizer.decode([token], skip_special_tokens=False) for token in ids]
+
+
+def _tokenizer(run: Run) -> Tokenizer | None:
+    """Of the model folder, or of a kept version, which has a copy."""
+    folders = [run.config.model.path, *(folder for _, folder in sorted(kept_versions(run.folder).items()))]
+    for folder in folders:
+        if (file := Path(folder) / "tokenizer.json").exists():
+            return Tokenizer.from_file(str(file))
+    return None

@@ -1,0 +1,51 @@
+"""The configuration of the runs: what is not the default, what differs between them, and the machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.lab.report.runs import Run
+
+_NAMES = frozenset({"run.name", "run.folder"})
+# differ between any two runs, and say nothing
+
+
+def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The keys whose values are not the same in all runs, with the value of each."""
+    values = [_values(run.config) for run in runs]
+    return [
+        {"key": path, "values": [each[path] for each in values], "meaning": field.description}
+        for path, field in config_file.fields()
+        if path not in _NAMES and len({each[path] for each in values}) > 1
+    ]
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """The keys that are not the default, the whole file, and what the run was started with."""
+    values, defaults = _values(run.config), _values(Config.model_validate({}))
+    return {
+        "changed": [
+            {"key": path, "value": values[path], "default": defaults[path], "meaning": field.description}
+            for path, field in config_file.fields()
+            if values[path] != defaults[path]
+        ],
+        "file": (run.folder / "config.yaml").read_text(),
+        "environment": run.environment,
+    }
+
+
+def _values(config: Config) -> dict[str, str]:
+    """Every key with its value on one line."""
+    tree = config.model_dump(mode="json")
+    return {path: _text(tree, path) for path, _ in config_file.fields()}
+
+
+def _text(tree: dict[str, Any], path: str) -> str:
+    value: Any = tree
+    for name in path.split("."):
+        value = value[name]
+    return value if isinstance(value, str) else json.dumps(value)
