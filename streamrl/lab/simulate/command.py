@@ -1,0 +1,196 @@
+"""`streamrl simulate RUN [key=value ...]`: what a run would have been with other settings, and how sure that is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.lab.simulate.calibration import calibrate, recorded_groups
+from streamrl.lab.simulate.circle import Circle
+from streamrl.lab.simulate.figures import Figures, figures
+from streamrl.lab.simulate.fleet import plan, read_fleet
+from streamrl.lab.simulate.model import Model
+from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, validate
+from streamrl.observe.metrics import read_metrics
+
+MODELLED = (
+    "run.steps", "run.seed", "generate.workers", "generate.servers", "generate.pools", "generate.group_size",
+    "generate.groups_in_flight", "generate.sampling.max_new_tokens", "replay.order", "replay.window",
+    "replay.over_age", "replay.groups_per_step", "replay.max_staleness", "replay.max_attempts", "replay.filter.",
+    "replay.adaptive.", "publish.every", "publish.interruption", "checkpoint.every",
+)  # fmt: skip
+# Keys whose effect on time and staleness the model knows. Any other one would be taken and change nothing.
+
+WIDTH = 140  # columns of the table
+
+
+def main(
+    run_folder: Path,
+    overrides: Sequence[str],
+    *,
+    vary: Sequence[str] = (),
+    others: Sequence[Path] = (),
+    output: Path | None = None,
+) -> int:
+    """Calibrate, by `others` besides, simulate every setting, print one row for each. Returns 0."""
+    source = run_folder / "config.yaml"
+    choices = [tuple(overrides) + each for each in varied(vary)]
+    own = config_file.load(source, ["generate.attach=[]"])
+    settings = [_checked(source, own, choice) for choice in choices if choice]
+    recorded = list(read_metrics(run_folder))
+    _check_lengths(run_folder, own, settings)
+    model = calibrate([run_folder, *others])
+    length = config_file.load(source, ["generate.attach=[]", f"run.steps={len(recorded)}"])
+    results = {"as recorded": figures(recorded), "the model of it": simulated(length, model)}
+    for choice, config in zip([choice for choice in choices if choice], settings, strict=True):
+        results[" ".join(choice)] = simulated(config, model)
+    Console(width=WIDTH).print(_table(f"{run_folder}: what was, and what would have been", results))
+    _print_model(model)
+    _write(output, {name: result.as_json() for name, result in results.items()})
+    return 0
+
+
+def main_validate(
+    run_folder: Path, overrides: Sequence[str], count: int, steps: int, output: Path | None = None
+) -> int:
+    """Run settings for real and compare. Returns 1 where a bar is missed."""
+    model, compared = validate(run_folder / "config.yaml", overrides, count, steps)
+    Console(width=WIDTH).print(_compared_table(compared))
+    _print_model(model)
+    judged = compared[1:] or compared
+    held = sum(each.holds for each in judged)
+    print(
+        f"{held} of {len(judged)} settings within {RATE_BAR:.0%} of the measured tokens/s and "
+        f"{STALENESS_BAR:g} of the mean staleness: {'held' if held == len(judged) else 'MISSED'}"
+    )
+    _write(
+        output,
+        [
+            {"setting": each.setting, "predicted": each.predicted.as_json(), "measured": each.measured.as_json()}
+            for each in compared
+        ],
+    )
+    return 0 if held == len(judged) else 1
+
+
+def main_fleet(path: Path, overrides: Sequence[str], output: Path | None = None) -> int:
+    """Plan a fleet from the figures in a file. Returns 0."""
+    rows = plan(read_fleet(path), overrides)
+    table = Table(title=f"{path}: the best split of each fleet is marked", title_justify="left")
+    for column in ("GPUs", "generate", "learn", "servers", "trained tokens/s", "a GPU", "s/step", *_SHARED):
+        table.add_column(column, justify="right")
+    for row in rows:
+        figure = row.figures
+        table.add_row(
+            f"{row.gpus}{' *' if row.best else ''}", f"{row.generating}", f"{row.gpus - row.generating}",
+            f"{row.servers}", f"{figure.trained:,.0f}", f"{figure.trained / row.gpus:,.0f}", f"{row.step_seconds:.1f}",
+            *_shared(figure),
+        )  # fmt: skip
+    Console(width=WIDTH).print(table)
+    _write(output, [row.as_json() for row in rows])
+    return 0
+
+
+def simulated(config: Config, model: Model) -> Figures:
+    """The figures of one simulation. Raises ConfigError for a run that is too short for them."""
+    try:
+        return figures(Circle(config, model, seed=config.run.seed).run())
+    except ValueError as error:
+        raise ConfigError(f"run.steps: {config.run.steps}: {error}") from error
+
+
+def varied(vary: Sequence[str]) -> list[tuple[str, ...]]:
+    """`["a=1,2", "b=3,4"]` -> `[("a=1", "b=3"), ("a=1", "b=4"), ("a=2", "b=3"), ("a=2", "b=4")]`; `[()]` for nothing.
+
+    Raises ConfigError for one without values.
+    """
+    axes = []
+    for each in vary:
+        key, found, values = each.partition("=")
+        if not found or not values:
+            raise ConfigError(f"--vary: {each!r} gives no values; allowed: KEY=VALUE,VALUE,...")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    return list(itertools.product(*axes))
+
+
+def _checked(source: Path, own: Config, overrides: Sequence[str]) -> Config:
+    """The configuration of a setting. Raises ConfigError for a key that the model does not know."""
+    config = config_file.load(source, ["generate.attach=[]", *overrides])
+    for key in config_file.changed(own, config):
+        if not key.startswith(MODELLED):
+            raise ConfigError(f"{key}: its effect is not modelled; allowed: {', '.join(MODELLED)}")
+    return config
+
+
+def _check_lengths(run_folder: Path, own: Config, settings: Sequence[Config]) -> None:
+    """Nobody knows how an answer would have gone on that was cut. Raises ConfigError."""
+    recorded = own.generate.sampling.max_new_tokens
+    given = max((config.generate.sampling.max_new_tokens for config in settings), default=0)
+    if given > recorded and any(
+        len(sample.output_ids) >= recorded for group in recorded_groups(run_folder) for sample in group.samples
+    ):
+        raise ConfigError(
+            f"generate.sampling.max_new_tokens: {given} is above the recorded {recorded}, at which answers were cut; "
+            f"allowed: up to {recorded}"
+        )
+
+
+# -- tables
+
+_SHARED = ("learner idle", "generators idle", "staleness mean", "p95", "max")
+
+
+def _shared(figure: Figures) -> list[str]:
+    return [
+        f"{figure.idle_learner:.0%}", f"{figure.idle_generator:.0%}", f"{figure.staleness_mean:.2f}",
+        f"{figure.staleness_p95:.1f}", f"{figure.staleness_max:g}",
+    ]  # fmt: skip
+
+
+def _table(title: str, results: dict[str, Figures]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column("setting")
+    for column in ("trained tokens/s", "generated tokens/s", *_SHARED):
+        table.add_column(column, justify="right")
+    for name, figure in results.items():
+        table.add_row(name, f"{figure.trained:,.0f}", f"{figure.generated:,.0f}", *_shared(figure))
+    return table
+
+
+def _compared_table(compared: Sequence[Compared]) -> Table:
+    table = Table(title="predicted against measured: trained tokens/s, mean staleness", title_justify="left")
+    for column in ("setting", "tokens/s predicted", "measured", "off", "staleness predicted", "measured", "off", ""):
+        table.add_column(column, justify="left" if column in ("setting", "") else "right")
+    for each in compared:
+        table.add_row(
+            each.setting, f"{each.predicted.trained:,.0f}", f"{each.measured.trained:,.0f}", f"{each.rate_error:+.1%}",
+            f"{each.predicted.staleness_mean:.2f}", f"{each.measured.staleness_mean:.2f}",
+            f"{each.staleness_error:+.2f}", "held" if each.holds else "MISSED",
+        )  # fmt: skip
+    return table
+
+
+def _print_model(model: Model) -> None:
+    """What was fitted, so that a reader can judge it."""
+    server, learner, update = model.server, model.learner, model.update
+    print(
+        f"server: {server.step * 1e3:.3g} ms a decoding step + {server.sample * 1e3:.3g} ms a running sample, "
+        f"{(server.start + server.end) * 1e3:.3g} ms of other work a sample, "
+        f"{server.latency * 1e3:.3g} ms behind a group\n"
+        f"learner: {learner.fixed:.3g} s a step + {learner.each * 1e6:.3g} s a million tokens; "
+        f"update: {update.fixed:.3g} s + {update.each * 1e3:.3g} ms a sample"
+    )
+
+
+def _write(output: Path | None, value: Any) -> None:
+    if output is not None:
+        output.write_text(json.dumps(value, indent=1) + "\n")

@@ -1,0 +1,45 @@
+"""What is predicted and what is measured, read from the same rows by the same code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+WARM_UP = 3
+# First steps that no figure counts: caches fill, and the pipeline of groups is still empty.
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of a run's steps after the warm-up."""
+
+    trained: float  # tokens/s, over wall-clock time
+    generated: float  # tokens/s
+    idle_learner: float  # share of the time
+    idle_generator: float
+    staleness_mean: float  # learner steps, over trained tokens
+    staleness_p95: float  # mean of the steps' 95th percentiles
+    staleness_max: float
+
+    def as_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
+    """Of rows of metrics.jsonl, or of a simulation. Raises ValueError for a run that is no longer than the warm-up."""
+    if len(rows) <= WARM_UP + 1:
+        raise ValueError(f"{len(rows)} steps, of which the first {WARM_UP} are not counted: too few")
+    counted = rows[WARM_UP:]
+    seconds = max(1e-9, counted[-1]["time"] - rows[WARM_UP - 1]["time"])
+    in_steps = max(1e-9, sum(row["time/step"] for row in counted))
+    tokens = sum(row["tokens/trained"] for row in counted)
+    return Figures(
+        trained=tokens / seconds,
+        generated=sum(row["tokens/generated"] for row in counted) / seconds,
+        idle_learner=sum(row["time/wait"] for row in counted) / seconds,
+        idle_generator=sum(row["idle/generator"] * row["time/step"] for row in counted) / in_steps,
+        staleness_mean=sum(row["staleness/mean"] * row["tokens/trained"] for row in counted) / max(1, tokens),
+        staleness_p95=sum(row["staleness/p95"] for row in counted) / len(counted),
+        staleness_max=max(row["staleness/max"] for row in counted),
+    )

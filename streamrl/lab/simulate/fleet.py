@@ -1,0 +1,163 @@
+"""Plans of 64 to 4,096 GPUs from figures of one: which part of a fleet should generate, and what that gives.
+
+Nothing here is measured by streamrl. The file says what a server and a learner of the user's model take, and each
+fleet is then simulated with the same circle as a recorded run.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.config.section import Section
+from streamrl.lab.simulate.circle import Circle
+from streamrl.lab.simulate.figures import WARM_UP, Figures, figures
+from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
+from streamrl.lab.simulate.server import ServerSpeed
+
+DRAWN = 512  # groups of answers that are drawn from the distribution, once for all fleets
+
+
+class ServerFigures(Section):
+    """One inference server of the user's model."""
+
+    gpus: int = Field(8, ge=1, description="GPUs of one server (its tensor-parallel size)")
+    step: float = Field(gt=0, description="seconds of a decoding step with few samples")
+    sample: float = Field(ge=0, description="seconds of a decoding step more for each running sample")
+    prefill: float = Field(gt=0, description="prompt tokens a second")
+    max_running: int = Field(256, ge=1, description="samples at once")
+
+
+class LearnerFigures(Section):
+    """The learner on a reference number of GPUs."""
+
+    tokens: float = Field(gt=0, description="trained tokens a second and GPU")
+    fixed: float = Field(0.0, ge=0, description="seconds of a step besides: optimizer, checkpoint's share, export")
+    gpus: int = Field(8, ge=1, description="GPUs with which `tokens` was measured")
+    doubling: float = Field(
+        1.0, gt=0, le=1, description="share of tokens a GPU that is left after each doubling of the GPUs"
+    )
+
+
+class AnswerFigures(Section):
+    """Log-normal lengths of answers."""
+
+    prompt: int = Field(ge=0, description="tokens of a prompt")
+    median: float = Field(gt=0, description="tokens of the median answer")
+    sigma: float = Field(0.8, ge=0, description="standard deviation of the logarithm")
+    longest: int = Field(ge=1, description="tokens at which an answer is cut")
+
+
+class PublishFigures(Section):
+    """What new weights cost."""
+
+    pause: float = Field(ge=0, description="seconds that one server draws no token")
+    copy_seconds: float = Field(0.0, ge=0, description="seconds that the learner stands still")
+    at_once: int = Field(1, ge=1, description="servers that are updated at the same time")
+
+
+class Fleet(Section):
+    """The file of `--fleet`."""
+
+    gpus: tuple[int, ...] = Field((64, 128, 256, 512, 1024, 2048, 4096), description="sizes of the fleets")
+    shares: tuple[float, ...] = Field((0.25, 0.5, 0.75), description="shares of a fleet that generate")
+    server: ServerFigures = Field(description="a server")
+    learner: LearnerFigures = Field(description="the learner")
+    answers: AnswerFigures = Field(description="the answers")
+    publish: PublishFigures = Field(description="publishing")
+    config: dict[str, Any] = Field(default_factory=dict, description="keys of the configuration, as key: value")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One split of one fleet."""
+
+    gpus: int
+    generating: int  # of them
+    servers: int
+    step_seconds: float
+    figures: Figures
+    best: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        numbers = {"gpus": self.gpus, "generating": self.generating, "servers": self.servers, "best": self.best}
+        return {**numbers, "step_seconds": self.step_seconds, **self.figures.as_json()}
+
+
+def read_fleet(path: Path) -> Fleet:
+    """Read and check the file. Raises ConfigError with one line."""
+    try:
+        return Fleet.model_validate(yaml.safe_load(path.read_text()) or {})
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--fleet: {path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"--fleet: {path}: {key}: {first['msg']}") from None
+
+
+def plan(fleet: Fleet, overrides: Sequence[str] = ()) -> list[Planned]:
+    """Every split of every fleet, in order. Raises ConfigError for a fleet without room for a server and a learner."""
+    rows: list[Planned] = []
+    for gpus in fleet.gpus:
+        splits = {round(gpus * share / fleet.server.gpus) for share in fleet.shares}
+        servers = sorted(count for count in splits if count and gpus - count * fleet.server.gpus > 0)
+        if not servers:
+            raise ConfigError(f"--fleet: gpus: {gpus} hold no server of {fleet.server.gpus} and a learner")
+        planned = [_planned(fleet, gpus, count, overrides) for count in servers]
+        best = max(planned, key=lambda row: row.figures.trained)
+        rows += [replace(row, best=row is best) for row in planned]
+    return rows
+
+
+def _planned(fleet: Fleet, gpus: int, servers: int, overrides: Sequence[str]) -> Planned:
+    generating = servers * fleet.server.gpus
+    given = [f"{key}={value}" for key, value in fleet.config.items()]
+    steps = [f"run.steps={WARM_UP + 9}", f"generate.sampling.max_new_tokens={fleet.answers.longest}"]
+    config = config_file.load(None, [*steps, *given, *overrides, f"generate.workers={servers}"])
+    rows = Circle(config, fleet_model(fleet, gpus - generating, config)).run()
+    seconds = sum(row["time/step"] for row in rows[WARM_UP:]) / len(rows[WARM_UP:])
+    return Planned(gpus, generating, servers, seconds, figures(rows))
+
+
+def fleet_model(fleet: Fleet, learning: int, config: Config) -> Model:
+    """The model's parts for a learner of so many GPUs."""
+    learner, server, answers = fleet.learner, fleet.server, fleet.answers
+    doublings = math.log2(learning / learner.gpus)
+    tokens = learner.tokens * learning * learner.doubling ** max(0.0, doublings)
+    speed = ServerSpeed(
+        step=server.step,
+        sample=server.sample,
+        start=answers.prompt / server.prefill / config.generate.group_size,  # the prompt is shared by its group
+        max_running=server.max_running,
+    )
+    return Model(
+        answers=_answers(answers, config.generate.group_size),
+        server=speed,
+        learner=Line(learner.fixed, 1.0 / tokens),
+        update=Line(fleet.publish.pause, 0.0),
+        copy=fleet.publish.copy_seconds,
+        at_once=fleet.publish.at_once,
+    )
+
+
+def _answers(answers: AnswerFigures, group_size: int) -> Answers:
+    rng = random.Random(0)
+
+    def group() -> RecordedGroup:
+        drawn = (answers.median * math.exp(rng.gauss(0.0, answers.sigma)) for _ in range(group_size))
+        lengths = tuple(max(1, min(answers.longest, round(length))) for length in drawn)
+        right = tuple(rng.random() < 0.5 for _ in lengths)
+        return RecordedGroup(0, lengths, tuple(map(float, right)), right)
+
+    return Answers(tuple(group() for _ in range(DRAWN)))

@@ -1,0 +1,85 @@
+"""Everything that the model of a run is made of: seconds of each part, and answers as they were recorded."""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streamrl.lab.simulate.server import ServerSpeed
+
+NEIGHBOURS = 256
+# Recorded groups, nearest in their policy's step, among which one is drawn: as the policy learns, its lengths change.
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """One group of a run, as far as the model needs it."""
+
+    step: int  # of the policy that began it
+    lengths: tuple[int, ...]  # tokens of each sample
+    rewards: tuple[float, ...]
+    passed: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the next group is like: recorded groups drawn anew, whole, from those of about the same policy.
+
+    A group that is drawn whole keeps what its answers have in common: a hard prompt's are all long.
+    """
+
+    groups: tuple[RecordedGroup, ...]  # ascending steps
+
+    def draw(self, rng: random.Random, step: int, size: int, longest: int) -> RecordedGroup:
+        """`size` samples of at most `longest` tokens, for a policy of `step`."""
+        centre = bisect_left(self.groups, step, key=lambda group: group.step)
+        first = max(0, min(centre - NEIGHBOURS // 2, len(self.groups) - NEIGHBOURS))
+        group = self.groups[rng.randrange(first, min(first + NEIGHBOURS, len(self.groups)))]
+        places = list(range(len(group.lengths)))
+        chosen = rng.sample(places, size) if size <= len(places) else rng.choices(places, k=size)
+        return RecordedGroup(
+            step=group.step,
+            lengths=tuple(min(longest, group.lengths[place]) for place in chosen),
+            rewards=tuple(group.rewards[place] for place in chosen),
+            passed=tuple(group.passed[place] for place in chosen),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds = fixed + each x amount, times one of the recorded deviations."""
+
+    fixed: float
+    each: float
+    deviations: tuple[float, ...] = (1.0,)  # measured over fitted, of each record: their mean is 1
+
+    def draw(self, rng: random.Random, amount: float) -> float:
+        """Seconds for this amount."""
+        return (self.fixed + self.each * amount) * rng.choice(self.deviations)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A run's parts. Times in seconds."""
+
+    answers: Answers
+    server: ServerSpeed
+    learner: Line  # a step against its trained tokens, without its waits and publishes
+    update: Line  # a server's update against the samples that it has
+    copy: float = 0.0  # the learner stands still while its weights are copied for the publisher
+    announce: float = 0.0  # from there to the first server
+    transfer: float = 0.0  # a publish to one server, without the server's update
+    at_once: int = 1  # servers that are published to at the same time
+    hand_out: float = 0.0  # from news of a version to the first request
+    delivery: float = 0.0  # from a complete batch to the learner
+    save: float = 0.0  # a checkpoint
+    ess_decay: float = 0.0  # effective sample size = exp(-ess_decay x mean staleness)
+
+
+def deviations(measured: Sequence[float], fitted: Sequence[float]) -> tuple[float, ...]:
+    """Measured over fitted, scaled to the mean 1; `(1.0,)` without any."""
+    ratios = [value / line for value, line in zip(measured, fitted, strict=True) if line > 0]
+    mean = sum(ratios) / len(ratios) if ratios else 0.0
+    return tuple(ratio / mean for ratio in ratios) if mean > 0 else (1.0,)

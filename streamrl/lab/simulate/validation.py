@@ -1,0 +1,185 @@
+"""Is the model right? A calibration run and other settings for real, each beside what the model had said before.
+
+Generation and learner have cores of their own here, as they have machines of their own elsewhere: worker and server
+run on one half of the cores, the learner on the other. One server serves all runs. The weights hardly move
+(`learner.optimizer.lr`), so that answers are as long in one run as in the other: it is time that is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.engine.client import EngineClient
+from streamrl.engine.server import Server
+from streamrl.lab.simulate.calibration import calibrate
+from streamrl.lab.simulate.circle import Circle
+from streamrl.lab.simulate.figures import Figures, figures
+from streamrl.lab.simulate.model import Model
+from streamrl.observe.metrics import read_metrics
+
+RATE_BAR = 0.10  # tokens/s: largest difference, as a share of what was measured
+STALENESS_BAR = 0.3  # mean staleness: largest difference in learner steps
+
+STEPS = 30  # learner steps of one run, the warm-up included
+RUN_TIMEOUT = 1800.0  # seconds that one run may take
+PIN_PERIOD = 0.5  # seconds between two looks for new processes and threads
+
+SAME = (
+    "generate.workers=1", "generate.pools=[]", "generate.probes=0", "publish.keep_every=0", "observe.console=false",
+    "observe.wandb=off", "journal.keep=all", "checkpoint.every=0", "learner.optimizer.lr=1e-12",
+)  # fmt: skip
+# What all runs have in common besides the run's own configuration.
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One setting: what the model said, and what came."""
+
+    setting: str
+    predicted: Figures
+    measured: Figures
+
+    @property
+    def rate_error(self) -> float:
+        """Trained tokens/s, predicted over measured, less 1."""
+        return self.predicted.trained / self.measured.trained - 1
+
+    @property
+    def staleness_error(self) -> float:
+        return self.predicted.staleness_mean - self.measured.staleness_mean
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.rate_error) <= RATE_BAR and abs(self.staleness_error) <= STALENESS_BAR
+
+
+def settings(config: Config) -> list[tuple[str, ...]]:
+    """Six of them round a run's own: three bounds, another order, publish interval and group size."""
+    half = max(1, config.generate.group_size // 2)
+    return [
+        ("replay.max_staleness=0", "replay.order=fifo"),
+        ("replay.max_staleness=1", "replay.order=fifo"),
+        ("replay.max_staleness=4", "replay.order=fifo"),
+        ("replay.max_staleness=2", "replay.order=windowed", f"replay.window={config.replay.groups_per_step}"),
+        ("replay.max_staleness=2", "replay.order=fifo", "publish.every=2"),
+        ("replay.max_staleness=2", "replay.order=fifo", f"generate.group_size={half}"),
+    ]
+
+
+def validate(
+    config_path: Path, overrides: Sequence[str], count: int, steps: int = STEPS
+) -> tuple[Model, list[Compared]]:
+    """Calibrate by a run of its own, then compare the first `count` settings. Raises ConfigError on a single core."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("--validate: one core; allowed: at least two, one for generation and one for the learner")
+    halves = set(cores[: len(cores) // 2]), set(cores[len(cores) // 2 :])
+    with tempfile.TemporaryDirectory(prefix="streamrl-validate-") as name:
+        folder = Path(name)
+        config = config_file.load(config_path, overrides)
+        with _server(config, folder, halves[0]) as address:
+            common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
+            _run(config_path, [*common, "run.name=calibration"], folder, halves)
+            model = calibrate([folder / "calibration"])
+            own = config_file.load(config_path, [*common, "run.name=calibration"])
+            compared = [_compare("the calibration run", own, model, folder / "calibration")]
+            for number, setting in enumerate(settings(config)[:count]):
+                given = [*common, *setting, f"run.name=setting-{number}"]
+                other = config_file.load(config_path, given)
+                _run(config_path, given, folder, halves)
+                compared.append(_compare(" ".join(setting), other, model, folder / f"setting-{number}"))
+    return model, compared
+
+
+def _compare(name: str, config: Config, model: Model, run_folder: Path) -> Compared:
+    compared = Compared(name, figures(Circle(config, model).run()), figures(list(read_metrics(run_folder))))
+    print(
+        f"{name}: {compared.predicted.trained:.0f} tokens/s predicted, {compared.measured.trained:.0f} measured",
+        file=sys.stderr,
+    )
+    return compared
+
+
+@contextmanager
+def _server(config: Config, folder: Path, cores: set[int]) -> Iterator[str]:
+    """One SGLang server for all runs, on these cores."""
+    server = Server(config, folder, index=0)
+    try:
+        asyncio.run(_ready(server, config))
+        pin(server.pid, cores)
+        yield server.address
+    finally:
+        asyncio.run(server.stop())
+
+
+async def _ready(server: Server, config: Config) -> None:
+    client = EngineClient(server.address, config.generate.request_timeout)
+    try:
+        await server.ready(client, config.run.start_timeout)
+    finally:
+        await client.close()
+
+
+def _run(config_path: Path, overrides: Sequence[str], folder: Path, halves: tuple[set[int], set[int]]) -> None:
+    """One run in processes of its own, each on its half of the cores. Raises RuntimeError where it fails."""
+    command = [sys.executable, "-m", "streamrl.cli", "train", str(config_path), *overrides]
+    with (folder / "train.log").open("ab") as output:
+        training = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + RUN_TIMEOUT
+    try:
+        while training.poll() is None and time.monotonic() < deadline:
+            for role in _children(training.pid):
+                if (cores := _cores_of(role, halves)) is not None:
+                    pin(role.pid, cores)
+            time.sleep(PIN_PERIOD)
+    finally:
+        if training.poll() is None:
+            training.terminate()
+        code = training.wait()
+    if code:
+        lines = (folder / "train.log").read_text(errors="replace").splitlines()
+        raise RuntimeError(f"{' '.join(command)}\nended with {code}:\n" + "\n".join(lines[-20:]))
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _cores_of(role: psutil.Process, halves: tuple[set[int], set[int]]) -> set[int] | None:
+    """The half of a role by its command line; None for one that may run anywhere."""
+    try:
+        words = role.cmdline()
+    except psutil.Error:
+        return None
+    if "generator" in words:
+        return halves[0]
+    return halves[1] if "learner" in words else None
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """A process, all that it started, and every thread of them. What is begun later inherits it."""
+    try:
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            for thread in os.listdir(f"/proc/{process.pid}/task"):
+                os.sched_setaffinity(int(thread), cores)

@@ -1,0 +1,186 @@
+"""The whole circle in simulated time, against what must hold for any of its parts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.lab.simulate.circle import Circle, staleness
+from streamrl.lab.simulate.figures import figures
+from streamrl.lab.simulate.fleet import plan, read_fleet
+from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
+from streamrl.lab.simulate.server import ServerSpeed
+from streamrl.learner.batch_metrics import batch_metrics
+from streamrl.types import Batch
+
+SPEED = ServerSpeed(step=0.01, sample=0.0005)
+FREE = Line(0.0, 0.0)
+
+
+def answers(*lengths: int, groups: int = 50) -> Answers:
+    """Groups of four samples whose lengths go round."""
+    places = [tuple(lengths[(group + sample) % len(lengths)] for sample in range(4)) for group in range(groups)]
+    return Answers(tuple(RecordedGroup(0, place, (1.0, 0.0, 1.0, 0.0), (True, False) * 2) for place in places))
+
+
+def model(speed: ServerSpeed = SPEED, learner: Line = FREE, update: Line = FREE, **parts: Any) -> Model:
+    return Model(answers(4, 9, 30, 70, 16), speed, learner, update, **parts)
+
+
+def config(steps: int = 20, workers: int = 1, **replay: Any) -> Config:
+    publish, in_flight = {"every": replay.pop("every", 1)}, replay.pop("in_flight", 8)
+    publish |= {"interruption": replay.pop("interruption", "retract")}
+    generate = {"group_size": 4, "groups_in_flight": in_flight, "workers": workers}
+    return Config.model_validate(
+        {
+            "run": {"steps": steps},
+            "generate": generate | {"sampling": {"max_new_tokens": 100}},
+            "replay": {"groups_per_step": 4, **replay},
+            "publish": publish,
+        }
+    )
+
+
+def test_an_infinitely_fast_learner_leaves_generations_own_rate() -> None:
+    rows = Circle(config(steps=60, max_staleness=4, in_flight=4), model(SPEED)).run()
+    found = figures(rows)
+    assert found.idle_generator == pytest.approx(0.0, abs=0.02)
+    assert found.idle_learner == pytest.approx(1.0)
+    assert SPEED.rate(4) < found.trained < SPEED.rate(16) * 1.1
+    assert found.trained == pytest.approx(found.generated, rel=0.05)
+
+
+def test_an_infinitely_fast_server_leaves_the_learners_own_rate() -> None:
+    found = figures(Circle(config(max_staleness=2), model(ServerSpeed(1e-9, 0.0), Line(0.0, 0.001))).run())
+    assert found.trained == pytest.approx(1000, rel=0.01)
+    assert found.idle_learner == pytest.approx(0.0, abs=0.01)
+    assert found.staleness_mean == pytest.approx(2.0, abs=0.3)
+
+
+def test_synchronous_steps_take_the_sum_of_both_and_have_no_staleness() -> None:
+    parts = Model(answers(51), ServerSpeed(0.01, 0.0), Line(1.0, 0.0), Line(0.25, 0.0))
+    rows = Circle(config(steps=10, max_staleness=0), parts).run()
+    assert figures(rows).staleness_max == 0
+    assert rows[-1]["time"] - rows[-2]["time"] == pytest.approx(0.5 + 1.0 + 0.25)
+
+
+def test_asynchronous_steps_take_the_longer_of_both() -> None:
+    parts = Model(answers(51), ServerSpeed(0.01, 0.0), Line(1.0, 0.0), FREE)
+    rows = Circle(config(steps=30, max_staleness=1), parts).run()
+    assert rows[-1]["time"] - rows[-2]["time"] == pytest.approx(1.0)
+
+
+def test_two_servers_generate_twice_as_fast_where_generation_is_the_limit() -> None:
+    one, two = (
+        figures(Circle(config(40, workers, max_staleness=8, in_flight=4), model(learner=Line(1e-3, 0.0))).run())
+        for workers in (1, 2)
+    )
+    assert two.trained / one.trained == pytest.approx(2.0, rel=0.1)
+
+
+def test_the_same_seed_gives_the_same_rows_and_another_one_does_not() -> None:
+    first, again, other = (Circle(config(max_staleness=2), model(), seed).run() for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_staleness_is_counted_as_the_learner_counts_it() -> None:
+    circle = Circle(config(12, max_staleness=4), model(learner=Line(0.3, 0.0)))
+    circle.run()
+    for step in range(4):
+        batch = Batch(step=step + 3, groups=tuple(circle.groups[4 * step : 4 * step + 4]))
+        counted, expected = staleness(batch), batch_metrics(batch)
+        assert counted == pytest.approx({name: expected[name] for name in counted})
+
+
+def test_a_drain_lets_no_answer_have_two_versions() -> None:
+    parts = model(learner=Line(0.2, 0.0), update=Line(0.1, 0.0))
+    mixed = {}
+    for interruption in ("retract", "drain"):
+        circle = Circle(config(30, max_staleness=2, interruption=interruption), parts)
+        circle.run()
+        mixed[interruption] = max(len(sample.spans) for group in circle.groups for sample in group.samples)
+    assert mixed["drain"] == 1 < mixed["retract"]
+
+
+ORDERS = st.one_of(
+    st.fixed_dictionaries({"order": st.just("fifo")}),
+    st.fixed_dictionaries({"order": st.just("windowed"), "window": st.integers(2, 4)}),
+    st.fixed_dictionaries({"order": st.just("ready"), "over_age": st.just("drop")}),
+)
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "max_staleness": st.sampled_from([1.0, 1.5, 2.0, 4.0]),
+        "every": st.integers(1, 2),
+        "interruption": st.sampled_from(["retract", "in_place", "drain", "abort"]),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(order=ORDERS, replay=SETTINGS, workers=st.integers(1, 3), seconds=st.tuples(st.floats(0, 2), st.floats(0, 0.5)))
+def test_no_setting_breaks_the_bound_or_loses_a_token(
+    order: dict[str, Any], replay: dict[str, Any], workers: int, seconds: tuple[float, float]
+) -> None:
+    wide = order.get("window", 1) - 1
+    assume((replay["max_staleness"] + 1) * 4 - wide >= 4 * replay["every"])  # else it is refused: it would deadlock
+    setting = config(8, workers, **replay, **order)
+    train, pause = seconds
+    parts = model(learner=Line(train, 0.0), update=Line(pause, 0.001), copy=0.01, transfer=0.01, delivery=0.01)
+    rows = Circle(setting, parts).run()
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert max(row["staleness/max"] for row in rows) <= math.ceil(setting.replay.bound)
+    trained, generated = (sum(row[f"tokens/{which}"] for row in rows) for which in ("trained", "generated"))
+    assert trained <= generated
+    if order["order"] == "fifo":  # nothing is dropped: what is not trained yet is in the slots
+        assert generated - trained <= setting.replay.slots * 4 * 70
+
+
+FLEET = """
+gpus: [16, 64]
+shares: [0.25, 0.5]
+server: {gpus: 4, step: 0.02, sample: 0.0002, prefill: 20000, max_running: 64}
+learner: {tokens: 2000, fixed: 1.0, doubling: 0.95}
+answers: {prompt: 200, median: 300, sigma: 0.8, longest: 2000}
+publish: {pause: 0.5}
+config: {replay.groups_per_step: 16, replay.max_staleness: 2, generate.group_size: 4}
+"""
+
+
+def test_a_fleet_is_planned_for_every_split_and_the_best_is_marked(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    rows = plan(read_fleet(tmp_path / "fleet.yaml"))
+    assert [(row.gpus, row.generating, row.servers) for row in rows] == [
+        (16, 4, 1),
+        (16, 8, 2),
+        (64, 16, 4),
+        (64, 32, 8),
+    ]
+    assert [sum(row.best for row in rows if row.gpus == gpus) for gpus in (16, 64)] == [1, 1]
+    small, large = (max(row.figures.trained for row in rows if row.gpus == gpus) for gpus in (16, 64))
+    assert small < large < 4 * small
+
+
+def test_the_documented_fleet_file_is_one(tmp_path: Path) -> None:
+    text = Path("docs/simulate.md").read_text().split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "fleet.yaml").write_text(text.replace("gpus: [64, 128, 256, 512, 1024, 2048, 4096]", "gpus: [64]"))
+    fleet = read_fleet(tmp_path / "fleet.yaml")
+    rows = plan(fleet.model_copy(update={"shares": (0.5,)}), ["run.steps=5"])
+    assert [(row.gpus, row.servers) for row in rows] == [(64, 4)]
+
+
+def test_a_wrong_fleet_file_is_refused_with_its_key(tmp_path: Path) -> None:
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace("step: 0.02", "step: -1"))
+    with pytest.raises(ConfigError, match=r"server\.step"):
+        read_fleet(tmp_path / "fleet.yaml")
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace("gpus: [16, 64]", "gpus: [4]"))
+    with pytest.raises(ConfigError, match="hold no server"):
+        plan(read_fleet(tmp_path / "fleet.yaml"))

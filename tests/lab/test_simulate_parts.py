@@ -1,0 +1,185 @@
+"""The parts of the simulation, each alone: a server, the drawn answers, the fits, the figures."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.lab.simulate.calibration import Observed, Served, Update, fit_server, learner_line, replayed
+from streamrl.lab.simulate.command import varied
+from streamrl.lab.simulate.figures import figures
+from streamrl.lab.simulate.fit import least, positive_line
+from streamrl.lab.simulate.model import NEIGHBOURS, Answers, Line, RecordedGroup
+from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed
+
+
+def run_to_the_end(server: GenerationServer) -> list[Done]:
+    done: list[Done] = []
+    while math.isfinite(due := server.next_end):
+        done += server.advance(due)
+    return done
+
+
+def test_a_lone_sample_takes_a_decoding_step_for_each_token_after_the_first() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.002))
+    server.start(0, [50], 0.0)
+    assert run_to_the_end(server)[0].time == pytest.approx(49 * 0.012)
+
+
+def test_samples_at_once_share_the_step_and_pay_for_each() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.001))
+    server.start(0, [10, 30], 0.0)
+    assert run_to_the_end(server)[0].time == pytest.approx(9 * 0.012 + 20 * 0.011)
+
+
+def test_what_halts_a_server_delays_all_that_runs() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.0, start=0.1, end=0.05, latency=7.0))
+    server.start(0, [10], 0.0)
+    server.advance(0.15)
+    server.start(1, [100], 0.15)
+    first, second = run_to_the_end(server)
+    assert (first.group_id, second.group_id) == (0, 1)
+    assert first.time == pytest.approx(0.1 + 9 * 0.01 + 0.1 + 0.05 + 7.0)
+    assert second.time == pytest.approx(0.1 + 0.05 + 0.1 + 99 * 0.01 + 0.05 + 0.05 + 7.0)
+
+
+def test_samples_beyond_the_limit_wait_for_a_place() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.0, max_running=1))
+    server.start(0, [10, 10, 10], 0.0)
+    assert server.samples == 3
+    assert run_to_the_end(server)[0].time == pytest.approx(3 * 0.09)
+
+
+def test_an_update_stops_the_server_and_its_tokens_are_of_both_versions() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.0, again=0.5), version=3)
+    server.start(0, [10], 0.0)
+    server.advance(0.035)
+    server.update(4, seconds=2.0)
+    done = run_to_the_end(server)
+    assert done[0].spans == [[(3, 0, 4), (4, 4, 10)]]
+    assert done[0].time == pytest.approx(0.09 + 2.0 + 0.5)
+
+
+def test_a_server_is_busy_while_it_has_a_group() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.0))
+    server.start(0, [10], 0.0)
+    server.advance(5.0)
+    server.start(1, [10], 5.0)
+    assert server.busy(5.05) == pytest.approx(0.09 + 0.05)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=5), min_size=1, max_size=12),
+    gaps=st.lists(st.floats(0.0, 0.5), min_size=12, max_size=12),
+    updates=st.lists(st.integers(0, 11), max_size=6),
+    places=st.integers(1, 8),
+)
+def test_every_token_that_went_in_comes_out_once_with_a_version_that_never_falls(
+    lengths: list[list[int]], gaps: list[float], updates: list[int], places: int
+) -> None:
+    server = GenerationServer(ServerSpeed(0.01, 0.003, start=0.002, end=0.001, again=0.001, max_running=places))
+    done, now = [], 0.0
+    for group_id, group in enumerate(lengths):
+        now += gaps[group_id]
+        done += server.advance(now)
+        for version in range(updates.count(group_id)):
+            server.update(10 * group_id + version + 1, seconds=0.02)
+        server.start(group_id, group, now)
+    done += run_to_the_end(server)
+    assert sorted(each.group_id for each in done) == list(range(len(lengths)))
+    assert server.groups == server.samples == 0
+    for each in done:
+        for length, spans in zip(lengths[each.group_id], each.spans, strict=True):
+            assert [begin for _, begin, _ in spans] == [0, *(end for _, _, end in spans)][: len(spans)]
+            assert (spans[-1][2] if spans else 0) == length
+            assert [version for version, _, _ in spans] == sorted({version for version, _, _ in spans})
+
+
+def recorded(step: int, *lengths: int) -> RecordedGroup:
+    return RecordedGroup(step, lengths, (1.0,) * len(lengths), (True,) * len(lengths))
+
+
+def test_answers_are_drawn_from_groups_of_about_the_same_policy() -> None:
+    answers = Answers(tuple(recorded(step, step, step) for step in range(1000)))
+    rng = random.Random(0)
+    for step in (0, 500, 999, 5000):
+        steps = {answers.draw(rng, step, 2, longest=10**6).step for _ in range(100)}
+        nearest = min(step, 999)
+        assert max(abs(nearest - each) for each in steps) <= NEIGHBOURS
+
+
+def test_a_group_of_another_size_is_drawn_from_one_recorded_group() -> None:
+    answers = Answers((recorded(0, 3, 30, 300), recorded(0, 5, 50, 500)))
+    rng = random.Random(0)
+    for size in (1, 2, 3, 8):
+        lengths = answers.draw(rng, 0, size, longest=100).lengths
+        assert len(lengths) == size
+        assert set(lengths) <= {3, 30, 100} or set(lengths) <= {5, 50, 100}
+
+
+def test_a_line_is_found_and_has_no_negative_part() -> None:
+    assert positive_line([1, 2, 3], [12, 14, 16]) == pytest.approx((10, 2))
+    assert positive_line([1, 2, 3], [1, 3, 5])[0] == 0
+    assert positive_line([1, 2, 3], [3, 2, 1]) == (2, 0)
+    assert positive_line([4, 4], [2, 2]) == (0, 0.5)
+    assert positive_line([], []) == (0, 0)
+
+
+def test_the_search_finds_the_least_of_a_function_of_positive_numbers() -> None:
+    target = [0.003, 40.0, 1.5]
+    found = least(lambda x: sum(math.log(a / b) ** 2 for a, b in zip(x, target, strict=True)), [1.0, 1.0, 1.0], 300)
+    assert found == pytest.approx(target, rel=0.02)
+
+
+def test_a_learners_line_follows_its_rows() -> None:
+    rows = [
+        {"tokens/trained": tokens, "time/step": 5.0 + 0.5 + tokens / 1000, "time/wait": 4.0, "time/publish": 1.0}
+        for tokens in (1000, 2000, 4000)
+    ]
+    line = learner_line(rows)
+    assert (line.fixed, line.each) == pytest.approx((0.5, 0.001))
+    assert Line(line.fixed, line.each).draw(random.Random(0), 3000) == pytest.approx(3.5)
+
+
+def test_a_server_is_recovered_from_what_it_did() -> None:
+    truth, rng = ServerSpeed(0.01, 0.0005, start=0.002, end=0.001, latency=0.01), random.Random(1)
+    begins = sorted(rng.uniform(0, 20) for _ in range(60))
+    lengths = [tuple(max(1, round(rng.lognormvariate(3.0, 0.8))) for _ in range(4)) for _ in begins]
+    updates = [Update(5.0, 0.3, 4, version=1), Update(12.0, 0.3, 4, version=2)]
+    given = [Served(begin, begin, each) for begin, each in zip(begins, lengths, strict=True)]
+    ends = replayed(truth, Observed(given, updates))
+    served = [Served(each.begin, end, each.lengths, version) for each, (end, version) in zip(given, ends, strict=True)]
+    found = fit_server([Observed(served, updates)], max_running=4096, interruption="in_place")
+    for running in (4, 16):  # as many as there were at once
+        assert found.rate(running) == pytest.approx(truth.rate(running), rel=0.25)
+    again = replayed(found, Observed(served, updates))
+    assert sum(abs(a[0] - b[0]) for a, b in zip(again, ends, strict=True)) / len(ends) < 0.05
+
+
+def test_figures_leave_the_warm_up_out_and_weigh_staleness_by_tokens() -> None:
+    rows = [
+        {
+            "time": 10.0 * step, "time/step": 10.0, "time/wait": 5.0, "tokens/trained": 100 * (1 + (step == 5)),
+            "tokens/generated": 200, "idle/generator": 0.25, "staleness/mean": float(step == 5),
+            "staleness/p95": 1.0, "staleness/max": step,
+        }
+        for step in range(1, 6)
+    ]  # fmt: skip
+    found = figures(rows)
+    assert (found.trained, found.generated) == (15.0, 20.0)
+    assert (found.idle_learner, found.idle_generator) == (0.5, 0.25)
+    assert (found.staleness_mean, found.staleness_max) == (pytest.approx(2 / 3), 5)
+    with pytest.raises(ValueError, match="too few"):
+        figures(rows[:4])
+
+
+def test_varied_keys_give_every_combination() -> None:
+    assert varied(["a=1,2", "b=3"]) == [("a=1", "b=3"), ("a=2", "b=3")]
+    assert varied([]) == [()]
+    with pytest.raises(ValueError, match="gives no values"):
+        varied(["a"])

@@ -1,0 +1,148 @@
+"""`streamrl simulate RUN`: a run whose truth is known is calibrated, and other settings are predicted from it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from streamrl import cli
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.lab.simulate.calibration import calibrate
+from streamrl.lab.simulate.circle import Circle
+from streamrl.lab.simulate.figures import Figures, figures
+from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
+from streamrl.lab.simulate.server import ServerSpeed
+from streamrl.observe.events import EventLog, event_path
+from streamrl.replay.records import Completed
+from streamrl.replay.segments import MAGIC, Opening, encode_record, segment_path
+from streamrl.stream.codec import encode_group
+from streamrl.types import Group
+
+STEPS = 16
+
+
+def truth() -> Model:
+    """Log-normal answers, a server and a learner that are about as fast as each other."""
+    rng = random.Random(5)
+    groups = []
+    for _ in range(200):
+        lengths = tuple(max(1, min(200, round(rng.lognormvariate(3.0, 0.8)))) for _ in range(4))
+        groups.append(RecordedGroup(0, lengths, (1.0, 0.0) * 2, (True, False) * 2))
+    speed = ServerSpeed(0.008, 0.0006, start=0.002, end=0.002, again=0.0005, latency=0.005)
+    return Model(Answers(tuple(groups)), speed, Line(0.2, 5e-4), Line(0.05, 1e-4), copy=0.01)
+
+
+def config(folder: Path, name: str, **replay: object) -> Config:
+    return Config.model_validate(
+        {
+            "run": {"folder": folder, "name": name, "steps": STEPS},
+            "generate": {"group_size": 4, "groups_in_flight": 16, "sampling": {"max_new_tokens": 200}},
+            "replay": {"groups_per_step": 8, "max_staleness": 2, **replay},
+            "checkpoint": {"every": 0},
+        }
+    )
+
+
+def record(given: Config, model: Model) -> Path:
+    """A run folder as the run would have left it, written from its simulation."""
+    circle, folder = Circle(given, model, seed=7), given.run_folder
+    rows = circle.run()
+    (folder / "journal").mkdir(parents=True)
+    config_file.save(given, folder / "config.yaml")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row, default=float) + "\n" for row in rows))
+    chunks = [MAGIC, *encode_record(Opening(time=0.0), (b"", b""))]
+    for group in circle.groups:
+        done = Completed(group_id=group.group_id, attempt=group.attempt, size=0, tokens=group.tokens)
+        chunks += encode_record(done, tuple(encode_group(_written(group), 1 << 28)))
+    segment_path(folder / "journal", 0).write_bytes(b"".join(bytes(chunk) for chunk in chunks))
+    EventLog(event_path(folder, "learner"), "learner-0").close()
+    with event_path(folder, "generator").open("w") as events:
+        for update in circle.updates:
+            events.write(json.dumps({**update, "event": "publish.apply", "phase": "end", "server": "server-0"}) + "\n")
+    return folder
+
+
+def _written(group: Group) -> Group:
+    """With arrays of its own, of the types that the wire takes."""
+    return replace(
+        group,
+        samples=tuple(
+            replace(
+                sample,
+                output_ids=np.zeros(len(sample.output_ids), np.int32),
+                logprobs=np.zeros(len(sample.output_ids), np.float32),
+                loss_mask=np.ones(len(sample.output_ids), np.bool_),
+            )
+            for sample in group.samples
+        ),
+    )
+
+
+def near(predicted: Figures, actual: Figures) -> None:
+    """The bars of `--validate`."""
+    assert predicted.trained == pytest.approx(actual.trained, rel=0.1)
+    assert predicted.staleness_mean == pytest.approx(actual.staleness_mean, abs=0.3)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record(config(tmp_path_factory.mktemp("runs"), "known"), truth())
+
+
+def test_a_calibrated_model_predicts_settings_that_were_not_recorded(recorded: Path) -> None:
+    model = calibrate([recorded])
+    for replay in ({}, {"max_staleness": 0}, {"max_staleness": 1}, {"max_staleness": 4}, {"order": "ready"}):
+        setting = config(recorded.parent, "other", **replay)
+        near(figures(Circle(setting, model, 1).run()), figures(Circle(setting, truth(), 2).run()))
+
+
+def test_the_command_prints_a_row_for_each_setting_and_writes_them(
+    recorded: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output = tmp_path / "figures.json"
+    words = ["simulate", str(recorded), "publish.every=2", "--vary", "replay.max_staleness=1,4", "--json", str(output)]
+    assert cli.main(words) == 0
+    written = json.loads(output.read_text())
+    assert list(written) == [
+        "as recorded",
+        "the model of it",
+        "publish.every=2 replay.max_staleness=1",
+        "publish.every=2 replay.max_staleness=4",
+    ]
+    assert written["as recorded"]["trained"] == pytest.approx(written["the model of it"]["trained"], rel=0.1)
+    printed = capsys.readouterr().out
+    assert "replay.max_staleness=4" in printed
+    assert "ms a decoding step" in printed
+
+
+@pytest.mark.parametrize(
+    ("word", "refused"),
+    [
+        ("learner.optimizer.lr=1", "learner.optimizer.lr: its effect is not modelled"),
+        ("generate.sampling.max_new_tokens=500", "max_new_tokens: 500 is above the recorded 200"),
+        ("publish.every=9", "publish.every: 9 would deadlock"),
+    ],
+)
+def test_what_the_model_cannot_know_is_refused_in_one_line(
+    recorded: Path, word: str, refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", str(recorded), word]) == 2
+    said = capsys.readouterr().err
+    assert refused in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = config(tmp_path, "short")
+    short.run_folder.mkdir()
+    config_file.save(short, short.run_folder / "config.yaml")
+    assert cli.main(["simulate", str(short.run_folder)]) == 2
+    assert "0 learner steps are too few to calibrate" in capsys.readouterr().err
+    assert cli.main(["simulate"]) == 2
+    assert "either RUN" in capsys.readouterr().err

@@ -1,0 +1,65 @@
+"""`streamrl simulate RUN --validate` with a real server: everything up to the verdict, which needs a quiet machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from launch import tiny_model
+from streamrl import cli
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.lab.simulate.figures import figures
+from streamrl.lab.simulate.validation import Compared, settings
+
+ROW = {"time/step": 1.0, "time/wait": 0.5, "tokens/generated": 9, "idle/generator": 0.0, "staleness/p95": 1.0}
+
+
+def compared(predicted: tuple[int, float], measured: tuple[int, float]) -> Compared:
+    """(trained tokens a step of one second, mean staleness) of both."""
+    both = [
+        figures(
+            [
+                {**ROW, "time": float(step), "tokens/trained": tokens, "staleness/mean": age, "staleness/max": 2}
+                for step in range(6)
+            ]
+        )
+        for tokens, age in (predicted, measured)
+    ]
+    return Compared("a setting", *both)
+
+
+def test_a_setting_holds_within_both_bars_alone() -> None:
+    assert compared((109, 1.0), (100, 1.25)).holds
+    assert not compared((112, 1.0), (100, 1.0)).holds
+    assert not compared((88, 1.0), (100, 1.0)).holds
+    assert not compared((100, 1.0), (100, 1.4)).holds
+
+
+def test_every_setting_is_a_configuration() -> None:
+    given = settings(Config())
+    assert len(given) == len(set(given)) == 6
+    for setting in given:
+        config_file.load(None, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
+def test_settings_are_run_for_real_and_compared_with_what_was_predicted(tmp_path: Path) -> None:
+    tiny_model.make(tmp_path / "tiny")
+    run = tmp_path / "run"
+    run.mkdir()
+    model = ["run.steps=6", f"model.path={tmp_path / 'tiny'}", "generate.group_size=4", "generate.groups_in_flight=8"]
+    config = config_file.load(None, [*model, "replay.groups_per_step=4", "replay.max_staleness=1"])
+    config_file.save(config, run / "config.yaml")
+    output = tmp_path / "figures.json"
+    words = ["simulate", str(run), "--validate", "1", "--steps", "8", "--json", str(output)]
+    assert cli.main(words) in (0, 1)  # the bars themselves need a machine that does nothing else
+    rows = json.loads(output.read_text())
+    assert [row["setting"] for row in rows] == ["the calibration run", "replay.max_staleness=0 replay.order=fifo"]
+    for row in rows:
+        assert row["predicted"]["trained"] > 0 < row["measured"]["trained"]
+    assert rows[1]["predicted"]["staleness_max"] == rows[1]["measured"]["staleness_max"] == 0
