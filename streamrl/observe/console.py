@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console as Terminal
-from rich.live import Live
+from rich.live import Live as Screen
 from rich.table import Table
 
 from streamrl.config import Config
 from streamrl.observe.events import read_events
-from streamrl.observe.metrics import parse_row, read_metrics
+from streamrl.observe.live import Glance, Live, sentence
 from streamrl.observe.summary import print_summary
 
 LINE_EVERY = 10.0
@@ -30,6 +30,9 @@ _WIDTH = 40
 
 _WINDOW = 5
 # Steps over which rates and idle fractions are averaged: one step of a small run takes half a second.
+
+GLANCE_EVERY = 1.0
+# Seconds between two looks at the event logs: what they say is of the last half minute.
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -47,31 +50,31 @@ class Console:
         self._config = config
         self._run_folder = run_folder
         self._terminal = terminal or Terminal()
-        self._metrics = Tail(run_folder / "metrics.jsonl")
-        self._rows: list[dict[str, Any]] = list(read_metrics(run_folder))
-        self._metrics.skip()
+        self._live = Live(run_folder)
+        self._glance = Glance()
+        self._glanced = self._printed = time.monotonic()
+        self._read(look=True)
         self._first = len(self._rows)
-        self._printed = time.monotonic()
-        self._live: Live | None = None
+        self._screen: Screen | None = None
         if config.observe.console and self._terminal.is_terminal:
-            self._live = Live(self._table(), console=self._terminal, auto_refresh=False, transient=False)
-            self._live.start()
+            self._screen = Screen(self._table(), console=self._terminal, auto_refresh=False, transient=False)
+            self._screen.start()
 
     def refresh(self) -> None:
         """Read what has been appended and show it."""
-        self._read()
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
+        self._read(look=time.monotonic() - self._glanced >= GLANCE_EVERY)
+        if self._screen is not None:
+            self._screen.update(self._table(), refresh=True)
         elif time.monotonic() - self._printed >= LINE_EVERY:
             self._print_line()
 
     def close(self) -> None:
         """Show the last state and give the terminal back. May be called twice."""
-        self._read()
-        if self._live is not None:
-            self._live.update(self._table(), refresh=True)
-            self._live.stop()
-            self._live = None
+        self._read(look=True)
+        if self._screen is not None:
+            self._screen.update(self._table(), refresh=True)
+            self._screen.stop()
+            self._screen = None
         elif self._first < len(self._rows):
             self._print_line()
         self._first = len(self._rows)
@@ -80,18 +83,24 @@ class Console:
         """Print what was learned, the figures, and what to run next."""
         print_summary(self._config, self._run_folder, self._terminal)
 
-    def _read(self) -> None:
-        for line in self._metrics.lines():
-            row = parse_row(line)
-            if row is None:
-                continue
-            while self._rows and self._rows[-1]["step"] >= row["step"]:  # a resume has begun further back
-                self._rows.pop()
-            self._rows.append(row)
+    @property
+    def _rows(self) -> list[dict[str, Any]]:
+        return self._live.rows
+
+    def _read(self, *, look: bool) -> None:
+        """The metrics, and where asked for a `look` at what the roles do."""
+        if not look:
+            self._live.read_rows()
+            return
+        self._live.read()
+        self._glance, self._glanced = self._live.glance(), time.monotonic()
 
     def _print_line(self) -> None:
         self._printed = time.monotonic()
-        text = one_line(self._rows, self._config) if self._rows else f"no step yet; {ready_roles(self._run_folder)}"
+        if self._rows:
+            text = one_line(self._rows, self._config, self._glance)
+        else:
+            text = f"no step yet; {ready_roles(self._run_folder)}"
         self._terminal.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _table(self) -> Table:
@@ -102,38 +111,9 @@ class Console:
             table.add_row("roles", ready_roles(self._run_folder))
             table.add_row("", "no step yet")
             return table
-        for name, value in _fields(self._rows, self._config):
+        for name, value in fields(self._rows, self._config, self._glance):
             table.add_row(name, value)
         return table
-
-
-class Tail:
-    """The complete lines that were appended to a file since the last look; a file that was replaced begins anew."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-        self._file_id = 0
-
-    def skip(self) -> None:
-        """Pass over what is there now."""
-        for _ in self.lines():
-            continue
-
-    def lines(self) -> Iterator[bytes]:
-        """The new lines, each with its end."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            status = self._path.stat()
-            if status.st_ino != self._file_id or status.st_size < self._position:
-                self._file_id, self._position = status.st_ino, 0
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._position += len(line)
-                yield line
 
 
 def ready_roles(run_folder: Path) -> str:
@@ -167,16 +147,18 @@ def sparkline(values: list[float], width: int = _WIDTH) -> str:
     return "".join(_BLOCKS[min(7, int((mean - low) / (high - low) * 8))] for mean in means)
 
 
-def one_line(rows: list[dict[str, Any]], config: Config) -> str:
+def one_line(rows: list[dict[str, Any]], config: Config, glance: Glance) -> str:
     """The state of a run as one line of text."""
-    fields = dict(_fields(rows, config))
+    known = dict(fields(rows, config, glance))
     reward = f"reward {_latest(rows, 'reward/mean'):.3f}"
-    staleness = f"staleness {fields['staleness']}"
-    return " | ".join([f"step {fields['step']}", reward, fields["tokens/s"], staleness, fields["waiting"]])
+    words = [f"step {known['step']}", reward, known["tokens/s"], f"staleness {known['staleness']}", known["waiting"]]
+    if (limits := glance.roofline) is not None:
+        words.append(f"limit {limits.limit:,.0f}/s by the {limits.limited_by}")
+    return " | ".join(words)
 
 
-def _fields(rows: list[dict[str, Any]], config: Config) -> Iterator[tuple[str, str]]:
-    """The lines of the table."""
+def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterator[tuple[str, str]]:
+    """The lines of the table: (name, text). One metrics row at least."""
     last = rows[-1]
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     yield "step", f"{last['step']} of {config.run.steps}, {_latest(rows, 'time/step'):.2f} s each"
@@ -191,6 +173,10 @@ def _fields(rows: list[dict[str, Any]], config: Config) -> Iterator[tuple[str, s
     waiting, slots = last.get("buffer/groups") or 0, config.replay.slots
     yield "buffer", f"{waiting:g} groups wait, {slots} slots, {(last.get('buffer/bytes') or 0) / 2**20:.1f} MiB"
     yield "waiting", who_waits(_latest(rows, "idle/learner"), _latest(rows, "idle/generator"))
+    if glance.doing:
+        yield "time", sentence(glance)
+    if glance.roofline is not None:
+        yield "roofline", str(glance.roofline)
 
 
 def _latest(rows: list[dict[str, Any]], name: str) -> float:

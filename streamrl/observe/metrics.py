@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 _BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")
 # The suffix of a metric over the tokens of one staleness bucket: /s0, /s3_4, /s9+.
 
+_EVALUATED = re.compile(r"^eval/[\w.-]+/(?:(pass@)\d+$)?")
+# How the metrics of an evaluated task begin, which the table has once: eval/TASK/length, eval/TASK/pass@K.
+
 
 @dataclass(frozen=True, slots=True)
 class Metric:
@@ -79,7 +82,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/step", "s", "the whole step, from asking for the batch"),
     Metric("time/wait", "s", "waiting for the batch"),
     Metric("time/scores", "s", "log-probs before the first update: recomputed policy, reference, step-wide rules"),
-    Metric("time/forward_backward", "s", "loss and gradient"),
+    Metric("time/forward_backward", "s", "loss and gradient: time/forward and time/backward"),
+    Metric("time/forward", "s", "forward passes and the loss, on rank 0"),
+    Metric("time/backward", "s", "backward passes, pipeline bubbles and the reduction of gradients, on rank 0"),
     Metric("time/optimizer", "s", "the update"),
     Metric("time/publish", "s", "training stood still for a publish"),
     Metric("idle/learner", "share", "time/wait over time/step"),
@@ -104,6 +109,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("selection/reissued", "groups", "tickets issued again since the last batch"),
     Metric("selection/late_duplicates", "groups", "answers since the last batch whose ticket was another's by then"),
     Metric("selection/over_age", "groups", "groups since the last batch that were too old to be trained"),
+    Metric("eval/step", "steps", "learner steps in the weights that the evaluation of this row measured"),
+    Metric("eval/seconds", "s", "time of that evaluation"),
+    Metric("eval/publish_wait", "s", "a new version waited, since the last batch, for servers all being evaluated"),
+    Metric("eval/TASK/pass@K", "share", "prompts that one of K answers solves at least, unbiased"),
+    Metric("eval/TASK/greedy", "share", "prompts that the greedy answer solves"),
+    Metric("eval/TASK/reward", "", "mean reward of the sampled answers"),
+    Metric("eval/TASK/length", "tokens", "their mean length"),
+    Metric("eval/TASK/unanswered", "share", "answers that failed or did not come in evaluate.timeout: left out"),
 )
 
 NAMES = frozenset(metric.name for metric in METRICS)
@@ -117,14 +130,20 @@ def describe() -> str:
         lines.append(f"| `{metric.name}` | {metric.unit} | {meaning} |")
     variants = (
         "`loss/`, `offpolicy/`, `weights/`, `tokens/trained` and `tokens/dropped` have a variant for each staleness: "
-        "`/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+`."
+        "`/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+`. `eval/TASK/` is there for each evaluated task, by its label, "
+        "and `pass@K` for each K of `evaluate.k`."
     )
     return "\n".join([*lines, "", variants])
 
 
 def is_known(name: str) -> bool:
-    """Whether `name` is in the table, or is the variant of one that is, for one staleness bucket."""
-    return name in NAMES or _BUCKET.sub("", name) in NAMES
+    """Whether `name` is in the table, or is the variant of one that is, for one staleness bucket or evaluated task."""
+    return name in NAMES or _BUCKET.sub("", name) in NAMES or _EVALUATED.sub(_of_any_task, name) in NAMES
+
+
+def _of_any_task(begin: re.Match[str]) -> str:
+    """`eval/copy/pass@8` -> `eval/TASK/pass@K`, `eval/copy/` -> `eval/TASK/`."""
+    return "eval/TASK/pass@K" if begin[1] else "eval/TASK/"
 
 
 class MetricsWriter:
@@ -143,11 +162,7 @@ class MetricsWriter:
         """
         with self.path.open("rb") as rows:
             kept = [row for row in rows if (read := parse_row(row)) is not None and read["step"] <= step]
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        draft.write_bytes(b"".join(kept))
-        os.replace(draft, self.path)
-        os.close(self._file)
-        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self._replace(b"".join(kept))
         for sink in self._sinks:
             sink.truncate_after(step)
 
@@ -167,6 +182,19 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.write(int(row["step"]), finite)
 
+    def amend(self, step: int, late: Mapping[str, Any]) -> None:
+        """Add to the row of `step`, or the first one, what was known only later. The file is replaced as a whole."""
+        rows = self.path.read_bytes().splitlines(keepends=True)
+        known = {name: value for name, value in late.items() if is_known(name) and _is_finite(value)}
+        for place in reversed(range(len(rows))):
+            row = parse_row(rows[place])
+            if row is not None and (row["step"] <= step or place == 0):
+                rows[place] = json.dumps({**row, **known}, default=_plain, allow_nan=False).encode() + b"\n"
+                break
+        self._replace(b"".join(rows))
+        for sink in self._sinks:
+            sink.write(step, known)
+
     def close(self) -> None:
         """Close the file and the sinks. May be called twice."""
         if self._file < 0:
@@ -175,6 +203,14 @@ class MetricsWriter:
         self._file = -1
         for sink in self._sinks:
             sink.close()
+
+    def _replace(self, rows: bytes) -> None:
+        """Put another file in place of the present one, whole or not at all."""
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        draft.write_bytes(rows)
+        os.replace(draft, self.path)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
 
 
 def read_metrics(run_folder: Path) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,10 @@ from rich.table import Table
 
 from streamrl.config import Config
 from streamrl.observe.events import read_events
+from streamrl.observe.live import shares
 from streamrl.observe.metrics import read_metrics
+from streamrl.observe.roofline import held_up, roofline
+from streamrl.observe.timeline import Timeline
 
 _ENDS = 5
 # Steps at the start and at the end whose mean reward is compared.
@@ -29,6 +32,7 @@ def print_summary(config: Config, run_folder: Path, terminal: Terminal | None = 
         terminal.print(_answers(answers))
     if rows:
         terminal.print(_figures(rows))
+        terminal.print(where_time_went(run_folder, rows))
     terminal.print("\nWhat to run next:")
     for command, purpose in next_commands(config, run_folder):
         terminal.print(f"  {escape(command)}\n      [dim]{escape(purpose)}[/dim]", soft_wrap=True, highlight=False)
@@ -105,6 +109,24 @@ def _figures(rows: list[dict[str, Any]]) -> Table:
     for name, text in _selection(rows):
         table.add_row(name, text)
     table.add_row("idle", f"learner {_mean(rows, 'idle/learner'):.0%}, generators {_mean(rows, 'idle/generator'):.0%}")
+    return table
+
+
+def where_time_went(run_folder: Path, rows: list[dict[str, Any]]) -> Table:
+    """What each role did, from the end of the first step to that of the last, and how fast each side alone is."""
+    timeline = Timeline.read(run_folder)
+    rows = [row for row in rows if "time" in row]
+    begin, end = (rows[0]["time"], rows[-1]["time"]) if rows else (0.0, 0.0)
+    table = Table(title="Where the time went", title_justify="left", show_header=False)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for role, track in sorted(timeline.tracks.items()):
+        if phases := track.seconds(begin, end):
+            table.add_row(role, shares(phases))
+    if held := {holder: part for holder, part in held_up(timeline, begin, end).items() if part > 0}:
+        table.add_row("held up by", shares({str(holder): part for holder, part in held.items()}))
+    if (limits := roofline(timeline, rows)) is not None:
+        table.add_row("roofline", str(limits))
     return table
 
 

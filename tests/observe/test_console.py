@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console as Terminal
+from run_parts import small_run
 
 from streamrl.config import Config
 from streamrl.observe import console as console_module
-from streamrl.observe.console import Console, Tail, sparkline, who_waits
+from streamrl.observe.console import Console, one_line, sparkline, who_waits
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.summary import probes
+from streamrl.observe.tail import Tail
 
 CONFIG = Config.model_validate(
     {"run": {"name": "trial", "steps": 20}, "publish": {"keep_every": 1}, "journal": {"keep": "all"}}
@@ -140,6 +142,23 @@ def test_a_sparkline_rises_with_the_values_and_fits():
     long = sparkline([step / 1000 for step in range(1000)])
     assert len(long) == 40
     assert list(long) == sorted(long)
+
+
+def test_the_console_and_the_summary_say_where_the_time_goes(tmp_path):
+    small_run(tmp_path)
+    screen = terminal(interactive=True)
+    console = Console(CONFIG, tmp_path, screen)
+    console.close()
+    text = screen.export_text()
+    assert "learner wait 50%, train 15%, backward 10%" in text
+    assert "29 tokens/s trained; generators infinitely fast" in text
+    console.summary()
+    text = screen.export_text()
+    assert "Where the time went" in text
+    assert "generate 57%, wait 29%, pause 14%" in text
+    assert "held up by" in text
+    line = one_line(console._rows, CONFIG, console._glance)
+    assert line.endswith("/s by the generators") or line.endswith("/s by the learner")
 
 
 def test_the_summary_shows_answers_before_and_after_figures_and_what_is_next(tmp_path, writer):

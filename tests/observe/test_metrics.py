@@ -109,6 +109,36 @@ def test_a_resume_cuts_the_steps_beyond_and_keeps_the_others_byte_for_byte(tmp_p
     assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == []
 
 
+def test_what_an_evaluation_tells_is_in_the_table_by_the_label_of_its_task():
+    for name in ("pass@1", "pass@128", "greedy", "reward", "length", "unanswered"):
+        assert is_known(f"eval/my.task-2/{name}")
+    assert all(is_known(f"eval/{name}") for name in ("step", "seconds", "publish_wait"))
+    assert not any(
+        is_known(f"eval/{name}") for name in ("copy", "copy/pass", "copy/pass@", "copy/pass@k", "a/b/reward")
+    )
+
+
+def test_what_comes_late_is_added_to_its_row_alone(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2):
+        writer.write(row(step))
+    former = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    writer.amend(2, {"eval/copy/pass@1": 0.5, "eval/seconds": math.nan, "of another program": 1.0})
+    writer.write(row(3))
+    writer.amend(3, {"eval/copy/greedy": 0.25})
+    writer.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(former[0])
+    assert list(read_metrics(tmp_path)) == [
+        row(1),
+        row(2) | {"eval/copy/pass@1": 0.5},
+        row(3) | {"eval/copy/greedy": 0.25},
+    ]
+    writer = MetricsWriter(tmp_path)
+    writer.amend(0, {"eval/step": 0.0})  # the version before the first step
+    writer.close()
+    assert next(read_metrics(tmp_path)) == row(1) | {"eval/step": 0.0}
+
+
 def test_a_run_without_a_step_has_no_rows_and_no_picture(tmp_path):
     assert list(read_metrics(tmp_path)) == []
     assert plot.reward_curve(tmp_path) is None

@@ -1,0 +1,162 @@
+"""Where the time goes in a run that goes on: a timeline that grows, and what the last seconds say.
+
+events/*.jsonl ──┐
+                 ├─ read ─▶ Live ─▶ the lines of the console, `streamrl top`, the Prometheus endpoint
+metrics.jsonl ───┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamrl.observe.events import now
+from streamrl.observe.roofline import Holder, Roofline, held_up, roofline
+from streamrl.observe.tail import Records, Rows
+from streamrl.observe.timeline import START, Timeline
+
+WINDOW = 30.0
+# Seconds that the live lines are about: some steps of a small run, and no more than a glance back.
+
+FEWEST_STEPS = 3
+# Rows that a roofline is made of at least, though they be older than the window: one long step alone says little.
+
+_NOTED = 200
+# Events of note that are kept.
+
+_ORDINARY = frozenset(
+    {
+        "process.start", "process.end", "ready", "probe", "group", "batch", "tickets", "group.accepted",
+        "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
+        "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
+        "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
+        "learner.finished", "publish.complete", "replay.end",
+    }
+)  # fmt: skip
+# What every healthy run says again and again; anything else is of note.
+
+
+@dataclass(slots=True)
+class Glance:
+    """What a run did lately. Seconds of `doing` are the window's at most."""
+
+    begin: float = 0.0  # seconds since the epoch
+    end: float = 0.0
+    doing: dict[str, dict[str, float]] = field(default_factory=dict)  # role -> phase -> seconds
+    held_up: dict[Holder, float] = field(default_factory=dict)  # holder -> seconds
+    roofline: Roofline | None = None
+
+    @property
+    def bottleneck(self) -> Holder:
+        """Who held up most of the window."""
+        return max(self.held_up, key=lambda holder: self.held_up[holder], default="start")
+
+
+class Live:
+    """Follows a run folder.
+
+    >>> live = Live(run_folder)
+    >>> live.read()   # now and then
+    >>> live.glance().bottleneck
+    """
+
+    def __init__(self, run_folder: Path, window: float = WINDOW) -> None:
+        """`window`: seconds that a glance is about; `math.inf` for the whole run."""
+        self.timeline = Timeline()
+        self.seconds: dict[tuple[str, str], float] = defaultdict(float)  # of (role, phase), since the run's start
+        self.notes: deque[dict[str, Any]] = deque(maxlen=_NOTED)  # events of note, newest last
+        self._records = Records(run_folder)
+        self._rows = Rows(run_folder)
+        self._counted: dict[str, float] = {}  # role -> instant up to which `seconds` counts
+        self._folder = run_folder
+        self._window = window
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The metrics of all steps so far."""
+        return self._rows.all
+
+    def read(self, time: float | None = None) -> None:
+        """Take in what was written until `time`, which is the present; of the timeline keep what a glance needs."""
+        time = now() if time is None else time
+        for record in self._records.read():
+            self.timeline.feed(record)
+            if record["event"] not in _ORDINARY or "error" in record:
+                self.notes.append(record)
+        self.read_rows()
+        if not self.is_alive:
+            time = min(time, self.timeline.end)  # a run that is over stands still at its end
+        self._count(time)
+        oldest = min(self._recent(time)[0], time - 2 * self._window)
+        for track in self.timeline.tracks.values():
+            track.forget(min(oldest, self._counted.get(track.role, oldest)))
+
+    def read_rows(self) -> None:
+        """Take in the metrics alone, which is cheap."""
+        self._rows.read()
+
+    def glance(self, time: float | None = None) -> Glance:
+        """What was done in the window before `time`, and how fast the steps within it were."""
+        time = now() if time is None else time
+        if not self.timeline.tracks:
+            return Glance()
+        if not self.is_alive:
+            time = min(time, self.timeline.end)
+        begin = max(time - self._window, self.timeline.begin)
+        _, rows = self._recent(time)
+        if math.isinf(self._window) and rows:  # of a whole run: its steps, without its start
+            begin, time = rows[0]["time"], rows[-1]["time"]
+        doing = {role: track.seconds(begin, time) for role, track in sorted(self.timeline.tracks.items())}
+        return Glance(begin, time, doing, held_up(self.timeline, begin, time), roofline(self.timeline, rows))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether some process of the run has not ended. One that was killed does not say so: its supervisor does."""
+        merged = self._folder / "events.jsonl"  # written when all have ended
+        if merged.exists() and merged.stat().st_mtime > self.timeline.end:
+            return False
+        return any(track.is_alive for track in self.timeline.tracks.values())
+
+    def _recent(self, time: float) -> tuple[float, list[dict[str, Any]]]:
+        """The rows that a roofline is about, and the end of the first of them."""
+        last = [row for row in self.rows if "time" in row]
+        recent = [row for row in last if row["time"] >= time - self._window]
+        rows = recent if len(recent) >= FEWEST_STEPS else last[-FEWEST_STEPS:]
+        return (rows[0]["time"] if rows else time), rows
+
+    def _count(self, time: float) -> None:
+        """Add to `seconds` what is certain by now: a phase that ended is never counted otherwise later."""
+        alive = self.is_alive
+        for role, track in self.timeline.tracks.items():
+            begin = self._counted.get(role, track.begin)
+            end = track.settled(time if alive and track.is_alive else track.last)
+            if end <= begin:
+                continue
+            for phase, seconds in track.seconds(begin, end).items():
+                self.seconds[role, phase] += seconds
+            self._counted[role] = end
+
+
+def sentence(glance: Glance) -> str:
+    """Where the time goes, as one line.
+
+    Example: `learner wait 62%, backward 20%, forward 12%; generators generate 97%, pause 3%`.
+    """
+    sides: dict[str, dict[str, float]] = {"learner": defaultdict(float), "generators": defaultdict(float)}
+    for role, phases in glance.doing.items():
+        side = "generators" if role.startswith("generator-") else role.removesuffix("-0")
+        for phase, seconds in phases.items() if side in sides else ():
+            sides[side][phase] += seconds
+    return "; ".join(f"{side} {shares(sums)}" for side, sums in sides.items() if sums) or "nothing yet"
+
+
+def shares(seconds: dict[str, float], least: float = 0.02) -> str:
+    """`wait 62%, forward 12%`: the shares of a side's phases, largest first, those below `least` left out."""
+    whole = sum(seconds.values())
+    if whole <= 0:
+        return START
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {part / whole:.0%}" for name, part in ordered if part >= least * whole)
