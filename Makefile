@@ -32,18 +32,8 @@ check: venv  ## lint, format, types
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
 
-bench: venv models/tiny/config.json  ## every benchmark in its quick form
-	$(RUN)/python -m benchmarks.rollout_path --quick
-	$(RUN)/python -m benchmarks.fuzz_decoder --quick
-	$(RUN)/python -m benchmarks.fuzz_rewards --quick
-	$(RUN)/python -m benchmarks.replay --quick
-	$(RUN)/python -m benchmarks.losses --quick
-	$(RUN)/python -m benchmarks.packing --quick
-	$(RUN)/python -m benchmarks.parity --quick
-	$(RUN)/python -m benchmarks.learner --quick
-	$(RUN)/python -m benchmarks.faults --kills 20
-	$(RUN)/python -m benchmarks.pressure --quick
-	$(RUN)/python -m benchmarks.end_to_end --quick
+bench: venv models/tiny/config.json  ## every benchmark in its quick form, compared with what is stored: make bench ARGS="--store"
+	$(RUN)/python -m benchmarks.suite --quick $(ARGS)
 
 clean:  ## everything that was made here, except run folders
 	rm -rf $(VENV) models

@@ -1,14 +1,16 @@
 """`streamrl retrain RUN`: the learner alone trains again from the groups that a run recorded, bit for bit.
 
-No server, no service, no clock enters: the same batches in the same order give the same weights on CPU.
+No server, no service, no clock enters: the same batches in the same order give the same weights on CPU. With
+`--set` the same batches are trained otherwise: another loss, weight rule or learning rate.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -20,35 +22,75 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.learner.batches import RecordedBatches
 from streamrl.learner.role import run_recorded
+from streamrl.observe.metrics import read_metrics
 from streamrl.publish.kept import kept_versions
 from streamrl.replay.journal import recorded_batches
 
+FREE = ("algo.", "learner.", "checkpoint.", "observe.")
+# Keys that `--set` may change: they say what is done with the data. All others say how it came about.
 
-def main(run_folder: Path, output: Path, steps: int | None = None) -> int:
-    """Train again into `output` and print the digest of the weights, and whether the run kept the same ones.
+NO_EFFECT = ("checkpoint.", "observe.", "learner.tick", "learner.collective_timeout", "learner.bad_steps")
+# Those of them that change no bit of the weights.
 
-    Returns 0, or 1 when the run's kept weights of that step differ. With more than one rank the command
-    starts itself again under torchrun.
+ROUNDING = (
+    "learner.ranks", "learner.layout.", "learner.tokens_per_micro_batch", "learner.share_prompts",
+    "learner.recompute", "learner.overlap", "learner.threads",
+)  # fmt: skip
+# Those that take the same sums in another order.
+
+LOW_ESS = 0.5  # off-policy effective sample size under which half of the data says nothing about the new policy
+
+OUTPUT = ("run.folder", "run.name")
+
+
+def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequence[str] = ()) -> int:
+    """Train again into `output` and print the digest of the weights, and how they compare with those of the run.
+
+    `changes`: key=value, what is done differently. Returns 0, or 1 when nothing that changes weights was changed
+    and the run's kept weights of that step differ. With more than one rank the command starts itself again under
+    torchrun. Raises ConfigError for a key that would change what the recorded data means.
     """
     if "RANK" not in os.environ and output.exists() and any(output.iterdir()):
         raise ConfigError(f"--output: {output} is not empty; allowed: a new folder")
+    recorded = config_file.load(run_folder / "config.yaml")
     config = config_file.load(
-        run_folder / "config.yaml",
-        [f"run.folder={output.parent}", f"run.name={output.name}"],
+        run_folder / "config.yaml", [*changes, f"run.folder={output.parent}", f"run.name={output.name}"]
     )
-    if config.journal.keep != "all":
-        raise ConfigError(f"journal.keep: {config.journal.keep} has not kept every group of {run_folder}; allowed: all")
+    changed = [key for key in config_file.changed(recorded, config) if key not in OUTPUT]
+    _check(run_folder, recorded, config, changed)
     if config.learner.ranks > 1 and "RANK" not in os.environ:
         _under_torchrun(config)
     if os.environ.get("RANK", "0") == "0":
         output.mkdir(parents=True, exist_ok=True)
         config_file.save(config, output / "config.yaml")
+        for key in changed:
+            print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
     trainer = run_recorded(config, output, RecordedBatches(islice(recorded_batches(run_folder / "journal"), steps)))
     try:
         weights = dict(trainer.export())
-        return _report(run_folder, output, trainer.version.step, weights) if trainer.rank == 0 else 0
+        if trainer.rank != 0:
+            return 0
+        if any(not key.startswith(NO_EFFECT) for key in changed):
+            other = any(not key.startswith(NO_EFFECT + ROUNDING) for key in changed)
+            return _report_other(run_folder, output, trainer.version.step, weights, off_policy=other)
+        return _report(run_folder, output, trainer.version.step, weights)
     finally:
         trainer.close()
+
+
+def _check(run_folder: Path, recorded: Config, config: Config, changed: Sequence[str]) -> None:
+    if config.journal.keep != "all":
+        raise ConfigError(f"journal.keep: {config.journal.keep} has not kept every group of {run_folder}; allowed: all")
+    for key in changed:
+        if not key.startswith(FREE):
+            raise ConfigError(
+                f"{key}: {config_file.value_at(config, key)} would change what the recorded data means; allowed: "
+                f"{config_file.value_at(recorded, key)} as in {run_folder}, or keys of {' '.join(FREE)}"
+            )
+    if config.learner.router_replay and not recorded.learner.router_replay:
+        raise ConfigError(
+            f"learner.router_replay: true needs routes that {run_folder} has not recorded; allowed: false"
+        )
 
 
 def _report(run_folder: Path, output: Path, step: int, weights: dict[str, torch.Tensor]) -> int:
@@ -63,6 +105,35 @@ def _report(run_folder: Path, output: Path, step: int, weights: dict[str, torch.
     return 1 if different else 0
 
 
+def _report_other(
+    run_folder: Path, output: Path, step: int, weights: dict[str, torch.Tensor], *, off_policy: bool
+) -> int:
+    """Print what came out of another way of training, and, `off_policy`, what it can be taken for. Returns 0."""
+    print(f"retrained {step} steps of {run_folder} into {output}, with the changes above")
+    print(f"  weights sha256 {digest(weights.items())}")
+    distance = _distance(weights, run_folder, step)
+    if distance is None:
+        print(f"  {run_folder} kept no weights of step {step} to compare with")
+    else:
+        print(f"  distance to the run's weights of step {step}: {distance:.2e} of their norm")
+    before, after = _last_ess(run_folder, step), _last_ess(output, step)
+    print(f"  effective sample size at the end: {_figure(after)}, in the run {_figure(before)}")
+    for line in caveats(after) if off_policy else ():
+        print(f"  {line}")
+    return 0
+
+
+def caveats(ess: float | None) -> Iterator[str]:
+    """What has to be borne in mind of data that another policy brought about. `ess`: at the end, 0..1."""
+    yield "off-policy: every answer was drawn by the weights of the recorded run, not by these ones"
+    yield "  - rewards, lengths and pass rates in the metrics are the recorded ones, not those of these weights"
+    yield "    (`streamrl eval --model` measures them; checkpoint.export=true writes the folder that it takes)"
+    yield "  - staleness counts the run's steps, while the data is as far away as offpolicy/ess and offpolicy/kl say"
+    yield "  - what these weights would have asked and found differently is not in the data: compare few steps"
+    if ess is not None and ess < LOW_ESS:
+        yield f"  - WARNING: an effective sample size below {LOW_ESS:g}: most of the data is another policy's by now"
+
+
 def digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     """sha256 over names, dtypes, shapes and bytes of all tensors, in the order of names."""
     total = hashlib.sha256()
@@ -74,14 +145,49 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def _different(weights: dict[str, torch.Tensor], run_folder: Path, step: int) -> str | None:
     """Empty when the run's kept weights of `step` are equal, else which tensors differ; None: nothing is kept."""
-    folders = [folder for version, folder in sorted(kept_versions(run_folder).items()) if version.step == step]
-    if not folders:
+    kept = _kept(run_folder, step)
+    if kept is None:
         return None
-    names: list[str] = []
-    for file in sorted(folders[-1].glob("*.safetensors")):
-        with safe_open(file, framework="pt") as kept:
-            names += [name for name in kept.keys() if not torch.equal(kept.get_tensor(name), weights[name])]  # noqa: SIM118
+    names = [name for name, tensor in kept if not torch.equal(tensor, weights[name])]
     return f"no, {len(names)} tensors differ, first {names[0]}" if names else ""
+
+
+def _distance(weights: dict[str, torch.Tensor], run_folder: Path, step: int) -> float | None:
+    """Euclidean distance to the run's kept weights of `step`, over their norm; None: nothing to compare is kept."""
+    kept = _kept(run_folder, step)
+    if kept is None:
+        return None
+    apart = norm = 0.0
+    for name, tensor in kept:
+        if name not in weights or weights[name].shape != tensor.shape:  # adapters of another rank
+            return None
+        apart += float((weights[name].cpu().double() - tensor.double()).square().sum())
+        norm += float(tensor.double().square().sum())
+    return math.sqrt(apart / norm) if norm else None
+
+
+def _kept(run_folder: Path, step: int) -> Iterator[tuple[str, torch.Tensor]] | None:
+    """The tensors of the run's newest kept version of `step`, one at a time; None where none is kept."""
+    folders = [folder for version, folder in sorted(kept_versions(run_folder).items()) if version.step == step]
+    return _tensors(folders[-1]) if folders else None
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as kept:
+            for name in kept.keys():  # noqa: SIM118, it is no dict
+                yield name, kept.get_tensor(name)
+
+
+def _last_ess(folder: Path, step: int) -> float | None:
+    """Mean `offpolicy/ess` of the last tenth of the first `step` steps."""
+    rows = [row for row in read_metrics(folder) if row["step"] <= step and row.get("offpolicy/ess") is not None]
+    values = [row["offpolicy/ess"] for row in rows[-max(1, len(rows) // 10) :]]
+    return sum(values) / len(values) if values else None
+
+
+def _figure(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.3f}"
 
 
 def _under_torchrun(config: Config) -> None:

@@ -1,0 +1,72 @@
+"""`streamrl sweep FILE`: runs what is not done, then writes one table, the pictures and results.json."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from streamrl.lab.sweep import plots, results
+from streamrl.lab.sweep.plan import Job, Sweep, read
+from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs
+
+WIDTH = 170  # columns of the table where there is no terminal
+
+Part = Literal["all", "jobs", "results"]
+# What is wanted: runs and results, the command lines of the runs, or the results of what is there.
+
+
+def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "all", fresh: bool = False) -> int:
+    """Run a sweep, or go on with it. `train` makes one run.
+
+    Returns 0, 1 when a run failed or is missing, or 130 after a signal. Raises ConfigError, before anything is
+    started, for a point that is no valid configuration.
+    """
+    sweep = read(file, overrides)
+    jobs = sweep.jobs()
+    if part == "jobs":
+        print("\n".join(command_lines(sweep, jobs)))
+        return 0
+    if fresh:
+        _set_aside(sweep.folder)
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    failed: list[str] = []
+    try:
+        if part == "all":
+            failed = run_jobs(sweep, jobs, train)
+    except (Interrupted, KeyboardInterrupt):
+        print(f"streamrl: interrupted; the same command goes on with {sweep.folder}", file=sys.stderr)
+        return INTERRUPTED
+    incomplete = _conclude(sweep, jobs)
+    if failed:
+        print(f"streamrl: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed or incomplete else 0
+
+
+def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
+    """Print and write the results. Returns whether runs are missing in them."""
+    outcomes = results.collect(jobs)
+    results.save(sweep, outcomes)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    console.print(results.table(sweep, outcomes))
+    missing = results.missing(outcomes)
+    for line in missing:
+        print(line)
+    for picture in (sweep.folder / "results.json", sweep.folder / "results.md", *plots.draw(sweep, outcomes)):
+        print(f"  {picture}")
+    return bool(missing)
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep a former sweep under the next free name, NAME.1, NAME.2."""
+    if not folder.exists():
+        return
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)

@@ -1,0 +1,97 @@
+"""What several seeds say together: a mean with its 95 % confidence interval, of figures and of whole curves. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_QUANTILES = (
+    12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
+    2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
+    2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
+)  # fmt: skip
+# of Student's t at 0.975, for 1 to 30 degrees of freedom.
+
+_NORMAL = 1.959964  # of the normal distribution
+
+NOTHING = 1e-9  # below it an interval is rounding
+
+MOST_DIGITS = 5  # behind the point; smaller figures are written with an exponent
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds. `half_width` of its 95 % interval; None for one seed, which has none."""
+
+    mean: float
+    half_width: float | None
+    seeds: int
+
+    def __str__(self) -> str:
+        """`0.91 ± 0.03`, `0.912 ± 0.012`: digits that the interval has (two where it begins with 1); `0.912` alone
+        for one seed, or where all seeds agree.
+        """
+        if self.half_width is None or self.half_width < NOTHING:
+            return f"{round(self.mean, 9):.3g}"
+        size = math.floor(math.log10(self.half_width))
+        digits = max(0, -size + (self.half_width < 2 * 10**size))
+        if digits > MOST_DIGITS:
+            return f"{self.mean:.1e} ± {self.half_width:.0e}"
+        return f"{self.mean:.{digits}f} ± {self.half_width:.{digits}f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A curve over seeds: the mean at each place, and the ends of its 95 % interval (equal to it for one seed)."""
+
+    places: np.ndarray  # float64 [N]
+    mean: np.ndarray  # float64 [N]
+    low: np.ndarray  # float64 [N]
+    high: np.ndarray  # float64 [N]
+
+
+def student_t(freedom: int) -> float:
+    """The 0.975 quantile for `freedom` degrees, >= 1; above 30 by its expansion, exact to four digits.
+
+    >>> student_t(2), round(student_t(60), 3)
+    (4.3027, 2.0)
+    """
+    if freedom <= len(_QUANTILES):
+        return _QUANTILES[freedom - 1]
+    z = _NORMAL
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
+def estimate(values: Sequence[float]) -> Estimate | None:
+    """The mean of one value a seed; None without any.
+
+    >>> str(estimate([1.0, 2.0, 3.0]))
+    '2 ± 2'
+    """
+    count = len(values)
+    if count == 0:
+        return None
+    centre = math.fsum(values) / count
+    if count == 1:
+        return Estimate(centre, None, 1)
+    variance = math.fsum((value - centre) ** 2 for value in values) / (count - 1)
+    return Estimate(centre, student_t(count - 1) * math.sqrt(variance / count), count)
+
+
+def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int = 200) -> Band:
+    """The curves of the seeds, each (places ascending, values), at `points` common places.
+
+    They reach from the last first place to the first last one, so that every seed is in each mean. Between its
+    places a curve is taken to be straight.
+    """
+    begin, end = max(places[0] for places, _ in curves), min(places[-1] for places, _ in curves)
+    common = np.linspace(begin, end, points)
+    values = np.stack([np.interp(common, places, each) for places, each in curves])
+    mean = values.mean(0)
+    half = 0.0 * mean
+    if len(curves) > 1:
+        half = student_t(len(curves) - 1) * values.std(0, ddof=1) / math.sqrt(len(curves))
+    return Band(common, mean, mean - half, mean + half)

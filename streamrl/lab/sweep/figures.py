@@ -1,0 +1,132 @@
+"""What is read from the metrics of one run: its figures, its staleness distribution, its reward curves. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Rows = Sequence[dict[str, Any]]  # of metrics.jsonl, one a step
+
+WARM_UP = 3  # first steps that no rate counts: servers start, the pipeline of groups is still empty
+
+LAST = 10  # the reward at the end is that of the last tenth of the steps
+
+BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")  # of `tokens/trained/` in the metrics
+
+CURVE_WINDOW = 5  # steps of the running mean in a reward curve
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One number of a run."""
+
+    name: str
+    unit: str
+    meaning: str
+    of: Callable[[Rows], float | None]  # None where the run does not have it
+
+
+def last_mean(key: str) -> Callable[[Rows], float | None]:
+    """The mean over the last tenth of the steps."""
+    return lambda rows: _mean([row.get(key) for row in rows[-max(1, len(rows) // LAST) :]])
+
+
+def mean(key: str) -> Callable[[Rows], float | None]:
+    """The mean over all steps; steps in which the metric was not finite are left out."""
+    return lambda rows: _mean([row.get(key) for row in rows])
+
+
+def token_mean(key: str) -> Callable[[Rows], float | None]:
+    """The mean over all trained tokens."""
+
+    def figure(rows: Rows) -> float | None:
+        pairs = [(row[key], row["tokens/trained"]) for row in rows if row.get(key) is not None]
+        tokens = sum(count for _, count in pairs)
+        return sum(value * count for value, count in pairs) / tokens if tokens else None
+
+    return figure
+
+
+def largest(key: str) -> Callable[[Rows], float | None]:
+    return lambda rows: max((row[key] for row in rows if row.get(key) is not None), default=None)
+
+
+def rate(key: str) -> Callable[[Rows], float | None]:
+    """A second of the steps after the warm-up."""
+
+    def figure(rows: Rows) -> float | None:
+        steps = settled(rows)
+        seconds = sum(row["time/step"] for row in steps)
+        return sum(row[key] for row in steps) / seconds if seconds else None
+
+    return figure
+
+
+def share_of_time(key: str) -> Callable[[Rows], float | None]:
+    """The mean of a fraction of the time after the warm-up, each step weighted by its length."""
+
+    def figure(rows: Rows) -> float | None:
+        steps = [row for row in settled(rows) if row.get(key) is not None]
+        seconds = sum(row["time/step"] for row in steps)
+        return sum(row[key] * row["time/step"] for row in steps) / seconds if seconds else None
+
+    return figure
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("reward", "", "mean reward over the last tenth of the steps", last_mean("reward/mean")),
+    Figure("reward over the run", "", "mean reward over all steps: how early it was learned", mean("reward/mean")),
+    Figure("pass rate", "share", "wholly right samples over the last tenth of the steps", last_mean("pass_rate")),
+    Figure("trained", "tokens/s", "tokens that entered the loss", rate("tokens/trained")),
+    Figure("generated", "tokens/s", "output tokens that arrived", rate("tokens/generated")),
+    Figure("staleness", "steps", "mean age of a trained token", token_mean("staleness/mean")),
+    Figure("oldest", "steps", "age of the oldest trained token", largest("staleness/max")),
+    Figure("ESS", "share", "effective sample size of policy over behaviour policy", mean("offpolicy/ess")),
+    Figure("KL", "nats/token", "KL of behaviour policy to policy, k3", mean("offpolicy/kl")),
+    Figure("masked", "share", "tokens with weight 0", mean("weights/masked")),
+    Figure("idle learner", "share", "of the time", share_of_time("idle/learner")),
+    Figure("idle generator", "share", "of the time", share_of_time("idle/generator")),
+    Figure("seconds", "s", "all steps, waiting included", lambda rows: sum(row["time/step"] for row in rows)),
+)
+
+
+def figures(rows: Rows) -> dict[str, float]:
+    """Every figure that the run has."""
+    found = {figure.name: figure.of(rows) for figure in FIGURES}
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def staleness_shares(rows: Rows) -> dict[str, float]:
+    """Share of the trained tokens of each age bucket, in the order of the ages; they add up to 1."""
+    counts = {bucket: sum(row.get(f"tokens/trained/{bucket}") or 0 for row in rows) for bucket in BUCKETS}
+    total = sum(counts.values())
+    return {bucket: count / total if total else 0.0 for bucket, count in counts.items()}
+
+
+def reward_curves(rows: Rows) -> dict[str, tuple[list[float], list[float]]]:
+    """Running mean of the reward against `steps`, trained `tokens` and `seconds`: (places, values) each.
+
+    Seconds count from the first step on: the servers' start is in nobody's curve.
+    """
+    rows = [row for row in rows if row.get("reward/mean") is not None]
+    rewards = [row["reward/mean"] for row in rows]
+    values = [_mean(rewards[max(0, end - CURVE_WINDOW) : end]) or 0.0 for end in range(1, len(rows) + 1)]
+    seconds = [0.0, *(row["time/step"] for row in rows[1:])]
+    return {
+        "steps": ([float(row["step"]) for row in rows], values),
+        "tokens": ([float(total) for total in itertools.accumulate(row["tokens/trained"] for row in rows)], values),
+        "seconds": (list(itertools.accumulate(seconds)), values),
+    }
+
+
+def settled(rows: Rows) -> Rows:
+    """The steps after the warm-up; all of them in a run that has no others."""
+    return rows[WARM_UP:] if len(rows) > WARM_UP else rows
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    finite = [value for value in values if value is not None]
+    return math.fsum(finite) / len(finite) if finite else None

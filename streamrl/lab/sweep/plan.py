@@ -1,0 +1,210 @@
+"""The sweep file and what it stands for: points, each with settings, and one job for every point and seed.
+
+base: ../quickstart.yaml                  relative to the sweep file
+set: {publish.keep_every: 0}              of every point
+grid: {replay.max_staleness: [0, 2, 8]}   every combination
+points:                                   settings that go together; times the grid
+  - {name: plain, algo.weight: none}
+  - {name: weighted, algo.weight: token}
+seeds: [1, 2, 3]
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+
+KEYS = ("name", "folder", "base", "set", "grid", "points", "seeds")
+
+OWN = ("run.seed", "run.name", "run.folder")  # what the sweep itself gives to each run
+
+_NAME = re.compile(r"\w[\w.-]*")
+_BARE = re.compile(r"[A-Za-z_./][\w./-]*")  # texts that YAML reads as themselves ...
+_WORDS = ("true", "false", "null")  # ... but these
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One combination of settings, without a seed.
+
+    `column` is its value of the first grid key, `series` whatever else tells it from the others: the axes of the
+    plots. Without a grid, `column` is the point's name and `series` is empty.
+    """
+
+    name: str
+    column: str
+    series: str
+    settings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run: a point with a seed, and its whole configuration."""
+
+    point: Point
+    seed: int
+    overrides: tuple[str, ...]  # of the base
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A sweep file, read and checked."""
+
+    name: str
+    folder: Path  # of this sweep: its runs, figures and tables
+    base: Path  # YAML file
+    common: tuple[str, ...]  # key=value, of every point
+    axis: str  # what `column` of a point is a value of: the first grid key, or "point"
+    points: tuple[Point, ...]
+    seeds: tuple[int, ...]
+
+    def jobs(self) -> list[Job]:
+        """All runs. Every point comes once before any comes with its second seed: what there is after an hour can be
+        compared. Raises ConfigError for a point that is no valid configuration.
+        """
+        return [self._job(point, seed) for seed in self.seeds for point in self.points]
+
+    def _job(self, point: Point, seed: int) -> Job:
+        own = {"run.seed": seed, "run.name": f"{point.name}-seed{seed}", "run.folder": str(self.folder / "runs")}
+        settings = [override(key, value) for key, value in {**point.settings, **own}.items()]
+        overrides = (*self.common, *settings)
+        try:
+            return Job(point, seed, overrides, config_file.load(self.base, overrides))
+        except ConfigError as error:
+            raise ConfigError(f"point {point.name}: {error}") from None
+
+
+def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
+    """The sweep of `file`; `overrides` (key=value) hold for every point. Raises ConfigError with one line."""
+    tree = _tree(file)
+    name = _text(tree, "name", file.stem)
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name: {name!r} is no folder name; allowed: letters, digits, _ . -")
+    grid, points = _grid(tree), _points(tree)
+    common = _mapping(tree, "set")
+    swept = {key for settings in (grid, *points) for key in settings if key != "name"}
+    for place, keys in (("set", common), ("overrides", {text.partition("=")[0] for text in overrides})):
+        if both := sorted(swept.intersection(keys)):
+            raise ConfigError(f"{place}: {both[0]} is swept over; allowed: keys that `grid` and `points` do not have")
+    if own := sorted({*swept, *common} & set(OWN)):
+        raise ConfigError(f"{own[0]}: the sweep gives it to each run; allowed: seeds, name and folder of the sweep")
+    if "base" not in tree:
+        raise ConfigError(f"{file}: base is missing; allowed: a configuration, relative to the sweep file")
+    return Sweep(
+        name=name,
+        folder=Path(_text(tree, "folder", "sweeps")) / name,
+        base=_beside(file, _text(tree, "base", "")),
+        common=(*(override(key, value) for key, value in common.items()), *overrides),
+        axis=next(iter(grid), "point"),
+        points=tuple(_expand(grid, points)),
+        seeds=_seeds(tree),
+    )
+
+
+def override(key: str, value: Any) -> str:
+    """`key=value` as the command line takes it.
+
+    >>> override("algo.weight", "none"), override("replay.max_staleness", 2), override("algo.mask_low", None)
+    ('algo.weight=none', 'replay.max_staleness=2', 'algo.mask_low=null')
+    """
+    bare = isinstance(value, str) and _BARE.fullmatch(value) and value.lower() not in _WORDS
+    return f"{key}={value if bare else json.dumps(value)}"
+
+
+def _expand(grid: Mapping[str, list[Any]], points: Sequence[dict[str, Any]]) -> Iterator[Point]:
+    """Every combination of the grid, with each of the points."""
+    leaves = Counter(key.rpartition(".")[2] for key in grid)
+    short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in grid}
+    seen: set[str] = set()
+    for values in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        words = [f"{short[key]}_{_short(value)}" for key, value in chosen.items()]
+        for point in points or [{}]:
+            own = [point["name"]] if point else []
+            name = re.sub(r"[^\w.-]+", "_", "-".join([*words, *own])) or "base"
+            if name in seen:
+                raise ConfigError(f"grid: two points are called {name}; allowed: values and names that differ")
+            seen.add(name)
+            settings = chosen | {key: value for key, value in point.items() if key != "name"}
+            if grid:
+                others = [word.replace("_", " ") for word in words[1:]]
+                yield Point(name, _short(values[0]), ", ".join([*own, *others]), settings)
+            else:
+                yield Point(name, name, "", settings)
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _tree(file: Path) -> dict[str, Any]:
+    try:
+        tree = config_file.parse_yaml(file.read_text(), where=str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{file}: {reason}; allowed: a sweep file, such as those in configs/experiments") from None
+    if not isinstance(tree, dict) or not tree.keys() <= set(KEYS):
+        odd = next((str(key) for key in tree if key not in KEYS), "") if isinstance(tree, dict) else "no mapping"
+        raise ConfigError(f"{file}: {odd}: no key of a sweep file; allowed: {', '.join(KEYS)}")
+    return tree
+
+
+def _text(tree: Mapping[str, Any], key: str, default: str) -> str:
+    value = tree.get(key, default)
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}: {value!r} is not allowed; allowed: text")
+    return value
+
+
+def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = tree.get(key) or {}
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{key}: {value!r} is not allowed; allowed: a mapping of configuration keys")
+    return value
+
+
+def _grid(tree: Mapping[str, Any]) -> dict[str, list[Any]]:
+    grid = _mapping(tree, "grid")
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"grid.{key}: {values!r} is not allowed; allowed: a list of values")
+    return grid
+
+
+def _points(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
+    points = tree.get("points") or []
+    if not isinstance(points, list) or not all(isinstance(point, dict) for point in points):
+        raise ConfigError(f"points: {points!r} is not allowed; allowed: a list of mappings, each with a name")
+    for place, point in enumerate(points):
+        if not isinstance(point.get("name"), str):
+            raise ConfigError(f"points[{place}]: its name is missing; allowed: name and configuration keys")
+    return points
+
+
+def _seeds(tree: Mapping[str, Any]) -> tuple[int, ...]:
+    seeds = tree.get("seeds", [1])
+    whole = isinstance(seeds, list) and seeds and all(type(seed) is int and seed >= 0 for seed in seeds)
+    if not whole or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds: {seeds!r} is not allowed; allowed: a list of different whole numbers >= 0")
+    return tuple(seeds)
+
+
+def _beside(file: Path, base: str) -> Path:
+    """`base` as seen from the folder of the sweep file, without the `..` in the middle."""
+    path = (file.parent / base).resolve()
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -1,0 +1,102 @@
+"""The runs of a sweep, one after another: what is done is passed over, what failed is told, the rest goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.engine.server import ServerFailed
+from streamrl.lab.sweep.plan import Job, Sweep, override
+from streamrl.lab.sweep.servers import SharedServers
+from streamrl.observe.metrics import read_metrics
+
+Train = Callable[[Config], int]
+# One run from start, or resume, to its end, with the exit code of `streamrl train`.
+
+INTERRUPTED = 130  # the exit code of a run that ended at a signal
+
+OF_THE_SWEEP = ("run.folder", "generate.attach", "stream.keys", "observe.console")
+# what differs between a recorded run and the same one today, and does not change it.
+
+
+class Interrupted(Exception):
+    """A signal ended the sweep; the same command goes on with it."""
+
+
+def run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train) -> list[str]:
+    """Run what is not done yet. Returns the names of the jobs that failed. Raises Interrupted."""
+    failed = []
+    servers = SharedServers(sweep.folder)
+    try:
+        for number, job in enumerate(jobs, 1):
+            head = f"[{number}/{len(jobs)}] {job.name}"
+            if is_done(job):
+                print(f"{head}: done before", flush=True)
+                continue
+            print(f"{head}: to {sweep.folder / 'logs' / job.name}.log", flush=True)
+            began = time.monotonic()
+            reason = _run(sweep, job, servers, train)
+            if reason is None:
+                print(f"{head}: done in {time.monotonic() - began:.0f} s", flush=True)
+                continue
+            failed.append(job.name)
+            print(f"{head}: FAILED: {reason}", flush=True)
+            servers.stop()  # in whatever state it left them
+    finally:
+        servers.stop()
+    return failed
+
+
+def is_done(job: Job) -> bool:
+    """Whether the run has all its steps, with the same configuration as now."""
+    record = job.config.run_folder / "config.yaml"
+    if not record.exists() or steps_of(job) < job.config.run.steps:
+        return False
+    return set(config_file.changed(config_file.load(record), job.config)) <= set(OF_THE_SWEEP)
+
+
+def steps_of(job: Job) -> int:
+    """Learner steps that the run has made."""
+    return max((row["step"] for row in read_metrics(job.config.run_folder)), default=0)
+
+
+def command_lines(sweep: Sweep, jobs: Iterable[Job]) -> Iterator[str]:
+    """One `streamrl train` a job, for machines of their own that share `sweep.folder`."""
+    for job in jobs:
+        yield shlex.join(["streamrl", "train", str(sweep.base), *job.overrides])
+
+
+def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | None:
+    """Run one job. Returns why it failed, None when it is done."""
+    log = sweep.folder / "logs" / f"{job.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        config = _attached(sweep, job, servers)
+        with log.open("a") as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = train(config)
+    except (ConfigError, ServerFailed) as error:
+        return str(error)
+    if code == INTERRUPTED:
+        raise Interrupted
+    return None if code == 0 else f"exit code {code}; {_last_line(log)}"
+
+
+def _attached(sweep: Sweep, job: Job, servers: SharedServers) -> Config:
+    """The job's configuration with the addresses of the servers that it shares, if it can share any."""
+    keys = [override("stream.keys", str(sweep.folder / "keys"))] if job.config.stream.keys is None else []
+    config = config_file.load(sweep.base, [*job.overrides, *keys, "observe.console=false"])
+    addresses = servers.addresses(config)
+    attach = {"attach": tuple(addresses)} if addresses else {}
+    return config.model_copy(update={"generate": config.generate.model_copy(update=attach)})
+
+
+def _last_line(log: Path) -> str:
+    """What the run said last about itself."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("streamrl: ")]
+    return lines[-1].removeprefix("streamrl: ") if lines else f"see {log}"

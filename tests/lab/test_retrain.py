@@ -1,0 +1,134 @@
+"""`streamrl retrain --set`: the same data trained otherwise, on a record that no server was needed for."""
+
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from launch import tiny_model
+from streamrl import cli
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.replay import JournalConfig
+from streamrl.lab.retrain import caveats
+from streamrl.observe.metrics import read_metrics
+from streamrl.replay.journal import Journal
+from streamrl.replay.records import Completed, Consumed
+from streamrl.stream.codec import encode_group
+from streamrl.types import Group
+
+STEPS, GROUPS = 3, 2
+SYMBOLS = 10  # of the tiny model's tokenizer
+
+
+@pytest.fixture(scope="module")
+def recorded(make_group, tmp_path_factory) -> Path:
+    """The folder of a run of three steps, as far as `retrain` reads it: configuration and journal, no weights."""
+    folder = tmp_path_factory.mktemp("recorded")
+    tiny_model.make(folder / "model", 1)
+    run = folder / "run"
+    (run / "journal").mkdir(parents=True)
+    config = Config.model_validate(
+        {
+            "run": {"name": "run", "folder": folder, "steps": STEPS},
+            "model": {"path": folder / "model"},
+            "replay": {"groups_per_step": GROUPS},
+            "journal": {"keep": "all"},
+            "learner": {"optimizer": {"lr": 1e-3}},
+        }
+    )
+    config_file.save(config, run / "config.yaml")
+    journal = Journal(run / "journal", JournalConfig(), b"")
+    for step in range(STEPS):
+        ids = tuple(range(step * GROUPS, (step + 1) * GROUPS))
+        for group_id in ids:
+            frames = [bytes(frame) for frame in encode_group(_of_the_tiny_model(make_group(group_id)), 1 << 20)]
+            journal.append_group(Completed(group_id=group_id, attempt=0, size=1, tokens=1), frames)
+        journal.append(Consumed(step=step, group_ids=ids))
+    journal.commit()
+    journal.close()
+    return run
+
+
+@pytest.fixture(scope="module")
+def kept(recorded, tmp_path_factory) -> Path:
+    """The same run, which has kept the weights of its last step: those that the record gives."""
+    folder = tmp_path_factory.mktemp("kept") / "run"
+    assert _retrain(recorded, folder.parent / "first", "checkpoint.export=true") == 0
+    shutil.copytree(recorded, folder)
+    exported = next((folder.parent / "first" / "checkpoints").glob(f"step_{STEPS}/huggingface"))
+    shutil.copytree(exported, folder / "weights" / f"{STEPS}.0")
+    shutil.copy(folder.parent / "first" / "metrics.jsonl", folder)
+    return folder
+
+
+def test_without_a_change_of_meaning_the_weights_are_equal_bit_for_bit(kept, tmp_path, capsys):
+    assert _retrain(kept, tmp_path / "again", "checkpoint.export=true", "learner.tick=2.0") == 0
+    output = capsys.readouterr().out
+    assert f"equal to the run's weights of step {STEPS}: bit for bit" in output
+    assert "off-policy" not in output
+
+
+def test_another_weight_rule_and_learning_rate_see_the_same_data_and_give_other_weights(kept, tmp_path, capsys):
+    assert _retrain(kept, tmp_path / "other", "algo.weight=none", "learner.optimizer.lr=3.0e-2") == 0
+    output = capsys.readouterr().out
+    assert "learner.optimizer.lr: 0.03, in the run 0.001" in output
+    assert "algo.weight: none, in the run token" in output
+    assert 0 < float(re.search(rf"distance to the run's weights of step {STEPS}: (\S+) of", output)[1]) < 2
+    assert "off-policy: every answer was drawn by the weights of the recorded run" in output
+    assert re.search(r"effective sample size at the end: [01]\.\d+, in the run [01]\.\d+", output)
+    before, after = (list(read_metrics(folder)) for folder in (kept, tmp_path / "other"))
+    for name in ("step", "reward/mean", "tokens/trained", "staleness/mean", "length/mean"):
+        assert [row[name] for row in after] == [row[name] for row in before]
+    assert [row["lr"] for row in after] == [0.03] * STEPS
+
+
+def test_another_order_of_the_same_sums_gives_the_same_weights_up_to_rounding(kept, tmp_path, capsys):
+    assert _retrain(kept, tmp_path / "split", "learner.tokens_per_micro_batch=16") == 0
+    output = capsys.readouterr().out
+    assert float(re.search(r"distance to the run's weights of step \d+: (\S+) of", output)[1]) < 1e-4
+    assert "off-policy" not in output
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("replay.groups_per_step=8", "replay.groups_per_step: 8 would change what the recorded data means; allowed: 2"),
+        ("generate.sampling.temperature=0.5", "generate.sampling.temperature: 0.5 would change what the recorded"),
+        ("run.seed=7", "run.seed: 7 would change what the recorded data means; allowed: 1"),
+        ("model.path=models/other", "model.path: models/other would change what the recorded data means"),
+        ("learner.router_replay=true", "learner.router_replay: true needs routes that"),
+        ("algo.wieght=none", "algo.wieght: unknown key (given none)"),
+    ],
+)
+def test_a_key_that_would_change_what_the_data_means_is_refused_by_name(recorded, tmp_path, capsys, change, line):
+    assert _retrain(recorded, tmp_path / "never", change) == 2
+    assert line in capsys.readouterr().err
+    assert not (tmp_path / "never").exists()
+
+
+def test_the_caveats_warn_where_most_of_the_data_is_another_policys():
+    assert any("WARNING" in line for line in caveats(0.3))
+    assert not any("WARNING" in line for line in caveats(0.9))
+
+
+def _retrain(run: Path, output: Path, *changes: str) -> int:
+    return cli.main(["retrain", str(run), "--output", str(output), "--set", *changes])
+
+
+def _of_the_tiny_model(group: Group) -> Group:
+    """The group with tokens that the tiny model knows, each as likely as every other."""
+    samples = tuple(
+        replace(
+            sample,
+            prompt_ids=sample.prompt_ids % SYMBOLS,
+            output_ids=sample.output_ids % SYMBOLS,
+            logprobs=np.full(len(sample.output_ids), -math.log(SYMBOLS), np.float32),
+        )
+        for sample in group.samples
+    )
+    return replace(group, samples=samples)

@@ -1,0 +1,316 @@
+"""`streamrl sweep`: what a file stands for, what is run again and what is not, and what the seeds add up to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from streamrl import cli
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.lab.sweep import command, runner
+from streamrl.lab.sweep.estimates import Estimate, band, estimate, student_t
+from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares
+from streamrl.lab.sweep.plan import override, read
+from streamrl.lab.sweep.results import collect, markdown
+from streamrl.lab.sweep.servers import server_kind
+
+EXPERIMENTS = sorted(Path("configs/experiments").glob("*.yaml"))
+
+
+@pytest.fixture
+def make_sweep(tmp_path: Path) -> Callable[..., Path]:
+    """`make_sweep(grid=..., seeds=...)`: a sweep file whose runs need servers of their own, so that none is started."""
+    (tmp_path / "base.yaml").write_text("generate: {attach: ['http://127.0.0.1:1']}\nrun: {steps: 3}\n")
+
+    def make(**tree: object) -> Path:
+        file = tmp_path / "mine.yaml"
+        file.write_text(
+            yaml.safe_dump({"base": "base.yaml", "folder": str(tmp_path / "sweeps"), **tree}, sort_keys=False)
+        )
+        return file
+
+    return make
+
+
+class Trained:
+    """Stands for `streamrl train`: writes what a run with this configuration would leave, as told."""
+
+    def __init__(self, codes: dict[str, int] | None = None) -> None:
+        self.codes = codes or {}
+        self.runs: list[str] = []
+
+    def __call__(self, config: Config) -> int:
+        self.runs.append(config.run.name)
+        code = self.codes.get(config.run.name, 0)
+        folder = config.run_folder
+        folder.mkdir(parents=True, exist_ok=True)
+        config_file.save(config, folder / "config.yaml")
+        if code == 0:
+            rows = [row(step, config.run.seed) for step in range(1, config.run.steps + 1)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+        return code
+
+
+def row(step: int, seed: int = 1, **more: float) -> dict[str, float]:
+    return {
+        "step": step, "reward/mean": seed / 10 + step / 100, "pass_rate": 0.5, "tokens/trained": 100,
+        "tokens/generated": 200, "time/step": 2.0, "staleness/mean": 1.0, "staleness/max": 2, "offpolicy/ess": 0.9,
+        "offpolicy/kl": 0.01, "weights/masked": 0.0, "idle/learner": 0.25, "idle/generator": 0.5,
+        "tokens/trained/s0": 25, "tokens/trained/s1": 75, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_every_experiment_expands_and_every_point_is_a_valid_configuration_with_several_seeds(file):
+    sweep = read(file)
+    jobs = sweep.jobs()
+    assert len(jobs) == len(sweep.points) * len(sweep.seeds)
+    assert len(sweep.seeds) >= 3
+    assert len({job.name for job in jobs}) == len(jobs)
+    assert len({server_kind(job.config) for job in jobs}) == 1  # one set of servers for all of it
+
+
+def test_there_is_an_experiment_of_each_kind():
+    names = {file.stem for file in EXPERIMENTS}
+    assert names == {"adaptive", "group_size", "interruption", "order", "publish_interval", "staleness"}
+
+
+def test_the_staleness_experiment_has_four_bounds_and_four_corrections():
+    points = read(Path("configs/experiments/staleness.yaml")).points
+    assert list(dict.fromkeys(point.column for point in points)) == ["0", "2", "8", "16"]
+    assert len({point.series for point in points}) == 4
+    assert len(points) == 16
+
+
+def test_a_grid_is_every_combination_and_points_are_settings_that_go_together(make_sweep):
+    sweep = read(
+        make_sweep(
+            grid={"replay.max_staleness": [0, 2], "algo.eps_low": [0.1, 0.2]},
+            points=[{"name": "plain", "algo.weight": "none"}, {"name": "token", "algo.weight": "token"}],
+            seeds=[5, 7],
+        ),
+        ["run.steps=9"],
+    )
+    jobs = sweep.jobs()
+    got = {
+        (job.config.replay.max_staleness, job.config.algo.eps_low, job.config.algo.weight, job.config.run.seed)
+        for job in jobs
+    }
+    assert got == set(itertools.product((0, 2), (0.1, 0.2), ("none", "token"), (5, 7)))
+    assert {job.config.run.steps for job in jobs} == {9}
+    assert jobs[0].name == "max_staleness_0-eps_low_0.1-plain-seed5"
+    assert (jobs[0].point.column, jobs[0].point.series) == ("0", "plain, eps low 0.1")
+
+
+def test_every_point_is_run_once_before_any_is_run_with_its_second_seed(make_sweep):
+    jobs = read(make_sweep(grid={"replay.max_staleness": [0, 2, 4]}, seeds=[1, 2])).jobs()
+    assert [job.seed for job in jobs] == [1, 1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "value", ["none", "true", "5", "1e-6", "two words", "", True, None, 3, 1e-6, [1, 2], {"a": "b"}]
+)
+def test_an_override_gives_back_the_value_that_it_was_made_of(value):
+    key, _, text = override("some.key", value).partition("=")
+    assert (key, config_file.parse_yaml(text, where=key)) == ("some.key", value)
+
+
+@pytest.mark.parametrize(
+    ("tree", "line"),
+    [
+        ({"grids": {}}, "grids: no key of a sweep file; allowed: name, folder, base"),
+        ({"grid": {"replay.max_staleness": 2}}, "grid.replay.max_staleness: 2 is not allowed; allowed: a list"),
+        ({"grid": {"replay.max_stale": [2]}}, "point max_stale_2: replay.max_stale: unknown key"),
+        ({"grid": {"replay.max_staleness": [-1]}}, "point max_staleness_-1: replay.max_staleness: -1 is not allowed"),
+        ({"points": [{"algo.weight": "none"}]}, "points[0]: its name is missing"),
+        ({"points": [{"name": "a"}, {"name": "a"}]}, "two points are called a"),
+        ({"seeds": [1, 1]}, "seeds: [1, 1] is not allowed"),
+        ({"set": {"run.seed": 3}}, "run.seed: the sweep gives it to each run"),
+        ({"set": {"algo.kl": 0.1}, "grid": {"algo.kl": [0.1, 0.2]}}, "set: algo.kl is swept over"),
+        ({"name": "a/b"}, "name: 'a/b' is no folder name"),
+    ],
+)
+def test_a_sweep_file_that_does_not_fit_is_refused_with_one_line(make_sweep, capsys, tree, line):
+    assert cli.main(["sweep", str(make_sweep(**tree))]) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def run(file: Path, trained: Trained, *overrides: str) -> list[str]:
+    """Run what is not done. Returns the names of the runs that failed."""
+    sweep = read(file, overrides)
+    return runner.run_jobs(sweep, sweep.jobs(), trained)
+
+
+def test_done_runs_are_passed_over_a_failed_one_is_told_and_run_again(make_sweep, capsys):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]}, seeds=[1, 2])
+    first = Trained({"max_staleness_2-seed1": 1})
+    assert run(file, first) == ["max_staleness_2-seed1"]
+    assert len(first.runs) == 4  # the failed one did not end the sweep
+    assert "max_staleness_2-seed1: FAILED: exit code 1" in capsys.readouterr().out
+    assert run(file, second := Trained()) == []
+    assert second.runs == ["max_staleness_2-seed1"]
+    assert run(file, third := Trained()) == []
+    assert third.runs == []
+
+
+def test_fresh_keeps_the_former_sweep_and_starts_anew_and_failed_runs_make_the_exit_code_1(
+    make_sweep, tmp_path, capsys
+):
+    file = make_sweep(seeds=[1])
+    failing = Trained({"base-seed1": 1})
+    assert command.main(file, [], failing) == 1
+    assert "1 of 1 runs failed: base-seed1" in capsys.readouterr().err
+    assert command.main(file, [], failing, fresh=True) == 1
+    assert len(failing.runs) == 2
+    assert (tmp_path / "sweeps" / "mine.1" / "results.json").exists()
+
+
+def test_a_run_whose_configuration_has_changed_is_not_taken_for_done(make_sweep):
+    file = make_sweep(seeds=[1])
+    run(file, Trained())
+    run(file, again := Trained(), "algo.eps_low=0.1")
+    assert again.runs == ["base-seed1"]  # where `train` refuses it, or resumes it
+
+
+def test_a_signal_ends_the_sweep_with_130_and_the_next_start_goes_on(make_sweep):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2, 4]})
+    assert command.main(file, [], first := Trained({"max_staleness_2-seed1": runner.INTERRUPTED})) == 130
+    assert first.runs == ["max_staleness_0-seed1", "max_staleness_2-seed1"]
+    assert run(file, second := Trained()) == []
+    assert second.runs == ["max_staleness_2-seed1", "max_staleness_4-seed1"]
+
+
+def test_a_refused_run_is_told_by_its_line_and_does_not_end_the_sweep(make_sweep, capsys):
+    def train(config: Config) -> int:
+        if config.replay.max_staleness == 0:
+            raise ConfigError("model.path: nothing is no model")
+        return Trained()(config)
+
+    sweep = read(make_sweep(grid={"replay.max_staleness": [0, 2]}))
+    assert runner.run_jobs(sweep, sweep.jobs(), train) == ["max_staleness_0-seed1"]
+    assert "max_staleness_0-seed1: FAILED: model.path: nothing is no model" in capsys.readouterr().out
+
+
+def test_the_results_of_a_sweep_are_means_with_intervals_over_the_seeds(make_sweep, tmp_path):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]}, seeds=[1, 2, 3])
+    assert command.main(file, [], Trained({"max_staleness_2-seed3": 1})) == 1
+    folder = tmp_path / "sweeps" / "mine"
+    points = json.loads((folder / "results.json").read_text())["points"]
+    reward = points[0]["figures"]["reward"]
+    assert reward["mean"] == pytest.approx(0.23)  # 0.13, 0.23 and 0.33 in the last step
+    assert reward["half_width"] == pytest.approx(4.3027 * 0.1 / math.sqrt(3))
+    assert points[1]["figures"]["reward"]["seeds"] == 2
+    assert points[1]["unfinished"] == {"3": 0}
+    assert points[0]["staleness"]["s1"] == 0.75
+    text = (folder / "results.md").read_text()
+    assert "| max_staleness_0 | 3 of 3 | 0.2 ± 0.2 |" in text
+    assert "| max_staleness_2 | 2 of 3 |" in text
+    for name in ("reward", "figures", "staleness"):
+        assert (folder / f"{name}.svg").read_text().startswith("<?xml")
+        assert (folder / f"{name}.png").stat().st_size > 0
+
+
+def test_one_seed_has_no_interval_and_the_table_says_so(make_sweep):
+    sweep = read(file := make_sweep(seeds=[1]))
+    run(file, Trained())
+    text = markdown(sweep, collect(sweep.jobs()))
+    assert "one seed, so that no figure has an interval: a difference may be chance" in text
+    assert "±" not in text.splitlines()[2]
+
+
+def test_results_alone_start_nothing_and_name_the_runs_that_are_missing(make_sweep, capsys):
+    assert command.main(make_sweep(seeds=[1]), [], trained := Trained(), part="results") == 1
+    assert trained.runs == []
+    assert "base, seed 1: not in the figures, 0 steps done" in capsys.readouterr().out
+
+
+def test_the_printed_jobs_are_commands_that_give_the_same_configurations(make_sweep, capsys):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]}, seeds=[1, 2])
+    assert cli.main(["sweep", str(file), "--print-jobs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for line, job in zip(lines, read(file).jobs(), strict=True):
+        program, train, base, *overrides = line.split()
+        assert (program, train) == ("streamrl", "train")
+        assert config_file.load(Path(base), overrides) == job.config
+
+
+def test_runs_share_servers_exactly_where_the_servers_would_be_started_alike():
+    def kind(**tree: object) -> str | None:
+        return server_kind(Config.model_validate(tree))
+
+    assert kind() == kind(run={"seed": 9}, replay={"max_staleness": 8}, algo={"weight": "none"})
+    assert kind() != kind(generate={"server_args": {"max_running_requests": 4}})
+    assert kind() != kind(generate={"threads": 2})
+    assert kind() != kind(generate={"workers": 2}) == kind(generate={"servers": 2})
+    assert kind() != kind(model={"path": "models/other"})
+    assert kind(generate={"attach": ["http://127.0.0.1:1"]}) is None
+    assert kind(learner={"lora": {"rank": 4, "publish": "adapter"}}) is None
+
+
+@pytest.mark.parametrize(
+    ("mean", "half_width", "text"),
+    [
+        (0.9123, 0.0314, "0.91 ± 0.03"),
+        (0.9123, 0.0119, "0.912 ± 0.012"),
+        (682.04, 1.93, "682.0 ± 1.9"),
+        (479.2, 357.0, "479 ± 357"),
+        (1.2e-8, 3e-9, "1.2e-08 ± 3e-09"),
+        (1.0, 1e-14, "1"),
+        (0.9123, None, "0.912"),
+    ],
+)
+def test_a_figure_has_the_digits_that_its_interval_allows(mean, half_width, text):
+    assert str(Estimate(mean, half_width, 3)) == text
+
+
+def test_students_quantiles_are_those_of_its_distribution():
+    random = np.random.default_rng(0)
+    for freedom in (2, 9, 40):
+        drawn = random.standard_t(freedom, 2_000_000)
+        assert np.mean(np.abs(drawn) <= student_t(freedom)) == pytest.approx(0.95, abs=6e-4)
+
+
+def test_the_interval_over_seeds_covers_the_truth_in_95_percent_of_all_sweeps():
+    random = np.random.default_rng(1)
+    hits = [abs(found.mean) <= found.half_width for found in map(estimate, random.normal(size=(4000, 3)).tolist())]
+    assert np.mean(hits) == pytest.approx(0.95, abs=0.012)
+
+
+def test_figures_leave_out_what_was_not_finite_and_rates_the_warm_up():
+    rows = [row(step) for step in range(1, 21)]
+    rows[0] |= {"time/step": 1000.0}
+    rows[19] |= {"offpolicy/kl": None}
+    rows[5] |= {"staleness/mean": 3.0, "tokens/trained": 300}
+    found = figures(rows)
+    assert found["reward"] == pytest.approx(0.1 + 0.195)
+    assert found["trained"] == pytest.approx((17 * 100 + 200) / (17 * 2))
+    assert found["KL"] == pytest.approx(0.01)
+    assert found["staleness"] == pytest.approx((19 * 100 + 3 * 300) / 2200)
+    assert found["oldest"] == 2
+    assert sum(staleness_shares(rows).values()) == pytest.approx(1)
+
+
+def test_reward_curves_have_the_same_rewards_at_steps_tokens_and_seconds():
+    curves = reward_curves([row(1, **{"time/step": 60.0}), row(2), row(3)])
+    assert curves["steps"][0] == [1, 2, 3]
+    assert curves["tokens"][0] == [100, 200, 300]
+    assert curves["seconds"][0] == [0, 2, 4]  # the start of the servers is in nobody's curve
+    assert curves["tokens"][1] == pytest.approx([0.11, 0.115, 0.12])
+
+
+def test_a_band_is_over_all_seeds_at_every_place_and_ends_where_the_first_of_them_ends():
+    curve = band([([0.0, 10.0], [0.0, 10.0]), ([0.0, 5.0], [2.0, 7.0])], points=6)
+    assert curve.places.tolist() == [0, 1, 2, 3, 4, 5]
+    assert curve.mean == pytest.approx([1, 2, 3, 4, 5, 6])
+    assert curve.high - curve.mean == pytest.approx([12.7062 * math.sqrt(2) / math.sqrt(2)] * 6)
