@@ -33,12 +33,13 @@ class Victim:
 
     name: str
     word: str  # of its command line, among the supervisor's descendants
-    role: str  # whose readiness is the end of the recovery
+    role: str  # whose event is the end of the recovery
+    event: str = "ready"
 
 
 VICTIMS = (
     Victim("worker", "streamrl.cli generator", "generator-0"),
-    Victim("SGLang server", "streamrl.engine.launch", "generator-0"),
+    Victim("SGLang server", "streamrl.engine.launch", "generator-0", "server.restarted"),
     Victim("replay service", "streamrl.cli replay", "replay-0"),
     Victim("learner rank", "streamrl.cli learner", "learner-0"),
     Victim("supervisor", "", "learner-0"),
@@ -81,9 +82,9 @@ class Quickstart:
             time.sleep(0.1)
         return float(times[0])
 
-    def ready_since(self, role: str, since: float) -> bool:
+    def told_since(self, role: str, name: str, since: float) -> bool:
         events = read_events(self.folder / "events" / f"{role}.jsonl")
-        return any(event["event"] == "ready" and event["time"] > since for event in events)
+        return any(event["event"] == name and event["time"] > since for event in events)
 
     def kill(self, victim: Victim) -> float:
         """SIGKILL to one process, and `train` again after that of the supervisor. Returns when."""
@@ -127,7 +128,7 @@ def _kill_one(quickstart: Quickstart, victim: Victim) -> None:
     before = quickstart.step()
     killed = quickstart.kill(victim)
     deadline = time.monotonic() + PATIENCE
-    while not quickstart.ready_since(victim.role, killed):
+    while not quickstart.told_since(victim.role, victim.event, killed):
         if time.monotonic() > deadline:
             raise TimeoutError(f"{victim.role} was not ready {PATIENCE:g} s after the kill of the {victim.name}")
         time.sleep(0.1)

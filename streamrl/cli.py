@@ -41,14 +41,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    config = config_file.load(options.config, options.override)
+    return _run(config_file.load(options.config, options.override), fresh=options.fresh)
+
+
+def _run(config: Config, *, fresh: bool = False) -> int:
+    """One run on this machine, from start or resume to its end."""
     from streamrl import run_folder, supervisor
 
     claim = run_folder.lock(config)
     try:
-        return supervisor.Supervisor(config, run_folder.prepare(config, fresh=options.fresh)).run()
+        return supervisor.Supervisor(config, run_folder.prepare(config, fresh=fresh)).run()
     finally:
         os.close(claim)
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from streamrl.lab.sweep import command
+
+    return command.main(options.file, options.override, _run, part=options.part, fresh=options.fresh)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -58,9 +68,10 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _generator(options: argparse.Namespace) -> int:
+    from streamrl.evaluate.in_run import RunEvaluator
     from streamrl.generate import worker
 
-    return worker.main(*_role(options, f"generator-{options.index}"), options.index)
+    return worker.main(*_role(options, f"generator-{options.index}"), options.index, RunEvaluator)
 
 
 def _learner(options: argparse.Namespace) -> int:
@@ -96,7 +107,7 @@ def _retrain(options: argparse.Namespace) -> int:
     run_folder = _run_folder(options.run)
     from streamrl.lab import retrain
 
-    return retrain.main(run_folder, options.output, options.steps)
+    return retrain.main(run_folder, options.output, options.steps, options.set)
 
 
 def _journal(options: argparse.Namespace) -> int:
@@ -104,6 +115,44 @@ def _journal(options: argparse.Namespace) -> int:
     from streamrl.lab import journal
 
     return journal.main(run_folder, options.verify, options.export)
+
+
+def _trace(options: argparse.Namespace) -> int:
+    run_folder = _run_folder(options.run)
+    from streamrl.lab import trace
+
+    return trace.main(run_folder, options.output)
+
+
+def _top(options: argparse.Namespace) -> int:
+    run_folder = _run_folder(options.run)
+    from streamrl.lab import top
+
+    return top.main(run_folder, once=options.once, every=options.every, port=options.port)
+
+
+def _report(options: argparse.Namespace) -> int:
+    run_folders = [_run_folder(run) for run in options.run]
+    from streamrl.lab.report import command
+
+    return command.main(run_folders, options.output, options.ratios)
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    """Of a recorded run, or of a fleet that a file describes: then what stands in RUN's place is an override."""
+    if options.fleet is not None:
+        from streamrl.lab.simulate import command
+
+        overrides = ([str(options.run)] if options.run is not None else []) + options.override
+        return command.main_fleet(options.fleet, overrides, options.json)
+    if options.run is None:
+        raise ConfigError("simulate takes either RUN [key=value ...] or --fleet FILE; allowed: one of the two")
+    run_folder = _run_folder(options.run)
+    from streamrl.lab.simulate import command
+
+    if options.validate is not None:
+        return command.main_validate(run_folder, options.override, options.validate, options.steps, options.json)
+    return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -179,6 +228,65 @@ def _parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--model", type=Path, help="model folder whose weights are measured instead")
     evaluation.add_argument("--output", type=Path, help="new folder (default: evaluations/NAME in the run folder)")
 
+    _add_audit(commands)
+
+    retrain = _command(commands, "retrain", _retrain, "train the learner again from a run's recorded groups")
+    retrain.add_argument("run", type=Path, help="run folder")
+    retrain.add_argument("--output", type=Path, required=True, help="new folder for metrics and checkpoints")
+    retrain.add_argument("--steps", type=int, help="learner steps (default: all that are recorded)")
+
+    retrain.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="key=value",
+        help="keys of algo and learner that differ from the run's: the same data, trained otherwise",
+    )  # fmt: skip
+
+    sweep = _command(commands, "sweep", _sweep, "run many settings with several seeds, and compare them")
+    sweep.add_argument("file", type=Path, help="YAML: base, set, grid, points, seeds (docs/sweep.md)")
+    sweep.add_argument("override", nargs="*", metavar="key=value", help="keys of the configuration, for every point")
+    sweep.add_argument("--fresh", action="store_true", help="keep a former sweep as NAME.1 and start anew")
+    part = sweep.add_mutually_exclusive_group()
+    for flag, text in (
+        ("jobs", "print one command line a run, for separate machines, and start nothing"),
+        ("results", "table and plots of what is there; start nothing"),
+    ):
+        part.add_argument(
+            "--print-jobs" if flag == "jobs" else "--results", dest="part", action="store_const", const=flag, help=text
+        )
+    sweep.set_defaults(part="all")
+
+    journal = _command(commands, "journal", _journal, "show, verify or export what a run's journal holds")
+    journal.add_argument("run", type=Path, help="run folder")
+    journal.add_argument("--verify", action="store_true", help="read every byte; exit code 1 for anything damaged")
+    journal.add_argument("--export", type=Path, metavar="FILE", help="write all samples to FILE.jsonl or FILE.parquet")
+
+    trace = _command(commands, "trace", _trace, "write what every process did: a trace, or a line a second")
+    trace.add_argument("run", type=Path, help="run folder")
+    trace.add_argument(
+        "-o", "--output", type=Path, help="FILE.json for Perfetto (default: trace.json in the run folder), or FILE.csv"
+    )
+
+    top = _command(commands, "top", _top, "show a run as it goes on: what each role does and who holds it up")
+    top.add_argument("run", type=Path, help="run folder")
+    top.add_argument("--once", action="store_true", help="show it as it is now, and end")
+    top.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="time between two looks")
+    top.add_argument("--port", type=int, help="serve the Prometheus endpoint on this port of 127.0.0.1 meanwhile")
+
+    report = _command(commands, "report", _report, "write one HTML page about one or several runs")
+    report.add_argument("run", type=Path, nargs="+", help="run folder")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    report.add_argument(
+        "--ratios",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
+    )
+
+    _add_simulate(commands)
+    _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
+    return parser
+
+
+def _add_audit(commands: argparse._SubParsersAction) -> None:
     audit = _command(commands, "audit", _audit, "check a run's guarantees from what it recorded")
     audit.add_argument("run", type=Path, help="run folder")
     audit.add_argument(
@@ -187,18 +295,19 @@ def _parser() -> argparse.ArgumentParser:
         help="largest log-prob difference of a token (default: 1e-4 in float32, 2 in bfloat16)",
     )
 
-    retrain = _command(commands, "retrain", _retrain, "train the learner again from a run's recorded groups")
-    retrain.add_argument("run", type=Path, help="run folder")
-    retrain.add_argument("--output", type=Path, required=True, help="new folder for metrics and checkpoints")
-    retrain.add_argument("--steps", type=int, help="learner steps (default: all that are recorded)")
 
-    journal = _command(commands, "journal", _journal, "show, verify or export what a run's journal holds")
-    journal.add_argument("run", type=Path, help="run folder")
-    journal.add_argument("--verify", action="store_true", help="read every byte; exit code 1 for anything damaged")
-    journal.add_argument("--export", type=Path, metavar="FILE", help="write all samples to FILE.jsonl or FILE.parquet")
-
-    _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
-    return parser
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    simulate = _command(commands, "simulate", _simulate, "say what a run would have been with other settings")
+    simulate.add_argument("run", type=Path, nargs="?", help="run folder")
+    simulate.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the run's")
+    simulate.add_argument("--vary", action="append", default=[], metavar="KEY=V,V", help="a row for each of the values")
+    simulate.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help="calibrate by it, too")
+    simulate.add_argument(
+        "--validate", type=int, nargs="?", const=6, metavar="N", help="run N settings for real and compare (default: 6)"
+    )
+    simulate.add_argument("--steps", type=int, default=30, help="learner steps of each real run (default: 30)")
+    simulate.add_argument("--fleet", type=Path, metavar="FILE", help="plan fleets from the figures in a YAML file")
+    simulate.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:

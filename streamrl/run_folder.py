@@ -17,6 +17,7 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.evaluate.evaluator import build_evaluated
 from streamrl.replay.curriculum import make_curriculum
 from streamrl.tasks.registry import build_tasks
 
@@ -27,11 +28,12 @@ RESUMABLE = (
     "run.steps", "run.restarts", "run.start_timeout", "run.stop_timeout", "run.silence_timeout", "replay.address",
     "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
-    "generate.single_requests", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
+    "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
+    "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
     "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick", "learner.recompute",
     "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap", "learner.bad_steps",
     "checkpoint.", "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
-    "evaluate.", "observe.",
+    "publish.at_once", "publish.verify_every", "evaluate.", "observe.",
 )  # fmt: skip
 
 
@@ -48,6 +50,8 @@ def prepare(config: Config, *, fresh: bool) -> Path:
         )
     try:
         build_tasks(config.task, config.run.seed)
+        if config.evaluate.every:
+            build_evaluated(config)
         make_curriculum(config.replay.curriculum, config.run.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -29,6 +29,7 @@ from streamrl.lifeline import end_tree
 from streamrl.observe import events, plot
 from streamrl.observe.console import Console
 from streamrl.observe.metrics import read_metrics
+from streamrl.observe.prometheus import Exporter
 from streamrl.stream.address import address_path
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class Supervisor:
     def run(self) -> int:
         """Run to the end. Returns the exit code: 0 done, 1 failed, 130 interrupted after a clean checkpoint."""
         former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        exporter = Exporter.of(self.config, self.run_folder)
         console = Console(self.config, self.run_folder)
         try:
             self._start()
@@ -144,6 +146,8 @@ class Supervisor:
         finally:
             self._kill()
             console.close()
+            if exporter is not None:
+                exporter.close()
             for number, handler in former.items():
                 signal.signal(number, handler)
             events.merge(self.run_folder)

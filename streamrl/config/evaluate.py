@@ -1,4 +1,4 @@
-"""What `streamrl eval` measures of a policy, and how."""
+"""What is measured of the policy while it trains, and by `streamrl eval`, and how."""
 
 from __future__ import annotations
 
@@ -8,19 +8,35 @@ from streamrl.config.generate import SamplingConfig
 from streamrl.config.section import Section
 from streamrl.config.task import TaskConfig, TaskShare
 
+SCORING_TIME = 10.0
+# seconds behind the deadline in which a task scores what came in time; then its answers are left out.
+
+HELD_OUT = 64  # prompts of a held-out split that are asked unless evaluate.prompts says another number
+
 
 class EvaluateConfig(Section):
-    """Held-out prompts, and how often each is answered."""
+    """Held-out prompts, how often each is answered, and when."""
 
+    every: int = Field(0, ge=0, description="learner steps between two evaluations of a run; 0: none in the run")
+    worker: int = Field(0, ge=0, description="generator worker on one server of which a run's evaluations take place")
     tasks: tuple[TaskShare, ...] = Field((), description="what is evaluated; empty: every task of the run")
-    prompts: int = Field(64, ge=1, description="prompts of each task, of its held-out split; fewer where it has fewer")
+    prompts: int | None = Field(
+        None,
+        ge=1,
+        description=f"prompts of each task at most; null: {HELD_OUT} of a held-out split, all of evaluation_only tasks",
+    )
     samples: int = Field(8, ge=1, description="n, answers to each prompt, at the sampling temperature")
     k: tuple[int, ...] = Field((), description="k of the pass@k that are told; empty: 1, 2, 4, ... up to samples")
     greedy: bool = Field(True, description="one more answer to each prompt, at temperature 0")
     temperature: float | None = Field(None, gt=0, description="null: that of generate.sampling")
     max_new_tokens: int | None = Field(None, ge=1, description="null: that of generate.sampling")
     in_flight: int = Field(16, ge=1, description="prompts that are answered at once")
-    timeout: float = Field(600.0, gt=0, description="seconds of an evaluation; what is not answered then is left out")
+    timeout: float = Field(240.0, gt=0, description="seconds of an evaluation; what is not answered then is left out")
+
+    @property
+    def longest(self) -> float:
+        """Seconds that a version of a run may have to wait for an evaluation; 0 where none takes place."""
+        return self.timeout + SCORING_TIME if self.every else 0.0
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -36,6 +52,11 @@ class EvaluateConfig(Section):
     def shares(self, task: TaskConfig) -> tuple[TaskShare, ...]:
         """What is evaluated in a run of `task`. A weight says how often a task is trained and means nothing here."""
         return self.tasks or (*task.shares, *task.evaluated)
+
+    def count(self, share: TaskShare, size: int | None) -> int:
+        """How many prompts of a task are asked whose split has `size`; None: as many as one likes."""
+        wanted = self.prompts or (size if share.evaluation_only else None) or HELD_OUT
+        return wanted if size is None else min(wanted, size)
 
     @model_validator(mode="after")
     def _every_k_can_be_estimated(self) -> EvaluateConfig:

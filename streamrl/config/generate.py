@@ -26,21 +26,33 @@ class GenerateConfig(Section):
     """The generator workers and their SGLang servers."""
 
     name: str = Field("", pattern=r"^[\w.-]*$", description="of the pool, where there are several")
-    workers: int = Field(1, ge=1, description="generator workers, one SGLang server each")
+    workers: int = Field(1, ge=1, description="generator workers, each with its own SGLang servers")
+    servers: int = Field(1, ge=1, description="SGLang servers of one worker")
     attach: tuple[str, ...] = Field(
         (), description="addresses (http://host:port) of running servers; empty: start own ones"
     )
+    router: str | None = Field(
+        None, description="address of an sglang-router in front of `attach`: requests go through it, commands do not"
+    )
     group_size: int = Field(8, ge=1, description="G, samples of one prompt")
     groups_in_flight: int = Field(32, ge=1, description="groups that a worker generates at once")
+    least_in_flight: int = Field(
+        0,
+        ge=0,
+        description="groups at once that a full KV cache leaves a worker; 0: groups_in_flight always",
+    )
     single_requests: bool = Field(False, description="one request a sample (long answers) instead of one with n = G")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how tokens are drawn")
+    stream_every: int = Field(
+        32, ge=0, description="tokens after which a longer answer is told, for a server that is lost; 0: at its end"
+    )
     request_timeout: float = Field(600.0, gt=0, description="seconds that one request to a server may take")
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel size of a server")
     server_args: dict[str, Any] = Field(default_factory=dict, description="further SGLang arguments, passed untouched")
     threads: int = Field(1, ge=1, description="CPU threads of a server (OMP_NUM_THREADS)")
     heartbeat: float = Field(1.0, gt=0, description="seconds between heartbeats of a worker")
     restarts: int = Field(
-        3, ge=0, description="times that a worker which had been ready is started again after it died"
+        3, ge=0, description="times that a worker, and each of its servers, is started again after it died"
     )
     probes: int = Field(3, ge=0, description="held-out prompts answered greedily at the start and at the end")
     pools: tuple[dict[str, Any], ...] = Field(
@@ -65,6 +77,24 @@ class GenerateConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> GenerateConfig:
+        if self.least_in_flight > self.groups_in_flight:
+            raise ValueError(
+                f"least_in_flight: {self.least_in_flight} is above groups_in_flight={self.groups_in_flight}; "
+                f"allowed: up to {self.groups_in_flight}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_router_has_servers(self) -> GenerateConfig:
+        if self.router is not None and not self.attach:
+            raise ValueError(
+                f"router: {self.router} passes on no command, so the servers behind it must be known; "
+                "allowed: generate.attach with their addresses"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _runs_no_code_of_a_model_folder(self) -> GenerateConfig:
         if any(name.replace("-", "_") == "trust_remote_code" for name in self.server_args):
             raise ValueError("server_args: trust_remote_code would run code from a model folder; allowed: other names")
@@ -72,8 +102,8 @@ class GenerateConfig(Section):
 
 
 OF_A_POOL = (
-    "name", "workers", "attach", "groups_in_flight", "single_requests", "sampling", "request_timeout",
-    "tensor_parallel", "server_args", "threads",
+    "name", "workers", "servers", "attach", "router", "groups_in_flight", "least_in_flight", "single_requests",
+    "sampling", "stream_every", "request_timeout", "tensor_parallel", "server_args", "threads",
 )  # fmt: skip
 # Keys in which pools may differ. The others belong to the run: a group has as many samples wherever it is made.
 

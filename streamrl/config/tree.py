@@ -51,6 +51,10 @@ class ObserveConfig(Section):
     wandb: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases")
     wandb_project: str = Field("streamrl", description="project at Weights & Biases")
     tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
+    prometheus_port: int = Field(0, ge=0, le=65535, description="port of the Prometheus endpoint; 0: none")
+    prometheus_host: str = Field(
+        "127.0.0.1", min_length=1, description="address of the Prometheus endpoint, which asks nobody who they are"
+    )
 
 
 class Config(Section):
@@ -91,23 +95,39 @@ class Config(Section):
             if place < pool.workers or pool is pools[-1]:
                 break
             place -= pool.workers
-        if pool.attach and place >= len(pool.attach):
+        own_addresses = pool.attach[place * pool.servers : (place + 1) * pool.servers]
+        if pool.attach and len(own_addresses) < pool.servers:
             raise ValueError(
                 f"generate.attach: {len(pool.attach)} addresses, none for generator {index}; "
-                f"allowed: one for each of generate.workers={pool.workers}"
+                f"allowed: {_addresses(pool)}"
             )
-        own = pool.model_copy(update={"workers": 1, "attach": pool.attach[place : place + 1]})
+        own = pool.model_copy(update={"workers": 1, "attach": own_addresses})
         return self.model_copy(update={"generate": own})
 
     @model_validator(mode="after")
     def _every_worker_has_a_server(self) -> Config:
         for pool in self.generate.each_pool:
             addresses = len(pool.attach)
-            if addresses and addresses < pool.workers:
+            if addresses and addresses < pool.workers * pool.servers:
                 raise ValueError(
                     f"generate.attach: {addresses} addresses for generate.workers={pool.workers}; "
-                    "allowed: one for each worker"
+                    f"allowed: {_addresses(pool)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _a_router_takes_requests_alone(self) -> Config:
+        routers = [pool.router for pool in self.generate.each_pool if pool.router is not None]
+        if routers and self.publish.interruption in ("drain", "abort"):
+            raise ValueError(
+                f"publish.interruption: {self.publish.interruption} needs to know which server has a request, and "
+                f"generate.router={routers[0]} does not tell; allowed: retract, in_place"
+            )
+        if routers and self.learner.lora.by_adapter:
+            raise ValueError(
+                f"generate.router: {routers[0]} would choose a server without the adapter of a request; "
+                "allowed: null, or learner.lora.publish=merged"
+            )
         return self
 
     @model_validator(mode="after")
@@ -139,6 +159,24 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _evaluations_fit_the_run(self) -> Config:
+        if not self.evaluate.every:
+            return self
+        if self.evaluate.worker >= self.workers:
+            raise ValueError(
+                f"evaluate.worker: {self.evaluate.worker} is none of the run's {self.workers} generators; "
+                f"allowed: 0 to {self.workers - 1}"
+            )
+        # At the end of a run with one server, the last version may wait for an evaluation, and is then evaluated.
+        silence, longest = self.run.silence_timeout, self.evaluate.longest
+        if 2 * longest >= silence:
+            raise ValueError(
+                f"evaluate.timeout: two evaluations of {longest:g} s, scoring included, do not fit in "
+                f"run.silence_timeout={silence:g}; allowed: a shorter one, or run.silence_timeout above {2 * longest:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_mini_batch_has_a_group(self) -> Config:
         if self.learner.mini_batches > self.replay.groups_per_step:
             raise ValueError(
@@ -156,3 +194,10 @@ class Config(Section):
                 f"{self.replay.groups_per_step}; allowed: up to {self.replay.groups_per_step}"
             )
         return self
+
+
+def _addresses(pool: GenerateConfig) -> str:
+    """How many a pool that attaches to servers needs."""
+    if pool.servers == 1:
+        return f"one for each worker, {pool.workers}"
+    return f"generate.servers={pool.servers} for each of generate.workers={pool.workers}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 import aiohttp
@@ -31,7 +32,7 @@ class EngineError(RuntimeError):
         self.late = late
 
 
-API_PATHS = ("/generate", "/model_info")
+API_PATHS = ("/generate", "/model_info", "/server_info", "/v1/loads")
 # of the paths used here, those that SGLang opens to its API key; all others command the server: its admin key.
 
 
@@ -71,6 +72,48 @@ class Answer(msgspec.Struct, frozen=True):
     meta_info: AnswerMeta
 
 
+class PieceMeta(msgspec.Struct, frozen=True):
+    """What a server tells with a piece of an answer."""
+
+    id: str
+    finish_reason: FinishReason | None = None  # None: more comes
+    weight_versions: tuple[WeightVersionSpan, ...] = ()  # of all tokens of the answer; only with its last piece
+    output_token_logprobs: list[tuple[float, int, str | None]] = []  # the last ones are those of the piece's tokens
+    routed_experts: str | None = None
+    completion_tokens: int = 0  # of the answer up to the end of the piece
+    weight_version: str = ""  # of the weights that the server has now
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A piece of a streamed answer: the tokens since the former piece, or all of them again, as the server likes."""
+
+    output_ids: list[int]
+    meta_info: PieceMeta
+    index: int = 0  # which of the request's n answers
+
+
+class Pressure(msgspec.Struct, frozen=True):
+    """How full a server is."""
+
+    token_usage: float  # 0..1, of the KV cache
+    num_waiting_reqs: int = 0  # that have no place in the KV cache yet
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    loads: list[Pressure]  # one for each data-parallel rank
+
+
+class _StreamError(msgspec.Struct, frozen=True):
+    """What a server says in the place of a piece."""
+
+    message: str = "unknown"
+    code: int | str = 500
+
+
+class _Event(msgspec.Struct, frozen=True):
+    error: _StreamError | None = None
+
+
 class ModelInfo(msgspec.Struct, frozen=True):
     """Which weights a server holds."""
 
@@ -79,9 +122,16 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 _ANSWERS = msgspec.json.Decoder(list[Answer] | Answer)
+_PIECE = msgspec.json.Decoder(Piece)
+_EVENT = msgspec.json.Decoder(_Event)
+_LOADS = msgspec.json.Decoder(_Loads)
 _MODEL_INFO = msgspec.json.Decoder(ModelInfo)
 _ANY = msgspec.json.Decoder()
 _JSON = msgspec.json.Encoder()
+
+EVENT_START, EVENT_END = b"data: ", b"\n\n"
+STREAM_END = b"[DONE]"
+ERROR_START = b'{"error"'
 
 
 class RequestOptions(TypedDict, total=False):
@@ -90,6 +140,8 @@ class RequestOptions(TypedDict, total=False):
     adapter: str | None  # the name of a loaded one; None: the base weights alone
     routed_experts: bool  # with the experts of each token, from a server that was started to keep them
     images: Sequence[str]  # paths, URLs or data URLs, in the order of their places in the prompt
+    pieces: Callable[[Piece], None]  # is given the answers as they are drawn, and then none are returned
+    every: int  # tokens of a piece
     at_least: PolicyVersion | None  # for whoever has several servers to choose from; one server has what it has
 
 
@@ -123,8 +175,16 @@ class EngineClient:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Answer]:
-        """`n` answers to one prompt. `sampling` is SGLang's sampling_params without `n`."""
+        """`n` answers to one prompt. `sampling` is SGLang's sampling_params without `n`.
+
+        Raises EngineError, without a status where the server was lost; with `pieces` also in the middle.
+        """
         body = _request(input_ids, {**sampling, "n": n}, request_id, options)
+        if take := options.get("pieces"):
+            body["stream"] = True
+            body["sampling_params"]["stream_interval"] = options.get("every")
+            await self._stream(body, take)
+            return []
         answers = self._decode(_ANSWERS, "/generate", await self._post("/generate", body))
         return answers if isinstance(answers, list) else [answers]
 
@@ -132,9 +192,22 @@ class EngineClient:
         """End one request where it is, or all without an id; their answers come back with what they have."""
         await self._post("/abort_request", {"rid": request_id, "abort_all": not request_id}, timeout)
 
+    async def pressure(self, timeout: float = 5.0) -> Pressure:
+        """How full the server is: its fullest data-parallel rank."""
+        found = self._decode(_LOADS, "/v1/loads", await self._call("GET", "/v1/loads", None, timeout)).loads
+        if not found:
+            raise EngineError(self.address, "/v1/loads", 200, "no load of any rank")
+        return max(found, key=lambda load: (load.token_usage, load.num_waiting_reqs))
+
     async def model_info(self, timeout: float = 5.0) -> ModelInfo:
         body = await self._call("GET", "/model_info", None, timeout)
         return self._decode(_MODEL_INFO, "/model_info", body)
+
+    async def server_info(self, timeout: float) -> dict[str, Any]:
+        """The arguments that the server runs with, by SGLang's names."""
+        body = await self._call("GET", "/server_info", None, timeout)
+        found: dict[str, Any] = self._decode(_ANY, "/server_info", body)
+        return found
 
     async def pause(self, mode: Interruption, timeout: float) -> None:
         """Stop generating; requests stay. `retract` gives up their KV cache, `in_place` keeps it."""
@@ -182,6 +255,18 @@ class EngineClient:
         }
         await self._post("/update_weights_from_distributed", body, timeout)
 
+    async def update_from_tensor(
+        self, payloads: Sequence[str], *, load_format: str, version: str, flush_cache: bool, timeout: float
+    ) -> None:
+        """Have the server's own loader take a payload in each rank. `payloads`: pickles in base64, one a rank."""
+        body = {
+            "serialized_named_tensors": payloads,
+            "load_format": load_format,
+            "weight_version": version,
+            "flush_cache": flush_cache,
+        }
+        await self._post("/update_weights_from_tensor", body, timeout)
+
     async def update_from_disk(
         self,
         model: str,
@@ -225,20 +310,44 @@ class EngineClient:
         return await self._call("POST", path, _JSON.encode(body), timeout or self._timeout)
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: float) -> bytes:
+        async with self._answering(method, path, body, timeout) as response:
+            content = await response.read()
+        if response.status != 200:
+            raise EngineError(self.address, path, response.status, _first_line(content))
+        return content
+
+    async def _stream(self, body: dict[str, Any], take: Callable[[Piece], None]) -> None:
+        """Give every piece of the answers to `take`, until the server says that there are no more."""
+        async with self._answering("POST", "/generate", _JSON.encode(body), self._timeout) as response:
+            if response.status != 200:
+                raise EngineError(self.address, "/generate", response.status, _first_line(await response.read()))
+            async for event in _events(response.content):
+                if event == STREAM_END:
+                    return
+                if event.startswith(ERROR_START):
+                    error = self._decode(_EVENT, "/generate", event).error or _StreamError()
+                    raise EngineError(self.address, "/generate", _status(error.code), error.message[:500])
+                take(self._decode(_PIECE, "/generate", event))
+        raise EngineError(self.address, "/generate", None, "the answer broke off")
+
+    @contextlib.asynccontextmanager
+    async def _answering(
+        self, method: str, path: str, body: bytes | None, timeout: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The response, whose content is read in the block; what breaks there is an EngineError without a status."""
         headers = self._api if path in API_PATHS else self._admin
+        if self._session.closed:
+            raise EngineError(self.address, path, None, "the connection was closed here")
         try:
             async with (
                 asyncio.timeout(timeout),
                 self._session.request(method, self.address + path, data=body, headers=headers) as response,
             ):
-                content = await response.read()
+                yield response
         except TimeoutError as error:
             raise EngineError(self.address, path, None, f"none in {timeout:g} s", late=True) from error
         except aiohttp.ClientError as error:
             raise EngineError(self.address, path, None, f"{type(error).__name__}: {error}") from error
-        if response.status != 200:
-            raise EngineError(self.address, path, response.status, _first_line(content))
-        return content
 
     def _decode(self, decoder: msgspec.json.Decoder[Any], path: str, content: bytes) -> Any:
         try:
@@ -261,6 +370,21 @@ def _request(
     if images := options.get("images"):
         body["image_data"] = list(images)
     return body
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of each server-sent event, however long it is."""
+    rest = b""
+    async for some in content.iter_any():
+        *ended, rest_of = (some if not rest else rest + some).split(EVENT_END)
+        rest = rest_of
+        for event in ended:
+            yield event.removeprefix(EVENT_START)
+
+
+def _status(code: int | str) -> int:
+    """What stands for a status in a stream is a number, or a word."""
+    return code if isinstance(code, int) else 500
 
 
 def _bearer(key: str | None) -> dict[str, str]:

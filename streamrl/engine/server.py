@@ -25,6 +25,7 @@ from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda
 from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
+from streamrl.engine.load_plan import LOADER
 from streamrl.engine.shutdown import end_server, segments_of
 
 HOST = "127.0.0.1"
@@ -65,14 +66,20 @@ class Server:
     >>> await server.stop()
     """
 
-    def __init__(self, config: Config, run_folder: Path, index: int, keys: EngineKeys = NO_KEYS) -> None:
-        """Start the process, which then asks for `keys`; `ready` waits for it."""
-        self.log = run_folder / "logs" / f"server-{index}.log"
+    def __init__(
+        self, config: Config, run_folder: Path, index: int, keys: EngineKeys = NO_KEYS, *, label: str = ""
+    ) -> None:
+        """Start the process, which then asks for `keys`; `ready` waits for it.
+
+        `index` is added to the run's seed; `label` names the log, as the index does without one.
+        """
+        self.log = run_folder / "logs" / f"server-{label or index}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        port = _free_port()
         arguments = server_arguments(config, index)
         if keys != NO_KEYS:
             arguments = {name: value for name, value in arguments.items() if name not in KEY_ARGUMENTS}
+        self._reserved = reserved_port(str(arguments["host"]))
+        port = int(self._reserved.getsockname()[1])
         self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
         self._segments: set[Path] = set()
         self.scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
@@ -105,6 +112,7 @@ class Server:
             try:
                 await client.model_info()  # /health would generate a token, a second each time
                 self._segments = segments_of(self.pid)
+                self._reserved.close()
                 return
             except EngineError:
                 await asyncio.sleep(POLL)
@@ -117,6 +125,7 @@ class Server:
 
     async def stop(self) -> None:
         """End the whole process tree, within CUDA_GRACE and REAP; may be called twice."""
+        self._reserved.close()
         grace = CUDA_GRACE if has_cuda() else 0.0
         await asyncio.to_thread(end_server, self.pid, grace, self.scratch, known=self._segments)
         await asyncio.to_thread(self._process.wait, REAP)
@@ -138,6 +147,8 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
         "weight_version": "0.0",  # the weights of model.path
         "skip_server_warmup": True,  # the warm-up asks for a token over HTTP and delays the first request
         "skip_tokenizer_init": True,  # the worker tokenises; saves the detokeniser's share of every short answer
+        "incremental_streaming_output": True,  # a piece of an answer is what is new, not all of it again
+        "custom_weight_loader": [LOADER],  # named, not imported, until a version comes through memory
         "log_level_http": "warning",  # else one line a request
     }
     if not has_cuda():
@@ -201,10 +212,22 @@ def _environment(config: Config) -> dict[str, str]:
     return chosen
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+def reserved_port(host: str) -> socket.socket:
+    """A socket that holds a free port of `host` for the server.
+
+    Nobody else is given the port meanwhile, and SGLang may still bind it: both sides allow it (SO_REUSEADDR), as long
+    as only one listens. A number alone could be taken in the seconds until SGLang listens.
+    """
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = found[0]
+    held = socket.socket(family, kind, protocol)
+    try:
+        held.bind(address)  # without SO_REUSEADDR, so that the kernel looks for a port that nobody holds
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def _bracketed(host: str) -> str:

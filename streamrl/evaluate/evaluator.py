@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from streamrl.config import Config
-from streamrl.config.evaluate import EvaluateConfig
+from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
@@ -29,9 +29,6 @@ log = logging.getLogger(__name__)
 
 ORDER = 0
 # Seed of the order in which held-out prompts are asked: every run, whatever its own seed, is asked the same ones.
-
-SCORING_TIME = 10.0
-# seconds behind the deadline in which a task scores what came in time; then its answers are left out.
 
 
 class Handle(Inference, Protocol):
@@ -60,20 +57,26 @@ def build_evaluated(config: Config) -> dict[str, Environment]:
 class Walk:
     """One evaluation of one version.
 
-    >>> walk = Walk(config.evaluate, tasks, handles, version)
+    >>> walk = Walk(config.evaluate, tasks, {"copy": 64}, handles, version)
     >>> await walk.run()
     >>> walk.questions["copy"][0].right
     3
     """
 
     def __init__(
-        self, settings: EvaluateConfig, tasks: Mapping[str, Environment], handles: Handles, version: PolicyVersion
+        self,
+        settings: EvaluateConfig,
+        tasks: Mapping[str, Environment],
+        counts: Mapping[str, int],
+        handles: Handles,
+        version: PolicyVersion,
     ) -> None:
-        """`version` that every token must be of."""
+        """`counts`: prompts of each task. `version` that every token must be of."""
         self.questions: dict[str, list[Question]] = {name: [] for name in tasks}
         self.complete = False  # every prompt was asked before the deadline
         self._settings = settings
         self._tasks = tasks
+        self._counts = counts
         self._handles = handles
         self._version = version
         self._deadline = 0.0
@@ -82,7 +85,7 @@ class Walk:
         """Until every prompt is judged, or `evaluate.timeout` is over. Raises EngineError for an unreachable server."""
         now = asyncio.get_running_loop().time
         self._deadline = now() + self._settings.timeout
-        places = _in_turn({name: self._count(task) for name, task in self._tasks.items()})
+        places = _in_turn(self._counts)
         try:
             async with asyncio.TaskGroup() as together:
                 for _ in range(self._settings.in_flight):
@@ -92,9 +95,6 @@ class Walk:
         self.complete = next(places, None) is None
         for questions in self.questions.values():
             questions.sort(key=lambda question: question.index)
-
-    def _count(self, task: Environment) -> int:
-        return self._settings.prompts if task.size is None else min(self._settings.prompts, task.size)
 
     async def _ask_from(self, places: Iterator[tuple[str, int]]) -> None:
         """Take prompt after prompt from what all share, as long as there is time."""
@@ -162,7 +162,9 @@ async def evaluate(
     cannot be reached.
     """
     started, began = time.time(), time.monotonic()
-    walk = Walk(config.evaluate, tasks, handles, version)
+    shares = config.evaluate.shares(config.task)
+    counts = {share.key: config.evaluate.count(share, tasks[share.key].size) for share in shares}
+    walk = Walk(config.evaluate, tasks, counts, handles, version)
     await walk.run()
     sampling = config.evaluate.sampling(config.generate.sampling)
     evaluation = Evaluation(

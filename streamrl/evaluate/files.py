@@ -19,6 +19,7 @@ import msgspec
 
 from streamrl.evaluate.page import render
 from streamrl.evaluate.results import Evaluation, Question
+from streamrl.types import PolicyVersion
 
 SUMMARY = "summary.json"
 
@@ -32,6 +33,17 @@ def free_folder(folder: Path) -> Path:
     """`folder`, or with the next number behind it where an evaluation is there: 20.0, 20.0-2, 20.0-3."""
     names = itertools.chain([folder.name], (f"{folder.name}-{number}" for number in itertools.count(2)))
     return next(free for name in names if not (free := folder.with_name(name)).exists())
+
+
+def evaluated_steps(run_folder: Path) -> list[int]:
+    """The steps of a run's versions that have been evaluated, ascending."""
+    steps = set()
+    for summary in (run_folder / "evaluations").glob(f"*/{SUMMARY}"):
+        try:
+            steps.add(PolicyVersion.parse(summary.parent.name.partition("-")[0]).step)
+        except ValueError:  # an evaluation of other weights
+            continue
+    return sorted(steps)
 
 
 def write(folder: Path, evaluation: Evaluation, questions: Mapping[str, Sequence[Question]]) -> None:

@@ -69,6 +69,15 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     complete: bool  # every prompt was asked before the deadline
     tasks: dict[str, TaskFigures]
 
+    def metrics(self) -> dict[str, float]:
+        """As a run's metrics have them: eval/TASK/pass@1, ..., eval/step, eval/seconds."""
+        found = {} if self.step is None else {"eval/step": float(self.step)}
+        found["eval/seconds"] = self.seconds
+        for task, each in self.tasks.items():
+            found |= {f"eval/{task}/{name}": figure.value for name, figure in each.figures.items()}
+            found[f"eval/{task}/unanswered"] = each.unanswered
+        return found
+
 
 def figures(questions: Sequence[Question], ks: Sequence[int]) -> TaskFigures:
     """The figures of one task from its questions."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.engine.client import Answer, EngineClient, EngineError, WeightVersionSpan
+from streamrl.engine.client import Answer, EngineClient, EngineError, Piece, WeightVersionSpan
 from streamrl.publish.peft import checksum
 from streamrl.publish.transport import AdapterManifest, PublishError, Sink
 from streamrl.types import PolicyVersion
@@ -84,6 +84,8 @@ class AdapterPolicy:
     async def generate(self, *request: Any, **options: Any) -> list[Answer]:
         """EngineClient.generate by the newest adapter; its version is on every token of the answers."""
         with self._adapters.use() as use:
+            if take := options.get("pieces"):
+                options["pieces"] = lambda piece: take(_stamped_piece(piece, use.version))
             answers = await self._client.generate(*request, adapter=use.name, **options)
         return [_stamped(answer, use.version) for answer in answers]
 
@@ -95,6 +97,12 @@ def _stamped(answer: Answer, version: PolicyVersion) -> Answer:
     """The server itself stamps the version of its base weights."""
     span = WeightVersionSpan(str(version), 0, len(answer.output_ids))
     return replace(answer, meta_info=replace(answer.meta_info, weight_versions=(span,)))
+
+
+def _stamped_piece(piece: Piece, version: PolicyVersion) -> Piece:
+    meta = piece.meta_info
+    spans = (WeightVersionSpan(str(version), 0, meta.completion_tokens),) if meta.finish_reason else ()
+    return replace(piece, meta_info=replace(meta, weight_version=str(version), weight_versions=spans))
 
 
 class AdapterSink(Sink):

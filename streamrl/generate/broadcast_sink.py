@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from streamrl.engine.client import EngineClient, EngineError
+from streamrl.engine.load_plan import BucketLayout
 from streamrl.generate.weight_update import WeightUpdate
-from streamrl.publish.transport import BroadcastManifest, BucketLayout, PublishError, Sink
+from streamrl.publish.transport import BroadcastManifest, PublishError, Sink
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)

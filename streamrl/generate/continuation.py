@@ -1,11 +1,13 @@
-"""One answer in parts: cut by an update of its server, and gone on with from its last token.
+"""One answer in parts: cut by an update or by the loss of its server, and gone on with from its last token.
 
-    part 1: prompt               ─▶ a b c ✂
+    part 1: prompt               ─▶ a b c ✂             (aborted, or its server is gone)
     part 2: prompt a b c         ─▶ d e f stop
     answer:                         a b c d e f         log-probs and version spans joined in the same way
 
-Pure: it is given the parts and asked for the next request. What was drawn is never drawn again, so that each token
-keeps the log-prob and the version with which it was drawn.
+Pure: it is given whole parts, or the pieces of one, and asked for the next request. What was received is never drawn
+again, so that each token keeps the log-prob and the version with which it was drawn. One exception: a server tells
+which token is of which version only at the end of a part. Of a part that was under way during an update and never
+came to an end, the pieces that came after the update are drawn again, because nobody can say whose they are.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
-from streamrl.engine.client import Answer, AnswerMeta, FinishReason, WeightVersionSpan
+from streamrl.engine.client import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
+from streamrl.types import PolicyVersion
 
 LENGTH = FinishReason("length")
+
+Logprobs = list[tuple[float, int, str | None]]  # of each token: log-prob, id, text
 
 
 class Continuation:
@@ -34,33 +39,49 @@ class Continuation:
         self._sampling = sampling
         self._id = ""
         self._ids: list[int] = []
-        self._logprobs: list[tuple[float, int, str | None]] = []
+        self._logprobs: Logprobs = []
         self._spans: list[WeightVersionSpan] = []
         self._experts: bytes | None = None  # int32 [tokens read, layers, top_k]
         self._finish: FinishReason | None = None
+        self._part: _Part | None = None  # that comes in pieces
 
     def __len__(self) -> int:
-        """Tokens so far."""
-        return len(self._ids)
+        """Tokens so far, those of the present part too."""
+        return len(self._ids) + (len(self._part.ids) if self._part else 0)
 
     @property
     def finished(self) -> bool:
         """The answer has come to an end of its own."""
         return self._finish is not None and self._finish.type != "abort"
 
-    def take(self, part: Answer) -> None:
-        """What a server answered to the prompt, or to `rest`."""
-        meta, before = part.meta_info, len(self._ids)
-        self._id = self._id or meta.id
-        self._ids += part.output_ids
-        self._logprobs += meta.output_token_logprobs
-        for span in meta.weight_versions:
-            self._append(span.version, before + span.start, before + span.end)
-        if meta.routed_experts is not None:
-            self._read(base64.b64decode(meta.routed_experts))
-        self._finish = meta.finish_reason
-        if not self.finished and len(self._ids) >= self._sampling["max_new_tokens"]:
-            self._finish = LENGTH  # it was cut behind its last token
+    @property
+    def version(self) -> PolicyVersion | None:
+        """That of the last token: only a server of this version or a newer one may go on. None without a token.
+
+        Raises ValueError where the server calls its weights by no version of a policy.
+        """
+        return PolicyVersion.parse(self._spans[-1].version) if self._spans else None
+
+    def begin(self, version: PolicyVersion) -> None:
+        """A server that has `version` is asked for what is missing."""
+        self._part = _Part(str(version))
+
+    def take(self, part: Answer | Piece) -> None:
+        """What a server answered to the prompt, or to `rest`: the whole part, or its next piece after `begin`."""
+        if isinstance(part, Piece):
+            assert self._part is not None, "a piece of no part"
+            self._part.take(part)
+            if part.meta_info.finish_reason is not None:
+                self._join(part.meta_info, self._part.ids, self._part.logprobs)
+        else:
+            self._join(part.meta_info, part.output_ids, part.meta_info.output_token_logprobs)
+
+    def cut(self) -> None:
+        """The present part comes to no end: what is known of it stays."""
+        if self._part is not None:
+            part, known = self._part, self._part.known
+            self._add(part.ids[:known], part.logprobs[:known], (WeightVersionSpan(part.version, 0, known),))
+            self._id = self._id or part.id
 
     def rest(self) -> tuple[list[int], dict[str, Any]]:
         """Input ids and sampling parameters of the request for what is missing."""
@@ -71,12 +92,29 @@ class Continuation:
         """The whole answer, as an uninterrupted server would have given it."""
         meta = AnswerMeta(
             id=self._id,
-            finish_reason=self._finish or FinishReason("abort", "no part of it was answered"),
+            finish_reason=self._finish or FinishReason("abort", "it was not answered to its end"),
             weight_versions=tuple(self._spans),
             output_token_logprobs=self._logprobs,
             routed_experts=None if self._experts is None else base64.b64encode(self._experts).decode(),
         )
         return Answer(output_ids=self._ids, meta_info=meta)
+
+    def _join(self, meta: AnswerMeta | PieceMeta, ids: list[int], logprobs: Logprobs) -> None:
+        """A part that came to its end."""
+        self._id = self._id or meta.id
+        self._finish = meta.finish_reason
+        self._add(ids, logprobs, meta.weight_versions)
+        if meta.routed_experts is not None:
+            self._read(base64.b64decode(meta.routed_experts))
+
+    def _add(self, ids: list[int], logprobs: Logprobs, spans: Sequence[WeightVersionSpan]) -> None:
+        before, self._part = len(self._ids), None
+        self._ids += ids
+        self._logprobs += logprobs
+        for span in spans:
+            self._append(span.version, before + span.start, before + span.end)
+        if not self.finished and len(self._ids) >= self._sampling["max_new_tokens"]:
+            self._finish = LENGTH  # it was cut behind its last token
 
     def _append(self, version: str, start: int, end: int) -> None:
         """A span behind the others; neighbours of one version are one."""
@@ -92,3 +130,26 @@ class Continuation:
         """
         known = self._experts or b""
         self._experts = known + experts[len(known) :]
+
+
+class _Part:
+    """The pieces of a part so far."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version  # of the server when it was asked
+        self.id = ""
+        self.ids: list[int] = []
+        self.logprobs: Logprobs = []
+        self.known = 0  # tokens of `version` for certain: while the server still has it, no update came in between
+
+    def take(self, piece: Piece) -> None:
+        """Raises ValueError where a piece is missing before this one."""
+        meta, new = piece.meta_info, len(piece.output_ids)
+        start = meta.completion_tokens - new
+        if start not in (0, len(self.ids)):
+            raise ValueError(f"answer {meta.id}: a piece begins at token {start}, {len(self.ids)} are known")
+        self.id = meta.id
+        self.ids[start:] = piece.output_ids
+        self.logprobs[start:] = meta.output_token_logprobs[-new:] if new else []
+        if meta.weight_version == self.version:
+            self.known = len(self.ids)

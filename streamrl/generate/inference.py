@@ -132,13 +132,19 @@ class EngineInference:
         answers = await asyncio.gather(*(self._request(ids, parameters, count, options) for count in counts))
         return self._completions(prompt_ids, [answer for some in answers for answer in some])
 
-    def prompt_ids(self, prompt: str | Sequence[Message]) -> np.ndarray:
-        return self._tokenizer.prompt_ids(prompt)
+    def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
+        return self._tokenizer.prompt_ids(prompt, tools)
 
-    def added_ids(self, said: Sequence[Message], added: str | Sequence[Message], last: int | None = None) -> np.ndarray:
+    def added_ids(
+        self,
+        said: Sequence[Message],
+        added: str | Sequence[Message],
+        last: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> np.ndarray:
         if isinstance(added, str):
             return self._tokenizer.plain_ids(added)
-        return self._tokenizer.added_ids(said, added, last)
+        return self._tokenizer.added_ids(said, added, last, tools)
 
     async def _request(
         self, ids: list[int], sampling: dict[str, Any], n: int, options: dict[str, Any]

@@ -69,7 +69,8 @@ class ServiceLink:
         self._run_folder = run_folder
         self._servers = servers
         self._events = events
-        self._capacity = config.generate.groups_in_flight
+        self._capacity = config.generate.least_in_flight or config.generate.groups_in_flight
+        self._draining = False
         self._running: dict[TicketKey, None] = {}
         self._outbox = Outbox()
         self._to_send = asyncio.Event()  # the outbox may hold an unsent group
@@ -119,9 +120,15 @@ class ServiceLink:
         """
         return await self._put(lambda dealer: dealer.send(message))
 
+    async def limit(self, capacity: int) -> None:
+        """Hold so many tickets at most from now on; those that are there stay."""
+        if not self._draining and capacity != self._capacity:
+            self._capacity = capacity
+            await self.say(Credit(capacity=capacity))
+
     async def drain(self, timeout: float) -> None:
         """Take no more tickets, and wait `timeout` seconds at most until no ticket is open."""
-        self._capacity = 0
+        self._draining, self._capacity = True, 0
         await self.say(Credit(capacity=0))
         try:
             async with asyncio.timeout(timeout):

@@ -1,68 +1,225 @@
-"""A policy whose answers outlive interruptions: what an update cut off is asked for again from its last token.
+"""A group's requests, wherever a worker's servers answer them: what is cut off is asked for again from its last token.
 
-    generate ─▶ server ─▶ finished answers ──────────────────────────────▶ whole answers
-                  ▲      └▶ aborted ones ─▶ Continuation ─▶ prompt + prefix ─┐
-                  └──────────────────────── behind the gate, after the update ◀┘
+    generate ─▶ place ─▶ server ─▶ finished answers ────────────────────────▶ whole answers
+                  ▲        ├▶ aborted ones (an update) ─▶ Continuation ─┐
+                  │        └▶ the server is lost ───────▶ Continuation ─┤
+                  └─────────────── prompt + prefix ◀────────────────────┘
 
-For `publish.interruption: abort`. Versions only rise within an answer, because those of its server do.
+Versions only rise within an answer: it goes on at no server with older weights than those of its last token. Long
+answers come in pieces (`generate.stream_every`), so that those which a lost server had drawn are known here.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from streamrl.engine.client import Answer, EngineError
+from streamrl.engine.client import Answer, EngineError, Piece
 from streamrl.generate.continuation import Continuation
+from streamrl.generate.inference import Policy
+from streamrl.types import PolicyVersion
 
-if TYPE_CHECKING:
-    from streamrl.generate.inference import Policy
+log = logging.getLogger(__name__)
 
 STALLS = 8
-# parts in a row that may bring no token: a request that waits for its turn is cut by every update, but one that is
-# always cut before it begins has another cause, and is given up.
+# parts in a row that may end without a token: a request that waits for its turn is cut by every update, but one that
+# is always cut before it begins has another cause, and is given up. A lost server does not count: its group's
+# deadline does.
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
+# seconds before a request is sent again; a server's end is noticed within a heartbeat, and then it is not chosen.
+
+UNAVAILABLE = (502, 503, 504)  # how a router says that the server behind it is lost
 
 
-class ContinuingPolicy:
-    """A `Policy` (generate/inference.py) over one that aborts requests while weights change."""
+class Place(NamedTuple):
+    """Where a request goes."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+    server: str
+    version: PolicyVersion  # that the server had when it was chosen
+    policy: Policy  # the server's own
+
+
+class Servers(Protocol):
+    """The servers among which a request finds its place (generate/fleet.py)."""
+
+    def choose(self, group: Hashable, floor: PolicyVersion, avoid: str | None) -> Place | None:
+        """One that generates with `floor` or newer weights; None while there is none."""
+
+    def changed(self) -> Awaitable[object]:
+        """Done when another choice may be possible than at the time of the call."""
+
+
+class GroupPolicy:
+    """`Policy` (generate/inference.py) for the requests of one group."""
+
+    def __init__(self, servers: Servers, group: Hashable, version: PolicyVersion, every: int) -> None:
+        """No token by an older step than that of `version`. `every`: tokens of a piece; 0: answers come whole."""
+        self._servers = servers
+        self._group = group
+        self._floor = PolicyVersion(version.step)  # of any incarnation
+        self._every = every
+        self._running: dict[str, _Request] = {}
         self._ended: set[str] = set()  # requests that are to end where they are
 
     async def generate(
-        self, input_ids: Sequence[int], sampling: dict[str, Any], n: int, request_id: str | None = None, **options: Any
+        self,
+        input_ids: Sequence[int],
+        sampling: dict[str, Any],
+        n: int,
+        request_id: str | None = None,
+        *,
+        at_least: PolicyVersion | None = None,
+        **options: Any,
     ) -> list[Answer]:
-        """`n` answers, each whole, or an abort where it was ended by its id or the server refuses to go on."""
+        """`n` answers, each whole, or an abort where it was ended by its id or could not go on.
+
+        Raises EngineError where a server refuses the request, or answers too late.
+        """
+        if 0 < self._every < sampling["max_new_tokens"]:
+            options["every"] = self._every
+        request = _Request(self._servers, self._group, request_id, options)
+        floor = max(self._floor, at_least or self._floor)
+        name = request_id or str(id(request))
+        self._running[name] = request
+        if name in self._ended:
+            request.end()
+        answers = [Continuation(input_ids, sampling) for _ in range(n)]
         try:
-            answers = await self._policy.generate(input_ids, sampling, n, request_id, **options)
-            if all(answer.meta_info.finish_reason.type != "abort" for answer in answers):
-                return answers
-            joined = [Continuation(input_ids, sampling) for _ in answers]
-            for continuation, answer in zip(joined, answers, strict=True):
-                continuation.take(answer)
-            await asyncio.gather(*(self._finish(continuation, request_id, options) for continuation in joined))
-            return [continuation.answer() for continuation in joined]
+            await request.first(answers, input_ids, sampling, floor)
+            if rests := [request.rest(answer, floor) for answer in answers if not answer.finished]:
+                await asyncio.gather(*rests)
         finally:
-            self._ended.discard(request_id or "")
+            del self._running[name]
+            self._ended.discard(name)
+        return [answer.answer() for answer in answers]
 
     async def abort(self, request_id: str = "") -> None:
-        """End a request for good."""
-        if request_id:
+        """End one request for good, or all without an id; their answers come back with what they have."""
+        if request_id and request_id not in self._running:
             self._ended.add(request_id)
-        await self._policy.abort(request_id)
+        running = [self._running[request_id]] if request_id in self._running else []
+        for request in running if request_id else list(self._running.values()):
+            await request.abort()
 
-    async def _finish(self, answer: Continuation, request_id: str | None, options: dict[str, Any]) -> None:
-        """Ask for the rest of an answer until it is whole."""
-        stalls = 0
-        while not answer.finished and request_id not in self._ended and stalls < STALLS:
+
+class _Request:
+    """One request and where it is."""
+
+    def __init__(self, servers: Servers, group: Hashable, request_id: str | None, options: dict[str, Any]) -> None:
+        self._servers = servers
+        self._group = group
+        self._id = request_id
+        self._options = options
+        self._over = asyncio.Event()  # it is to end where it is
+        self._at: Policy | None = None
+        self._parts = 0
+        self._avoid: str | None = None  # the server that was lost last
+
+    @property
+    def _name(self) -> str | None:
+        """Of the present part: a server that is only cut off may still know the former one."""
+        return self._id if self._parts <= 1 or self._id is None else f"{self._id}-{self._parts}"
+
+    def end(self) -> None:
+        self._over.set()
+
+    async def abort(self) -> None:
+        self._over.set()
+        if self._at is None or self._name is None:
+            return
+        try:
+            await self._at.abort(self._name)
+        except EngineError as error:
+            log.info("request %s was not ended: %s", self._id, error)
+
+    async def first(
+        self, answers: list[Continuation], ids: Sequence[int], sampling: dict[str, Any], floor: PolicyVersion
+    ) -> None:
+        """Ask for all answers at once, as often as the server is lost before it gave a token."""
+        tries = 0
+        while await self._ask(answers, ids, sampling, floor):
+            if self._over.is_set() or any(len(answer) for answer in answers):
+                return
+            await self._pause(tries)
+            tries += 1
+
+    async def rest(self, answer: Continuation, floor: PolicyVersion) -> None:
+        """Ask for what is missing of one answer, until it is whole."""
+        stalls = tries = 0
+        while not answer.finished and not self._over.is_set() and stalls < STALLS:
             before = len(answer)
             try:
-                (part,) = await self._policy.generate(*answer.rest(), 1, request_id, **options)
-            except EngineError as error:
-                if error.status is None and not error.late:
-                    raise
+                lost = await self._ask([answer], *answer.rest(), max(floor, answer.version or floor))
+            except EngineError:
                 return  # refused, as its first part would have been: it stays an abort
-            answer.take(part)
-            stalls = stalls + 1 if len(answer) == before else 0
+            if len(answer) > before:
+                stalls = tries = 0
+            elif lost:
+                await self._pause(tries)
+                tries += 1
+            else:
+                stalls += 1
+
+    async def _ask(
+        self, answers: list[Continuation], ids: Sequence[int], sampling: dict[str, Any], floor: PolicyVersion
+    ) -> bool:
+        """One part of each of the answers. True where its server was lost."""
+        place = self._servers.choose(self._group, floor, self._avoid) or await self._wait(floor)
+        if place is None:
+            return False
+        for answer in answers:
+            answer.begin(place.version)
+        options = self._options
+        if "every" in options:
+            options = options | {"pieces": _distribute(answers)}
+        self._at, self._parts = place.policy, self._parts + 1
+        try:
+            parts = await place.policy.generate(ids, sampling, len(answers), self._name, **options)
+            for answer, part in zip(answers, parts, strict=False):  # none where they came in pieces
+                answer.take(part)
+        except EngineError as error:
+            if not _is_loss(error):
+                raise
+            self._avoid = place.server
+            return True
+        finally:
+            self._at = None
+            for answer in answers:
+                answer.cut()
+        return False
+
+    async def _wait(self, floor: PolicyVersion) -> Place | None:
+        """Until a server can take it, or the request is to end."""
+        while not self._over.is_set():
+            await self._unless_over(self._servers.changed())
+            if place := self._servers.choose(self._group, floor, self._avoid):
+                return place
+        return None
+
+    async def _pause(self, tries: int) -> None:
+        """No pause before the first try elsewhere."""
+        if tries:
+            await self._unless_over(asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**tries)))
+
+    async def _unless_over(self, waiting: Awaitable[object]) -> None:
+        both = (asyncio.ensure_future(waiting), asyncio.ensure_future(self._over.wait()))
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in both:
+                task.cancel()
+
+
+def _distribute(answers: list[Continuation]) -> Callable[[Piece], None]:
+    def take(piece: Piece) -> None:
+        answers[piece.index].take(piece)
+
+    return take
+
+
+def _is_loss(error: EngineError) -> bool:
+    """Whether the server is lost, rather than unwilling or late."""
+    return (error.status is None and not error.late) or error.status in UNAVAILABLE

@@ -1,9 +1,10 @@
-"""The one server of a worker, started here or attached to: its version, its health, its end."""
+"""One life of one server of a worker, started here or attached to: its version, its health, its end."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 
 from streamrl.config import Config
@@ -13,7 +14,6 @@ from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
-from streamrl.generate.requests import ContinuingPolicy
 from streamrl.generate.sinks import make_sink
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.keys import bearer_token, key_folder
@@ -25,16 +25,18 @@ log = logging.getLogger(__name__)
 START_SHARE = 0.9
 # of run.start_timeout, for a server: its failure is then reported with its own log, not as a late worker.
 
-HEALTH_PERIOD = 5.0  # seconds between two looks at an attached server; one of our own is a process to look at
+HEALTH_PERIOD = 5.0  # seconds between two questions whether a server still answers
 
 MISSES = 6
-# looks in a row that an attached server may miss: while it loads weights or a long prompt it answers late.
+# in a row that a server may leave unanswered: while it loads weights or a long prompt it answers late.
+
+SEED_STRIDE = 10_000  # between the seeds of a worker's servers: more than there are workers
 
 INITIAL = PolicyVersion(0)  # the version of the weights in model.path
 
 
 class ServedModel:
-    """An SGLang server with the run's model. `close` it.
+    """An SGLang server with the run's model, from its start to its end. `close` it.
 
     >>> served = ServedModel(config, run_folder, index=0)
     >>> await served.start()
@@ -42,47 +44,61 @@ class ServedModel:
     ServerState(name='server-0', version=PolicyVersion(step=0, incarnation=0), world_size=1)
     """
 
-    def __init__(self, config: Config, run_folder: Path, index: int) -> None:
-        """Start the server of worker `index`, or take its address. `config` as that worker sees it."""
+    def __init__(self, config: Config, run_folder: Path, index: int, place: int = 0) -> None:
+        """Start server number `place` of worker `index`, or take its address. `config` as that worker sees it."""
         attach = config.generate.attach
-        self.name = f"server-{index}"
+        label = str(index) if config.generate.servers == 1 else f"{index}-{place}"
+        self.name = f"server-{label}"
+        self.version = INITIAL
         self._config = config
-        self._version = INITIAL
-        self._changed = asyncio.Condition()
+        self._keys = key_folder(config, run_folder)
         keys = engine_keys(config, run_folder)
-        self._process = None if attach else Server(config, run_folder, index, keys)
-        self.address = self._process.address if self._process else attach[0]
+        seed = index + SEED_STRIDE * place
+        self._process = None if attach else Server(config, run_folder, seed, keys, label=label)
+        self.address = self._process.address if self._process else attach[place]
         self.client = EngineClient(self.address, config.generate.request_timeout, keys)
         self._gate = RequestGate()
         self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None
+        self.policy: Policy = GatedPolicy(self.client, self._gate)  # of this server alone, by its newest version
+        if self._adapters is not None:
+            self.policy = AdapterPolicy(self.client, self._adapters)
 
     @property
     def state(self) -> ServerState:
-        return ServerState(name=self.name, version=self._version, world_size=self._config.generate.tensor_parallel)
-
-    @property
-    def policy(self) -> Policy:
-        """What requests are given to: it answers them with the newest version that the server has."""
-        if self._adapters is not None:
-            return AdapterPolicy(self.client, self._adapters)
-        gated = GatedPolicy(self.client, self._gate)
-        return ContinuingPolicy(gated) if self._config.publish.interruption == "abort" else gated
+        return ServerState(name=self.name, version=self.version, world_size=self._config.generate.tensor_parallel)
 
     def sink(self) -> Sink:
         """A new end of the publisher's way to this server."""
-        return make_sink(self._config, self.client, self._gate, self._adapters)
+        return make_sink(self._config, self.client, self._gate, self._adapters, keys=self._keys)
 
-    async def start(self) -> None:
-        """Wait until the server can generate with the run's initial weights. Raises ServerFailed."""
+    async def start(self, *, patient: bool = False) -> None:
+        """Wait until the server can generate with the run's initial weights. Raises ServerFailed.
+
+        `patient`: an attached one may be starting just now.
+        """
         timeout = START_SHARE * self._config.run.start_timeout
         if self._process is not None:
             await self._process.ready(self.client, timeout)
         else:
             try:
+                if patient:
+                    await self._answers(timeout)
                 await _reset(self.client, self._config.model.path, timeout)
             except EngineError as error:
                 raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
         await self._load_initial_adapter(timeout)
+
+    async def _answers(self, timeout: float) -> None:
+        """Wait until an attached server answers. Raises EngineError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                await self.client.model_info()
+                return
+            except EngineError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(HEALTH_PERIOD)
 
     async def _load_initial_adapter(self, timeout: float) -> None:
         """Version 0 of a run that starts from an adapter has it; of any other it is the base weights alone."""
@@ -95,34 +111,26 @@ class ServedModel:
             raise ServerFailed(f"learner.lora.adapter: {error}") from error
         self._adapters.loaded(INITIAL)
 
-    async def set_version(self, version: PolicyVersion) -> None:
-        """The sink has brought the server to `version`."""
-        async with self._changed:
-            self._version = version
-            self._changed.notify_all()
-
-    async def at_least(self, version: PolicyVersion) -> None:
-        """Wait until the server generates with the step of `version` or a newer one."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._version.step >= version.step)
-
     async def watch(self) -> None:
-        """Never returns while the server lives. Raises ServerFailed when it does not any more."""
-        misses = 0
+        """Never returns while the server lives. Raises ServerFailed when its process has ended, or it is silent."""
+        misses, asked = 0, time.monotonic()
         while True:
-            if self._process is not None:
-                self._process.check()
-                await asyncio.sleep(self._config.generate.heartbeat)
-                continue
-            try:
-                await self.client.model_info()
-                misses = 0
-            except EngineError as error:
-                misses += 1
-                log.warning("%s: look %d of %d missed", error, misses, MISSES)
-                if misses == MISSES:
-                    raise ServerFailed(f"generate.attach: {error}") from error
-            await asyncio.sleep(HEALTH_PERIOD)
+            self.check()
+            if time.monotonic() - asked >= HEALTH_PERIOD:
+                misses = await self._ask(misses)
+                asked = time.monotonic()
+            await asyncio.sleep(min(self._config.generate.heartbeat, HEALTH_PERIOD))
+
+    async def _ask(self, misses: int) -> int:
+        """Whether the server answers: how many times in a row it did not."""
+        try:
+            await self.client.model_info()
+        except EngineError as error:
+            log.warning("%s: question %d of %d unanswered", error, misses + 1, MISSES)
+            if misses + 1 == MISSES:
+                raise ServerFailed(f"{self.name} does not answer: {error}") from error
+            return misses + 1
+        return 0
 
     def check(self) -> None:
         """Raise ServerFailed when the server's process has ended."""
@@ -132,6 +140,7 @@ class ServedModel:
     async def close(self) -> None:
         """Let go of an attached server, end one of our own."""
         await self.client.close()
+        self._gate.open()  # who waits there shall look for another server
         if self._process is not None:
             await self._process.stop()
 

@@ -1,15 +1,16 @@
-"""The generator worker: takes tickets, keeps that many groups going on its server, sends them, takes in new weights.
+"""The generator worker: takes tickets, keeps that many groups going on its servers, sends them, takes in new weights.
 
-    server ready ─▶ greet the service ─▶ ┌ Tickets ─▶ run_group ─▶ outbox    (groups_in_flight at once)
-                                         │ outbox ─▶ service, until answered (generate/link.py)
-                                         │ Publish ─▶ sink ─▶ Applied        (one after another)
-                                         │ every heartbeat: Heartbeat
-                                         └ the server's health
-    Stop ─▶ Bye ─▶ abort what is in flight ─▶ probes ─▶ the server ends ─▶ exit 0
-    SIGTERM ─▶ no more tickets ─▶ the open ones are finished, as far as time allows ─▶ Bye ─▶ the server ends ─▶ exit 0
+    servers ready ─▶ greet the service ─▶ ┌ Tickets ─▶ run_group ─▶ outbox    (groups_in_flight at once)
+                                          │ outbox ─▶ service, until answered (generate/link.py)
+                                          │ Publish ─▶ sink ─▶ Applied        (one after another at each server)
+                                          │ every heartbeat: Heartbeat
+                                          │ the servers' health, and their restarts (generate/fleet.py)
+                                          └ a version due: evaluated on one server (generate/pinning.py)
+    Stop ─▶ Bye ─▶ abort what is in flight ─▶ probes ─▶ the servers end ─▶ exit 0
+    SIGTERM ─▶ no more tickets ─▶ the open ones are finished, as far as time allows ─▶ Bye ─▶ the servers end ─▶ exit 0
 
-A server that dies ends the worker with the last lines of its log; whoever started the worker decides
-whether it is started again.
+A worker whose last server is given up ends with the last lines of that server's log; whoever started the worker
+decides whether it is started again.
 """
 
 from __future__ import annotations
@@ -28,46 +29,50 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
+from streamrl.generate.concurrency import Concurrency
+from streamrl.generate.fleet import Fleet
 from streamrl.generate.group import run_group
-from streamrl.generate.inference import EngineInference, Load
+from streamrl.generate.inference import EngineInference, Load, Policy
 from streamrl.generate.link import ServiceLink
+from streamrl.generate.pinning import MakeEvaluator, Pinning
 from streamrl.generate.probes import answer_probes
-from streamrl.generate.served import ServedModel
+from streamrl.generate.served import INITIAL, ServedModel
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, event_path
-from streamrl.publish.transport import PublishError
+from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
-from streamrl.stream.messages import Applied, Message, Publish, PublishFailed, Stop, Tickets
+from streamrl.stream.messages import Applied, Message, Publish, PublishFailed, ServerState, Stop, Tickets
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.registry import build_tasks
 from streamrl.types import Ticket
 
 log = logging.getLogger(__name__)
 
-ABORT_TIMEOUT = 5.0  # seconds for the server to hear that nobody waits for its answers any more
-
 DRAIN_SHARE = 0.5
-# of run.stop_timeout, for open tickets after SIGTERM: the end of the server needs the rest.
+# of run.stop_timeout, for open tickets after SIGTERM, and for the last probes: the end of the servers needs the rest.
+
+ADAPT_PERIOD = 1.0  # seconds between two looks at how full the servers are
 
 
 class Stopped(Exception):
     """The run is over, or this worker is to end: not an error."""
 
 
-def main(config: Config, run_folder: Path, index: int) -> int:
+def main(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator | None = None) -> int:
     """Run the role until the run is over or a signal comes. Returns the exit code.
 
+    `evaluator` makes what evaluates a server while the run goes on, in the worker that `evaluate.worker` names.
     Raises ConfigError for a worker without an address where its pool attaches to servers.
     """
     try:
         own = config.of_worker(index)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return uvloop.run(run_worker(own, run_folder, index))
+    return uvloop.run(run_worker(own, run_folder, index, evaluator if index == own.evaluate.worker else None))
 
 
-async def run_worker(config: Config, run_folder: Path, index: int) -> int:
+async def run_worker(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator | None = None) -> int:
     """Worker `index` of the run, whose own `config` this is, from its server's start to its end.
 
     Returns 0, or 1 when the server failed.
@@ -77,12 +82,12 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
-    served = ServedModel(config, run_folder, index)
+    fleet = Fleet(config, run_folder, index, events)
     try:
-        if await _unless(stop, served.start()):
+        if await _unless(stop, fleet.start()):
             return 0
         address = await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
-        worker = Worker(config, run_folder, index, served, address=address, events=events)
+        worker = Worker(config, run_folder, index, fleet, address=address, events=events, evaluator=evaluator)
         try:
             await worker.run(stop)
         finally:
@@ -94,7 +99,7 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> int:
         print(f"generator-{index}: {failure}", file=sys.stderr)
         return 1
     finally:
-        await served.close()
+        await fleet.close()
         events.close()
     return 0
 
@@ -113,44 +118,56 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
 
 
 class Worker:
-    """One worker on a server that is ready. `close` it."""
+    """One worker on servers that are ready. `close` it."""
 
     def __init__(
-        self, config: Config, run_folder: Path, index: int, served: ServedModel, *, address: str, events: EventLog
+        self,
+        config: Config,
+        run_folder: Path,
+        index: int,
+        fleet: Fleet,
+        *,
+        address: str,
+        events: EventLog,
+        evaluator: MakeEvaluator | None = None,
     ) -> None:
         """`address` of the replay service. Raises ValueError for task arguments that do not fit."""
         self.name = f"generator-{index}"
         self._config = config
         self._index = index
-        self._served = served
+        self._fleet = fleet
         self._events = events
         self._load = Load()
         self._tokenizer = Tokenizer(config.model.path)
         self._tasks = build_tasks(config.task, config.run.seed)
-        self._link = ServiceLink(
-            config, run_folder, self.name, address=address, servers=lambda: (served.state,), events=events
-        )
-        self._sink = served.sink()
-        self._publishes: asyncio.Queue[Publish] = asyncio.Queue()
+        self._pinning = Pinning(config, run_folder, evaluator, tokenizer=self._tokenizer, events=events)
+        self._link = ServiceLink(config, run_folder, self.name, address=address, servers=self._states, events=events)
+        self._publishes: dict[str, asyncio.Queue[Publish]] = {name: asyncio.Queue() for name in fleet.names}
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set or the service says Stop. Raises ServerFailed, EngineError or StreamTimeout."""
         await self._probe("start")
+        self._pinning.begin(self._fleet.names[0], INITIAL)
         await self._link.greet()
-        version, pool = str(self._served.state.version), self._config.generate.name
-        self._events.emit("ready", server=self._served.address, version=version, pool=pool)
+        addresses = [served.address for served in self._fleet.servers.values()]
+        version, pool = str(self._fleet.version), self._config.generate.name
+        self._events.emit("ready", server=addresses[0], servers=addresses, version=version, pool=pool)
         try:
             await self._serve(stop)
         finally:
             await self._link.bye()
         if not stop.is_set():  # else whoever sent the signal will not wait for long
-            await self._abandon()
+            await self._fleet.abandon()
             await self._probe("end")
 
     async def close(self) -> None:
         for task in self._tasks.values():
             await task.close()
+        await self._pinning.close()
         self._link.close()
+
+    def _states(self) -> tuple[ServerState, ...]:
+        return self._pinning.mark(self._fleet.states)
 
     async def _serve(self, stop: asyncio.Event) -> None:
         """Everything that goes on at once; returns on Stop, or when it is drained."""
@@ -159,9 +176,15 @@ class Worker:
                 together.create_task(self._listen(together))
                 together.create_task(self._link.deliver())
                 together.create_task(self._beat())
-                together.create_task(self._update())
-                together.create_task(self._served.watch())
+                for name in self._publishes:
+                    together.create_task(self._update(name))
+                together.create_task(self._fleet.keep(self._link.greet))
                 together.create_task(self._drain(stop))
+                together.create_task(
+                    self._pinning.serve(lambda name: self._fleet.servers[name].policy, self._states, self._link.say)
+                )
+                if self._config.generate.least_in_flight:
+                    together.create_task(self._adapt())
         except ExceptionGroup as raised:
             stopped, failures = raised.split(Stopped)
             if failures is not None:
@@ -180,8 +203,10 @@ class Worker:
                 for ticket in tickets:
                     if self._link.open(ticket):
                         together.create_task(self._run_ticket(ticket))
+            case Publish(server=server) if server in self._publishes:
+                self._publishes[server].put_nowait(message)
             case Publish():
-                self._publishes.put_nowait(message)
+                together.create_task(self._refuse(message))
             case Stop(reason=reason):
                 raise Stopped(reason)
             case _:
@@ -189,21 +214,22 @@ class Worker:
 
     async def _run_ticket(self, ticket: Ticket) -> None:
         deadline = asyncio.get_running_loop().time() + self._config.replay.group_timeout
+        key = (ticket.group_id, ticket.attempt)
+        policy = self._fleet.policy(key, ticket.issued_version)
         try:
-            await self._served.at_least(ticket.issued_version)
+            await self._fleet.at_least(ticket.issued_version, deadline)
             group = await run_group(
                 ticket,
                 self._tasks[ticket.task],
-                self._inference(deadline=deadline),
+                self._inference(policy, deadline=deadline),
                 self._config.generate.group_size,
                 longest=self._config.learner.tokens_per_micro_batch,
                 temperature=self._config.generate.sampling.temperature,
                 overlong=Overlong.of(self._config),
                 events=self._events,
             )
-        except EngineError:
-            self._served.check()  # its log says more than a refused connection
-            raise
+        finally:
+            self._fleet.leave(key)
         self._link.finish(group)
 
     async def _drain(self, stop: asyncio.Event) -> None:
@@ -212,12 +238,11 @@ class Worker:
         await self._link.drain(DRAIN_SHARE * self._config.run.stop_timeout)
         raise Stopped("drained after a signal")
 
-    def _inference(self, *, greedy: bool = False, deadline: float | None = None) -> EngineInference:
-        generate = self._config.generate
+    def _inference(self, policy: Policy, *, greedy: bool = False, deadline: float | None = None) -> EngineInference:
         return EngineInference(
-            self._served.policy,
+            policy,
             self._tokenizer,
-            generate,
+            self._config.generate,
             self._load,
             greedy=greedy,
             deadline=deadline,
@@ -229,47 +254,74 @@ class Worker:
             await self._link.beat(self._load.busy, self._load.generated)
             await asyncio.sleep(self._config.generate.heartbeat)
 
-    async def _update(self) -> None:
-        """Take in the versions that the publisher sends; a newer one that waits replaces an older one."""
+    async def _adapt(self) -> None:
+        """As many groups at once as the servers' KV caches bear."""
+        generate = self._config.generate
+        concurrency = Concurrency(generate.least_in_flight, generate.groups_in_flight)
         while True:
-            publish = await self._publishes.get()
-            while not self._publishes.empty():
-                publish = self._publishes.get_nowait()
-            await self._link.say(await self._apply(publish))
+            await asyncio.sleep(ADAPT_PERIOD)
+            pressure = await self._fleet.pressure()
+            if pressure is None:
+                continue
+            former, busy = concurrency.capacity, len(self._link.tickets)
+            capacity = concurrency.hear(pressure.token_usage, pressure.num_waiting_reqs, busy)
+            if capacity != former:
+                usage, waiting = pressure.token_usage, pressure.num_waiting_reqs
+                self._events.emit("concurrency", groups=capacity, usage=usage, waiting=waiting)
+                await self._link.limit(capacity)
 
-    async def _apply(self, publish: Publish) -> Applied | PublishFailed:
+    async def _update(self, name: str) -> None:
+        """Take in the versions that the publisher sends to a server; a newer one that waits replaces an older one."""
+        publishes = self._publishes[name]
+        served: ServedModel | None = None
+        while True:
+            publish = await publishes.get()
+            while not publishes.empty():
+                publish = publishes.get_nowait()
+            present = self._fleet.servers.get(name)
+            if present is None:
+                await self._refuse(publish)
+                continue
+            if present is not served:  # it was started again: nothing of the former one is left
+                served, sink = present, present.sink()
+            await self._link.say(await self._apply(publish, served, sink))
+
+    async def _apply(self, publish: Publish, served: ServedModel, sink: Sink) -> Applied | PublishFailed:
         version, server = publish.version, publish.server
+        tickets = len(self._link.tickets)
         try:
-            if server != self._served.name:
-                raise PublishError(f"{self.name} has no server {server}")
-            if version.step < self._served.state.version.step:  # a server's version never goes back
-                return Applied(server=server, version=self._served.state.version)
-            tickets = len(self._link.tickets)
+            self._pinning.check(served.state)
+            if version.step < served.version.step:  # a server's version never goes back
+                return Applied(server=server, version=served.version)
             with self._events.span("publish.apply", server=server, version=str(version), tickets=tickets):
-                await self._sink.apply(version, publish.manifest)
+                await sink.apply(version, publish.manifest)
+            if self._fleet.servers.get(server) is not served:
+                raise PublishError(f"{server} was lost")
         except PublishError as error:
             log.warning("version %s was not applied: %s", version, error)
             return PublishFailed(server=server, version=version, reason=str(error)[:4096], attempt=publish.attempt)
-        await self._served.set_version(version)
-        return Applied(server=server, version=version)
+        self._fleet.set_version(served, version)
+        return Applied(server=server, version=version, pinned=self._pinning.begin(server, version))
 
-    async def _abandon(self) -> None:
-        """Nobody waits any more for what the server still generates."""
-        try:
-            async with asyncio.timeout(ABORT_TIMEOUT):
-                await self._served.client.abort()
-        except (EngineError, TimeoutError) as error:
-            log.info("requests in flight were not aborted: %s", error)
+    async def _refuse(self, publish: Publish) -> None:
+        reason = f"{self.name} has no server {publish.server} now"
+        server, version, attempt = publish.server, publish.version, publish.attempt
+        await self._link.say(PublishFailed(server=server, version=version, reason=reason, attempt=attempt))
 
     async def _probe(self, moment: str) -> None:
-        """Worker 0 answers the held-out prompts; at the end a server that cannot is no failure of the run."""
+        """Worker 0 answers the held-out prompts; at the end servers that cannot are no failure of the run."""
         if self._index != 0 or self._config.generate.probes == 0:
             return
+        inference = self._inference(self._fleet.policy(moment, INITIAL), greedy=True)
+        run = self._config.run
         try:
-            await answer_probes(self._config, self._inference(greedy=True), self._events, moment)
-        except EngineError as error:
-            self._served.check()
-            log.warning("probes at the %s were not answered: %s", moment, error)
+            async with asyncio.timeout(run.start_timeout if moment == "start" else DRAIN_SHARE * run.stop_timeout):
+                await answer_probes(self._config, inference, self._events, moment)
+        except (EngineError, TimeoutError) as error:
+            self._fleet.check()
+            log.warning("probes at the %s were not answered: %s", moment, error or "not in time")
+        finally:
+            self._fleet.leave(moment)
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from streamrl.config import Config
-from streamrl.stream.messages import Bye, Finished, Hello, Message, Next, Progress, Saved, Stop, Welcome
+from streamrl.stream.messages import Bye, Evaluated, Finished, Hello, Message, Next, Progress, Saved, Stop, Welcome
 from streamrl.stream.peer import Peer
 from streamrl.stream.sockets import ReceivedBatch, StreamTimeout
 from streamrl.types import Batch, Ledger, PolicyVersion
@@ -53,8 +53,11 @@ class BatchSource(Protocol):
         """Hear that a checkpoint of `version` is complete; `oldest` is the step of the oldest one that is kept."""
         ...
 
-    def end(self, complete: PolicyVersion | None) -> None:
-        """Hear that no more batch will be asked for; `complete`: the run's last version, None when it stopped early."""
+    def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
+        """Hear that no more batch will be asked for; `complete`: the run's last version, None when it stopped early.
+
+        Returns the evaluations that came too late for the last batch.
+        """
         ...
 
     def close(self) -> None: ...
@@ -82,6 +85,7 @@ class ServiceBatches:
         self._asked: int | None = None
         self._asked_at = self._since = time.monotonic()  # the last time, the first time
         self._complete: PolicyVersion | None = None
+        self._late: list[Evaluated] = []  # that came without a batch
         self._peer = Peer(config, run_folder, "learner", self._opening)
 
     def begun(self, timeout: float) -> bool:
@@ -125,17 +129,21 @@ class ServiceBatches:
     def saved(self, version: PolicyVersion, oldest: int) -> None:
         self._peer.send(Saved(version=version, oldest=oldest))
 
-    def end(self, complete: PolicyVersion | None) -> None:
-        """Say Bye; or say Finished and wait `stream.reply_timeout` at most until the service has heard it."""
+    def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
+        """Say Bye; or say Finished and wait until the service says Stop.
+
+        That takes `stream.reply_timeout` at most, and `evaluate.longest` more where the last version is evaluated.
+        """
         self._complete = complete
         if complete is None:
             self._peer.send(Bye())
-            return
+            return self._late
         self._peer.send(Finished(version=complete))
-        deadline = time.monotonic() + self._config.stream.reply_timeout
+        deadline = time.monotonic() + self._config.stream.reply_timeout + self._config.evaluate.longest
         while not self._stopped and time.monotonic() < deadline:
             self._peer.beat()
             self._hear(self._config.learner.tick)
+        return self._late
 
     def close(self) -> None:
         self._peer.close()
@@ -152,6 +160,8 @@ class ServiceBatches:
         received = self._peer.receive(timeout)
         if isinstance(received, Welcome):
             self.published, self._welcomed = received.published, True
+        elif isinstance(received, Evaluated):
+            self._late.append(received)
         elif isinstance(received, Stop):
             self._stopped = True
         return received
@@ -189,8 +199,8 @@ class RecordedBatches:
     def saved(self, version: PolicyVersion, oldest: int) -> None:
         return None
 
-    def end(self, complete: PolicyVersion | None) -> None:
-        return None
+    def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
+        return ()
 
     def close(self) -> None:
         return None
@@ -204,4 +214,5 @@ def _metrics(stats: dict[str, Any]) -> dict[str, float]:
         "buffer/groups": stats["groups"],
         "buffer/bytes": stats["bytes"],
         **stats["selection"],
+        **stats["evaluation"],
     }

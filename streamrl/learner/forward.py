@@ -28,6 +28,7 @@ from streamrl.learner.model import PolicyModel, policy_of
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.rows import RowMaker
+from streamrl.learner.stopwatch import Stopwatch
 
 Loss = Callable[[Tensor, Tensor, int], tuple[Tensor, dict[str, Tensor]]]
 """(log-probs [N], entropies [N], index of the micro batch) -> (its part of the step's loss, its sums)."""
@@ -80,7 +81,9 @@ class Passes:
         model.config.finalize_model_grads_func = self._finalize
         self._rows = RowMaker.of_model(model, config, ranks.device.torch_device)
         self._began = 0.0
+        self._stopwatch = Stopwatch(ranks.device)
         self.busy = 0.0  # seconds of the last `forward_backward`, without the reduction of gradients over ranks
+        self.forward = 0.0  # those of them in this rank's forward passes and the loss
 
     def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, Tensor]:
         """Put the gradient of these micro batches' loss into the buffers, which are emptied first.
@@ -92,7 +95,7 @@ class Passes:
         self._began = time.perf_counter()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        return self._reduced(merge(self._run(micro_batches, partial(_part, loss), forward_only=False)))
+        return self._reduced(merge(self._run(micro_batches, partial(self._part, loss), forward_only=False)))
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The log-probs float32 [N] of each micro batch's targets under the present weights, without a gradient.
@@ -141,16 +144,23 @@ class Passes:
         """Megatron's forward step: the model's output, and the function that Megatron calls with it."""
         index, micro = next(micro_batches)
         row = self._rows.make(micro, longest)
-        output = model(row.ids, row.positions, None, labels=row.targets, packed_seq_params=row.packed)
+        with contextlib.nullcontext() if scoring else self._stopwatch.running():
+            output = model(row.ids, row.positions, None, labels=row.targets, packed_seq_params=row.packed)
         if scoring and isinstance(output, tuple):
             # Where no loss is made of it, Megatron takes the output for one tensor.
             output, _ = output
         return output, partial(finish, index=index)
 
+    def _part(self, loss: Loss, output: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Megatron's triple (loss, number of tokens, sums): with a count it neither averages nor scales the loss."""
+        with self._stopwatch.running():
+            value, sums = loss(*output, index)
+        return value, torch.zeros((), dtype=torch.int, device=value.device), sums
+
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
         """Sum the gradients over ranks, without dividing by a token count: the loss is divided already."""
         self._ranks.device.synchronize()
-        self.busy = time.perf_counter() - self._began
+        self.busy, self.forward = time.perf_counter() - self._began, self._stopwatch.take()
         finalize_model_grads(model, None, **groups)
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -163,12 +173,6 @@ class Passes:
         box = [{key: value.cpu() for key, value in sums.items()}]
         dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return {key: value.to(self._ranks.device.torch_device) for key, value in box[0].items()}
-
-
-def _part(loss: Loss, output: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Megatron's triple (loss, number of tokens, sums): with a count it neither averages nor scales the loss."""
-    value, sums = loss(*output, index)
-    return value, torch.zeros((), dtype=torch.int, device=value.device), sums
 
 
 def _logprobs(output: Tensor, index: int, non_loss_data: bool) -> Tensor:

@@ -181,6 +181,7 @@ class LeadLoop:
         try:
             trained = self.trainer.train_step(batch)
             self.events.emit("learner.ranks", step=batch.step, seconds=self.trainer.rank_seconds)
+            self.events.emit("learner.phases", step=batch.step, phases=self.trainer.phases)
             return trained
         except BadStepsError as error:
             path = bad_batch.save(batch, self.run_folder)
@@ -192,10 +193,10 @@ class LeadLoop:
             return 0.0
         began = time.monotonic()
         deadline = began + self.config.run.silence_timeout  # `offer` says what is wrong then
-        while not self.publisher.ready(self.config.learner.tick) and time.monotonic() < deadline:
-            self.trainer.broadcast("wait")
-        self.trainer.broadcast("export")
         with self.events.span("learner.offer", version=str(self.trainer.version)):
+            while not self.publisher.ready(self.config.learner.tick) and time.monotonic() < deadline:
+                self.trainer.broadcast("wait")
+            self.trainer.broadcast("export")
             self.publisher.offer(self.trainer.version, self.trainer.export())
         self._offered = self.trainer.version
         return time.monotonic() - began
@@ -213,13 +214,17 @@ class LeadLoop:
             self.source.saved(saved.version, oldest)
 
     def _end(self) -> None:
-        """Tell the ranks, let the last version arrive, tell the service whether the run is complete."""
+        """Tell the ranks, let the last version arrive, tell the service whether the run is complete.
+
+        What evaluations tell after the last step is added to the rows of their versions.
+        """
         self.trainer.broadcast("end")
         self._tell_saved(wait=True)  # after "end": the other ranks wait for nothing but their part of it
         complete = self.trainer.version.step >= self.config.run.steps
         if complete and self.publisher is not None:
-            self.publisher.wait(self.config.publish.timeout)
-        self.source.end(self.trainer.version if complete else None)
+            self.publisher.wait(self.config.publish.timeout + self.config.evaluate.longest)
+        for late in self.source.end(self.trainer.version if complete else None):
+            self.metrics.amend(late.version.step, late.metrics)
 
     def _publish_is_due(self) -> bool:
         """Every `publish.every` steps, at the end, and when a resumed learner has caught up with what was published."""

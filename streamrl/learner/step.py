@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from streamrl.learner.optimizer import PolicyOptimizer, Update
 from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
 from streamrl.learner.reference import Reference
 from streamrl.learner.selection import select
+from streamrl.observe.events import now
 from streamrl.types import Batch
 
 log = logging.getLogger(__name__)
@@ -107,6 +107,7 @@ class LearnerStep:
         self._reference = reference
         self._device = device
         self.busy = 0.0  # seconds of this rank's passes in the last step, without its waits for the other ranks
+        self.phases: list[tuple[str, float, float]] = []  # (name, begin, end) in the last step, since the epoch
 
     def train(self, share: Share) -> dict[str, float]:
         """Make the updates of a step. Returns its metrics, the same on every rank but for memory and times.
@@ -124,10 +125,11 @@ class LearnerStep:
         for _ in range(self._config.learner.passes):
             for mini, known in zip(share.mini_batches, signals, strict=True):
                 sums.append(self.differentiate(mini, known))
-                clock.lap("forward_backward")
+                clock.lap("backward", forward=self._passes.forward)
                 updates.append(self._update(share.step, sums[-1]))
                 clock.lap("optimizer")
         self._optimizer.end_step()
+        self.phases = clock.phases
         return {
             **finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates)),
             **self._device.memory(),
@@ -211,22 +213,32 @@ def tokens_of(
 
 
 class _Clock:
-    """Seconds of each phase of a step, `time/PHASE`."""
+    """Which phase of a step went on when, and the seconds of each, `time/PHASE`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._last = time.perf_counter()
-        self._seconds: dict[str, float] = {}
+        self._last = now()
+        self.phases: list[tuple[str, float, float]] = []  # (name, begin, end)
 
-    def lap(self, phase: str) -> None:
-        """What has passed since the last lap was `phase`."""
+    def lap(self, phase: str, *, forward: float | None = None) -> None:
+        """What has passed since the last lap was `phase`, but for `forward` seconds of it.
+
+        The forward and backward passes of micro batches alternate: what is shown first in one piece has the right
+        length, not the right place.
+        """
         self._device.synchronize()
-        now = time.perf_counter()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
-        self._last = now
+        end = now()
+        between = min(end, self._last + (forward or 0.0))
+        if forward is not None:
+            self.phases.append(("forward", self._last, between))
+        self.phases.append((phase, between, end))
+        self._last = end
 
     def metrics(self) -> dict[str, float]:
-        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        seconds = {f"time/{phase}": 0.0 for phase, _, _ in self.phases}
+        for phase, begin, end in self.phases:
+            seconds[f"time/{phase}"] += end - begin
+        return {**seconds, "time/forward_backward": seconds["time/forward"] + seconds["time/backward"]}
 
 
 def _largest(norms: Sequence[float]) -> float:

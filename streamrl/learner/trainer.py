@@ -89,6 +89,11 @@ class Trainer:
         """Seconds of every rank's passes in the last step, without its waits for the other data-parallel ranks."""
         return self._stragglers.seconds
 
+    @property
+    def phases(self) -> list[tuple[str, float, float]]:
+        """(name, begin, end) of the parts of the last step on this rank, in seconds since the epoch."""
+        return self._step.phases if self._step else []
+
     def restore_or_start(self) -> None:
         """Take up the newest checkpoint of the run, or else the Hugging Face weights as step 0.
 

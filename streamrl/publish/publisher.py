@@ -1,6 +1,6 @@
 """The learner's publisher: takes versions from the training loop and brings every server to the newest one.
 
-    offer ──copy──▶ staging ──thread──▶ keep ──▶ announce ──▶ server after server: Publish, bytes, Applied
+    offer ──copy──▶ staging ──thread──▶ keep ──▶ announce ──▶ servers, `at_once` at a time: Publish, bytes, Applied
       ▲ waits only while the former version is still going out
 
 A server that fails is left, tried again after a pause, and never holds the others or the training loop
@@ -23,8 +23,8 @@ import torch
 from streamrl.config import Config
 from streamrl.observe.events import EventLog
 from streamrl.publish.kept import keep
-from streamrl.publish.sources import make_source
-from streamrl.publish.staging import Staged, Staging
+from streamrl.publish.sources import make_source, make_staging
+from streamrl.publish.staging import Staged
 from streamrl.publish.transport import PublishError, Source
 from streamrl.stream.messages import (
     Announce,
@@ -52,6 +52,8 @@ WAIT_POLL = 0.002
 # a broadcast that has finished may wait for its successor.
 
 FIRST_PAUSE = 1.0  # seconds before a failed server is tried again; doubled each time, up to publish.timeout
+
+_END = object()  # what an iterator says that has come to its end
 
 
 @dataclass(slots=True)
@@ -102,13 +104,14 @@ class Publisher:
         self._run_folder = run_folder
         self._version = version
         self._events = events
-        self._staging = Staging(config.publish.bucket)
+        self._staging = make_staging(config)
         self._staging_lock = threading.Lock()  # held while the staged bytes are written, or read
         self._changed = threading.Condition()
         self._shared = _Shared()
         self._retries: dict[str, _Retry] = {}  # the thread's alone, as the socket and the source are
         self._refusals: dict[str, str] = {}  # server: the reason that its sink gave, this one too
-        self._attempt = 0  # number of the newest Publish: what a former one comes to is no news
+        self._attempt = 0  # number of the newest Publish
+        self._attempts: dict[str, int] = {}  # that of each server: what a former one comes to is no news
         self._gone: set[str] = set()  # servers whose process has ended since the last publish to them
         self._openings = 0  # times that the service did not know the publisher, this one too
         self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
@@ -234,8 +237,10 @@ class Publisher:
                 self._take(peer, staged)
             began = time.monotonic()
             behind = [] if stopped else self._behind(staged.version)
-            for server in behind:
-                self._publish(peer, source, server, staged)
+            for first in range(0, len(behind), self._config.publish.at_once):
+                together = behind[first : first + self._config.publish.at_once]
+                with self._sending():
+                    _run([self._publish(peer, source, server, staged) for server in together])
             if behind:
                 self._count(seconds=time.monotonic() - began)
 
@@ -252,17 +257,21 @@ class Publisher:
             self._changed.notify_all()
 
     def _behind(self, version: PolicyVersion) -> list[ServerState]:
-        """Servers with older weights whose pause after a failure, if any, is over."""
+        """Servers with older weights, free to change them, whose pause after a failure, if any, is over."""
         now = time.monotonic()
         with self._changed:
-            servers = [state for state in self._shared.roster.values() if state.version < version]
+            servers = [state for state in self._shared.roster.values() if state.version < version and not state.pinned]
         return [state for state in servers if state.name not in self._retries or self._retries[state.name].at <= now]
 
-    def _publish(self, peer: Peer, source: Source, server: ServerState, staged: Staged) -> None:
-        """One version to one server, within `publish.timeout`; a failure is counted and retried later."""
+    def _publish(self, peer: Peer, source: Source, server: ServerState, staged: Staged) -> Iterator[None]:
+        """One version to one server, within `publish.timeout`; a failure is counted and retried later.
+
+        Gives way to other servers' while it waits for this one.
+        """
         deadline = time.monotonic() + self._config.publish.timeout
         self._refusals.pop(server.name, None)  # of a former try
         self._attempt += 1
+        attempt = self._attempts[server.name] = self._attempt
         if server.name in self._gone:
             self._gone.discard(server.name)
             source.drop(server.name)  # what was shared with the former process leads nowhere
@@ -272,14 +281,15 @@ class Publisher:
             self._hear(peer, WAIT_POLL)
             if self._openings != openings:
                 raise PublishError(f"{server.name}: what was said of it may be lost with a former replay service")
-            self._check(server.name, deadline)
+            self._check(server.name, staged.version, deadline)
 
         try:
-            with self._sending(), self._events.span("publish", server=server.name, version=str(staged.version)):
+            with self._events.span("publish", server=server.name, version=str(staged.version)):
                 manifest = source.manifest(server, staged)
-                peer.send(Publish(server=server.name, version=staged.version, manifest=manifest, attempt=self._attempt))
+                peer.send(Publish(server=server.name, version=staged.version, manifest=manifest, attempt=attempt))
                 source.send(server, staged, check)
                 while self._version_of(server.name) < staged.version:
+                    yield
                     check()
         except (PublishError, StreamTimeout) as error:
             self._failed(source, server.name, str(error))
@@ -299,14 +309,16 @@ class Publisher:
                 self._shared.sending = False
                 self._changed.notify_all()
 
-    def _check(self, server: str, deadline: float) -> None:
+    def _check(self, server: str, version: PolicyVersion, deadline: float) -> None:
         """Raise PublishError when waiting for `server` has become pointless."""
         with self._changed:
-            present, ending = server in self._shared.roster, self._shared.closing or self._shared.stopped
+            state, ending = self._shared.roster.get(server), self._shared.closing or self._shared.stopped
         if server in self._refusals:
             raise PublishError(f"{server}: {self._refusals[server]}")
-        if not present:
+        if state is None:
             raise PublishError(f"{server} has left")
+        if state.pinned and state.version < version:
+            raise PublishError(f"{server} is being evaluated")
         if ending:
             raise PublishError(f"{server}: the publisher is closing")
         if time.monotonic() > deadline:
@@ -341,11 +353,11 @@ class Publisher:
                     former, self._shared.roster = self._shared.roster, {state.name: state for state in servers}
                     self._gone |= {name for name, state in former.items() if self._has_ended(state)}
                     self._shared.roster_known = True
-                case Applied(server=server, version=version) if server in self._shared.roster:
+                case Applied(server=server, version=version, pinned=pinned) if server in self._shared.roster:
                     world_size = self._shared.roster[server].world_size
-                    state = ServerState(name=server, version=version, world_size=world_size)
+                    state = ServerState(name=server, version=version, world_size=world_size, pinned=pinned)
                     self._shared.roster[server] = state
-                case PublishFailed(server=server, reason=reason, attempt=attempt) if attempt == self._attempt:
+                case PublishFailed(server=server, reason=reason, attempt=of) if of == self._attempts.get(server):
                     self._refusals[server] = reason
                 case Stop():
                     self._shared.stopped = True
@@ -364,3 +376,9 @@ class Publisher:
     def _count(self, **changes: Any) -> None:
         with self._changed:
             self._shared.statistics = replace(self._shared.statistics, **changes)
+
+
+def _run(publishes: list[Iterator[None]]) -> None:
+    """All of them to their ends, in turns."""
+    while publishes:
+        publishes = [publish for publish in publishes if next(publish, _END) is not _END]

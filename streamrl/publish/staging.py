@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 import xxhash
 
-from streamrl.publish.transport import BucketLayout
+from streamrl.engine.kept_memory import Place
+from streamrl.engine.load_plan import BucketLayout
 from streamrl.types import PolicyVersion
 
 
@@ -35,27 +38,67 @@ class Staged:
 
     version: PolicyVersion
     buckets: tuple[Bucket, ...]
+    place: Place | None = None  # where other processes find the buckets, if they are kept for them
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self.buckets:
             yield from bucket.tensors()
 
 
-class Staging:
-    """Keeps the buckets' memory from one version to the next: the weights exist twice, never three times."""
+class Memory(Protocol):
+    """Where buckets lie."""
 
-    def __init__(self, bucket_bytes: int) -> None:
-        """A bucket holds `bucket_bytes` at most, or one tensor that is larger."""
+    def begin(self) -> None:
+        """A new version: from here on nothing of a former one is read in what `allocate` gives."""
+
+    def allocate(self, index: int, size: int) -> np.ndarray:
+        """Bucket `index`, uint8 [size]."""
+
+    def finish(self) -> Place | None:
+        """All buckets are written. Where other processes find them, if they do."""
+
+
+class OwnMemory:
+    """Of this process alone, each bucket's kept for the next version."""
+
+    def __init__(self) -> None:
+        self._buckets: list[np.ndarray] = []
+        self._used = 0
+
+    def begin(self) -> None:
+        self._used = 0
+
+    def allocate(self, index: int, size: int) -> np.ndarray:
+        if index == len(self._buckets):
+            self._buckets.append(np.empty(size, np.uint8))
+        elif len(self._buckets[index]) < size:
+            self._buckets[index] = np.empty(size, np.uint8)
+        self._used = index + 1
+        return self._buckets[index][:size]
+
+    def finish(self) -> None:
+        del self._buckets[self._used :]
+
+
+class Staging:
+    """Keeps the buckets' memory from one version to the next."""
+
+    def __init__(self, bucket_bytes: int, memory: Memory | None = None) -> None:
+        """A bucket holds `bucket_bytes` at most, or one tensor that is larger. `memory`: None: of this process alone.
+
+        With memory of this process alone the weights exist twice, never three times.
+        """
         self._limit = bucket_bytes
-        self._memory: list[torch.Tensor] = []  # uint8, one a bucket
+        self._memory = memory or OwnMemory()
 
     def fill(self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> Staged:
-        """Copy `tensors`, taken one after another, over the version that was staged before.
+        """Copy `tensors`, taken one after another, over a version that was staged before.
 
         Raises ValueError when there is none, or when a name comes twice.
         """
         buckets: list[Bucket] = []
         seen: set[str] = set()
+        self._memory.begin()
         for content in self._split(tensors):
             for name, _ in content:
                 if name in seen:
@@ -64,8 +107,7 @@ class Staging:
             buckets.append(self._copy(len(buckets), content))
         if not buckets:
             raise ValueError(f"version {version} has no tensors")
-        del self._memory[len(buckets) :]
-        return Staged(version, tuple(buckets))
+        return Staged(version, tuple(buckets), self._memory.finish())
 
     def _split(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Runs of tensors that fit into a bucket, each tensor at a multiple of its item size (the sink views it)."""
@@ -82,7 +124,7 @@ class Staging:
 
     def _copy(self, index: int, content: list[tuple[str, torch.Tensor]]) -> Bucket:
         size = sum(tensor.nbytes for _, tensor in content)
-        data = self._allocate(index, size)
+        data = torch.from_numpy(self._memory.allocate(index, size))
         start = 0
         for _, tensor in content:
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -96,11 +138,3 @@ class Staging:
             checksum=xxhash.xxh3_64_hexdigest(data.numpy().data),
         )
         return Bucket(layout, data)
-
-    def _allocate(self, index: int, size: int) -> torch.Tensor:
-        """The memory of bucket `index`: that of the version before where it is large enough."""
-        if index == len(self._memory):
-            self._memory.append(torch.empty(size, dtype=torch.uint8))
-        elif len(self._memory[index]) < size:
-            self._memory[index] = torch.empty(size, dtype=torch.uint8)
-        return self._memory[index][:size]

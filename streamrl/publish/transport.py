@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from streamrl.engine.kept_memory import Place
+from streamrl.engine.load_plan import BucketLayout
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
@@ -26,19 +28,6 @@ Check = Callable[[], None]
 
 class PublishError(RuntimeError):
     """A server did not get a version; the text says why."""
-
-
-class BucketLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Tensors that lie one behind the other in one run of bytes.
-
-    Example: `BucketLayout(names=("norm.weight",), dtypes=("float32",), shapes=((64,),), bytes=256, checksum="9a...")`.
-    """
-
-    names: tuple[str, ...]  # Hugging Face names
-    dtypes: tuple[str, ...]  # torch's names without "torch."
-    shapes: tuple[tuple[int, ...], ...]
-    bytes: int
-    checksum: str  # xxh3_64 of the bytes, hexadecimal
 
 
 class BroadcastManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="broadcast"):
@@ -59,11 +48,45 @@ class DiskManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transpo
     checksum: str  # xxh3_64 of its model.safetensors, hexadecimal
 
 
+class MemoryManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="memory"):
+    """Where one version's weights lie in memory of the learner's host."""
+
+    place: Place
+    buckets: tuple[BucketLayout, ...]
+    verify: bool  # the server compares the buckets' checksums before it loads
+
+
+class DeltaManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="delta"):
+    """Where to ask for one version's bytes, and from which versions on what changed is enough."""
+
+    address: str
+    server_key: str  # of the socket there, Z85; empty: not encrypted
+    order: int  # to be said with every question
+    chain: tuple[str, ...]  # versions in the order in which they were published; each leads to the next, the last here
+    buckets: tuple[BucketLayout, ...]
+    verify: bool  # the server compares the buckets' checksums before it loads
+
+
+def delta_name(base: str, bucket: int) -> str:
+    """The parcel of what changed in a bucket from version `base` to the one published after it."""
+    return f"{base}>/{bucket}"
+
+
+def whole_name(version: str, bucket: int) -> str:
+    """The parcel of a whole bucket."""
+    return f"{version}/{bucket}"
+
+
 class AdapterManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="transport", tag="adapter"):
     """Where one version's adapter lies: a PEFT folder that learner and servers see under one path."""
 
     folder: str
     checksum: str  # xxh3_64 of its adapter_model.safetensors, hexadecimal
+
+
+def is_verified(version: PolicyVersion, every: int) -> bool:
+    """Whether servers compare checksums before they load `version`. `every`: `publish.verify_every`."""
+    return bool(every) and version.step % every == 0
 
 
 class Source(ABC):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from streamrl.observe.events import EventLog
 from streamrl.replay.buffer import Stored
 from streamrl.replay.durable import DurableBuffer, Frame
+from streamrl.replay.evaluations import Evaluations
 from streamrl.replay.workers import Workers
 from streamrl.stream.messages import BatchHeader, BatchStats
 
@@ -32,6 +33,7 @@ class Delivery:
 
     def __init__(self, durable: DurableBuffer, workers: Workers, events: EventLog) -> None:
         self.asked: int | None = None  # the step that the learner waits for
+        self.evaluations = Evaluations()  # what they tell goes with the next batch
         self._durable = durable
         self._workers = workers
         self._events = events
@@ -51,7 +53,7 @@ class Delivery:
         if self.asked is None:
             return None
         if self._batch is None or self._batch.header.step != self.asked:
-            self._batch = self._take(self.asked)
+            self._batch = self._take(self.asked, now)
         batch = self._batch
         if batch is None or not (self._durable.is_durable(batch.mark) or self._durable.commit(now)):
             return None
@@ -61,7 +63,7 @@ class Delivery:
             return None
         return batch.header, frames
 
-    def _take(self, step: int) -> _Batch | None:
+    def _take(self, step: int, now: float) -> _Batch | None:
         """The batch of a step, if it is complete, with what happened since the one before."""
         buffer = self._durable.buffer
         groups = buffer.take(step)
@@ -74,8 +76,12 @@ class Delivery:
             groups=buffer.groups,
             bytes=buffer.bytes,
             selection=buffer.selection_metrics(),
+            evaluation=self.evaluations.metrics(step, now),
         )
         self._tokens = 0
-        self._events.emit("batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes)
+        ids = [stored.group_id for stored in groups]
+        self._events.emit(
+            "batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes, group_ids=ids
+        )
         header = BatchHeader(step=step, groups=len(groups), stats=stats, ledger=buffer.ledger())
         return _Batch(header, groups, self._durable.mark)

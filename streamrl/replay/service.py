@@ -4,7 +4,7 @@ One thread, one loop: hear what came, look at the clock, commit, hand out ticket
 learner waits for. Nothing in it waits for a peer. What each may say is listed in `stream/messages.py`.
 
     recovering ─▶ serving ──Finished──▶ last publish ──every server has it──▶ stopping ──Byes──▶ exit
-                                             └──── publish.timeout ────▶┘        └─ stop_timeout ─▶┘
+                                        and evaluation ─ publish.timeout ────▶┘  └─ stop_timeout ─▶┘
 
 It may be killed at any moment and started again, at the same address: the journal tells what was promised, and
 every peer that it does not know is asked to introduce itself. The checkpoint that the learner's Hello names is
@@ -39,6 +39,7 @@ from streamrl.stream.messages import (
     Applied,
     Bye,
     Credit,
+    Evaluated,
     Finished,
     Heartbeat,
     Hello,
@@ -244,10 +245,13 @@ class Service:
                 self._buffer.extend(worker.name, tickets, now)
             case Applied() | PublishFailed() if message.server not in worker.servers:
                 raise MalformedMessage(f"server {message.server} is not one of worker {worker.name}")
-            case Applied(server=server, version=version):
-                worker.applied(server, version)
+            case Applied(server=server, version=version, pinned=pinned):
+                worker.applied(server, version, pinned=pinned)
                 self._acknowledge(version)
                 self._to_publisher(message)
+            case Evaluated(version=version, metrics=metrics):
+                self._delivery.evaluations.hear(message)
+                self._events.emit("evaluated", worker=worker.name, version=version, metrics=metrics)
             case PublishFailed(server=server, version=version, reason=reason):
                 worker.failed[server] = version
                 self._events.emit("publish.failed", server=server, version=version, reason=reason)
@@ -285,6 +289,7 @@ class Service:
             case Heartbeat():
                 pass
             case Announce(version=version):
+                self._delivery.evaluations.announce(version)
                 self._events.emit("publish.announced", version=version)
             case Publish(server=server, version=version, attempt=attempt):
                 owner = self._workers.owner(server)
@@ -340,6 +345,8 @@ class Service:
             self._events.emit("worker.silent", worker=worker.name)
         if self._exit is None:
             self._on_lost_tickets(now)
+        if (waited := self._delivery.evaluations.look(self._workers.servers, now)) is not None:
+            self._events.emit("publish.waited", seconds=round(waited, 6), reason="every server was being evaluated")
         self._durable.tend(now)
         while self._accepted and self._durable.is_durable(self._accepted[0][0]):
             _, name, answer = self._accepted.popleft()
@@ -357,12 +364,17 @@ class Service:
             log.warning("group %d is given up after attempt %d: placeholders", ticket.group_id, ticket.attempt)
 
     def _on_finished(self, final: PolicyVersion, now: float) -> None:
-        """The run ends when every server has the last version, or `publish.timeout` after it was made."""
+        """The run ends when every server has the last version, and it is evaluated, or at the deadlines of both."""
+        if self._workers.pinned and now < self._deadline + self._config.evaluate.longest:
+            return
         if published := self._workers.all_at(final):
             self._events.emit("publish.complete", version=final)
         elif now >= self._deadline:
             log.warning("version %s did not reach every server in publish.timeout", final)
         if published or now >= self._deadline:
+            if self._peers.learner is not None:
+                for late in self._delivery.evaluations.rest():
+                    self._router.send(self._peers.learner, late)
             self._stop(f"the run is complete with version {final}", 0)
             self._deadline = now + self._config.run.stop_timeout
 
@@ -373,8 +385,10 @@ class Service:
         if self._exit is None and not self._durable.full:
             by_name = {worker.name: worker for worker in self._workers.live}
             for name, tickets in assign(self._buffer, list(by_name.values()), now).items():
+                keys = [(ticket.group_id, ticket.attempt) for ticket in tickets]
+                self._events.emit("tickets", worker=name, tickets=keys)
                 if not self._tell(by_name[name], Tickets(tickets=tuple(tickets))):
-                    self._take_back(name, [(ticket.group_id, ticket.attempt) for ticket in tickets])
+                    self._take_back(name, keys)
         if self._peers.learner is not None:
             self._deliver(self._peers.learner, now)
         roster = Roster(servers=self._workers.servers)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from streamrl.replay.buffer import Buffer
 from streamrl.stream.messages import Heartbeat, ServerState
 from streamrl.types import PolicyVersion, Ticket
@@ -56,10 +58,9 @@ class Worker:
         healthy = [state.version for name, state in self.servers.items() if name not in self.failed]
         return max(healthy, default=None)
 
-    def applied(self, server: str, version: PolicyVersion) -> None:
-        """One of its servers reports its weights."""
-        world_size = self.servers[server].world_size
-        self.servers[server] = ServerState(name=server, version=version, world_size=world_size)
+    def applied(self, server: str, version: PolicyVersion, *, pinned: bool = False) -> None:
+        """One of its servers reports its weights, and whether it keeps them for an evaluation."""
+        self.servers[server] = replace(self.servers[server], version=version, pinned=pinned)
         if server in self.failed and version >= self.failed[server]:
             del self.failed[server]
 
@@ -87,6 +88,11 @@ class Workers:
     def servers(self) -> tuple[ServerState, ...]:
         """Every server of a live worker."""
         return tuple(state for worker in self.live for state in worker.servers.values())
+
+    @property
+    def pinned(self) -> bool:
+        """Is a server being evaluated?"""
+        return any(state.pinned for state in self.servers)
 
     def join(self, name: str, identity: bytes, servers: tuple[ServerState, ...], now: float) -> Worker | None:
         """A Hello. Returns the worker of the same name that it replaces, if that was another process."""

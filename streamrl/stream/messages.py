@@ -1,13 +1,13 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 3, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 4, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
-    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Bye
+    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Introduce Stop
     learner   ─▶ service   Hello Heartbeat Next Progress Saved Finished Bye
-    service   ─▶ learner   Welcome BatchHeader (+ groups) Introduce Stop
+    service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
     service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
 
@@ -74,6 +74,7 @@ class ServerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     name: Name  # unique in the run
     version: PolicyVersion  # of the weights that it generates with now
     world_size: Positive = 1  # ranks of the server, all of which join a weight transfer
+    pinned: bool = False  # to its version, while that is evaluated: it is left out of publishing
 
     def __post_init__(self) -> None:
         _check_version(self.version)
@@ -143,9 +144,10 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Applied(Versioned, frozen=True, kw_only=True):
-    """`server` generates with `version` from now on."""
+    """`server` generates with `version` from now on, and keeps it, while it is `pinned`, until the next Applied."""
 
     server: Name
+    pinned: bool = False
 
 
 class PublishFailed(Versioned, frozen=True, kw_only=True):
@@ -154,6 +156,15 @@ class PublishFailed(Versioned, frozen=True, kw_only=True):
     server: Name
     reason: Reason
     attempt: Count = 0  # of the Publish
+
+
+class Evaluated(Versioned, frozen=True, kw_only=True):
+    """An evaluation of `version` is complete: its metrics `eval/...`.
+
+    The service puts them into the next batch's stats; those of the end, after the last batch, it passes on.
+    """
+
+    metrics: dict[str, float]
 
 
 class Tickets(Message, frozen=True, kw_only=True):
@@ -209,6 +220,7 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     groups: Count  # accepted and not yet delivered
     bytes: Count  # of their frames
     selection: dict[str, float] = {}  # metrics `selection/...` of the groups that were generated and dropped
+    evaluation: dict[str, float] = {}  # metrics `eval/...` that came since the last batch
 
 
 class BatchHeader(Message, frozen=True, kw_only=True):
@@ -236,9 +248,10 @@ class Finished(Versioned, frozen=True, kw_only=True):
     """The run is complete with `version`: the last step is trained."""
 
 
-_WORKER = (Hello, Introduce, Credit, Heartbeat, Applied, PublishFailed, Tickets, Accepted, Refused, Bye, Stop)
+_EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
+_WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated)
 _LEARNER = (Welcome, Next, Progress, Saved, Finished, BatchHeader, Announce, Publish, Roster)
-_DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_WORKER, *_LEARNER)}
+_DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_EVERYONE, *_WORKER, *_LEARNER)}
 _ENCODER = msgspec.msgpack.Encoder()
 
 

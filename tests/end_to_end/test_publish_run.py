@@ -1,4 +1,6 @@
-"""A run whose weights travel through a folder and whose answers are never interrupted."""
+"""Runs whose weights do not travel by broadcast."""
+
+from pathlib import Path
 
 import pytest
 
@@ -23,3 +25,25 @@ def test_a_run_by_disk_and_drain_trains_on_answers_of_one_version_each(make_run,
     assert published == [5, 6]
     assert cli.main(["audit", str(run.folder)]) == 0
     assert f"tokens audited {sum(row['tokens/trained'] for row in rows)}" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "publish",
+    [
+        ("publish.transport=memory", "publish.interruption=abort"),
+        ("publish.transport=delta", "publish.interruption=retract", "stream.curve=on"),
+    ],
+)
+def test_a_run_by_memory_or_by_what_changed_trains_on_exact_log_probs_and_leaves_no_segment(publish, make_run, capsys):
+    run = make_run(steps=6)
+    code, output = run.start(*publish, "publish.verify_every=1").finish()
+    assert code == 0, output
+    rows = list(read_metrics(run.folder))
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    samples = [sample for batch in recorded_batches(run.folder / "journal") for sample in batch.samples]
+    assert len({sample.spans[0].version for sample in samples}) > 2, "one version generated everything"
+    assert cli.main(["audit", str(run.folder)]) == 0
+    assert f"tokens audited {sum(row['tokens/trained'] for row in rows)}" in capsys.readouterr().out
+    left = {path.name for path in Path("/dev/shm").iterdir()} - run.shared_memory
+    assert not any("streamrl" in name for name in left)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.client import Answer, EngineClient, EngineError, Piece
 from streamrl.engine.keys import EngineKeys
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 12}
@@ -105,3 +105,85 @@ def test_an_ipv6_address_and_a_host_name_reach_a_server_with_the_api_key():
 
     assert asyncio.run(run()) == ["3.0", "3.0"]
     assert all(b"authorization: bearer secret" in request.lower() for request in heard)
+
+
+def streaming(*chunks: bytes) -> tuple[list[Piece], EngineError | None]:
+    """What the client makes of a stream that a server sends in these chunks and then breaks off."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for chunk in chunks:
+            writer.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        writer.transport.abort()
+
+    async def run() -> tuple[list[Piece], EngineError | None]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        client = EngineClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", 30.0)
+        pieces: list[Piece] = []
+        try:
+            await client.generate(PROMPT, SAMPLING, 2, pieces=pieces.append, every=4)
+        except EngineError as error:
+            return pieces, error
+        finally:
+            await client.close()
+            server.close()
+        return pieces, None
+
+    return asyncio.run(run())
+
+
+def event(*ids: int, index: int = 0) -> bytes:
+    logprobs = ",".join(f"[-0.5,{token},null]" for token in ids)
+    return (
+        b'data: {"output_ids":%s,"index":%d,"meta_info":{"id":"a","finish_reason":null,"completion_tokens":%d,'
+        b'"weight_version":"1.0","output_token_logprobs":[%s]}}\n\n'
+        % (str(list(ids)).encode(), index, len(ids), logprobs.encode())
+    )
+
+
+def test_the_pieces_of_a_stream_are_told_however_it_is_cut_into_chunks():
+    whole = event(5, 6) + event(7, index=1) + b"data: [DONE]\n\n"
+    for size in (7, 64, len(whole)):
+        pieces, error = streaming(*(whole[start : start + size] for start in range(0, len(whole), size)))
+        assert error is None
+        assert [(piece.index, piece.output_ids) for piece in pieces] == [(0, [5, 6]), (1, [7])]
+
+
+def test_a_stream_that_breaks_off_is_a_lost_server_and_what_came_before_is_told():
+    pieces, error = streaming(event(5, 6), event(7)[:20])
+    assert [piece.output_ids for piece in pieces] == [[5, 6]]
+    assert error is not None
+    assert (error.status, error.late) == (None, False)
+
+
+def test_an_error_in_a_stream_has_its_status_and_its_words():
+    _, error = streaming(b'data: {"error":{"message":"too long","type":"x","code":400}}\n\n', b"data: [DONE]\n\n")
+    assert error is not None
+    assert (error.status, error.reason) == (400, "too long")
+
+
+def test_a_streamed_answer_is_that_of_a_plain_forward_and_comes_in_pieces(
+    fresh_server, model_folders, forward_logprobs
+):
+    pieces: list[Piece] = []
+    sampling = {**SAMPLING, "max_new_tokens": 40, "ignore_eos": True}
+    ask(fresh_server.address, lambda client: client.generate(PROMPT, sampling, 2, pieces=pieces.append, every=8))
+    weights = load_file(model_folders[0] / "model.safetensors")
+    for index in (0, 1):
+        mine = [piece for piece in pieces if piece.index == index]
+        assert len(mine) >= 5
+        assert [piece.meta_info.finish_reason is not None for piece in mine] == [False] * (len(mine) - 1) + [True]
+        ids = [token for piece in mine for token in piece.output_ids]
+        expected = forward_logprobs(weights, [*PROMPT, *ids])[len(PROMPT) - 1 :]
+        told = [entry for piece in mine for entry in piece.meta_info.output_token_logprobs]
+        assert [entry[1] for entry in told] == ids
+        assert (expected - torch.tensor([entry[0] for entry in told])).abs().max() < 1e-4
+
+
+def test_the_pressure_on_a_server_is_told(fresh_server):
+    pressure = ask(fresh_server.address, lambda client: client.pressure(timeout=60.0))
+    assert 0 <= pressure.token_usage < 1
+    assert pressure.num_waiting_reqs == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import NO_KEYS, EngineKeys, key_environment, take_keys
-from streamrl.engine.server import Server, ServerFailed, command_line, server_arguments
+from streamrl.engine.server import Server, ServerFailed, command_line, reserved_port, server_arguments
 from streamrl.engine.shutdown import SHARED_MEMORY, end_server
 
 DEADLINE = 120.0  # seconds; what takes longer on any machine hangs
@@ -43,6 +44,20 @@ def test_the_users_arguments_win_over_all_others():
     )
     assert (arguments["log_level"], arguments["dtype"], arguments["host"]) == ("debug", "half", "::1")
     assert arguments["model_path"] == "m"
+
+
+@pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
+def test_the_port_of_a_server_is_nobody_elses_until_it_listens(host: str, family: socket.AddressFamily):
+    held = reserved_port(host)
+    port = held.getsockname()[1]
+    with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, port))
+    with socket.socket(family) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port))
+        server.listen()
+        held.close()
+        socket.create_connection((host, port), DEADLINE).close()
 
 
 def test_arguments_become_a_command_line():

@@ -24,9 +24,17 @@ class ScriptedPolicy:
     """
 
     def __init__(
-        self, chances: dict[str, float], *, lost: bool = False, stuck: str = "", others: str = "", seed: int = 1
+        self,
+        chances: dict[str, float],
+        *,
+        lost: bool = False,
+        stuck: str = "",
+        others: str = "",
+        seed: int = 1,
+        version: PolicyVersion = V7,
     ) -> None:
         self.chances = chances
+        self.version = version
         self.lost, self.stuck, self.others = lost, stuck, others
         self.random = random.Random(seed)
         self.running = self.most = self.asked = 0
@@ -37,7 +45,7 @@ class ScriptedPolicy:
     def draw(self, symbol: str, greedy: bool) -> Completion:
         chance = self.chances[symbol]
         right = chance > 0.5 if greedy else self.random.random() < chance
-        return _completion(symbol if right else "wrong", PolicyVersion(8) if symbol in self.others else V7)
+        return _completion(symbol if right else "wrong", PolicyVersion(8) if symbol in self.others else self.version)
 
 
 class ScriptedHandle:

@@ -7,8 +7,9 @@ import base64
 import numpy as np
 import pytest
 
-from streamrl.engine.client import Answer, AnswerMeta, FinishReason, WeightVersionSpan
+from streamrl.engine.client import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.generate.continuation import Continuation
+from streamrl.types import PolicyVersion
 
 PROMPT = [5, 6, 7]
 SAMPLING = {"temperature": 0.7, "max_new_tokens": 12}
@@ -71,3 +72,67 @@ def test_an_answer_that_is_given_up_is_an_abort_with_what_it_has(tokens: int):
     answer.take(part(0, tokens, "abort", ("1.0", 0, tokens)))
     whole = answer.answer()
     assert (whole.output_ids, whole.meta_info.finish_reason.type) == (IDS[:tokens], "abort")
+
+
+def piece(start: int, end: int, version: str, *, ends: str | None = None, again: int | None = None) -> Piece:
+    """Tokens `start <= t < end` of the answer, of a part that begins at `again`, or at 0; told under `version`."""
+    first = again or 0
+    meta = PieceMeta(
+        id="a",
+        finish_reason=FinishReason(ends) if ends else None,
+        weight_versions=(WeightVersionSpan(version, 0, end - first),) if ends else (),
+        output_token_logprobs=[(-0.1 * token, token, None) for token in IDS[start:end]],
+        completion_tokens=end - first,
+        weight_version=version,
+    )
+    return Piece(output_ids=IDS[start:end], meta_info=meta)
+
+
+def spans(answer: Continuation) -> list[tuple[str, int, int]]:
+    return [(span.version, span.start, span.end) for span in answer.answer().meta_info.weight_versions]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["what is new", "all of it again"])
+def test_the_pieces_that_a_lost_server_had_told_are_kept(again: bool):
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1))
+    answer.take(piece(0, 3, "1.0"))
+    answer.take(piece(0 if again else 3, 5, "1.0"))
+    assert len(answer) == 5
+    answer.cut()
+    assert answer.rest() == (PROMPT + IDS[:5], {"temperature": 0.7, "max_new_tokens": 7})
+    assert answer.version == PolicyVersion(1)
+    answer.begin(PolicyVersion(2))
+    answer.take(piece(5, 8, "2.0", again=5))
+    answer.take(piece(8, 9, "2.0", again=5, ends="stop"))
+    assert answer.finished
+    answer.cut()
+    assert answer.answer().output_ids == IDS[:9]
+    assert [entry[1] for entry in answer.answer().meta_info.output_token_logprobs] == IDS[:9]
+    assert spans(answer) == [("1.0", 0, 5), ("2.0", 5, 9)]
+
+
+def test_pieces_behind_an_update_are_drawn_again_because_nobody_knows_whose_they_are():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1))
+    answer.take(piece(0, 3, "1.0"))
+    answer.take(piece(3, 5, "2.0"))
+    answer.take(piece(5, 7, "2.0"))
+    answer.cut()
+    assert (len(answer), spans(answer)) == (3, [("1.0", 0, 3)])
+
+
+def test_a_piece_that_was_told_after_an_update_in_the_first_interval_is_nobodys():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1))
+    answer.take(piece(0, 3, "2.0"))
+    answer.cut()
+    assert (len(answer), answer.version) == (0, None)
+
+
+def test_a_missing_piece_is_an_error():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1))
+    answer.take(piece(0, 3, "1.0"))
+    with pytest.raises(ValueError, match="begins at token 5, 3 are known"):
+        answer.take(piece(5, 7, "1.0"))

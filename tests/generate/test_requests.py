@@ -1,10 +1,10 @@
-"""`publish.interruption: abort`: at a real SGLang server, every answer comes back whole and every token is exact."""
+"""Requests that updates and lost servers cut off: at a real SGLang server, every answer is whole, every token exact."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from streamrl.config import Config
 from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
 from streamrl.generate.gate import GatedPolicy, RequestGate
-from streamrl.generate.requests import STALLS, ContinuingPolicy
+from streamrl.generate.inference import Policy
+from streamrl.generate.requests import STALLS, GroupPolicy, Place
 from streamrl.generate.sinks import make_sink
 from streamrl.publish.sources import make_source
 from streamrl.publish.staging import Staging
@@ -29,17 +30,67 @@ SAMPLING = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
 UPDATES = 2
 
 
+class Some:
+    """Servers by their names: policies that all have one version, unless they are told another."""
+
+    def __init__(self, **policies: Policy) -> None:
+        self.policies = policies
+        self.versions = dict.fromkeys(policies, PolicyVersion(0))
+        self.chosen: list[str] = []
+        self._changed = asyncio.Event()
+
+    def choose(self, group: Any, floor: PolicyVersion, avoid: str | None) -> Place | None:
+        able = [name for name, version in self.versions.items() if version >= floor]
+        if not able:
+            return None
+        name = next((name for name in able if name != avoid), able[0])
+        self.chosen.append(name)
+        return Place(name, self.versions[name], self.policies[name])
+
+    def changed(self) -> Awaitable[object]:
+        return self._changed.wait()
+
+    def update(self, name: str, version: PolicyVersion) -> None:
+        self.versions[name] = version
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def assert_whole(
+    prompt: list[int],
+    answer: Answer,
+    weights: list[dict[str, torch.Tensor]],
+    forward_logprobs: Callable[..., torch.Tensor],
+) -> None:
+    """So many tokens, each with the log-prob of a plain forward by the version that is stamped on it."""
+    assert len(answer.output_ids) == TOKENS
+    assert answer.meta_info.finish_reason.type == "length"
+    reported = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
+    assert [entry[1] for entry in answer.meta_info.output_token_logprobs] == answer.output_ids
+    spans = answer.meta_info.weight_versions
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+    assert spans[-1].end == TOKENS
+    assert list(spans) == sorted(spans, key=lambda span: PolicyVersion.parse(span.version))
+    for span in spans:
+        of = weights[PolicyVersion.parse(span.version).step % 2]
+        expected = forward_logprobs(of, [*prompt, *answer.output_ids])[len(prompt) - 1 :]
+        assert (expected - reported)[span.start : span.end].abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("mode", [("abort", 0), ("abort", 32), ("retract", 32)])
 def test_answers_that_updates_cut_off_go_on_from_their_last_token(
-    fresh_server, model_folders, forward_logprobs: Callable[..., torch.Tensor], tmp_path
+    fresh_server, model_folders, forward_logprobs: Callable[..., torch.Tensor], tmp_path, mode: tuple[str, int]
 ):
-    publishing = {"transport": "broadcast", "interruption": "abort", "timeout": TIMEOUT, "bucket": 1 << 16}
+    interruption, every = mode
+    publishing = {"transport": "broadcast", "interruption": interruption, "timeout": TIMEOUT, "bucket": 1 << 16}
     config = Config.model_validate({"model": {"path": model_folders[0]}, "publish": publishing})
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
 
     async def run() -> list[list[Answer]]:
         client, gate = EngineClient(fresh_server.address, TIMEOUT), RequestGate()
-        policy, sink = ContinuingPolicy(GatedPolicy(client, gate)), make_sink(config, client, gate)
+        servers, sink = Some(one=GatedPolicy(client, gate)), make_sink(config, client, gate)
         source = make_source(config, tmp_path, "tcp://127.0.0.1:1")
+        policy = GroupPolicy(servers, "group", PolicyVersion(0), every)
         try:
             tasks = [asyncio.create_task(policy.generate(prompt, SAMPLING, n)) for n, prompt in enumerate(PROMPTS, 1)]
             for step in range(1, UPDATES + 1):
@@ -48,6 +99,7 @@ def test_answers_that_updates_cut_off_go_on_from_their_last_token(
                 manifest = source.manifest(STATE, staged)
                 sending = asyncio.to_thread(source.send, STATE, staged, lambda: time.sleep(0.002))
                 await asyncio.gather(sending, sink.apply(staged.version, manifest))
+                servers.update("one", staged.version)
             return await asyncio.gather(*tasks)
         finally:
             source.close()
@@ -58,75 +110,192 @@ def test_answers_that_updates_cut_off_go_on_from_their_last_token(
     versions = set()
     for prompt, answers in zip(PROMPTS, groups, strict=True):
         for answer in answers:
-            assert len(answer.output_ids) == TOKENS
-            assert answer.meta_info.finish_reason.type == "length"
-            reported = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
-            spans = answer.meta_info.weight_versions
-            assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
-            assert spans[-1].end == TOKENS
-            assert list(spans) == sorted(spans, key=lambda span: span.version)
-            for span in spans:
-                of = weights[PolicyVersion.parse(span.version).step % 2]
-                expected = forward_logprobs(of, [*prompt, *answer.output_ids])[len(prompt) - 1 :]
-                assert (expected - reported)[span.start : span.end].abs().max() < 1e-4
-            versions |= {span.version for span in spans}
+            assert_whole(prompt, answer, weights, forward_logprobs)
+            versions |= {span.version for span in answer.meta_info.weight_versions}
     assert len(versions) > 1, "nothing was cut"
+
+
+class Cable:
+    """A way to a server that is cut, with everything that is on it, once so many bytes have come back."""
+
+    def __init__(self, address: str, most: int) -> None:
+        self._host, _, port = address.removeprefix("http://").partition(":")
+        self._port, self._left = int(port), most
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def lay(self) -> str:
+        """The address of the near end."""
+        self._near = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._near.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        self._near.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(self._host, self._port)
+        self._writers += [writer, far_writer]
+        await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer, counts=True))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool = False) -> None:
+        try:
+            while some := await reader.read(4096):
+                self._left -= len(some) if counts else 0
+                if self._left < 0:
+                    self.cut()
+                    return
+                writer.write(some)
+        except ConnectionError:
+            return
+
+
+def test_a_lost_servers_answers_go_on_at_another_from_their_last_received_token(
+    fresh_server, model_folders, forward_logprobs: Callable[..., torch.Tensor]
+):
+    """The shared server twice: once by a cable that breaks in the middle of the answers."""
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+
+    async def run() -> tuple[list[list[Answer]], Some, list[tuple[int, int]]]:
+        cable = Cable(fresh_server.address, most=60_000)
+        near = EngineClient(await cable.lay(), TIMEOUT)
+        direct = Watched(EngineClient(fresh_server.address, TIMEOUT))
+        servers = Some(near=near, other=direct)
+        policy = GroupPolicy(servers, "group", PolicyVersion(0), 32)
+        try:
+            asked = (policy.generate(prompt, SAMPLING, n) for n, prompt in enumerate(PROMPTS, 1))
+            return await asyncio.gather(*asked), servers, direct.asked
+        finally:
+            cable.cut()
+            await near.close()
+            await direct.client.close()
+
+    groups, servers, asked = asyncio.run(run())
+    for prompt, answers in zip(PROMPTS, groups, strict=True):
+        for answer in answers:
+            assert_whole(prompt, answer, weights, forward_logprobs)
+    assert set(servers.chosen) == {"near", "other"}
+    resumed = [(known, missing) for known, missing in asked if known > 6]
+    assert resumed, "no answer was gone on with"
+    assert all(missing < TOKENS for _, missing in resumed)
+
+
+class Watched:
+    """A client of which is known what it was asked for: (input ids, new tokens)."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.asked: list[tuple[int, int]] = []
+
+    async def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *rest: Any, **options: Any
+    ) -> list[Answer]:
+        self.asked.append((len(input_ids), sampling["max_new_tokens"]))
+        return await self.client.generate(input_ids, sampling, *rest, **options)
+
+    async def abort(self, request_id: str = "") -> None:
+        await self.client.abort(request_id)
 
 
 class Script:
     """A policy that answers as it is told, and notes what it was asked for."""
 
-    def __init__(self, *said: Answer | EngineError) -> None:
+    def __init__(self, *said: Answer | EngineError | None) -> None:
+        """None: it says nothing until it is aborted."""
         self.said = list(said)
         self.asked: list[tuple[list[int], int]] = []
         self.ended: list[str] = []
+        self._ended = asyncio.Event()
 
     async def generate(
         self, input_ids: list[int], sampling: dict[str, Any], n: int, request_id: str | None = None, **options: Any
     ) -> list[Answer]:
         self.asked.append((list(input_ids), sampling["max_new_tokens"]))
         said = self.said.pop(0)
+        if said is None:
+            await self._ended.wait()
+            return [answer([7], "abort")] * n
         if isinstance(said, EngineError):
             raise said
         return [said] * n
 
     async def abort(self, request_id: str = "") -> None:
         self.ended.append(request_id)
+        self._ended.set()
 
 
-def answer(ids: list[int], finish: str) -> Answer:
-    spans = (WeightVersionSpan("1.0", 0, len(ids)),)
+LOST = EngineError("http://s", "/generate", None, "refused")
+REFUSED = EngineError("http://s", "/generate", 400, "too long")
+
+
+def answer(ids: list[int], finish: str, version: str = "1.0") -> Answer:
+    spans = (WeightVersionSpan(version, 0, len(ids)),)
     logprobs: list[tuple[float, int, str | None]] = [(-1.0, token, None) for token in ids]
     meta = AnswerMeta(id="a", finish_reason=FinishReason(finish), weight_versions=spans, output_token_logprobs=logprobs)
     return Answer(output_ids=ids, meta_info=meta)
 
 
-def ask(script: Script, *, end: str = "") -> Answer:
+def ask(servers: Some, *, end: str = "", n: int = 1, at_least: PolicyVersion | None = None) -> Answer:
     async def run() -> Answer:
-        policy = ContinuingPolicy(script)
+        policy = GroupPolicy(servers, "group", PolicyVersion(0), 0)
+        asking = asyncio.create_task(policy.generate([1, 2], {"max_new_tokens": 6}, n, "request", at_least=at_least))
+        await asyncio.sleep(0)
         if end:
             await policy.abort(end)
-        (whole,) = await policy.generate([1, 2], {"max_new_tokens": 6}, 1, "request")
-        return whole
+        async with asyncio.timeout(20):
+            answers = await asking
+        return answers[0]
 
     return asyncio.run(run())
 
 
 def test_a_request_that_was_ended_by_its_id_is_not_asked_for_again():
-    script = Script(answer([7], "abort"))
-    whole = ask(script, end="request")
+    script = Script(None)
+    whole = ask(Some(one=script), end="request")
     assert (whole.output_ids, whole.meta_info.finish_reason.type) == ([7], "abort")
     assert (script.ended, len(script.asked)) == (["request"], 1)
 
 
+def test_a_request_that_waits_for_a_server_can_be_ended():
+    script = Script()
+    whole = ask(Some(one=script), end="request", at_least=PolicyVersion(3))
+    assert (whole.output_ids, whole.meta_info.finish_reason.type, script.asked) == ([], "abort", [])
+
+
 def test_a_request_that_never_brings_a_token_is_given_up():
-    script = Script(answer([7], "abort"), *[answer([], "abort")] * (STALLS + 5))
-    assert ask(script).meta_info.finish_reason.type == "abort"
+    script = Script(answer([7], "abort", "0.0"), *[answer([], "abort")] * (STALLS + 5))
+    assert ask(Some(one=script)).meta_info.finish_reason.type == "abort"
     assert script.asked == [([1, 2], 6), *[([1, 2, 7], 5)] * STALLS]
 
 
-def test_a_rest_that_the_server_refuses_leaves_an_abort_and_a_lost_server_is_told():
-    refused = EngineError("http://s", "/generate", 400, "too long")
-    assert ask(Script(answer([7, 8], "abort"), refused)).output_ids == [7, 8]
-    with pytest.raises(EngineError, match="no answer"):
-        ask(Script(answer([7, 8], "abort"), EngineError("http://s", "/generate", None, "refused")))
+def test_a_rest_that_the_server_refuses_leaves_an_abort_and_a_refused_request_is_told():
+    assert ask(Some(one=Script(answer([7, 8], "abort", "0.0"), REFUSED))).output_ids == [7, 8]
+    with pytest.raises(EngineError, match="too long"):
+        ask(Some(one=Script(REFUSED)))
+
+
+def test_a_lost_server_is_avoided_and_a_request_without_a_token_is_sent_as_it_was():
+    first, second = Script(LOST, LOST), Script(LOST, answer([7], "stop"))
+    servers = Some(first=first, second=second)
+    assert ask(servers, n=4).output_ids == [7]
+    assert servers.chosen == ["first", "second", "first", "second"]
+    assert second.asked == [([1, 2], 6)] * 2
+
+
+def test_an_answer_goes_on_at_no_server_with_older_weights_than_its_last_token():
+    old, new = Script(answer([9], "stop", "5.0")), Script(answer([7], "abort", "4.0"), LOST, LOST, answer([8], "stop"))
+    servers = Some(old=old, new=new)
+    servers.versions["new"] = PolicyVersion(4)
+
+    async def run() -> Answer:
+        policy = GroupPolicy(servers, "group", PolicyVersion(3), 0)
+        asking = asyncio.create_task(policy.generate([1, 2], {"max_new_tokens": 6}, 1))
+        await asyncio.sleep(0.05)
+        assert set(servers.chosen) == {"new"}  # it is asked again and again, the other one is too old
+        servers.update("old", PolicyVersion(5))
+        async with asyncio.timeout(20):
+            return (await asking)[0]
+
+    whole = asyncio.run(run())
+    assert whole.output_ids == [7, 9]
+    assert [(span.version, span.end) for span in whole.meta_info.weight_versions] == [("4.0", 1), ("5.0", 2)]

@@ -4,74 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
-import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
-from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
-from streamrl.stream.address import replay_address
-from streamrl.stream.messages import Finished, Hello, Next, Progress
-from streamrl.stream.sockets import Dealer, ReceivedBatch
-from streamrl.types import Batch, PolicyVersion
+from streamrl.stream.messages import Finished, Progress
+from streamrl.types import PolicyVersion
 
 DEADLINE = 200.0  # seconds; the start of a server on busy cores
 STEPS = 6
-
-
-class Run:
-    """The service and one worker as processes, and a learner that trains nothing."""
-
-    def __init__(self, config: Config, folder: Path) -> None:
-        self.config, self.folder = config, folder
-        for name in ("events", "logs"):
-            (folder / name).mkdir(parents=True)
-        config_file.save(config, folder / "config.yaml")
-        self.service = self._role("replay")
-        self.worker = self._role("generator")
-        self.dealer = Dealer(replay_address(config, folder), config.stream, name="learner")
-        self.dealer.send(Hello(role="learner", name="learner", version=PolicyVersion(0)))
-
-    def _role(self, name: str) -> subprocess.Popen[bytes]:
-        with (self.folder / "logs" / f"{name}.log").open("wb") as log:
-            command = [sys.executable, "-m", "streamrl.cli", name, "--run", str(self.folder)]
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-
-    def log(self, name: str) -> str:
-        return (self.folder / "logs" / f"{name}.log").read_text()
-
-    def batch(self, step: int) -> Batch:
-        self.dealer.send(Next(step=step))
-        deadline = time.monotonic() + DEADLINE
-        while time.monotonic() < deadline:
-            received = self.dealer.receive(0.2)
-            if isinstance(received, ReceivedBatch):
-                return received.batch
-            assert self.worker.poll() is None, self.log("generator")
-            assert self.service.poll() is None, self.log("replay")
-        raise AssertionError(f"no batch; worker: {self.log('generator')} service: {self.log('replay')}")
-
-    def events(self, role: str, name: str) -> list[dict]:
-        return [event for event in read_events(event_path(self.folder, role)) if event["event"] == name]
-
-    def end(self) -> None:
-        self.dealer.close()
-        for process in (self.worker, self.service):
-            if process.poll() is None:
-                process.kill()
-            process.wait()
 
 
 def _shared_memory(pid: int) -> set[Path]:
@@ -79,31 +29,8 @@ def _shared_memory(pid: int) -> set[Path]:
     return {Path(line.split(maxsplit=5)[5]) for line in maps if "/dev/shm/" in line}
 
 
-@pytest.fixture
-def start_run(model_folders: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    runs: list[Run] = []
-
-    def start(**generate: object) -> Run:
-        config = Config.model_validate(
-            {
-                "run": {"name": "run", "folder": tmp_path, "steps": STEPS, "start_timeout": DEADLINE},
-                "model": {"path": model_folders[0]},
-                "task": {"name": "copy"},
-                "generate": {"group_size": 4, "groups_in_flight": 8, "sampling": {"max_new_tokens": 8}, **generate},
-                "replay": {"groups_per_step": 4, "max_staleness": 1},
-                "publish": {"keep_every": 1, "bucket": 1 << 16, "timeout": 30},
-            }
-        )
-        runs.append(Run(config, tmp_path / "run"))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.end()
-
-
 def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
-    start_run: Callable[..., Run], model_folders: tuple[Path, Path], forward_logprobs: Callable[..., torch.Tensor]
+    start_run: Callable[..., Any], model_folders: tuple[Path, Path], forward_logprobs: Callable[..., torch.Tensor]
 ) -> None:
     run = start_run(probes=2)
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
@@ -153,7 +80,7 @@ def test_a_worker_generates_groups_takes_in_versions_and_leaves_nothing_behind(
 
 
 def test_an_attached_server_is_brought_to_the_initial_weights_and_outlives_the_worker(
-    start_run: Callable[..., Run], fresh_server: Server
+    start_run: Callable[..., Any], fresh_server: Server
 ) -> None:
     async def rename_and_ask(version: str | None) -> str:
         client = EngineClient(fresh_server.address, timeout=60)
@@ -175,10 +102,10 @@ def test_an_attached_server_is_brought_to_the_initial_weights_and_outlives_the_w
     assert asyncio.run(rename_and_ask(None)) == "0.0"
 
 
-def test_a_worker_whose_server_dies_ends_with_the_last_lines_of_the_servers_log(
-    start_run: Callable[..., Run],
+def test_a_worker_whose_last_server_is_given_up_ends_with_the_last_lines_of_its_log(
+    start_run: Callable[..., Any],
 ) -> None:
-    run = start_run(probes=0)
+    run = start_run(probes=0, restarts=0)
     run.batch(0)
     (launch,) = psutil.Process(run.worker.pid).children()
     segments = {path for child in launch.children(recursive=True) for path in _shared_memory(child.pid)}

@@ -16,6 +16,7 @@ from streamrl.stream.messages import (
     BatchHeader,
     BatchStats,
     Bye,
+    Evaluated,
     Finished,
     Heartbeat,
     Hello,
@@ -89,7 +90,12 @@ class Service:
 
     def _deliver(self, step: int) -> None:
         stats = BatchStats(
-            tokens_generated=10, generator_busy=0.25, groups=3, bytes=99, selection={"selection/dropped/groups": 2.0}
+            tokens_generated=10,
+            generator_busy=0.25,
+            groups=3,
+            bytes=99,
+            selection={"selection/dropped/groups": 2.0},
+            evaluation={"eval/copy/pass@1": 0.5},
         )
         header = BatchHeader(step=step, groups=1, stats=stats, ledger=AFTER)
         self.router.send(self.identity, header, encode_group(self.make_group(step), 1 << 20))
@@ -143,6 +149,7 @@ def test_a_batch_brings_its_figures_and_its_ledger_counts_once_it_is_trained(ser
     delivery = take(source, 4)
     assert delivery.batch.step == 4
     assert delivery.stats["selection/dropped/groups"] == 2.0
+    assert delivery.stats["eval/copy/pass@1"] == 0.5
     assert delivery.stats["idle/generator"] == 0.75
     assert source.ledger == BEFORE  # it is not in the weights yet
     source.trained(PolicyVersion(5, 1), 0.5)
@@ -212,6 +219,16 @@ def test_the_end_of_a_run_is_said_until_the_service_has_heard_it(service, source
     service.say(Stop(reason="complete"))
     ending.join(DEADLINE)
     assert not ending.is_alive()
+
+
+def test_an_evaluation_that_ends_behind_the_last_batch_is_heard_at_the_end(service, source):
+    begin(source)
+    service.wait_for(Hello)
+    late = [Evaluated(version=PolicyVersion(step, 1), metrics={"eval/copy/pass@1": 0.75}) for step in (4, 5)]
+    for message in late:
+        service.say(message)
+    service.say(Stop(reason="complete"))
+    assert source.end(PolicyVersion(5, 1)) == late
 
 
 def test_a_learner_that_stops_early_says_bye(service, source):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.role import LeadLoop
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter, read_metrics
+from streamrl.stream.messages import Evaluated
 from streamrl.types import Ledger, PolicyVersion
 
 STATS = {"tokens/generated": 0, "idle/generator": 0.0, "buffer/groups": 0, "buffer/bytes": 0}
@@ -25,6 +26,7 @@ class Trainer:
 
     rank = 0
     rank_seconds = (0.1,)
+    phases = (("scores", 1.0, 2.0),)
 
     def __init__(self, version: PolicyVersion) -> None:
         self.version = version
@@ -68,6 +70,7 @@ class Source:
         self.ledger: Ledger | None = None
         self.late = dict.fromkeys(late, 2)
         self.told: list[Any] = []
+        self.evaluated: list[Evaluated] = []  # behind the last batch
         self.asked_to_begin = 0
 
     def begun(self, timeout: float) -> bool:
@@ -87,8 +90,9 @@ class Source:
     def saved(self, version: PolicyVersion, oldest: int) -> None:
         self.told.append(("saved", version.step, oldest))
 
-    def end(self, complete: PolicyVersion | None) -> None:
+    def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
         self.told.append(("end", complete))
+        return self.evaluated
 
     def close(self) -> None: ...
 
@@ -164,3 +168,10 @@ def test_what_the_service_tells_of_the_selection_becomes_metrics(name, tmp_path,
     monkeypatch.setitem(STATS, name, 4.0)
     run(tmp_path, Source(None), PolicyVersion(0), steps=1)
     assert next(read_metrics(tmp_path))[name] == 4.0
+
+
+def test_an_evaluation_that_ends_behind_the_last_step_is_added_to_the_row_of_its_version(tmp_path):
+    source = Source(None)
+    source.evaluated = [Evaluated(version=PolicyVersion(step), metrics={"eval/step": step}) for step in (2, 3)]
+    run(tmp_path, source, PolicyVersion(0), steps=3)
+    assert [row.get("eval/step") for row in read_metrics(tmp_path)] == [None, 2.0, 3.0]

@@ -40,14 +40,25 @@ from streamrl.stream.sockets import Router
 from streamrl.types import PolicyVersion
 
 DEADLINE = 120.0  # seconds; longer than any wait that is configured here
-CONFIG = Config.model_validate({"publish": {"timeout": DEADLINE}})  # of the worker
+
+
+def config_of(model: Path, transport: str = "broadcast", **publish: object) -> Config:
+    settings = {"transport": transport, "bucket": 1 << 16, **publish}
+    return Config.model_validate({"model": {"path": model}, "publish": settings})
 
 
 class Service:
     """The replay service and its worker, as the publisher sees them; runs in a thread of its own."""
 
-    def __init__(self, address: str | None, dead: tuple[str, ...] = (), failing: int = 0) -> None:
+    def __init__(
+        self,
+        address: str | None,
+        dead: tuple[str, ...] = (),
+        failing: int = 0,
+        transport: str = "broadcast",
+    ) -> None:
         """`address` of the real server, if any; `dead` servers never answer; the first `failing` publishes fail."""
+        self.config = config_of(Path("."), transport, timeout=DEADLINE)  # of the worker
         self.router = Router("tcp://127.0.0.1:0", StreamConfig())
         self.heard: list[Message] = []
         self.failing = failing
@@ -65,7 +76,7 @@ class Service:
 
     async def _run(self) -> None:
         client = EngineClient(self.address or "http://127.0.0.1:1", DEADLINE)
-        sink = make_sink(CONFIG, client, RequestGate())
+        sink = make_sink(self.config, client, RequestGate())
         while not self._ending.is_set():
             received = self.router.receive(0.05)
             if received is None:
@@ -105,9 +116,9 @@ def _failed(message: Publish, reason: str) -> PublishFailed:
 class Bench:
     """A publisher and what it needs."""
 
-    def __init__(self, service: Service, model: Path, folder: Path, timeout: float) -> None:
-        publish = {"bucket": 1 << 16, "timeout": timeout, "keep_every": 2}
-        self.config = Config.model_validate({"model": {"path": model}, "publish": publish})
+    def __init__(self, service: Service, model: Path, folder: Path, timeout: float, at_once: int) -> None:
+        transport = service.config.publish.transport
+        self.config = config_of(model, transport, timeout=timeout, keep_every=2, at_once=at_once)
         self.service = service
         self.folder = folder
         self.events = EventLog(event_path(folder, "learner"), "learner-0")
@@ -127,8 +138,8 @@ class Bench:
 def bench(model_folders, tmp_path) -> Iterator:
     benches: list[Bench] = []
 
-    def make(service: Service, timeout: float = 60.0) -> Bench:
-        benches.append(Bench(service, model_folders[0], tmp_path, timeout))
+    def make(service: Service, timeout: float = 60.0, at_once: int = 1) -> Bench:
+        benches.append(Bench(service, model_folders[0], tmp_path, timeout, at_once))
         return benches[-1]
 
     yield make
@@ -136,9 +147,10 @@ def bench(model_folders, tmp_path) -> Iterator:
         one.end()
 
 
-def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(fresh_server, model_folders, bench):
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "memory", "delta"])
+def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(transport, fresh_server, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
-    running = bench(Service(fresh_server.address, dead=("dead",)), timeout=2.0)
+    running = bench(Service(fresh_server.address, dead=("dead",), transport=transport), timeout=2.0)
     began = time.monotonic()
     running.publisher.offer(PolicyVersion(1), weights.items())
     assert time.monotonic() - began < 2.0  # the copy alone, not the dead server's deadline
@@ -149,6 +161,19 @@ def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(fresh_serv
     assert not running.publisher.wait(0.1)  # the dead one is still on the roster
     statistics = running.publisher.statistics
     assert statistics.failed >= 1
+
+
+def test_servers_at_once_do_not_wait_for_each_other(fresh_server, model_folders, bench):
+    weights = load_file(model_folders[1] / "model.safetensors")
+    service = Service(fresh_server.address, dead=("a dead one", "another"), transport="memory")  # before `real`
+    running = bench(service, timeout=DEADLINE, at_once=3)
+    running.publisher.offer(PolicyVersion(1), weights.items())
+    deadline = time.monotonic() + DEADLINE / 2  # the dead ones are still waited for
+    while service.versions["real"] < PolicyVersion(1):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert running.publisher.statistics.failed == 0
+    assert {message.server for message in running.published()} == {"a dead one", "another", "real"}
 
 
 def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(fresh_server, model_folders, bench):

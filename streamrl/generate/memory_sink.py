@@ -1,0 +1,34 @@
+"""The sink of weights in memory of the learner's host: sees that they are visible here, has one server load them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from streamrl.engine.kept_memory import Unreadable, look
+from streamrl.generate.kept_loading import Loading, as_publish_errors
+from streamrl.publish.transport import MemoryManifest, PublishError, Sink
+from streamrl.types import PolicyVersion
+
+
+class MemorySink(Sink):
+    """The end of `publish.transport: memory` at one server."""
+
+    def __init__(self, loading: Loading) -> None:
+        self._loading = loading
+
+    async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
+        try:
+            plan = msgspec.convert(manifest, MemoryManifest)
+        except msgspec.ValidationError as error:
+            raise PublishError(f"manifest of version {version}: {error}") from error
+        try:
+            look(plan.place)
+        except Unreadable as error:
+            raise PublishError(
+                f"version {version}: {error}; publish.transport=memory needs learner, worker and servers on one host, "
+                "in one PID namespace, under one user"
+            ) from error
+        with as_publish_errors():
+            await self._loading.load(version, plan.place, plan.buckets, plan.verify)

@@ -1,0 +1,191 @@
+"""A worker with several servers: which of them takes a request, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.config import Config
+from streamrl.engine.server import Server, ServerFailed
+from streamrl.generate import fleet as fleet_module
+from streamrl.generate.fleet import Fleet
+from streamrl.observe.events import EventLog, event_path
+from streamrl.publish.publisher import Publisher
+from streamrl.stream.messages import Progress
+from streamrl.types import PolicyVersion, Sample
+
+DEADLINE = 300.0  # seconds; two servers start at once on busy cores
+STEPS = 100_000  # more than anyone waits for
+BEHIND = 3  # steps behind the restart
+PROMPT = [1, 4, 2, 8]
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 4, "ignore_eos": True}
+V1, V2 = PolicyVersion(1), PolicyVersion(2)
+
+
+def twice(server: Server, folder: Path, model: Path, **generate: object) -> tuple[Config, EventLog]:
+    """The configuration of a worker that is attached to one server by two names."""
+    far = server.address.replace("127.0.0.1", "localhost")
+    attached = {"servers": 2, "attach": (server.address, far), **generate}
+    config = Config.model_validate({"model": {"path": model}, "generate": attached})
+    return config.of_worker(0), EventLog(event_path(folder, "generator"), "generator-0")
+
+
+def with_fleet(config: Config, folder: Path, events: EventLog, job: Callable[[Fleet], Any]) -> None:
+    async def run() -> None:
+        fleet = Fleet(config, folder, 0, events)
+        try:
+            await fleet.start()
+            await job(fleet)
+        finally:
+            await fleet.close()
+            events.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_goes_to_a_server_that_has_its_version_and_waits_where_there_is_none(
+    fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config, events = twice(fresh_server, tmp_path, model_folders[0])
+
+    async def job(fleet: Fleet) -> None:
+        assert [state.name for state in fleet.states] == ["server-0-0", "server-0-1"]
+        first, second = fleet.servers.values()
+        groups = [fleet.choose(group, PolicyVersion(0), None) for group in range(4)]
+        assert [place.server for place in groups if place] == ["server-0-0", "server-0-1"] * 2
+        fleet.set_version(second, V1)
+        assert fleet.choose(0, V1, None)[:2] == ("server-0-1", V1)
+        waiting = asyncio.create_task(fleet.policy(7, V2).generate(PROMPT, SAMPLING, 2))
+        late = asyncio.create_task(fleet.at_least(V2, asyncio.get_running_loop().time() + 60))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        assert not late.done()
+        fleet.set_version(first, PolicyVersion(2, 1))
+        answers = await waiting
+        await late
+        assert [len(answer.output_ids) for answer in answers] == [4, 4]
+        assert fleet.version == PolicyVersion(2, 1)
+
+    with_fleet(config, tmp_path, events, job)
+
+
+def test_a_lost_server_is_told_and_comes_back_for_requests_with_the_newest_version_alone(
+    fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "FIRST_PAUSE", 0.01)
+    config, events = twice(fresh_server, tmp_path, model_folders[0])
+    told: list[list[str]] = []
+
+    async def job(fleet: Fleet) -> None:
+        async def announce() -> None:
+            told.append([f"{state.name} {state.version}" for state in fleet.states])
+
+        first, second = fleet.servers.values()
+        for served in (first, second):
+            fleet.set_version(served, V1)
+        keeping = asyncio.create_task(fleet.keep(announce))
+        first.check = failing("it is gone")  # type: ignore[method-assign]
+        async with asyncio.timeout(DEADLINE):
+            while len(told) < 2:
+                await asyncio.sleep(0.05)
+        assert told == [["server-0-1 1.0"], ["server-0-1 1.0", "server-0-0 0.0"]]
+        again = fleet.servers["server-0-0"]
+        assert again is not first
+        assert fleet.choose("group", PolicyVersion(0), None).server == "server-0-1"
+        assert fleet.choose("other", PolicyVersion(0), None).server == "server-0-1"
+        fleet.set_version(again, V1)
+        assert fleet.choose("third", PolicyVersion(0), None).server == "server-0-0"
+        keeping.cancel()
+
+    with_fleet(config, tmp_path, events, job)
+
+
+def test_the_worker_fails_when_its_last_server_is_given_up(
+    fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    config, events = twice(fresh_server, tmp_path, model_folders[0], restarts=0)
+
+    async def nothing() -> None:
+        return
+
+    async def job(fleet: Fleet) -> None:
+        first, second = fleet.servers.values()
+        keeping = asyncio.create_task(fleet.keep(nothing))
+        first.check = failing("the first is gone")  # type: ignore[method-assign]
+        async with asyncio.timeout(DEADLINE):
+            while len(fleet.states) == 2:
+                await asyncio.sleep(0.05)
+            assert not keeping.done()
+            second.check = failing("the second is gone")  # type: ignore[method-assign]
+            with pytest.raises(ExceptionGroup) as raised:
+                await keeping
+        assert "the second is gone" in str(raised.value.exceptions[0])
+
+    with_fleet(config, tmp_path, events, job)
+
+
+def failing(reason: str) -> Callable[[], None]:
+    def check() -> None:
+        raise ServerFailed(reason)
+
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_killed_servers_requests_finish_at_the_other_and_it_comes_back_with_the_present_version(
+    start_run: Callable[..., Any], model_folders: tuple[Path, Path], forward_logprobs: Callable[..., torch.Tensor]
+) -> None:
+    run = start_run(steps=STEPS, servers=2, probes=0, sampling={"max_new_tokens": 96}, stream_every=16)
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+    events = EventLog(event_path(run.folder, "learner"), "learner-0")
+    publisher = Publisher(run.config, run.folder, PolicyVersion(0), events)
+    samples: list[Sample] = []
+    killed, behind, step = 0.0, 0, 0
+    deadline = time.monotonic() + 2 * DEADLINE
+    try:
+        while behind < BEHIND:
+            assert time.monotonic() < deadline
+            publisher.offer(PolicyVersion(step), weights[step % 2].items())
+            batch = run.batch(step)
+            samples += batch.samples if step < 12 or behind else ()
+            assert all(step - sample.oldest.step <= 1 for sample in batch.samples)
+            step += 1
+            run.dealer.send(Progress(version=PolicyVersion(step)))
+            if step == 3:
+                launches = psutil.Process(run.worker.pid).children()
+                assert len(launches) == 2
+                launches[0].send_signal(signal.SIGKILL)
+                killed = time.time()
+            behind += bool(run.events("generator", "server.restarted"))
+        assert publisher.wait(DEADLINE)
+    finally:
+        publisher.close()
+        events.close()
+
+    (lost,), (restarted,) = run.events("generator", "server.lost"), run.events("generator", "server.restarted")
+    assert lost["server"] == restarted["server"]
+    assert killed <= lost["time"] <= restarted["time"]
+    applied = [
+        event
+        for event in run.events("generator", "publish.apply")
+        if event["phase"] == "end" and event["server"] == lost["server"] and event["time"] > restarted["time"]
+    ]
+    assert applied, "the server that came back got no version"
+    assert not any(sample.is_placeholder for sample in samples)
+    assert run.worker.poll() is None
+    for sample in samples:
+        for span in sample.spans:
+            ids = (*sample.prompt_ids, *sample.output_ids)
+            expected = forward_logprobs(weights[span.version.step % 2], ids)[len(sample.prompt_ids) - 1 :]
+            difference = expected - torch.from_numpy(sample.logprobs.copy())
+            assert difference[span.start : span.end].abs().max() < 1e-4

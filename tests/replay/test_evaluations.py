@@ -1,0 +1,180 @@
+"""Evaluations at the service: figures reach one row, waits are timed, pinned servers are known, the end waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from service_parts import V0, V1, MakeGroup, Running, answer, hear, hear_tickets
+
+from streamrl.config import evaluate as config_evaluate
+from streamrl.replay.evaluations import Evaluations
+from streamrl.stream.messages import (
+    Announce,
+    Applied,
+    Bye,
+    Credit,
+    Evaluated,
+    Finished,
+    Hello,
+    Next,
+    Progress,
+    Roster,
+    ServerState,
+    Stop,
+)
+from streamrl.stream.sockets import ReceivedBatch
+from streamrl.types import PolicyVersion
+
+V20 = PolicyVersion(20)
+
+
+def servers(*states: tuple[PolicyVersion, bool]) -> tuple[ServerState, ...]:
+    return tuple(
+        ServerState(name=f"s{place}", version=version, pinned=pinned) for place, (version, pinned) in enumerate(states)
+    )
+
+
+def test_an_evaluation_goes_with_the_next_batch_alone_and_with_its_redelivery() -> None:
+    evaluations = Evaluations()
+    assert evaluations.metrics(1, 0.0) == {}
+    evaluations.hear(Evaluated(version=V20, metrics={"eval/copy/pass@1": 0.5}))
+    assert evaluations.metrics(2, 0.0) == {"eval/copy/pass@1": 0.5}
+    assert evaluations.metrics(3, 0.0) == {}
+    evaluations.hear(Evaluated(version=V20, metrics={"eval/copy/pass@1": 0.75}))
+    evaluations.hear(Evaluated(version=V20, metrics={"eval/copy/pass@1": 1.0}))
+    assert evaluations.metrics(2, 0.0) == {"eval/copy/pass@1": 0.5}  # a learner that lost it
+    assert [evaluations.metrics(step, 0.0) for step in (4, 5)] == [{"eval/copy/pass@1": x} for x in (0.75, 1.0)]
+
+
+def test_a_version_waits_while_every_server_is_pinned_behind_it_and_each_second_counts_once() -> None:
+    evaluations = Evaluations()
+    evaluations.announce(V1)
+    assert evaluations.look(servers((V0, True), (V0, False)), 10.0) is None  # one is free: nobody waits
+    assert evaluations.look(servers((V0, True)), 20.0) is None
+    assert evaluations.metrics(1, 22.0) == {"eval/publish_wait": 2.0}
+    assert evaluations.look(servers((V0, True)), 23.0) is None
+    assert evaluations.look(servers((V0, False)), 25.0) == 5.0  # the whole wait
+    assert evaluations.metrics(2, 30.0) == {"eval/publish_wait": 3.0}
+    assert evaluations.metrics(3, 31.0) == {}
+
+
+@pytest.mark.parametrize("states", [servers((V1, True)), servers((V0, False)), ()])
+def test_nothing_waits_for_a_server_that_has_the_version_or_is_free_or_is_gone(states: tuple[ServerState, ...]) -> None:
+    evaluations = Evaluations()
+    assert evaluations.look(servers((V0, True)), 0.0) is None  # nothing is announced
+    evaluations.announce(V1)
+    assert evaluations.look(states, 1.0) is None
+    assert evaluations.look(states, 2.0) is None
+    assert evaluations.metrics(1, 3.0) == {}
+
+
+def test_a_server_that_dies_while_it_is_pinned_ends_the_wait() -> None:
+    evaluations = Evaluations()
+    evaluations.announce(V1)
+    evaluations.look(servers((V0, True)), 1.0)
+    assert evaluations.look((), 4.0) == 3.0
+    assert evaluations.look((), 5.0) is None
+
+
+def test_what_comes_behind_the_last_batch_is_the_rest() -> None:
+    evaluations = Evaluations()
+    assert evaluations.rest() == []
+    late = [Evaluated(version=version, metrics={"eval/seconds": 3.0}) for version in (V1, V20)]
+    for message in late:
+        evaluations.hear(message)
+    assert evaluations.rest() == late
+    assert evaluations.rest() == []
+
+
+def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_others_go_on(
+    start: Callable[..., Running], make_group: MakeGroup
+) -> None:
+    """Two workers of one server each; the first is evaluated at version 0 while step after step is trained."""
+    running = start(run={"steps": 9})
+    publisher = running.publisher()
+    pinned = running.peer(
+        Hello(role="generator", name="p", servers=(ServerState(name="p-server", version=V0, pinned=True),))
+    )
+    pinned.send(Credit(capacity=1))
+    free = running.worker("free")
+    states = {}
+    while len(states) < 2:
+        states = {state.name: state for state in hear(publisher, Roster).servers}
+    assert (states["p-server"].pinned, states["free-server"].pinned) == (True, False)
+    learner = running.learner()
+    early = hear_tickets(pinned, 1) + hear_tickets(free, 3)
+    for ticket in early:
+        answer(pinned if ticket in early[:1] else free, make_group, ticket)
+    for step in range(2):
+        learner.send(Next(step=step))
+        assert len(hear(learner, ReceivedBatch).batch.groups) == 2
+        version = PolicyVersion(step + 1)
+        learner.send(Progress(version=version))
+        publisher.send(Announce(version=version))
+        free.send(Applied(server="free-server", version=version))
+        for ticket in hear_tickets(free, 2):
+            assert ticket.issued_version.step == step + 1
+            answer(free, make_group, ticket)
+    assert pinned.receive(0.3) is None, "a ticket that version 0 does not suffice for"
+    assert not running.told("publish.waited"), "the other server had every version"
+    pinned.send(Evaluated(version=V0, metrics={"eval/copy/pass@1": 0.25}))
+    pinned.send(Applied(server="p-server", version=V0))
+    while {state.name: state for state in hear_roster(publisher).servers}["p-server"].pinned:
+        pass
+    learner.send(Next(step=2))
+    assert hear(learner, ReceivedBatch).stats["evaluation"] == {"eval/copy/pass@1": 0.25}
+    (told,) = running.told("evaluated")
+    assert (told["worker"], told["version"]) == ("p", "0.0")
+
+
+def test_a_publish_that_waits_for_the_only_server_is_timed(start: Callable[..., Running]) -> None:
+    running = start()
+    publisher, worker = running.publisher(), running.worker()
+    worker.send(Applied(server="w-server", version=V0, pinned=True))
+    publisher.send(Announce(version=V1))
+    assert worker.receive(0.3) is None
+    worker.send(Applied(server="w-server", version=V0))
+    while not hear_roster(publisher).servers or not running.told("publish.waited"):
+        pass
+    (waited,) = running.told("publish.waited")
+    assert 0.2 < waited["seconds"] < 20
+
+
+def test_the_end_waits_for_the_last_evaluation_and_tells_the_learner(start: Callable[..., Running]) -> None:
+    running = start(publish={"timeout": 0.2}, evaluate={"every": 1, "timeout": 60.0})
+    worker, learner = running.worker(), running.learner()
+    hear_tickets(worker, 4)
+    worker.send(Applied(server="w-server", version=V20, pinned=True))
+    learner.send(Finished(version=V20))
+    assert learner.receive(0.8) is None  # longer than publish.timeout
+    worker.send(Evaluated(version=V20, metrics={"eval/seconds": 3.0}))
+    worker.send(Applied(server="w-server", version=V20))
+    assert hear(learner, Evaluated) == Evaluated(version=V20, metrics={"eval/seconds": 3.0})
+    assert "complete" in hear(learner, Stop).reason
+    assert "complete" in hear(worker, Stop).reason
+    worker.send(Bye())
+    assert running.end() == 0
+
+
+@pytest.mark.parametrize("ends", ["by its death", "never"])
+def test_an_evaluation_that_does_not_come_back_holds_the_end_for_a_time_alone(
+    start: Callable[..., Running], ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_evaluate, "SCORING_TIME", 0.2)
+    running = start(publish={"timeout": 0.2}, evaluate={"every": 1, "timeout": 0.2 if ends == "never" else 240.0})
+    worker, learner = running.worker(), running.learner()
+    hear_tickets(worker, 4)
+    worker.send(Applied(server="w-server", version=V20, pinned=True))
+    learner.send(Finished(version=V20))
+    if ends != "never":
+        worker.send(Bye())
+    assert "complete" in hear(learner, Stop).reason
+    running.close()
+
+
+def hear_roster(publisher: object) -> Roster:
+    """The next roster; what was applied is told between."""
+    while not isinstance(message := publisher.receive(20.0), Roster):
+        assert message is not None
+    return message
