@@ -18,7 +18,8 @@ LAYOUTS = {
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
-@pytest.mark.parametrize("layout", [pytest.param("tensor", marks=pytest.mark.slow), "pipeline"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_a_run_on_two_ranks_keeps_every_promise_and_trains_again_bit_for_bit(make_run, tmp_path, capsys, layout):
     run = make_run(steps=4).start("learner.ranks=2", *LAYOUTS[layout], "checkpoint.every=2")
     code, output = run.finish()
@@ -30,6 +31,7 @@ def test_a_run_on_two_ranks_keeps_every_promise_and_trains_again_bit_for_bit(mak
     assert "bit for bit" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_run_with_reference_recomputed_policy_passes_and_mini_batches_keeps_every_promise(make_run, capsys):
     run = make_run(steps=6).start(
         "learner.passes=2", "learner.mini_batches=2", "algo.proximal=recompute", "algo.kl=0.01", "checkpoint.every=2"
@@ -44,6 +46,7 @@ def test_a_run_with_reference_recomputed_policy_passes_and_mini_batches_keeps_ev
     assert cli.main(["audit", str(run.folder)]) == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_whose_every_gradient_is_a_spike_ends_with_one_line_and_its_batch(make_run):
     """A learning rate that breaks the model at once: no later gradient is finite."""
     run = make_run(steps=40).start(

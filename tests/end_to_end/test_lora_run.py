@@ -37,6 +37,7 @@ def _samples(folder: Path):
     return [sample for batch in recorded_batches(folder / "journal") for sample in batch.samples]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_adapter_that_it_is_given(make_run, tiny_model, tmp_path, capsys):
     given = random_adapter(tiny_model, seed=3)  # large enough that a server without them gives other log-probs
     write_adapter(tmp_path / "adapter", given.items(), LoraConfig(rank=4), tiny_model)

@@ -102,6 +102,16 @@ def test_processes_that_make_keys_at_once_agree_on_them(keys: Path) -> None:
         assert len(set(pool.map(lambda _: (service_keys(keys), bearer_token(keys, "api")), range(64)))) == 1
 
 
+def test_keys_that_are_there_need_no_folder_that_can_be_written(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = service_keys(keys)
+
+    def refuse(**_: object) -> tuple[int, str]:  # root may write everywhere, so that a mode would say nothing
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr("streamrl.stream.keys.tempfile.mkstemp", refuse)
+    assert service_keys(keys) == made
+
+
 def test_a_secret_that_others_can_read_is_refused(keys: Path) -> None:
     service_keys(keys)
     (keys / "client.key").chmod(0o640)

@@ -277,3 +277,8 @@ def test_the_address_file_is_waited_for(tmp_path: Path) -> None:
     told = tell_address(tmp_path, "tcp://0.0.0.0:77")
     assert replay_address(config, tmp_path) == told != "tcp://0.0.0.0:77"
     assert [path.name for path in tmp_path.iterdir()] == [address_path(tmp_path).name]
+
+
+def test_another_name_of_the_service_s_machine_is_told_where_it_has_one(tmp_path: Path) -> None:
+    assert tell_address(tmp_path, "tcp://0.0.0.0:77", "run-replay-0.run") == "tcp://run-replay-0.run:77"
+    assert tell_address(tmp_path, "tcp://10.0.0.7:77", "run-replay-0.run") == "tcp://10.0.0.7:77"

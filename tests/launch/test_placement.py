@@ -1,0 +1,94 @@
+"""Where the roles of a run go, and which descriptions are refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from launch.description import load
+from launch.placement import place
+from streamrl.config.file import ConfigError
+
+
+def test_one_node_gives_its_first_gpus_to_the_learner_and_the_others_to_the_workers(launch):
+    placement = launch("slurm", 1).placement
+    assert (placement.learner_nodes, placement.ranks, placement.nodes) == (1, 4, 1)
+    assert [(worker.node, worker.gpus) for worker in placement.workers] == [(0, (4, 5)), (0, (6, 7))]
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8])
+def test_no_gpu_is_given_away_twice_and_every_worker_stays_on_one_node(launch, nodes):
+    placement = launch("slurm", nodes).placement
+    given = [(worker.node, gpu) for worker in placement.workers for gpu in worker.gpus]
+    assert len(given) == len(set(given)) == 2 * len(placement.workers)
+    assert [worker.index for worker in placement.workers] == list(range(2 * max(1, nodes // 2)))
+    learners = range(placement.learner_nodes)
+    assert nodes == 1 or not any(worker.node in learners for worker in placement.workers)
+
+
+def test_pools_of_several_sizes_fill_the_nodes_in_their_order(describe):
+    pools = [{"name": "large", "workers": 1, "tensor_parallel": 4}, {"name": "small", "workers": 3}]
+    path = describe(
+        config={"generate": {"pools": pools}, "model": {"path": "/m"}},
+        learner={"nodes": 1},
+        generators={"nodes": 2, "gpus": 6},
+    )
+    description, config = load(path)
+    workers = place(description, config).workers
+    assert [(worker.pool, worker.node, worker.gpus) for worker in workers] == [
+        ("large", 1, (0, 1, 2, 3)),
+        ("small", 1, (4,)),
+        ("small", 1, (5,)),
+        ("small", 2, (0,)),
+    ]
+
+
+def test_without_gpus_the_workers_are_spread_evenly(launch):
+    cpu = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 2, "gpus": 0}, "hosts": ["a", "b", "c"]}
+    workers = launch("hosts", 3, config={"model": {"path": "/m"}, "generate": {"workers": 4}}, **cpu).placement.workers
+    assert [worker.node for worker in workers] == [1, 1, 2, 2]
+    assert not any(worker.gpus for worker in workers)
+
+
+@pytest.mark.parametrize(
+    ("description", "config", "line"),
+    [
+        ({"learner": {"nodes": 3}}, {"learner": {"ranks": 4}}, "learner.nodes: learner.ranks=4 do not divide over 3"),
+        ({"learner": {"gpus": 2}}, {"learner": {"ranks": 4}}, "no room for learner.ranks=4; allowed: from 2 on"),
+        ({"learner": {"gpus": 2}}, {"generate": {"tensor_parallel": 2}}, "generators: worker 0 needs 2 GPUs"),
+        ({"folder": "runs"}, {}, "folder: runs is another one on each node"),
+        ({"grace": 10}, {}, "grace: 10 s are fewer than run.stop_timeout=60"),
+        ({}, {"model": {"path": "models/tiny"}}, "model.path: models/tiny is another one on each node"),
+        (
+            {"generators": {"nodes": 1}},
+            {"publish": {"transport": "memory"}},
+            "publish.transport: memory reaches the servers of the learner's node alone",
+        ),
+        ({"environment": {"WANDB_API_KEY": "x"}}, {}, "environment: WANDB_API_KEY would stand in a script"),
+        ({}, {"generate": {"server_args": {"api-key": "x"}}}, "generate.server_args: api-key would stand"),
+        ({"python": "python; true"}, {}, "python: string should match pattern"),
+        ({"slurm": {"options": ["exclusive"]}}, {}, "slurm.options: 'exclusive' is no option of sbatch"),
+        ({"nodes": 4}, {}, "nodes: extra inputs are not permitted (given 4); allowed: config"),
+    ],
+)
+def test_what_would_fail_on_the_nodes_is_refused_by_one_line(describe, description, config, line):
+    path = describe(config={"model": {"path": "/m"}} | config, **description)
+    with pytest.raises(ConfigError, match=re.escape(line)) as refused:
+        place(*load(path))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_pod_has_to_fit_on_a_node_and_no_more(launch):
+    config = {"model": {"path": "/m"}, "run": {"name": "trial"}, "generate": {"workers": 9, "tensor_parallel": 4}}
+    assert launch("kubernetes", 2, config=config).placement.workers == ()
+    config["generate"]["tensor_parallel"] = 8
+    with pytest.raises(ConfigError, match=r"generators\.gpus: 4 of a node are too few for a worker; allowed: from 8"):
+        launch("kubernetes", 2, config=config)
+
+
+def test_a_configuration_that_is_not_there_is_named(describe):
+    path = describe()
+    path.write_text(path.read_text().replace("config.yaml", "none.yaml"))
+    with pytest.raises(ConfigError, match=r"none\.yaml: No such file or directory"):
+        load(path)

@@ -1,0 +1,194 @@
+"""Scripts for hosts and for Slurm: whole, readable by bash, and right about who is told what."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import render
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+
+FAKE = """#!/usr/bin/env bash
+# Stands for the interpreter: it writes down its arguments, and ends as the test says.
+echo "$*" >> "{folder}/calls"
+case "$*" in
+*"cli replay"*) trap 'echo told >> "{folder}/calls"; exit 75' TERM; while :; do sleep 0.1; done ;;
+*"cli learner"*) exit {learner} ;;
+*"cli generator"*) exit {generator} ;;
+esac
+"""
+# srun, scontrol and the roles are stood in for: the scripts are what is tested.
+
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+exec "$@"
+"""
+
+SCONTROL = """#!/usr/bin/env bash
+case $1 in
+show) echo first; echo second ;;
+*) echo "scontrol $*" >> "{folder}/calls" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 8])
+@pytest.mark.parametrize("form", ["hosts", "slurm"])
+def test_every_script_is_read_by_bash_and_starts_every_role_once(launch, form, nodes):
+    made = launch(form, nodes)
+    for name, text in made.files().items():
+        if name == "config.yaml":
+            continue
+        assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=10).returncode == 0
+        assert text.startswith("#!/usr/bin/env bash\n")
+        assert len(re.findall(r"cli replay ", text)) == 1
+        learners = made.placement.learner_nodes if form == "hosts" else 1  # srun starts it on all of its nodes
+        assert len(re.findall(r"cli learner ", text)) == learners
+        assert [int(index) for index in re.findall(r"--index (\d+)", text)] == list(range(len(made.placement.workers)))
+
+
+def test_the_nodes_read_one_configuration_with_the_shared_folder_and_an_address_for_others(launch, tmp_path):
+    for nodes, address, host in ((1, "tcp://127.0.0.1:0", None), (2, "tcp://0.0.0.0:7100", "gpu-0")):
+        path = tmp_path / "rendered.yaml"
+        path.write_text(launch("hosts", nodes).files()["config.yaml"])
+        config = config_file.load(path)
+        assert config.run_folder == Path("/shared/runs/trial")
+        assert (config.replay.address, config.replay.host) == (address, host)
+
+
+def test_torchrun_meets_on_the_first_node_of_several_and_on_loopback_of_one(launch):
+    assert "--rdzv-endpoint=127.0.0.1:0 --local-addr" in launch("hosts", 2).files()["start.sh"]
+    text = launch("hosts", 8).files()["start.sh"]
+    assert text.count("--nnodes=4 --nproc-per-node=4") == text.count("--rdzv-endpoint=gpu-0:29400") == 4
+    assert '--rdzv-endpoint="${nodes[0]}:29400"' in launch("slurm", 8).files()["run.sbatch"]
+
+
+def test_on_a_shared_node_learner_and_workers_see_gpus_of_their_own(launch):
+    text = launch("hosts", 1).files()["start.sh"]
+    assert "--gpus 0,1,2,3 -- python -m torch" in text
+    assert re.findall(r"--gpus (\S+) -- python -m streamrl.cli generator", text) == ["4,5", "6,7"]
+
+
+def _headers(text: str) -> dict[str, str | None]:
+    """The options of sbatch, which must stand before the first command."""
+    head, _, body = text.partition("\nset -euo pipefail\n")
+    assert "#SBATCH" not in body
+    words = [line.removeprefix("#SBATCH ") for line in head.splitlines() if line.startswith("#SBATCH ")]
+    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", word) for word in words)
+    return {word.partition("=")[0]: word.partition("=")[2] or None for word in words}
+
+
+def test_one_allocation_says_what_it_needs_and_comes_back(launch):
+    slurm = {"partition": "gpu", "account": "lab", "time": "12:00:00", "options": ["--exclusive"]}
+    text = launch("slurm", 8, slurm=slurm, grace=300).files()["run.sbatch"]
+    headers = _headers(text)
+    expected = {
+        "--nodes": "8",
+        "--ntasks-per-node": "1",
+        "--gpus-per-node": "8",
+        "--partition": "gpu",
+        "--account": "lab",
+        "--time": "12:00:00",
+        "--signal": "B:TERM@300",
+        "--exclusive": None,
+    }
+    assert expected.items() <= headers.items()
+    assert {"--requeue", "--job-name", "--output", "--open-mode"} <= headers.keys()
+    assert 'scontrol requeue "$SLURM_JOB_ID"' in text
+
+
+def test_separate_jobs_let_each_generator_node_come_and_go_alone(launch):
+    slurm = {"separate": True, "partition": "gpu"}
+    generators = {"nodes": 4, "gpus": 4, "partition": "preemptible"}
+    files = launch("slurm", 8, slurm=slurm, generators=generators).files()
+    learner, pool = files["learner.sbatch"], files["generators.sbatch"]
+    assert "cli generator" not in learner
+    assert "cli replay" not in pool
+    assert "cli learner" not in pool
+    assert (_headers(learner)["--nodes"], _headers(learner)["--partition"]) == ("4", "gpu")
+    headers = _headers(pool)
+    assert (headers["--array"], headers["--nodes"], headers["--partition"]) == ("0-3", "1", "preemptible")
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in pool
+    assert [int(index) for index in re.findall(r"--index (\d+)", pool)] == list(range(8))
+
+
+def test_separate_jobs_need_nodes_of_their_own(launch):
+    with pytest.raises(ConfigError, match=r"slurm\.separate: the generators have no nodes"):
+        launch("slurm", 1, slurm={"separate": True}).files()
+
+
+def _play(folder: Path, text: str, arguments: list[str], *, learner: int, generator: int = 0) -> tuple[int, list[str]]:
+    """Run a script with everything that it starts stood in for. Its exit code, and what was started."""
+    for name, script in (("python", FAKE), ("srun", SRUN), ("scontrol", SCONTROL)):
+        path = folder / name
+        path.write_text(script.format(folder=folder, learner=learner, generator=generator) if "{" in script else script)
+        path.chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", text, "script", *arguments], env=environment, timeout=60)
+    return done.returncode, (folder / "calls").read_text().splitlines()
+
+
+def _local(launch, tmp_path, form, **others):
+    """With the run folder in `tmp_path`."""
+    cpu = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 1, "gpus": 0}, "folder": str(tmp_path / "runs")}
+    return launch(form, 2, config={"model": {"path": "/m"}, "run": {"name": "trial"}}, **cpu, **others)
+
+
+def test_a_learner_that_fails_on_a_host_ends_the_replay_service(launch, tmp_path):
+    text = _local(launch, tmp_path, "hosts").files()["start.sh"]
+    code, calls = _play(tmp_path, text, ["0"], learner=3)
+    assert code == 3
+    assert "told" in calls
+    assert calls[0] == f"-m launch.folder prepare {tmp_path}/out/config.yaml"
+
+
+def test_a_job_that_was_told_to_end_is_queued_again(launch, tmp_path):
+    text = _local(launch, tmp_path, "slurm").files()["run.sbatch"]
+    (tmp_path / "runs/trial/logs").mkdir(parents=True)
+    code, calls = _play(tmp_path, text, [], learner=75)
+    assert code == 0
+    assert calls[-1] == "scontrol requeue 7"
+    assert any("cli generator" in call for call in calls)
+
+
+def test_a_host_beyond_the_last_one_is_refused(launch, tmp_path):
+    text = _local(launch, tmp_path, "hosts").files()["start.sh"]
+    done = subprocess.run(["bash", "-c", text, "start.sh", "2"], capture_output=True, text=True, timeout=10)
+    assert (done.returncode, done.stderr) == (2, "start.sh: 2 hosts, 0 to 1; given 2\n")
+
+
+def test_secrets_are_read_from_a_file_and_stand_in_no_script(launch, tmp_path):
+    secrets = tmp_path / "secrets"
+    secrets.write_text("WANDB_API_KEY=hidden\n")
+    secrets.chmod(0o644)
+    text = _local(launch, tmp_path, "hosts", secrets=str(secrets)).files()["start.sh"]
+    assert "hidden" not in text
+    assert subprocess.run(["bash", "-c", text, "start.sh", "1"], capture_output=True, timeout=10).returncode == 2
+
+
+def test_a_dry_run_says_what_would_start_and_writes_nothing(describe, tmp_path, capsys):
+    path = describe(learner={"nodes": 1, "gpus": 0}, generators={"nodes": 1, "gpus": 0}, hosts=["a", "b"])
+    assert render.main(["hosts", str(path), "-o", str(tmp_path / "out"), "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "node 0: replay-0, learner with 1 rank\nnode 1: generator-0\n" in told
+    assert f"on b: bash {tmp_path}/out/start.sh 1" in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "qwen2.5-32b-dapo"])
+@pytest.mark.parametrize("form", ["hosts", "slurm", "kubernetes"])
+def test_the_descriptions_that_come_along_are_rendered_in_every_form(tmp_path, form, name):
+    assert render.main([form, f"launch/runs/{name}.yaml", "-o", str(tmp_path / "out")]) == 0
+    assert list((tmp_path / "out").iterdir())
+
+
+def test_a_wrong_description_is_one_line_and_exit_code_2(describe, capsys):
+    assert render.main(["hosts", str(describe()), "--dry-run"]) == 2
+    assert capsys.readouterr().err.startswith("render: hosts: 0 names for 1 nodes; allowed:")
+    assert render.main(["slurm", str(describe())]) == 2
+    assert "allowed: with -o FOLDER" in capsys.readouterr().err

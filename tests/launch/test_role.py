@@ -1,0 +1,140 @@
+"""A role on a cluster: who hears SIGTERM, what the exit code says, and what the scripts ask about a run folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import folder, role
+from launch.role import Role, visible
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.observe.events import EventLog, event_path
+
+LISTENER = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (open("{0}", "w").write("told"), sys.exit(0)))
+open("{0}.up", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run folder of two steps, none of them done."""
+    path = tmp_path / "run"
+    path.mkdir()
+    config_file.save(
+        Config.model_validate({"run": {"steps": 2, "name": "run", "folder": tmp_path}}), path / "config.yaml"
+    )
+    return path
+
+
+def _do_steps(run: Path, steps: int) -> None:
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1)))
+
+
+def _python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]  # what `Role` adds behind it are arguments that it does not read
+
+
+def test_the_exit_code_says_whether_the_run_goes_on(run):
+    done = _python("pass")
+    assert Role(run, done, restarts=0, grace=5).run() == role.GOES_ON
+    _do_steps(run, 2)
+    assert Role(run, done, restarts=0, grace=5).run() == role.DONE
+    assert Role(run, _python("raise SystemExit(2)"), restarts=3, grace=5).run() == role.REFUSED
+
+
+def test_a_role_that_fails_is_started_again_as_often_as_allowed(run, monkeypatch):
+    monkeypatch.setattr(role, "PAUSE", 0.0)
+    count = _python(f"open({str(run / 'starts')!r}, 'a').write('x'); raise SystemExit(3)")
+    assert Role(run, count, restarts=2, grace=5).run() == 3
+    assert (run / "starts").read_text() == "xxx"
+
+
+def test_sigterm_reaches_the_role_and_it_is_not_started_again(run):
+    told = run / "told"
+    command = ["--run-folder", str(run), "--restarts", "3", "--", *_python(LISTENER.format(told))]
+    process = subprocess.Popen([sys.executable, "-m", "launch.role", *command])
+    _until(run / "told.up")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == role.GOES_ON
+    assert told.read_text() == "told"
+
+
+def test_the_ranks_are_told_and_not_their_launcher(run):
+    told = run / "told"
+    rank = _python(LISTENER.format(told))
+    parent = subprocess.Popen(_python(f"import subprocess, sys; sys.exit(subprocess.run({rank!r}).returncode)"))
+    _until(run / "told.up")
+    role.tell(parent.pid, to_children=True)
+    assert parent.wait(20) == 0
+    assert told.read_text() == "told"
+
+
+def test_a_role_that_does_not_end_in_its_grace_time_is_killed(run):
+    deaf = Role(
+        run, _python("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"), restarts=0, grace=0.2
+    )
+    handler = signal.signal(signal.SIGTERM, deaf.stop)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        assert deaf.run() == role.GOES_ON
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_gpus_are_positions_among_those_that_the_scheduler_left(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible("4,5") == "4,5"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,6")
+    assert visible("1,2") == "3,6"
+    with pytest.raises(SystemExit, match="GPUs 3 are not there: this process may use 3"):
+        visible("3")
+
+
+def test_a_run_is_complete_when_all_of_its_steps_have_their_row(run):
+    assert not folder.is_complete(run)
+    _do_steps(run, 1)
+    assert not folder.is_complete(run)
+    _do_steps(run, 2)
+    assert folder.is_complete(run)
+
+
+def test_a_role_is_ready_when_it_has_said_so_since_its_start(run):
+    assert not folder.is_ready(run, "generator-3", since=0)
+    events = EventLog(event_path(run, "generator", 3), "generator-3")
+    events.emit("ready", server="http://127.0.0.1:1")
+    events.close()
+    assert folder.is_ready(run, "generator-3", since=time.time() - 60)
+    assert not folder.is_ready(run, "generator-3", since=time.time() + 60)
+
+
+def test_a_node_waits_for_the_folder_of_this_very_configuration(run, tmp_path):
+    config = config_file.load(run / "config.yaml", ["run.start_timeout=0.2"])
+    with pytest.raises(ConfigError, match=r"of another configuration, after run\.start_timeout=0\.2 s"):
+        folder.wait(config)
+    config_file.save(config, run / "config.yaml")
+    assert folder.wait(config) == run
+
+
+def test_keys_are_made_before_a_run_for_a_secret(tmp_path):
+    folder.make_keys(tmp_path / "keys")
+    names = {path.name for path in (tmp_path / "keys").iterdir()}
+    assert names == {"service.key", "service.pub", "client.key", "client.pub", "api.key", "admin.key"}
+
+
+def _until(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)

@@ -1,0 +1,136 @@
+"""The Python blocks of the documents run, and do what the text beside them says."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.publish.transport import PublishError, Sink
+from streamrl.replay.curriculum import make_curriculum
+from streamrl.tasks import user_reward
+from streamrl.types import PolicyVersion
+
+DOCS = Path(__file__).parents[1] / "docs"
+NEEDS_A_RUN = {"journal.md"}  # its block reads the journal of a run
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(page: str) -> dict[str, Any]:
+    """The names that the page's blocks define, run one after another."""
+    names: dict[str, Any] = {"__name__": page.removesuffix(".md").replace("-", "_")}
+    for block in blocks(page):
+        if block.startswith("case "):  # of a match that is in a file of streamrl
+            compile(f"def build():\n match name:\n{textwrap.indent(block, '  ')}", page, "exec")
+        else:
+            exec(compile(block, page, "exec"), names)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def model_folder(tmp_path, monkeypatch):
+    """The working folder has the model that `make demo` makes, as far as the documents read it."""
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+    folder = tmp_path / "models" / "tiny"
+    folder.mkdir(parents=True)
+    config = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": 10, **sizes}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md") if blocks(page.name)} - NEEDS_A_RUN))
+def test_the_blocks_of_a_page_run_one_after_another(page):
+    run(page)
+
+
+def test_the_task_of_the_howto_asks_words_backwards(capsys):
+    names = run("howto-task.md")
+    text, reward = capsys.readouterr().out.split()
+    assert (text[:-1] in names["BackwardsArguments"]().words, reward) == (True, "1.0")
+    wrong = names["Completion"](
+        text="no", prompt_ids=names["nothing"], output_ids=names["nothing"], logprobs=names["logprobs"],
+        spans=(), finish_reason="stop",
+    )  # fmt: skip
+    assert asyncio.run(names["task"].score(names["prompt"], wrong)).reward == 0
+    prompt = names["task"].prompt(3)
+    assert prompt == names["task"].prompt(3)
+    assert prompt.answer == prompt.text[-2::-1]
+
+
+def test_the_reward_of_the_howto_is_loaded_from_its_file(tmp_path):
+    (block,) = blocks("howto-reward.md")
+    (tmp_path / "rewards.py").write_text(block)
+    judge = user_reward.prepare(["rewards.py:reward"])
+    question = {"answer": "4", "row": {}, "finish_reason": "stop"}
+    assert judge(text="it is 4", **question) == {"reward": 1.0, "parts": {"words": 3.0}}
+    assert judge(text="it is 5", **question)["reward"] == 0.0
+    assert judge(text="it is 4", **question | {"finish_reason": "length"}) == {"reward": -0.5, "parts": {}}
+
+
+def test_the_loss_of_the_howto_has_the_gradient_that_it_says_and_trains(monkeypatch):
+    import torch
+
+    from streamrl.algo import losses
+    from streamrl.algo.aggregation import Denominators
+    from streamrl.config.learner import AlgoConfig
+
+    names = run("howto-loss.md")
+    assert torch.equal(names["logprobs"].grad, names["advantages"])
+    monkeypatch.setitem(losses.FAMILIES, "spo", names["family"])
+    counts = Denominators(tokens=2, samples=2)
+    loss, sums = losses.policy_loss(names["tokens"], AlgoConfig().model_copy(update={"loss": "spo"}), counts)
+    assert loss.isfinite()
+    assert sums
+
+
+def test_the_order_of_the_howto_takes_the_youngest_and_keeps_its_bound(capsys):
+    order = run("howto-order.md")["order"]
+    assert capsys.readouterr().out == "(5, 6) 2\n"
+    assert order.select(3, {7: 1}, below=5, above=()) is None
+    assert order.over_age(5, oldest=1)
+
+
+def test_the_curriculum_of_the_howto_is_found_by_its_name(tmp_path, monkeypatch):
+    (tmp_path / "curricula.py").write_text(blocks("howto-order.md")[-1])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    curriculum = make_curriculum("curricula:Halves", seed=1)
+    assert curriculum.choose("copy", 700) == 200
+    for _ in range(20):
+        curriculum.hear("copy", 0, pass_rate=1.0)
+    assert curriculum.choose("copy", 700) == 700
+
+
+class Recorded(Sink):
+    """Remembers what it was told to load."""
+
+    def __init__(self) -> None:
+        self.folders: list[str] = []
+
+    async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
+        self.folders.append(manifest["folder"])
+
+
+def test_the_sink_of_the_howto_loads_what_it_fetched_and_tells_what_it_could_not_fetch():
+    async def fetched(folder: str) -> str:
+        return f"/local{folder}"
+
+    async def full(folder: str) -> str:
+        raise OSError("no space left")
+
+    FetchedSink = run("howto-transport.md")["FetchedSink"]
+    inner = Recorded()
+    version, manifest = PolicyVersion(3), {"transport": "disk", "folder": "/shared/3.0", "checksum": "0"}
+    asyncio.run(FetchedSink(inner, fetched).apply(version, manifest))
+    with pytest.raises(PublishError, match=r"version 3\.0 was not fetched: no space left"):
+        asyncio.run(FetchedSink(inner, full).apply(version, manifest))
+    assert inner.folders == ["/local/shared/3.0"]
