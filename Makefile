@@ -4,7 +4,7 @@ RUN := $(VENV)/bin
 export HF_HUB_OFFLINE ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo demo-pretrained test test-all check bench clean
+.PHONY: venv demo demo-pretrained test test-all check bench docs clean
 
 venv:
 	@requirements/install.sh $(VENV)
@@ -34,6 +34,9 @@ check: venv  ## lint, format, types
 
 bench: venv models/tiny/config.json  ## every benchmark in its quick form, compared with what is stored: make bench ARGS="--store"
 	$(RUN)/python -m benchmarks.suite --quick $(ARGS)
+
+docs: venv  ## the documentation site, in dist/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
 
 clean:  ## everything that was made here, except run folders
 	rm -rf $(VENV) models

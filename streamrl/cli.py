@@ -155,6 +155,15 @@ def _simulate(options: argparse.Namespace) -> int:
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 
+def _plan(options: argparse.Namespace) -> int:
+    from streamrl.lab.plan import command
+    from streamrl.lab.plan.machines import Machines
+
+    machines = Machines.of(options)
+    files = {"shape": options.shape, "figures": options.figures, "output": options.json}
+    return command.main(options.config, options.override, machines, **files)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from streamrl.lab import doctor
 
@@ -282,6 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     _add_simulate(commands)
+    _add_plan(commands)
     _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
     return parser
 
@@ -308,6 +318,20 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
     simulate.add_argument("--steps", type=int, default=30, help="learner steps of each real run (default: 30)")
     simulate.add_argument("--fleet", type=Path, metavar="FILE", help="plan fleets from the figures in a YAML file")
     simulate.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    from streamrl.lab.plan.machines import add_flags
+
+    plan = _command(commands, "plan", _plan, "say what a launch will use, and refuse what cannot fit; start nothing")
+    plan.add_argument("config", type=Path, help="YAML file")
+    plan.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
+    plan.add_argument("--shape", type=Path, metavar="FILE", help="the model's config.json (default: in model.path)")
+    plan.add_argument(
+        "--figures", type=Path, metavar="FILE", help="of a server and the learner, as for simulate --fleet"
+    )
+    plan.add_argument("--json", type=Path, metavar="PATH", help="write the plan here")
+    add_flags(plan)
 
 
 def _command(commands: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:

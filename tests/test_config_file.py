@@ -44,7 +44,7 @@ BAD = [
     ("generate.server_args={trust-remote-code: true}", ["generate.server_args: trust_remote_code", "model folder"]),
     ("run.name=a/b", ["run.name: a/b", "matching"]),
     ("run.name.x=3", ["run.name.x: run.name is bad and has no keys", "allowed: run.name=VALUE"]),
-    ("replay=3", ["replay: 3", "a mapping of address, order"]),
+    ("replay=3", ["replay: 3", "a mapping of address, "]),
     ("learner.optimizer.lr=[1,", ["learner.optimizer.lr: not YAML"]),
     ("replay.max_staleness", ["is not an override; allowed: key=value"]),
 ]

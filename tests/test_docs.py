@@ -23,8 +23,10 @@ MADE = {"configuration.md", "commands.md"}  # by docs/reference.py, when the sit
 KEYS = {path for path, _ in config_file.fields()}
 SECTIONS = {path.rsplit(".", depth)[0] for path in KEYS for depth in (1, 2, 3)} - KEYS
 MAPPINGS = tuple(f"{path}." for path, field in config_file.fields() if config_file.allowed(field) == "a mapping")
-NO_KEYS = {"journal.damage", "publish.apply", "publish.waited", "model.safetensors", "checkpoint.json", "replay.slots"}
-# Events, files and what follows from keys, which are named as keys are.
+NO_KEYS = {"journal.damage", "publish.apply", "publish.waited", "replay.slots"}
+# Events, and what follows from keys: named as keys are.
+
+FILES = (".py", ".md", ".json", ".yaml", ".sh", ".sbatch", ".safetensors")
 
 FOLDERS = ("streamrl/", "launch/", "benchmarks/", "configs/", "tests/", "docs/", "requirements/")
 
@@ -185,7 +187,7 @@ def test_every_configuration_key_that_a_document_names_is_one():
     unknown, sections = [], "|".join(Config.model_fields)
     for page in set(PAGES) - {ROOT / "CHANGELOG.md"}:
         for key in re.findall(rf"`((?:{sections})\.[a-z_.]+[a-z_])(?:=[^`]*)?`", prose(page)):
-            known = key in KEYS | SECTIONS or key.startswith(MAPPINGS) or key.endswith((".py", ".md"))
+            known = key in KEYS | SECTIONS or key.startswith(MAPPINGS) or key.endswith(FILES)
             if not known and key not in NO_KEYS:
                 unknown.append(f"{page.name}: {key}")
     assert not unknown

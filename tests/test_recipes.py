@@ -24,7 +24,6 @@ MEGATRON_RL = {
     "algo.aggregation": "token_mean",
     "learner.passes": 1,
     "learner.mini_batches": 1,
-    "learner.recompute": "selective",
     "learner.optimizer.lr": 1e-6,
     "learner.optimizer.warmup_steps": 0,
     "learner.optimizer.beta1": 0.9,
@@ -80,7 +79,12 @@ def lora(rank: int, alpha: float) -> dict[str, Any]:
 NUMBERS: dict[str, dict[str, Any]] = {
     "megatron_rl/qwen2.5-32b-dapo": MEGATRON_RL
     | layout(tensor=8, generator=8)
-    | {"run.steps": 300, "learner.layout.sequence": True, "learner.tokens_per_micro_batch": 11999},
+    | {
+        "run.steps": 300,
+        "learner.layout.sequence": True,
+        "learner.recompute": "selective",
+        "learner.tokens_per_micro_batch": 11999,
+    },
     "megatron_rl/qwen2.5-3b-dapo": MEGATRON_RL | layout(tensor=2) | {"learner.tokens_per_micro_batch": 8192},
     "megatron_rl/qwen2.5-math-7b-dapo": MEGATRON_RL | layout() | {"learner.tokens_per_micro_batch": 4096},
     "megatron_rl/qwen2.5-distill-7b-dapo": MEGATRON_RL

@@ -150,6 +150,12 @@ class LayoutConfig(Section):
     sequence: bool = Field(True, description="sequence parallelism beside tensor parallelism")
     pipeline: int = Field(1, ge=1, description="pipeline stages")
     virtual: int = Field(1, ge=1, description="model chunks of one pipeline stage (interleaved schedule)")
+    first_stage: int | None = Field(
+        None, ge=1, description="layers of the first pipeline stage, which has the embedding too; null: evenly"
+    )
+    last_stage: int | None = Field(
+        None, ge=1, description="layers of the last pipeline stage, which has the output layer too; null: evenly"
+    )
     context: int = Field(1, ge=1, description="context-parallel size: ranks over which the tokens of a row are cut")
     expert: int = Field(1, ge=1, description="expert-parallel size of mixture-of-experts layers")
     expert_tensor: int = Field(1, ge=1, description="tensor-parallel size inside an expert")
@@ -173,6 +179,16 @@ class LayoutConfig(Section):
     def _virtual_needs_stages(self) -> LayoutConfig:
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(f"virtual: {self.virtual} chunks need learner.layout.pipeline above 1; allowed: 1")
+        return self
+
+    @model_validator(mode="after")
+    def _own_ends_need_stages(self) -> LayoutConfig:
+        for name, layers in (("first_stage", self.first_stage), ("last_stage", self.last_stage)):
+            if layers is not None and (self.pipeline == 1 or self.virtual > 1):
+                raise ValueError(
+                    f"{name}: needs learner.layout.pipeline above 1 and virtual 1; allowed: null with "
+                    f"pipeline={self.pipeline}, virtual={self.virtual}"
+                )
         return self
 
 

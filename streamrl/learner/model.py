@@ -34,8 +34,8 @@ from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import lora, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
+from streamrl.learner.fit import check_fit
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
-from streamrl.learner.parallel import check_fit
 from streamrl.learner.shape import ModelShape
 
 
@@ -208,6 +208,8 @@ def _transformer_config(
         tensor_model_parallel_size=layout.tensor,
         sequence_parallel=layout.sequence and layout.tensor > 1,
         pipeline_model_parallel_size=layout.pipeline,
+        num_layers_in_first_pipeline_stage=layout.first_stage,
+        num_layers_in_last_pipeline_stage=layout.last_stage,
         virtual_pipeline_model_parallel_size=layout.virtual_stages,
         # Between the two ranks of a short pipeline, sends of both directions must not share one batch.
         overlap_p2p_comm=layout.virtual > 1,

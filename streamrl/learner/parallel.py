@@ -16,7 +16,6 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig
 from streamrl.device import Device, detect
 from streamrl.learner import cpu_adapter
-from streamrl.learner.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,36 +104,3 @@ def _cut(layout: LayoutConfig, timeout: timedelta) -> None:
         distributed_timeout_minutes=math.ceil(timeout.total_seconds() / 60),
         create_gloo_process_groups=False,
     )
-
-
-def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
-    """Refuse a layout that this model cannot be cut into.
-
-    Raises ConfigError: which key, what is given, what is allowed.
-
-    Example: a model of 14 heads is not cut with `learner.layout.tensor: 4`.
-    """
-    whole = {"attention heads": shape.heads, "key and value heads": shape.groups, "MLP columns": shape.ffn}
-    for what, count in whole.items():
-        _must_divide("tensor", layout.tensor, count, what)
-    if shape.layers % (layout.pipeline * layout.virtual):
-        raise ConfigError(
-            f"learner.layout.pipeline: {layout.pipeline} stages of {layout.virtual} chunks do not share "
-            f"{shape.layers} layers evenly; allowed: pipeline x virtual that divides {shape.layers}"
-        )
-    if shape.moe is None:
-        if layout.expert > 1 or layout.expert_tensor > 1:
-            raise ConfigError(
-                f"learner.layout.expert: {max(layout.expert, layout.expert_tensor)} ranks cannot share experts, "
-                f"{shape.architecture} has none; allowed: expert=1, expert_tensor=1"
-            )
-        return
-    _must_divide("expert", layout.expert, shape.moe.experts, "experts")
-    _must_divide("expert_tensor", layout.expert_tensor, shape.moe.ffn, "columns of an expert")
-    if layout.tensor > 1 and not layout.sequence:
-        raise ConfigError("learner.layout.sequence: false with experts and tensor above 1; allowed: true")
-
-
-def _must_divide(key: str, size: int, count: int, what: str) -> None:
-    if count % size:
-        raise ConfigError(f"learner.layout.{key}: {size} does not divide {count} {what}; allowed: a divisor of {count}")

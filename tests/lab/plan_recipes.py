@@ -16,6 +16,7 @@ SHAPES = RECIPES / "shapes"
 
 QWEN = "megatron_rl/qwen2.5-32b-dapo"
 MOE = "verl/qwen3-30b-a3b-dapo"
+UNEVEN = "verl/qwen3-235b-a22b-dapo"  # 94 layers on 8 stages
 LORA = "verl/qwen2.5-7b-gsm8k-lora"
 
 # recipe: its model
@@ -44,8 +45,6 @@ SHAPE_OF = {
     "verl/qwen3-8b-gsm8k": "qwen3-8b",
 }
 H100 = Machines()
-
-UNEVEN = "verl/qwen3-235b-a22b-dapo"  # 8 stages for 94 layers, which the learner does not build
 
 
 def shape_of(name: str) -> ModelShape:

@@ -35,7 +35,7 @@ def test_every_recipe_has_its_shape():
     assert {file.stem for file in SHAPES.glob("*.json")} == set(SHAPE_OF.values())
 
 
-@pytest.mark.parametrize("name", sorted(SHAPE_OF.keys() - {UNEVEN}))
+@pytest.mark.parametrize("name", SHAPE_OF)
 def test_a_recipe_plans_on_gpus_of_80_gib_or_with_what_its_refusal_says(name):
     config, shape = recipe(name)
     changes = [] if fullest_rank(config, shape, H100).peak <= H100.device_bytes else fit.nearest(config, shape, H100)
@@ -56,7 +56,8 @@ def test_the_recipe_of_megatron_rl_fits_its_64_gpus():
 
 
 def test_a_model_that_the_pipeline_does_not_divide_is_refused_before_anything_is_counted():
-    assert "8 stages of 1 chunks do not share 94 layers" in refusal(UNEVEN, "learner.layout.pipeline=8")
+    even = ["learner.layout.first_stage=null", "learner.layout.last_stage=null"]
+    assert "8 stages of 1 chunks do not share 94 layers" in refusal(UNEVEN, *even)
 
 
 # -- placement
@@ -132,8 +133,15 @@ def test_a_learner_that_no_neighbour_fits_is_told_how_large_gpus_must_be():
 
 
 def test_what_is_proposed_is_the_smallest_change_that_fits():
-    assert fit.nearest(*recipe("verl/llama3.1-8b-gsm8k"), H100) == ["learner.tokens_per_micro_batch=8192"]
-    assert fit.nearest(*recipe("megatron_rl/qwen3-30b-a3b-dapo"), H100) == ["learner.layout.expert=8"]
+    wide = recipe("verl/llama3.1-8b-gsm8k", "learner.tokens_per_micro_batch=16384")
+    assert fit.nearest(*wide, H100) == ["learner.tokens_per_micro_batch=8192"]
+    few = recipe("megatron_rl/qwen3-30b-a3b-dapo", "learner.layout.expert_tensor=1", "learner.recompute=selective")
+    assert fit.nearest(*few, H100) == ["learner.layout.expert=8"]
+
+
+@pytest.mark.parametrize("name", SHAPE_OF)
+def test_every_recipe_fits_on_gpus_of_80_gib(name):
+    assert planned(name).limits  # else it is refused
 
 
 @pytest.mark.parametrize("given", [{"headroom": 1.5}, {"gpu_memory": 0.0}, {"network": -1.0}])

@@ -12,14 +12,13 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.publish import PublishConfig
 from streamrl.lab.plan.generators import pools
-from streamrl.lab.plan.learner_memory import LOGITS_CHUNK, fullest_rank, rank_memory
+from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
 from streamrl.lab.plan.machines import GIB
-from streamrl.lab.plan.parameters import of_server_rank, of_stage, whole_adapters, whole_model
+from streamrl.lab.plan.parameters import layers_of, of_server_rank, of_stage, whole_adapters, whole_model
 from streamrl.lab.plan.traffic import STAGED, group_bytes, zero_group
-from streamrl.learner.logprobs import CHUNK_BYTES
 from streamrl.routing import fold
 from streamrl.stream.codec import encode_group
-from tests.lab.plan_recipes import H100, LORA, MOE, QWEN, SHAPES, planned, recipe, shape_of
+from tests.lab.plan_recipes import H100, LORA, MOE, QWEN, SHAPES, UNEVEN, planned, recipe, shape_of
 
 PARAMETERS = {  # as the published safetensors indices count them
     "deepseek-7b": 6_910_365_696,
@@ -61,6 +60,19 @@ def test_the_parts_of_all_ranks_are_the_model_and_what_is_copied(layout):
     copied = (tensor - 1) * (shape.layers * (2 * shape.hidden + 2 * shape.head_dim + 128 * shape.hidden) + shape.hidden)
     padded = 2 * (shape.padded_vocabulary(tensor) - shape.vocabulary) * shape.hidden
     assert dense + experts == whole_model(shape) + copied + padded
+
+
+def test_a_stage_has_the_layers_that_the_layout_gives_it():
+    config, shape = recipe(UNEVEN)
+    stages = [layers_of(shape, config.learner.layout, stage) for stage in range(8)]
+    assert [len(layers) for layers in stages] == [11, 12, 12, 12, 12, 12, 12, 11]
+    assert [layer for layers in stages for layer in layers] == list(range(94))
+    turned = config_file.load(None, ["learner.ranks=2", "learner.layout.pipeline=2", "learner.layout.virtual=3"])
+    assert layers_of(shape_of("qwen2.5-3b"), turned.learner.layout, 1) == [
+        *range(6, 12),
+        *range(18, 24),
+        *range(30, 36),
+    ]
 
 
 def test_tied_embeddings_are_on_both_ends_of_a_pipeline():
@@ -151,7 +163,6 @@ def test_the_first_stage_has_as_many_micro_batches_under_way_as_there_are_stages
 
 
 def test_logits_are_held_for_one_chunk_of_tokens():
-    assert LOGITS_CHUNK == CHUNK_BYTES
     config, shape = recipe(QWEN, "learner.layout.tensor=1")
     whole_logits = 4 * config.learner.tokens_per_micro_batch * shape.vocabulary
     output_layer = 6 * shape.vocabulary * shape.hidden  # its gradient in float32, and one product in bf16

@@ -12,7 +12,7 @@ from benchmarks.parity_ranks import Case, Gradient, run_ranks
 from benchmarks.random_models import largest_difference, write_model
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LearnerConfig
-from streamrl.learner.parallel import check_fit
+from streamrl.learner.fit import check_fit, stage_layers
 from streamrl.learner.shape import MoeShape, read_shape
 
 DENSE = (
@@ -24,6 +24,7 @@ DENSE = (
         {"optimizer": {"distributed": True}, "overlap": True},
     ),
     Layout("context parallel", 2, {"context": 2}, {"recompute": "full"}),
+    Layout("stages of one and of three layers", 2, {"pipeline": 2, "first_stage": 1}),
 )
 PRODUCTS = (
     Layout("experts over tensor-parallel ranks", 4, {"tensor": 2, "expert": 2}),
@@ -61,6 +62,7 @@ def shape(model_folder):
     [
         ({"tensor": 4}, "learner.layout.tensor: 4 does not divide 2 key and value heads; allowed: a divisor of 2"),
         ({"pipeline": 2, "virtual": 2}, "learner.layout.pipeline: 2 stages of 2 chunks do not share 2 layers"),
+        ({"pipeline": 2, "first_stage": 2}, "2 stages of 1 chunks, first 2 do not share 2 layers"),
         ({"expert": 2}, "learner.layout.expert: 2 ranks cannot share experts, Qwen2ForCausalLM has none"),
     ],
 )
@@ -82,6 +84,17 @@ def test_a_layout_that_does_not_fit_the_experts_is_refused_by_name(layout, text,
     check_fit(moe, LayoutConfig(tensor=2, expert=4))
     with pytest.raises(ConfigError, match=text):
         check_fit(moe, LayoutConfig(**layout))
+
+
+def test_the_ends_of_a_pipeline_may_have_layers_of_their_own():
+    assert stage_layers(8, LayoutConfig(pipeline=4)) == (2, 2, 2, 2)
+    assert stage_layers(94, LayoutConfig(pipeline=8, first_stage=11, last_stage=11)) == (11, *(12,) * 6, 11)
+    assert stage_layers(7, LayoutConfig(pipeline=3, last_stage=1)) == (3, 3, 1)
+    assert stage_layers(3, LayoutConfig(pipeline=2, first_stage=1, last_stage=2)) == (1, 2)
+    with pytest.raises(ConfigError, match="do not share 4 layers"):
+        stage_layers(4, LayoutConfig(pipeline=2, first_stage=1, last_stage=2))
+    with pytest.raises(ValidationError, match=r"first_stage: needs learner\.layout\.pipeline above 1 and virtual 1"):
+        LayoutConfig(pipeline=2, virtual=2, first_stage=1)
 
 
 def test_ranks_that_cannot_share_the_experts_are_refused():

@@ -1,0 +1,129 @@
+"""The pages that are made from the code when the site is built: configuration.md and commands.md.
+
+A hook of mkdocs (`mkdocs.yml`). It also puts blank lines where CommonMark needs none and Python-Markdown does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from streamrl import cli
+from streamrl.config import Config
+from streamrl.config.file import allowed, describe, fields
+from streamrl.config.section import Section
+
+_BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
+# How a block begins that may stand right behind a paragraph in CommonMark.
+
+
+def configuration() -> str:
+    """The page of all keys: a heading for each section, a table of its keys."""
+    parts = [
+        "# Configuration",
+        "Made from `streamrl/config/`, as is `streamrl train --help`. A key is written as in YAML, one level for each "
+        "dot, or behind a command as `key=value`. What does not fit is refused by one line that names the key, the "
+        "value, what is allowed and the nearest known key. A file may stand on others: `base: other.yaml`, or a list.",
+    ]
+    defaults = dict(re.findall(r"^  ([\w.]+)=(.*)$", describe(), re.MULTILINE))
+    sections: dict[str, list[tuple[str, FieldInfo]]] = {}
+    for path, field in fields():
+        sections.setdefault(path.rpartition(".")[0], []).append((path, field))
+    tops = list(Config.model_fields)
+    for section in sorted(sections, key=lambda name: (tops.index(name.split(".")[0]), name)):
+        parts.append(f"## {section}\n{_described(section)}")
+        rows = ["| key | default | allowed | meaning |", "|---|---|---|---|"]
+        for path, field in sections[section]:
+            accepted = re.sub(r"matching (\S+)", r"matching `\1`", allowed(field))
+            cells = (f"`{path}`", f"`{defaults[path]}`", accepted, field.description or "")
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def commands() -> str:
+    """The page of all commands: what each does, its usage, its arguments."""
+    parts = [
+        "# Commands",
+        "Made from `streamrl/cli.py`. `key=value` behind a configuration changes one of its keys: "
+        "[configuration.md](configuration.md). Exit codes: 0 done, 1 failed, 2 wrong usage or configuration (one "
+        "line), 130 interrupted after a clean checkpoint.",
+    ]
+    for name, text, parser in _subcommands():
+        parts.append(f"## {name}\n{text}")
+        usage = " ".join(parser.format_usage().split()).removeprefix("usage: ")
+        parts.append(f"```\n{usage}\n```")
+        rows = [f"| `{words}` | {meaning} |" for words, meaning in _arguments(parser)]
+        parts.append("\n".join(["| argument | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Called by mkdocs when it has found the pages: adds those that are made."""
+    from mkdocs.structure.files import File
+
+    for name, content in (("configuration.md", configuration()), ("commands.md", commands())):
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for each page: its text as Python-Markdown reads it."""
+    return spaced(markdown)
+
+
+def spaced(markdown: str) -> str:
+    """The same text with a blank line between a paragraph and a list, table or fence, and behind a fence.
+
+    >>> spaced("text:\\n- one\\n- two")
+    'text:\\n\\n- one\\n- two'
+    """
+    lines: list[str] = []
+    last = ""  # what the line before was part of: fence, table, list or, empty, anything else
+    inside = False  # a fence
+    for line in markdown.splitlines():
+        found = _BLOCK.match(line)
+        kind = (found.lastgroup or "") if found and not inside else ""
+        if inside:
+            kind = "fence"
+        elif last == "list" and line.startswith("  "):
+            kind = "list"  # the rest of an entry
+        if line and lines and lines[-1] and not inside and (last == "fence" or kind != last):
+            lines.append("")
+        lines.append(line)
+        if line.startswith("```"):
+            inside = not inside
+        last = kind
+    return "\n".join(lines)
+
+
+def _described(section: str) -> str:
+    """What the section's class says that it is."""
+    found: type[Section] = Config
+    for name in section.split("."):
+        annotation = found.model_fields[name].annotation
+        assert isinstance(annotation, type)
+        found = annotation
+    return (found.__doc__ or "").strip().splitlines()[0]
+
+
+def _subcommands() -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
+    """Name, text and parser of each command, in the order of `streamrl --help`."""
+    for action in cli._parser()._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            yield from ((name, texts[name], parser) for name, parser in action.choices.items())
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    for action in parser._actions:
+        if action.dest != "help":
+            metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
+            words = ", ".join(action.option_strings) or metavar
+            if action.option_strings and action.nargs != 0:
+                words += f" {metavar}"
+            yield words, (action.help or "").replace("|", "\\|")

@@ -1,0 +1,99 @@
+"""The servers of each pool: memory of their GPUs, tokens that their KV cache holds, answers that run at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.config.generate import GenerateConfig
+from streamrl.engine.server import CPU_ARGUMENTS
+from streamrl.lab.plan.learner_memory import ITEM
+from streamrl.lab.plan.machines import GIB, Machines
+from streamrl.lab.plan.parameters import of_server_rank, whole_adapters
+from streamrl.learner.shape import ModelShape
+
+SMALL_CACHE = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+"""SGLang's kv_cache_dtype of one byte, or less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pool:
+    """The servers of one pool. Bytes are of one GPU (of the host without GPUs), tokens and answers of one server."""
+
+    name: str
+    workers: int
+    servers: int  # of one worker
+    ranks: int  # of one server
+    gpus: int  # of one server; 0 where it runs on cores
+    attached: bool  # they run already
+    weights: int
+    cache: int
+    token: int  # bytes of the KV cache that one token takes
+    tokens: int  # that the cache holds
+    longest: int  # tokens of the longest sequence, prompt included
+    at_once: int  # answers of the longest kind that run at once
+    asked: int  # answers that its share of groups_in_flight asks for
+
+    @property
+    def all_servers(self) -> int:
+        return self.workers * self.servers
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def pools(config: Config, shape: ModelShape, machines: Machines) -> list[Pool]:
+    """Every pool. The cache may come out below 0, where the weights do not even fit: `fit.py` refuses that."""
+    return [pool_of(config, each, shape, machines) for each in config.generate.each_pool]
+
+
+def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: Machines) -> Pool:
+    """One pool."""
+    arguments = server_args(pool, machines)
+    item, tensor = ITEM[config.model.dtype], pool.tensor_parallel
+    weights = of_server_rank(shape, tensor) * item
+    if config.learner.lora.by_adapter:  # a place for each version in use, each rank with its part
+        weights += int(arguments.get("max_loras_per_batch", 8)) * whole_adapters(shape, config.learner.lora) * item
+    small = str(arguments.get("kv_cache_dtype", "auto")) in SMALL_CACHE
+    token = 2 * shape.layers * max(1, shape.groups // tensor) * shape.head_dim * (1 if small else item)
+    total = machines.gpu_memory if machines.has_gpus else machines.host_memory / tensor
+    cache = int(total * GIB * float(arguments.get("mem_fraction_static", machines.mem_fraction))) - weights
+    tokens = max(0, cache) // token
+    if arguments.get("max_total_tokens"):
+        tokens = min(tokens, int(arguments["max_total_tokens"]))
+    longest = longest_sequence(pool, shape, machines)
+    most = int(arguments.get("max_running_requests") or tokens)
+    return Pool(
+        name=pool.name,
+        workers=pool.workers,
+        servers=pool.servers,
+        ranks=tensor,
+        gpus=tensor if machines.has_gpus else 0,
+        attached=bool(pool.attach),
+        weights=weights,
+        cache=cache,
+        token=token,
+        tokens=tokens,
+        longest=longest,
+        at_once=min(most, tokens // longest),
+        asked=math.ceil(pool.groups_in_flight * config.generate.group_size / pool.servers),
+    )
+
+
+def server_args(pool: GenerateConfig, machines: Machines) -> dict[str, Any]:
+    """SGLang's arguments of the pool that a plan reads, under Python's names."""
+    given = {key.replace("-", "_"): value for key, value in pool.server_args.items()}
+    return given if machines.has_gpus else {**CPU_ARGUMENTS, **given}
+
+
+def context_length(pool: GenerateConfig, shape: ModelShape) -> int:
+    """Tokens that a sequence may have at most at a server."""
+    given = {key.replace("-", "_"): value for key, value in pool.server_args.items()}.get("context_length")
+    return int(given) if given else shape.max_length
+
+
+def longest_sequence(pool: GenerateConfig, shape: ModelShape, machines: Machines) -> int:
+    """Tokens of a prompt as assumed and an answer that is cut, as far as the server takes them."""
+    return min(machines.prompt + pool.sampling.max_new_tokens, context_length(pool, shape))

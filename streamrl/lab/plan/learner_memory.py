@@ -1,0 +1,180 @@
+"""Memory of one rank of the learner: what it holds all the time, and the most that a step adds to it.
+
+    weights + gradients + optimizer  +  the larger of  (activations + log-probs)  and  (one gathered tensor)
+
+Where each term comes from is in docs/plan.md. Not counted: CUDA's context, NCCL's buffers, gaps of the allocator.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from streamrl.config import Config
+from streamrl.lab.plan.machines import Machines
+from streamrl.lab.plan.parameters import has_experts, layers_of, of_stage
+from streamrl.learner.logprobs import CHUNK_BYTES
+from streamrl.learner.shape import ModelShape
+
+ITEM = {"float32": 4, "bfloat16": 2}
+"""Bytes of one weight."""
+
+MASTER, MOMENTS, GRADIENT = 4, 8, 4
+"""Bytes a parameter of the float32 copy of a bf16 weight, of Adam's two moments, of a gradient."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Bytes of one rank of the learner. The last two are in the host's memory."""
+
+    stage: int  # pipeline stage
+    parameters: int  # number of them
+    trained: int  # those of them that are trained
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # kept for the backward pass, at the most
+    logprobs: int  # logits of a chunk and the output layer's gradient
+    export: int  # the largest tensor, put together for publishing
+    host_optimizer: int  # `learner.optimizer.offload`
+    host_reference: int  # `algo.kl`
+
+    @property
+    def held(self) -> int:
+        """All the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        """At the most, on the device."""
+        return self.held + max(self.activations + self.logprobs, self.export)
+
+    @property
+    def host(self) -> int:
+        return self.host_optimizer + self.host_reference
+
+    def as_json(self) -> dict[str, int]:
+        return {**asdict(self), "held": self.held, "peak": self.peak}
+
+
+def fullest_rank(config: Config, shape: ModelShape, machines: Machines) -> RankMemory:
+    """The rank that needs the most: ranks of one pipeline stage need the same."""
+    stages = range(config.learner.layout.pipeline)
+    return max((rank_memory(config, shape, machines, stage) for stage in stages), key=lambda rank: rank.peak)
+
+
+def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: int) -> RankMemory:
+    """A rank of one pipeline stage."""
+    learner, layout, item = config.learner, config.learner.layout, ITEM[config.model.dtype]
+    counted = of_stage(shape, layout, stage, learner.lora)
+    last = stage == layout.pipeline - 1
+    trained = counted.adapters if learner.lora.rank else counted.all
+    optimizer, on_host = _optimizer(config, machines, stage, shape)
+    references = config.algo.kl > 0 and not (learner.lora.rank and config.algo.reference is None)
+    return RankMemory(
+        stage=stage,
+        parameters=counted.all,
+        trained=trained,
+        weights=counted.all * item,
+        gradients=trained * GRADIENT,
+        optimizer=optimizer,
+        activations=activations(config, shape, machines, stage),
+        logprobs=_logprobs(config, shape) if last else 0,
+        export=shape.vocabulary * shape.hidden * item,
+        host_optimizer=on_host,
+        host_reference=(counted.dense + counted.expert) * item if references else 0,
+    )
+
+
+def is_distributed(config: Config, machines: Machines) -> bool:
+    """Whether the ranks share the optimizer's state."""
+    given = config.learner.optimizer.distributed
+    return machines.has_gpus if given is None else given
+
+
+def is_fused(config: Config, machines: Machines) -> bool:
+    """Whether the layers are Transformer Engine's, taken to be installed, as `learner/model.py` chooses."""
+    learner = config.learner
+    plain = learner.layout.context == 1 and learner.lora.rank == 0
+    return machines.has_gpus and config.model.dtype == "bfloat16" and plain
+
+
+def _optimizer(config: Config, machines: Machines, stage: int, shape: ModelShape) -> tuple[int, int]:
+    """(bytes on the device, bytes on the host). An offloaded parameter has its gradient on the host as well."""
+    learner, layout = config.learner, config.learner.layout
+    counted = of_stage(shape, layout, stage, learner.lora)
+    copies = learner.ranks // (layout.tensor * layout.pipeline)  # data-parallel and context ranks
+    expert_copies = learner.ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
+    if not is_distributed(config, machines):
+        copies = expert_copies = 1
+    dense, expert = (counted.adapters, 0) if learner.lora.rank else (counted.dense, counted.expert)
+    shard = math.ceil(dense / copies) + math.ceil(expert / expert_copies)
+    master = MASTER if config.model.dtype == "bfloat16" else 0
+    offloaded = learner.optimizer.offload
+    kept = int(shard * (master + MOMENTS) * (1.0 - offloaded))
+    return kept, int(shard * offloaded * (MASTER + MOMENTS + GRADIENT))
+
+
+def activations(config: Config, shape: ModelShape, machines: Machines, stage: int) -> int:
+    """Bytes that the forward passes leave for the backward pass on a rank of this stage, at the most.
+
+    A stage has as many micro batches under way as there are stages from it to the last one (1F1B; Narayanan et al.
+    2021, arXiv:2104.04473), and more chunks with virtual stages (Megatron-Core's warm-up).
+    """
+    learner, layout = config.learner, config.learner.layout
+    layers = layers_of(shape, layout, stage)
+    tokens = math.ceil(learner.tokens_per_micro_batch / layout.context)
+    each = [tokens * token_bytes(config, shape, machines, layer) for layer in layers]
+    behind = layout.pipeline - 1 - stage
+    if layout.virtual > 1:
+        chunks = 2 * behind + (layout.virtual - 1) * layout.pipeline + 1
+        under_way = sum(each) * chunks // layout.virtual
+    else:
+        under_way = sum(each) * (behind + 1)
+    again = 0
+    if learner.recompute == "full":  # the layer that is computed again has all of its own
+        whole = config.model_copy(update={"learner": learner.model_copy(update={"recompute": "none"})})
+        again = max(tokens * token_bytes(whole, shape, machines, layer) for layer in layers)
+    return under_way + again
+
+
+def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: int) -> int:
+    """Bytes that one token of a row leaves on one rank in one layer.
+
+    After Korthikanti et al. 2022 (arXiv:2205.05198), section 4, for this architecture: no dropout, grouped queries,
+    attention that keeps no scores, a gated MLP.
+    """
+    layout, item = config.learner.layout, ITEM[config.model.dtype]
+    mlp = 3 if is_fused(config, machines) else 4  # gate and up, their product, and without fusion silu(gate)
+    spread = layout.tensor if layout.sequence else 1  # what tensor parallelism leaves whole
+    if config.learner.recompute == "full":
+        return shape.hidden * item // spread
+    queries, keys = (heads * shape.head_dim // layout.tensor for heads in (shape.heads, shape.groups))
+    residual = 4 * shape.hidden // spread  # inputs of both norms and of both column-parallel layers
+    attention = 3 * queries + 3 * keys  # the projection (its values are seen there), turned q and k, the output
+    attention += queries if shape.qk_norm else 0
+    norms = 4 * shape.heads // layout.tensor  # float32 log-sum-exps
+    if config.learner.recompute == "selective":
+        norms = 0
+    if not has_experts(shape, layer):
+        return (residual + attention + mlp * shape.ffn // layout.tensor) * item + norms
+    assert shape.moe is not None
+    own = 1 if layout.tensor == 1 or not layout.sequence else 1 / layout.tensor  # of a row's tokens, on this rank
+    routed = own * shape.moe.top_k * layout.expert_tensor  # copies of tokens that meet its experts, spread evenly
+    experts = routed * (2 * shape.hidden + mlp * shape.moe.ffn / layout.expert_tensor)
+    router = 2 * 4 * shape.moe.experts * own  # float32 logits and probabilities
+    return int((residual + attention + experts) * item + router) + norms
+
+
+def _logprobs(config: Config, shape: ModelShape) -> int:
+    """What the log-probs of a micro batch take at the most, in their backward pass (`learner/logprobs.py`)."""
+    learner, layout, item = config.learner, config.learner.layout, ITEM[config.model.dtype]
+    rows = shape.padded_vocabulary(layout.tensor) // layout.tensor
+    tokens = math.ceil(learner.tokens_per_micro_batch / layout.context)
+    logits = min(CHUNK_BYTES, 4 * rows * tokens)
+    copies = 1 + item / 4 + (2 if config.algo.entropy else 0)
+    states = 3 * tokens * shape.hidden * item  # gathered, chosen, and their gradient
+    weight_gradient = 0
+    if not learner.lora.rank:
+        weight_gradient = rows * shape.hidden * (4 if item == 4 else 4 + item)
+    return int(logits * copies) + states + weight_gradient

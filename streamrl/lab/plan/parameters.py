@@ -1,0 +1,128 @@
+"""How many parameters a rank of the learner, a server's rank and the whole model have, counted from the shape.
+
+    stage 0: embedding | layers ... | last stage: layers | norm, output layer
+
+Tensor parallelism cuts every matrix and leaves norms whole; expert parallelism cuts the experts of a layer. The
+counts are those of the modules that `learner/model.py` builds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from streamrl.config.learner import LayoutConfig, LoraConfig
+from streamrl.learner.fit import stage_layers
+from streamrl.learner.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Of one rank. Example: `Parameters(dense=4_100_000_000)` is a rank of Qwen2.5-32B with tensor=8."""
+
+    dense: int = 0  # their copies are on all data-parallel and context ranks
+    expert: int = 0  # their copies are on the ranks with the same experts
+    adapters: int = 0  # low-rank ones; with them the others are frozen
+
+    @property
+    def all(self) -> int:
+        return self.dense + self.expert + self.adapters
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.expert + other.expert, self.adapters + other.adapters)
+
+
+def whole_model(shape: ModelShape) -> int:
+    """Parameters of the Hugging Face folder, without padding: what is published."""
+    layers = sum((_layer(shape, index, _WHOLE) for index in range(shape.layers)), Parameters())
+    ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
+    return layers.all + ends + shape.hidden
+
+
+def whole_adapters(shape: ModelShape, settings: LoraConfig) -> int:
+    """Parameters of all adapters: what is published where they alone are."""
+    return sum(_adapters(shape, index, _WHOLE, settings) for index in range(shape.layers))
+
+
+def of_stage(shape: ModelShape, layout: LayoutConfig, stage: int, adapters: LoraConfig) -> Parameters:
+    """Parameters of one rank of pipeline stage `stage`, from 0."""
+    counted = Parameters()
+    for layer in layers_of(shape, layout, stage):
+        counted += _layer(shape, layer, layout)
+        counted += Parameters(adapters=_adapters(shape, layer, layout, adapters))
+    first, last = stage == 0, stage == layout.pipeline - 1
+    table = shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden
+    tables = first + last - (first and last and shape.tied)
+    return counted + Parameters(dense=tables * table + last * shape.hidden)
+
+
+def layers_of(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
+    """The layers of a stage, from 0: with virtual stages those of each of its chunks, `pipeline` chunks apart."""
+    counts = stage_layers(shape.layers, layout)
+    if layout.virtual == 1:
+        first = sum(counts[:stage])
+        return list(range(first, first + counts[stage]))
+    chunk = counts[stage] // layout.virtual
+    starts = [(turn * layout.pipeline + stage) * chunk for turn in range(layout.virtual)]
+    return [layer for start in starts for layer in range(start, start + chunk)]
+
+
+def of_server_rank(shape: ModelShape, tensor: int) -> int:
+    """Parameters of one rank of a server: key and value heads are repeated where there are more ranks than heads."""
+    groups = max(1, shape.groups // tensor)
+    heads = shape.heads // tensor
+    attention = (heads + 2 * groups + heads) * shape.head_dim * shape.hidden
+    layers = 0
+    for layer in range(shape.layers):
+        counted = _layer(shape, layer, LayoutConfig(tensor=tensor, expert_tensor=tensor))
+        layers += counted.all - _attention(shape, tensor) + attention
+    ends = (1 if shape.tied else 2) * shape.padded_vocabulary(tensor) // tensor * shape.hidden
+    return layers + ends + shape.hidden
+
+
+_WHOLE = LayoutConfig()
+
+
+def _attention(shape: ModelShape, tensor: int) -> int:
+    """The two matrices of one layer's attention on one rank."""
+    return (2 * shape.heads + 2 * shape.groups) * shape.head_dim // tensor * shape.hidden
+
+
+def _layer(shape: ModelShape, layer: int, layout: LayoutConfig) -> Parameters:
+    """One layer on one rank."""
+    projected = (shape.heads + 2 * shape.groups) * shape.head_dim // layout.tensor
+    dense = _attention(shape, layout.tensor) + 2 * shape.hidden
+    dense += projected if shape.qkv_bias else 0
+    dense += 2 * shape.head_dim if shape.qk_norm else 0
+    if not has_experts(shape, layer):
+        return Parameters(dense=dense + 3 * shape.hidden * shape.ffn // layout.tensor)
+    assert shape.moe is not None
+    router = shape.moe.experts * shape.hidden
+    experts = shape.moe.experts // layout.expert * 3 * shape.hidden * shape.moe.ffn // layout.expert_tensor
+    return Parameters(dense=dense + router, expert=experts)
+
+
+def has_experts(shape: ModelShape, layer: int) -> bool:
+    """Whether a layer, from 0, is a mixture of experts."""
+    return shape.moe is not None and layer not in shape.moe.dense_layers
+
+
+def _adapters(shape: ModelShape, layer: int, layout: LayoutConfig, settings: LoraConfig) -> int:
+    """Adapter parameters of one layer on one rank: A and B of each projection, one of them cut (learner/lora.py)."""
+    if settings.rank == 0:
+        return 0
+    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    sizes = {  # projections, their inputs, all their outputs
+        "linear_qkv": (3, shape.hidden, heads + 2 * groups),
+        "linear_proj": (1, heads, shape.hidden),
+        "linear_fc1": (2, shape.hidden, 2 * shape.ffn),
+        "linear_fc2": (1, shape.ffn, shape.hidden),
+    }
+    total = 0
+    for target in settings.targets:
+        if target in ("linear_fc1", "linear_fc2") and has_experts(shape, layer):
+            continue  # refused by the learner; `fit.py` says so
+        projections, inputs, outputs = sizes[target]
+        by_rows = target in ("linear_qkv", "linear_fc1")  # B is cut; else A
+        inputs, outputs = (inputs, outputs // layout.tensor) if by_rows else (inputs // layout.tensor, outputs)
+        total += settings.rank * (projections * inputs + outputs)
+    return total

@@ -1,0 +1,196 @@
+"""The whole plan: checks first, then processes, memory, traffic, the bound, speed, and what will limit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.lab.plan import fit
+from streamrl.lab.plan.generators import Pool, pools
+from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
+from streamrl.lab.plan.machines import GIB, Machines
+from streamrl.lab.plan.placement import Host, place
+from streamrl.lab.plan.speed import Expected, expected
+from streamrl.lab.plan.traffic import (
+    STAGED,
+    GroupBytes,
+    Link,
+    PublishTime,
+    group_bytes,
+    links,
+    publish_times,
+    published_bytes,
+)
+from streamrl.learner.shape import ModelShape
+from streamrl.replay.order import make_order
+
+FULL = 0.9
+"""Share of what a rank may take above which its memory is told as a limit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What a launch will use."""
+
+    hosts: list[Host]
+    rank: RankMemory  # the fullest one of the learner
+    pools: list[Pool]
+    group: GroupBytes
+    weights: int  # bytes of one version
+    first_host: int  # bytes of host memory where rank 0 and the replay service are
+    links: list[Link]
+    publishing: list[PublishTime]
+    slots: int  # groups that may be out
+    bound: int | None  # learner steps that a trained token may be old at the most; None: no bound
+    expected: Expected | None  # None: nobody gave figures
+    limits: list[str]
+
+    @property
+    def servers(self) -> int:
+        return sum(pool.all_servers for pool in self.pools)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "hosts": [host.as_json() for host in self.hosts],
+            "learner_rank": self.rank.as_json(),
+            "pools": [pool.as_json() for pool in self.pools],
+            "group_bytes": asdict(self.group),
+            "version_bytes": self.weights,
+            "first_host_bytes": self.first_host,
+            "links": [link.as_json() for link in self.links],
+            "publish": [each.as_json() for each in self.publishing],
+            "slots": self.slots,
+            "bound": self.bound,
+            "expected": None if self.expected is None else self.expected.as_json(),
+            "limits": self.limits,
+        }
+
+
+def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Path | None = None) -> Plan:
+    """Work everything out. Raises ConfigError with one line for what cannot run, which says what would.
+
+    `figures`: a file as `streamrl simulate --fleet` takes it; None: the speed is not known.
+    """
+    fit.check_model(config, shape)
+    fit.check_lengths(config, shape, machines)
+    group = group_bytes(config, shape, machines)
+    fit.check_wire(config, group)
+    found = pools(config, shape, machines)
+    fit.check_servers(config, list(zip(config.generate.each_pool, found, strict=True)), shape, machines)
+    rank = fullest_rank(config, shape, machines)
+    fit.check_learner(config, rank, shape, machines)
+    hosts = place(config.learner.ranks, found, machines)
+    weights, servers = published_bytes(config, shape), sum(pool.all_servers for pool in found)
+    apart = any(host.workers for host in hosts[1:])
+    times = publish_times(config, weights, servers, machines, hosts=len(hosts), apart=apart)
+    _check_transport(config, times)
+    speed = None if figures is None else expected(config, figures, machines)
+    rates = None if speed is None else (speed.figures.generated, 1.0 / speed.step_seconds)
+    plan = Plan(
+        hosts=hosts,
+        rank=rank,
+        pools=found,
+        group=group,
+        weights=weights,
+        first_host=_first_host(config, rank, hosts[0], weights, group) + _on_host(config, rank, found, machines),
+        links=links(config, group, weights, servers, rates),
+        publishing=times,
+        slots=config.replay.slots,
+        bound=make_order(config.replay, config.publish.every).worst_staleness,
+        expected=speed,
+        limits=[],
+    )
+    _check_host(plan, machines)
+    plan.limits.extend(limits(plan, config, machines))
+    return plan
+
+
+def limits(plan: Plan, config: Config, machines: Machines) -> list[str]:
+    """What will hold the run up first, in words; what the speeds say comes last."""
+    said = []
+    if machines.has_gpus and plan.rank.peak > FULL * machines.device_bytes:
+        said.append(
+            f"the learner's memory: {plan.rank.peak / GIB:.1f} of {machines.device_bytes / GIB:.1f} GiB a rank; "
+            "a larger learner.tokens_per_micro_batch will not fit"
+        )
+    if config.learner.layout.tensor > machines.gpus_per_host > 0:
+        said.append(
+            f"learner.layout.tensor: {config.learner.layout.tensor} ranks cross hosts of {machines.gpus_per_host} "
+            "GPUs; every layer waits for the network"
+        )
+    for pool in plan.pools:
+        said += _pool_limits(pool)
+    wanted = sum(
+        pool.workers * own.groups_in_flight for pool, own in zip(plan.pools, config.generate.each_pool, strict=True)
+    )
+    if wanted > plan.slots:
+        said.append(
+            f"slots: the generators take {wanted} groups at once, replay.max_staleness={config.replay.bound:g} lets "
+            f"{plan.slots} be out"
+        )
+    return said + _speed_limits(plan, config)
+
+
+def _pool_limits(pool: Pool) -> list[str]:
+    named = f" of pool {pool.name}" if pool.name else ""
+    if pool.at_once >= pool.asked:
+        return []
+    if pool.at_once < pool.tokens // pool.longest:
+        return [f"max_running_requests{named}: {pool.at_once}, and a server is asked for {pool.asked} answers at once"]
+    return [
+        f"KV cache{named}: a server is asked for {pool.asked} answers at once and runs {pool.at_once} of the longest; "
+        "more run while answers are shorter"
+    ]
+
+
+def _speed_limits(plan: Plan, config: Config) -> list[str]:
+    if plan.expected is None:
+        return ["tokens/s: not known without figures of these GPUs (--figures FILE)"]
+    figures, said = plan.expected.figures, []
+    used = next((each for each in plan.publishing if each.transport in (config.publish.transport, "adapter")), None)
+    if used and used.round > plan.expected.step_seconds * config.publish.every:
+        said.append(
+            f"publishing: a round over {plan.servers} servers takes {used.round:.1f} s, a version comes every "
+            f"{plan.expected.step_seconds * config.publish.every:.1f} s"
+        )
+    if figures.idle_learner >= figures.idle_generator:
+        said.append(f"generation: the learner idles {figures.idle_learner:.0%} of the time")
+    else:
+        said.append(f"the learner: generators idle {figures.idle_generator:.0%} of the time")
+    return said
+
+
+def _first_host(config: Config, rank: RankMemory, host: Host, weights: int, group: GroupBytes) -> int:
+    """Staging copies of rank 0, host memory of the ranks there, and all groups of the buffer at their longest."""
+    transport = config.publish.transport
+    staged = weights * (1 if config.learner.lora.by_adapter else STAGED[transport])
+    bases = weights * host.servers if transport == "delta" and not config.learner.lora.by_adapter else 0
+    return staged + bases + host.learner_ranks * rank.host + config.replay.slots * group.longest
+
+
+def _on_host(config: Config, rank: RankMemory, pools: list[Pool], machines: Machines) -> int:
+    """Without GPUs ranks and servers are in the host's memory, too."""
+    if machines.has_gpus:
+        return 0
+    own = [pool for pool in pools if not pool.attached]
+    servers = sum(pool.all_servers * (pool.weights + pool.tokens * pool.token) * pool.ranks for pool in own)
+    return config.learner.ranks * rank.peak + servers
+
+
+def _check_transport(config: Config, times: list[PublishTime]) -> None:
+    used = next((each for each in times if each.transport == config.publish.transport), None)
+    if used is not None and used.impossible:
+        others = ", ".join(each.transport for each in times if not each.impossible)
+        raise ConfigError(f"publish.transport: {used.transport}: {used.impossible}; allowed: {others}")
+
+
+def _check_host(plan: Plan, machines: Machines) -> None:
+    if plan.first_host > machines.host_memory * GIB:
+        raise ConfigError(
+            f"--host-memory: the first host needs {plan.first_host / GIB:.0f} GiB for staging copies, the ranks' host "
+            f"memory and {plan.slots} groups of up to {plan.group.longest / GIB:.2f} GiB, and has "
+            f"{machines.host_memory:g}; allowed: larger hosts, a smaller replay.max_staleness, or shorter answers"
+        )
