@@ -30,10 +30,10 @@ RESUMABLE = (
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
     "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
     "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
-    "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick", "learner.recompute",
-    "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap", "learner.bad_steps",
-    "checkpoint.", "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
-    "publish.at_once", "publish.verify_every", "evaluate.", "observe.",
+    "replay.host", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
+    "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
+    "learner.bad_steps", "checkpoint.", "publish.transport", "publish.folder", "publish.bucket", "publish.timeout",
+    "publish.keep_every", "publish.at_once", "publish.verify_every", "evaluate.", "observe.",
 )  # fmt: skip
 
 

@@ -76,6 +76,11 @@ class ReplayConfig(Section):
     max_staleness: float = Field(
         2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
     )
+    host: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+$",
+        description="name of the machine that others are told where `address` is tcp://0.0.0.0:PORT; null: its own",
+    )
     lease: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a ticket is issued again")
     group_timeout: float = Field(
         900.0, gt=0, description="seconds after which a group ends with placeholders for its missing samples"

@@ -118,7 +118,7 @@ class Service:
         self._exit: int | None = None  # set when stopping
         self._interrupted: tuple[str, int] | None = None
         self.malformed = 0  # messages refused as malformed
-        self.address = tell_address(run_folder, self._router.address)
+        self.address = tell_address(run_folder, self._router.address, config.replay.host)
         events.emit("ready", address=self.address)
 
     def interrupt(self, reason: str, code: int) -> None:

@@ -18,13 +18,13 @@ def address_path(run_folder: Path) -> Path:
     return run_folder / "replay.address"
 
 
-def tell_address(run_folder: Path, endpoint: str) -> str:
+def tell_address(run_folder: Path, endpoint: str, host: str | None = None) -> str:
     """Write the address of a service that listens at `endpoint`, whole or not at all. Returns the address.
 
-    A wildcard becomes this host's name, which peers on other hosts can reach.
+    A wildcard becomes `host` (None: this machine's name), which peers on other machines can reach.
     """
     for wildcard in ("//0.0.0.0:", "//[::]:"):
-        endpoint = endpoint.replace(wildcard, f"//{socket.gethostname()}:")
+        endpoint = endpoint.replace(wildcard, f"//{host or socket.gethostname()}:")
     path = address_path(run_folder)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(endpoint + "\n")

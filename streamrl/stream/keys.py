@@ -124,7 +124,9 @@ def _secret(path: Path, make: Callable[[], bytes]) -> bytes:
 
 
 def _write_once(path: Path, content: bytes, mode: int) -> None:
-    """Write a file whole, unless it is there: what another process wrote stays."""
+    """Write a file whole, unless it is there: what another process wrote stays, also in a folder that is read-only."""
+    if path.exists():
+        return
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:

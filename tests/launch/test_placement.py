@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
-from launch.description import load
+from launch.description import Description, load
 from launch.placement import place
+from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 
 
@@ -77,6 +79,19 @@ def test_what_would_fail_on_the_nodes_is_refused_by_one_line(describe, descripti
     with pytest.raises(ConfigError, match=re.escape(line)) as refused:
         place(*load(path))
     assert "\n" not in str(refused.value)
+
+
+def test_every_recipe_has_its_place_on_nodes_of_eight_gpus():
+    recipes = [path for folder in ("megatron_rl", "verl") for path in Path("configs/recipes", folder).glob("*.yaml")]
+    assert recipes
+    for path in recipes:
+        config = config_file.load(path)
+        gpus = sum(pool.workers * pool.servers * pool.tensor_parallel for pool in config.generate.each_pool)
+        nodes = {"learner": {"nodes": -(-config.learner.ranks // 8)}, "generators": {"nodes": -(-gpus // 8)}}
+        description = Description.model_validate({"config": path, "folder": "/shared/runs"} | nodes)
+        placement = place(description, config)
+        assert placement.ranks * placement.learner_nodes == config.learner.ranks, path
+        assert sum(len(worker.gpus) for worker in placement.workers) == gpus, path
 
 
 def test_a_pod_has_to_fit_on_a_node_and_no_more(launch):

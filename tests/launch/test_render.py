@@ -17,7 +17,7 @@ FAKE = """#!/usr/bin/env bash
 # Stands for the interpreter: it writes down its arguments, and ends as the test says.
 echo "$*" >> "{folder}/calls"
 case "$*" in
-*"cli replay"*) trap 'echo told >> "{folder}/calls"; exit 75' TERM; while :; do sleep 0.1; done ;;
+*"cli replay"*) trap 'echo told >> "{folder}/calls"; exit 75' TERM; for _ in {{1..300}}; do sleep 0.1; done ;;
 *"cli learner"*) exit {learner} ;;
 *"cli generator"*) exit {generator} ;;
 esac
@@ -85,12 +85,15 @@ def _headers(text: str) -> dict[str, str | None]:
 
 def test_one_allocation_says_what_it_needs_and_comes_back(launch):
     slurm = {"partition": "gpu", "account": "lab", "time": "12:00:00", "options": ["--exclusive"]}
-    text = launch("slurm", 8, slurm=slurm, grace=300).files()["run.sbatch"]
+    learner = {"nodes": 4, "gpus": 8, "cpus": 32, "memory": "500Gi"}
+    text = launch("slurm", 8, slurm=slurm, learner=learner, grace=300).files()["run.sbatch"]
     headers = _headers(text)
     expected = {
         "--nodes": "8",
         "--ntasks-per-node": "1",
         "--gpus-per-node": "8",
+        "--cpus-per-task": "32",
+        "--mem": "500G",
         "--partition": "gpu",
         "--account": "lab",
         "--time": "12:00:00",
@@ -128,7 +131,8 @@ def _play(folder: Path, text: str, arguments: list[str], *, learner: int, genera
         path = folder / name
         path.write_text(script.format(folder=folder, learner=learner, generator=generator) if "{" in script else script)
         path.chmod(0o755)
-    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **slurm}
     done = subprocess.run(["bash", "-c", text, "script", *arguments], env=environment, timeout=60)
     return done.returncode, (folder / "calls").read_text().splitlines()
 
@@ -154,6 +158,17 @@ def test_a_job_that_was_told_to_end_is_queued_again(launch, tmp_path):
     assert code == 0
     assert calls[-1] == "scontrol requeue 7"
     assert any("cli generator" in call for call in calls)
+
+
+def test_a_generator_node_that_was_told_to_end_comes_back_by_itself(launch, tmp_path, monkeypatch):
+    for name, value in (("SLURM_ARRAY_JOB_ID", "9"), ("SLURM_ARRAY_TASK_ID", "0")):
+        monkeypatch.setenv(name, value)
+    text = _local(launch, tmp_path, "slurm", slurm={"separate": True}).files()["generators.sbatch"]
+    (tmp_path / "runs/trial/logs").mkdir(parents=True)
+    code, calls = _play(tmp_path, text, [], learner=0, generator=75)
+    assert code == 0
+    assert calls[0] == f"-m launch.folder wait {tmp_path}/out/config.yaml"
+    assert calls[-1] == "scontrol requeue 9_0"
 
 
 def test_a_host_beyond_the_last_one_is_refused(launch, tmp_path):

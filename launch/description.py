@@ -1,0 +1,165 @@
+"""The description of a launch: a YAML file that says on which nodes the roles of a run start, and how.
+
+config: ../../configs/recipes/megatron_rl/qwen2.5-32b-dapo.yaml
+override: [model.path=/shared/models/Qwen2.5-32B]
+folder: /shared/runs
+learner: {nodes: 4, gpus: 8}
+generators: {nodes: 4, gpus: 8}
+slurm: {partition: gpu, time: "24:00:00"}
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError, parse_yaml
+from streamrl.config.section import Section
+
+SECRET_ARGUMENTS = ("api_key", "admin_api_key")
+# of generate.server_args: what is rendered may be read by others.
+
+WORDS = r"^[\w@%+=:,./-]+$"  # what needs no quotes in a shell
+
+
+class Nodes(Section):
+    """Nodes of one kind."""
+
+    nodes: int = Field(1, ge=1, description="how many")
+    gpus: int = Field(8, ge=0, description="GPUs of one of them; 0: none")
+    cpus: int | None = Field(None, ge=1, description="CPU cores of one of them; null: not said")
+    memory: str | None = Field(None, pattern=r"^\d+(Mi|Gi)$", description="memory of one, as in 500Gi; null: not said")
+    partition: str | None = Field(None, pattern=WORDS, description="Slurm partition; null: that of `slurm`")
+
+
+class SlurmConfig(Section):
+    """What sbatch needs to know."""
+
+    separate: bool = Field(False, description="a job for the learner and one a generator node, instead of one for all")
+    partition: str | None = Field(None, pattern=WORDS, description="null: the cluster's own default")
+    account: str | None = Field(None, pattern=WORDS, description="null: the user's own")
+    time: str | None = Field(None, pattern=r"^[\d:-]+$", description="time limit of a job; null: the partition's")
+    options: tuple[str, ...] = Field((), description="further options, such as --exclusive")
+
+    @model_validator(mode="after")
+    def _options_are_options(self) -> SlurmConfig:
+        for option in self.options:
+            if not option.startswith("--") or "\n" in option:
+                raise ValueError(f"options: {option!r} is no option of sbatch; allowed: words such as --exclusive")
+        return self
+
+
+class KubernetesConfig(Section):
+    """What the cluster needs to know."""
+
+    kind: Literal["jobset", "jobs"] = Field("jobset", description="one JobSet, or a Job a role: a pool then can grow")
+    image: str = Field("streamrl:gpu", pattern=WORDS, description="container image (launch/Dockerfile.gpu)")
+    namespace: str = Field("default", pattern=r"^[a-z0-9-]+$", description="namespace")
+    claim: str = Field("streamrl", pattern=r"^[a-z0-9.-]+$", description="PersistentVolumeClaim, ReadWriteMany")
+    mount: Path = Field(Path("/shared"), description="where the claim is mounted; `folder` and models are in it")
+    queue: str | None = Field(None, pattern=r"^[a-z0-9.-]+$", description="Kueue's local queue; null: none")
+    keys: str | None = Field(
+        None, pattern=r"^[a-z0-9.-]+$", description="Secret of the run's keys; null: RUN/keys, which the service makes"
+    )
+    secret: str | None = Field(None, pattern=r"^[a-z0-9.-]+$", description="Secret of further environment; null: none")
+    resource: str = Field("nvidia.com/gpu", pattern=WORDS, description="what the cluster calls a GPU")
+    shared_memory: str = Field("16Gi", pattern=r"^\d+(Mi|Gi)$", description="limit of /dev/shm in each pod")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the nodes that may run it")
+
+
+class Description(Section):
+    """The whole description."""
+
+    config: Path = Field(description="the run's configuration, relative to this file")
+    override: tuple[str, ...] = Field((), description="keys that differ from it")
+    folder: Path = Field(description="run.folder: absolute, on a file system that all nodes share")
+    learner: Nodes = Field(default_factory=Nodes, description="nodes of the learner, the replay service on the first")
+    generators: Nodes | None = Field(None, description="nodes of the generators; null: those of the learner")
+    hosts: tuple[str, ...] = Field((), description="names of the nodes in that order, where no scheduler knows them")
+    python: str = Field("python", pattern=WORDS, description="the interpreter that has streamrl, on every node")
+    port: int = Field(7100, ge=1, le=65535, description="of the replay service on its node")
+    rendezvous_port: int = Field(29400, ge=1, le=65535, description="of torchrun on the learner's first node")
+    grace: int = Field(120, ge=1, description="seconds between SIGTERM and the end by force")
+    restarts: int = Field(3, ge=0, description="times that a role, and a whole job, is started again after a failure")
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="variables of every process, such as NCCL_SOCKET_IFNAME; no secrets"
+    )
+    secrets: Path | None = Field(
+        None, description="file of NAME=VALUE lines with mode 600 on every node; Kubernetes: kubernetes.secret instead"
+    )
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="Slurm")
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="Kubernetes")
+
+    @property
+    def nodes(self) -> int:
+        return self.learner.nodes + (self.generators.nodes if self.generators else 0)
+
+    @model_validator(mode="after")
+    def _folder_is_shared(self) -> Description:
+        if not self.folder.is_absolute():
+            raise ValueError(f"folder: {self.folder} is another one on each node; allowed: an absolute path")
+        return self
+
+    @model_validator(mode="after")
+    def _environment_is_words(self) -> Description:
+        for name, value in self.environment.items():
+            if not name.isidentifier() or "\n" in value:
+                raise ValueError(f"environment: {name!r} is no variable; allowed: a word and a value of one line")
+            if name.upper().endswith(("KEY", "TOKEN", "SECRET", "PASSWORD")):
+                raise ValueError(f"environment: {name} would stand in a script; allowed: in `secrets`")
+        return self
+
+
+def load(path: Path) -> tuple[Description, Config]:
+    """The description and the configuration that it names, with its overrides. Raises ConfigError with one line."""
+    try:
+        tree = parse_yaml(path.read_text(), where=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ConfigError(f"{path}: {reason}; allowed: a YAML file, such as launch/runs/quickstart.yaml") from None
+    try:
+        description = Description.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
+    config = config_file.load(path.parent / description.config, description.override)
+    _check(description, config)
+    return description, config
+
+
+def _one_line(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "value_error":
+        return ".".join(filter(None, [key, str(first["ctx"]["error"])]))
+    allowed = f"; allowed: {', '.join(Description.model_fields)}" if len(first["loc"]) <= 1 else ""
+    return f"{key or 'it'}: {first['msg'].lower()} (given {first['input']!r:.80}){allowed}"
+
+
+def _check(description: Description, config: Config) -> None:
+    """Refuse what would fail only on the nodes."""
+    if config.run.stop_timeout > description.grace:
+        raise ConfigError(
+            f"grace: {description.grace} s are fewer than run.stop_timeout={config.run.stop_timeout:g} of the run; "
+            f"allowed: from {config.run.stop_timeout:g} on"
+        )
+    if not config.model.path.is_absolute():
+        raise ConfigError(
+            f"model.path: {config.model.path} is another one on each node; allowed: an absolute path (override: "
+            "[model.path=/shared/models/NAME])"
+        )
+    if config.publish.transport == "memory" and description.nodes > 1:
+        raise ConfigError(
+            f"publish.transport: memory reaches the servers of the learner's node alone, there are {description.nodes} "
+            "nodes; allowed: broadcast, disk, delta"
+        )
+    for pool in config.generate.each_pool:
+        for name in pool.server_args:
+            if name.replace("-", "_") in SECRET_ARGUMENTS:
+                raise ConfigError(
+                    f"generate.server_args: {name} would stand in what is rendered; allowed: the key in its file, see "
+                    "docs/security.md"
+                )

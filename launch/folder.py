@@ -1,0 +1,101 @@
+"""What the scripts of a cluster ask about a run folder.
+
+python -m launch.folder prepare CONFIG      make it, or check that it may be resumed; print its path
+python -m launch.folder wait CONFIG         until another node has prepared it for this very configuration
+python -m launch.folder complete RUN        exit code 0 when the run has done all of its steps, else 1
+python -m launch.folder ready RUN ROLE      exit code 0 when ROLE (generator-3) is ready since this start
+python -m launch.folder keys FOLDER         make the keys of a run before it starts, for a Secret
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.observe.events import event_path, parse_record
+from streamrl.observe.metrics import read_metrics
+from streamrl.stream.keys import bearer_token, service_keys
+
+POLL = 0.5  # seconds between two looks for what another node does
+
+
+def prepare(config: Config) -> Path:
+    """The run folder, made or checked. Raises ConfigError."""
+    from streamrl import run_folder
+
+    return run_folder.prepare(config, fresh=False)
+
+
+def wait(config: Config) -> Path:
+    """The run folder, once it holds `config`. Raises ConfigError after `run.start_timeout` seconds."""
+    record = config.run_folder / "config.yaml"
+    deadline = time.monotonic() + config.run.start_timeout
+    while not record.exists() or config_file.changed(config_file.load(record), config):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"{record}: not there, or of another configuration, after run.start_timeout="
+                f"{config.run.start_timeout:g} s; allowed: one that node 0 prepares on a shared file system"
+            )
+        time.sleep(POLL)
+    return config.run_folder
+
+
+def is_complete(run_folder: Path) -> bool:
+    """Whether every step of the run has its row of metrics; the learner's exit tells whether its end is saved."""
+    steps = config_file.load(run_folder / "config.yaml").run.steps
+    return max((row["step"] for row in read_metrics(run_folder)), default=0) >= steps
+
+
+def is_ready(run_folder: Path, role: str, since: float) -> bool:
+    """Whether a role has written the event `ready` after `since`, in seconds since the epoch."""
+    name, _, index = role.rpartition("-")
+    path = event_path(run_folder, name, int(index))
+    if not path.exists():
+        return False
+    with path.open("rb") as lines:
+        told = (parse_record(line) for line in lines if b'"ready"' in line)  # of a million others, after days
+        return any(event and event["event"] == "ready" and event["time"] >= since for event in told)
+
+
+def make_keys(folder: Path) -> None:
+    """All the keys of a run; those that are there already stay."""
+    service_keys(folder)
+    for name in ("api", "admin"):
+        bearer_token(folder, name)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.folder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("question", choices=("prepare", "wait", "complete", "ready", "keys"))
+    parser.add_argument("path", type=Path)
+    parser.add_argument("role", nargs="?", help="such as generator-3")
+    options = parser.parse_args()
+    if (options.question == "ready") != (options.role is not None):
+        parser.error("ready, and nothing else, takes a ROLE")
+    try:
+        match options.question:
+            case "prepare" | "wait":
+                print((prepare if options.question == "prepare" else wait)(config_file.load(options.path)))
+            case "complete":
+                return 0 if is_complete(options.path) else 1
+            case "ready":
+                return 0 if is_ready(options.path, options.role, psutil.Process(1).create_time()) else 1
+            case "keys":
+                make_keys(options.path)
+    except ConfigError as error:
+        print(f"streamrl: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Runs one role of a run on a cluster: SIGTERM reaches who can end cleanly, the exit code says whether to come back.
+
+python -m launch.role --run-folder RUN --grace 120 -- python -m streamrl.cli generator --run-folder RUN --index 3
+
+exit code 0   the run is complete
+          2   the configuration is refused
+         75   the run goes on: told to end, or the run was interrupted; start this role again (EX_TEMPFAIL)
+      other   it failed, more often than --restarts
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from launch.folder import is_complete
+from streamrl.lifeline import end_tree
+
+log = logging.getLogger(__name__)
+
+DONE, REFUSED, GOES_ON = 0, 2, 75
+
+POLL = 0.1  # seconds between two looks at a signal's flag, or at a child that was told to end
+
+PAUSE = 5.0  # seconds before a role that failed is started again: what it fell over may need as long to be back
+
+LAUNCHER = "torch.distributed.run"
+# It kills its ranks 30 s after SIGTERM, which may be in the middle of a checkpoint. So the ranks are told instead.
+
+
+class Role:
+    """One command, started again while it fails."""
+
+    def __init__(self, run_folder: Path, command: list[str], *, restarts: int, grace: float, gpus: str = "") -> None:
+        """`gpus`: positions, such as "4,5", among the GPUs that this process may use; empty: all of them."""
+        self._run_folder = run_folder
+        self._command = [*command, "--lifeline", str(os.getpid())]
+        self._restarts = restarts
+        self._grace = grace
+        self._environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible(gpus)} if gpus else {})}
+        self._child: subprocess.Popen[bytes] | None = None
+        self._told = False
+
+    def run(self) -> int:
+        """Until it ends for good. Returns the exit code."""
+        for restart in range(self._restarts + 1):
+            code = self._once()
+            if code == 0:
+                return DONE if is_complete(self._run_folder) else GOES_ON
+            if code == REFUSED:
+                return REFUSED
+            if self._told:
+                return GOES_ON
+            log.warning("it ended with %d; started again %d of %d times", code, restart, self._restarts)
+            if restart < self._restarts:
+                self._pause()
+        return code if code > 0 else 1
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler: tell the role, and end it by force after the grace time."""
+        if self._child is not None and not self._told:
+            threading.Thread(target=self._end_late, args=(self._child,), daemon=True).start()
+        self._told = True
+        if self._child is not None:
+            tell(self._child.pid, to_children=LAUNCHER in self._command)
+
+    def _once(self) -> int:
+        if self._told:
+            return GOES_ON
+        self._child = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
+        if self._told:  # the signal came while it started
+            tell(self._child.pid, to_children=False)
+        return self._child.wait()
+
+    def _pause(self) -> None:
+        deadline = time.monotonic() + PAUSE
+        while time.monotonic() < deadline and not self._told:
+            time.sleep(POLL)
+
+    def _end_late(self, child: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + self._grace
+        while child.returncode is None and time.monotonic() < deadline:
+            time.sleep(POLL)
+        if child.returncode is None:
+            log.warning("it did not end in %g s and is killed", self._grace)
+            end_tree(child.pid, timeout=0)
+
+
+def tell(pid: int, *, to_children: bool) -> None:
+    """SIGTERM to a process, or to its children where it has any."""
+    try:
+        process = psutil.Process(pid)
+        for receiver in (to_children and process.children()) or [process]:
+            receiver.send_signal(signal.SIGTERM)
+    except psutil.NoSuchProcess:
+        return
+
+
+def visible(positions: str) -> str:
+    """The GPUs at `positions` of those that this process may use.
+
+    >>> visible("0,1")  # with CUDA_VISIBLE_DEVICES=4,5,6,7
+    '4,5'
+    """
+    allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not allowed:
+        return positions
+    try:
+        return ",".join(allowed[int(position)] for position in positions.split(","))
+    except IndexError:
+        raise SystemExit(f"GPUs {positions} are not there: this process may use {len(allowed)}") from None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.role", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run-folder", type=Path, required=True)
+    parser.add_argument("--restarts", type=int, default=0, help="times that it is started again (default 0)")
+    parser.add_argument("--grace", type=float, default=120, help="seconds that it may take to end (default 120)")
+    parser.add_argument("--gpus", default="", help="positions among the GPUs of this process, such as 4,5")
+    parser.add_argument("command", nargs="+", help="what follows --")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s")
+    role = Role(options.run_folder, options.command, restarts=options.restarts, grace=options.grace, gpus=options.gpus)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, role.stop)
+    return role.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
