@@ -83,9 +83,12 @@ LAYOUTS = {
     "cut experts over tensor and data ranks": (4, "float32", {"tensor": 2, "expert": 2, "expert_tensor": 2}),
     "experts in a pipeline": (4, "bfloat16", {"pipeline": 2, "expert": 2}),
 }
+ALIKE = ("experts over context ranks", "cut experts over tensor and data ranks")  # left to `make test-all`
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in LAYOUTS]
+)
 def test_every_family_goes_bitwise_through_a_model_that_is_cut(layout, folders, torchrun, tmp_path):
     ranks, dtype, cut = LAYOUTS[layout]
     chosen = [folder for folder in folders if "expert" not in cut or folder.name == "qwen3_moe"]

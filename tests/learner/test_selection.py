@@ -57,10 +57,10 @@ def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
 @pytest.mark.parametrize(
     "learner",
     [
-        pytest.param({"overlap": True}, id="data parallel, overlapped"),
+        pytest.param({"overlap": True}, id="data parallel, overlapped", marks=pytest.mark.slow),
         pytest.param({"layout": {"tensor": 2}}, id="tensor parallel"),
         pytest.param({"layout": {"pipeline": 2}}, id="pipeline parallel"),
-        pytest.param({"layout": {"context": 2}}, id="context parallel"),
+        pytest.param({"layout": {"context": 2}}, id="context parallel", marks=pytest.mark.slow),
     ],
 )
 def test_the_layout_does_not_change_the_step(learner, alone, model_folder, torchrun, tmp_path):
