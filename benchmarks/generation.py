@@ -50,7 +50,7 @@ BAR = 0.95  # of the bare client's tokens/s
 SAMPLES = 16  # n
 TOKENS = 64  # of an answer, unless it ends before
 IN_FLIGHT = (1, 16, 64)
-GROUPS = {1: 8, 16: 32, 64: 96}  # of a run: some seconds on two cores
+GROUPS = {1: 12, 16: 32, 64: 96}  # of a run: some seconds on two cores
 START_TIMEOUT = 300.0  # seconds
 Answered = Callable[[int], Awaitable[int]]  # the number of a prompt -> tokens of its answers
 
@@ -204,7 +204,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="Hugging Face folder; a tiny random model without it")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
-    in_flights, repeats = ((16,), 3) if options.quick else (IN_FLIGHT, 7)
+    in_flights, repeats = ((16,), 3) if options.quick else (IN_FLIGHT, 11)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = options.model or folder / "model"
