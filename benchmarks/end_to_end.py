@@ -15,8 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from rich.table import Table
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.engine.client import EngineClient
-from streamrl.engine.server import Server
+from streamrl.engine.server import serving
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.metrics import read_metrics
@@ -56,7 +55,10 @@ def main() -> int:
     options = parser.parse_args()
     steps = 20 if options.quick else 100
 
-    with tempfile.TemporaryDirectory() as folder, _server(options, Path(folder)) as address:
+    base = config_file.load(options.config, options.override)
+    # One server for all runs, so that its start is in no figure.
+    with tempfile.TemporaryDirectory() as folder, serving(base, Path(folder)) as server:
+        address = server.address
         runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
         limits: list[float] = []
         for repeat in range(options.repeats):
@@ -73,26 +75,6 @@ def main() -> int:
         figures = {"steps": steps, "cpus": os.cpu_count(), "runs": runs, "server alone": limits}
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
-
-
-@contextmanager
-def _server(options: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """One SGLang server for all runs, so that its start is in no figure."""
-    config = config_file.load(options.config, options.override)
-    server = Server(config, folder, index=0)
-    try:
-        asyncio.run(_ready(server, config))
-        yield server.address
-    finally:
-        asyncio.run(server.stop())
-
-
-async def _ready(server: Server, config: Config) -> None:
-    client = EngineClient(server.address, config.generate.request_timeout)
-    try:
-        await server.ready(client, config.run.start_timeout)
-    finally:
-        await client.close()
 
 
 async def _server_alone(config: Config, address: str, steps: int) -> float:

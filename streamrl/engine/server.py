@@ -9,6 +9,7 @@ worker that started it has ended in any way (`engine/launch.py`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +136,28 @@ class Server:
         with self.log.open(errors="replace") as lines:
             text = "".join(f"  {line.rstrip()}\n" for line in deque(lines, LOG_LINES))
         return f"last lines of {self.log}:\n{text}"
+
+
+@contextlib.contextmanager
+def serving(config: Config, folder: Path) -> Iterator[Server]:
+    """A server without keys that is ready, and is ended behind the block: for whoever has no event loop of their own.
+
+    Raises ServerFailed.
+    """
+    server = Server(config, folder, index=0)
+    try:
+        asyncio.run(_ready(server, config))
+        yield server
+    finally:
+        asyncio.run(server.stop())
+
+
+async def _ready(server: Server, config: Config) -> None:
+    client = EngineClient(server.address, config.generate.request_timeout)
+    try:
+        await server.ready(client, config.run.start_timeout)
+    finally:
+        await client.close()
 
 
 def server_arguments(config: Config, index: int) -> dict[str, Any]:

@@ -95,18 +95,7 @@ function curves(lines, unit, view, marks = () => []) {
     const cursor = make("g", { class: "cursor" });
     svg.append(
       cursor,
-      make("rect", {
-        class: "catch",
-        x: box.left,
-        y: 0,
-        width: box.right - box.left,
-        height: box.bottom,
-        onpointermove: (event) => pointAt(event, svg, cursor, ends, scale, x, box, unit),
-        onpointerleave: () => {
-          cursor.replaceChildren();
-          hideLabel();
-        },
-      }),
+      pointerArea(svg, box, 0, box.bottom, (event) => pointAt(event, svg, cursor, ends, scale, x, box, unit), cursor),
     );
     return svg;
   }, 190);
@@ -184,30 +173,18 @@ function shares(xs, parts, view) {
     const cursor = make("g", { class: "cursor" });
     svg.append(
       cursor,
-      make("rect", {
-        class: "catch",
-        x: box.left,
-        y: 0,
-        width: box.right - box.left,
-        height: box.bottom,
-        onpointermove: (event) => {
-          const share = (event.clientX - svg.getBoundingClientRect().left - box.left) / (box.right - box.left);
-          const place = nearest(at, x.low + share * (x.high - x.low));
-          const line = { x1: scale.x(at[place]), x2: scale.x(at[place]), y1: box.top, y2: box.bottom };
-          cursor.replaceChildren(make("line", line));
-          showLabel(
-            event,
-            make("div", { class: "head" }, `${x.write(at[place])} ${x.name}`),
-            parts
-              .filter((part) => part.ys[place] > 0)
-              .map((part) => entry(part.colour, part.name, percent(part.ys[place]))),
-          );
-        },
-        onpointerleave: () => {
-          cursor.replaceChildren();
-          hideLabel();
-        },
-      }),
+      pointerArea(svg, box, 0, box.bottom, (event, share) => {
+        const place = nearest(at, x.low + share * (x.high - x.low));
+        const line = { x1: scale.x(at[place]), x2: scale.x(at[place]), y1: box.top, y2: box.bottom };
+        cursor.replaceChildren(make("line", line));
+        showLabel(
+          event,
+          make("div", { class: "head" }, `${x.write(at[place])} ${x.name}`),
+          parts
+            .filter((part) => part.ys[place] > 0)
+            .map((part) => entry(part.colour, part.name, percent(part.ys[place]))),
+        );
+      }, cursor),
     );
     return svg;
   }, 190);
@@ -237,22 +214,13 @@ function histogram(sets, bins, name, edges) {
       );
     }
     svg.append(
-      make("rect", {
-        class: "catch",
-        x: box.left,
-        y: 0,
-        width: box.right - box.left,
-        height: box.bottom,
-        onpointermove: (event) => {
-          const share = (event.clientX - svg.getBoundingClientRect().left - box.left) / (box.right - box.left);
-          const bin = Math.max(0, Math.min(bins.length - 1, Math.floor(share * bins.length)));
-          showLabel(
-            event,
-            make("div", { class: "head" }, `${bins[bin]} ${name}`),
-            sets.map((set) => entry(set.colour, set.name, percent(set.values[bin]))),
-          );
-        },
-        onpointerleave: hideLabel,
+      pointerArea(svg, box, 0, box.bottom, (event, share) => {
+        const bin = Math.max(0, Math.min(bins.length - 1, Math.floor(share * bins.length)));
+        showLabel(
+          event,
+          make("div", { class: "head" }, `${bins[bin]} ${name}`),
+          sets.map((set) => entry(set.colour, set.name, percent(set.values[bin]))),
+        );
       }),
     );
     return svg;
@@ -301,24 +269,15 @@ function drawStrip(svg, line, box, top, seconds, colours) {
   svg.append(make("text", { class: "tick strip", x: box.left - 10, y: top + 15, "text-anchor": "end" }, line.name));
   for (const name of names) svg.append(make("path", { class: "part", colour: colours(name), d: parts[name] }));
   svg.append(
-    make("rect", {
-      class: "catch",
-      x: box.left,
-      y: top,
-      width: box.right - box.left,
-      height: 22,
-      onpointermove: (event) => {
-        const share = (event.clientX - svg.getBoundingClientRect().left - box.left) / (box.right - box.left);
-        const slice = Math.max(0, Math.min(count - 1, Math.floor(share * count)));
-        showLabel(
-          event,
-          make("div", { class: "head" }, `${line.name}, ${duration(share * seconds)} after the start`),
-          names
-            .filter((name) => line.slices[name][slice] > 0.004)
-            .map((name) => entry(colours(name), name, percent(line.slices[name][slice]))),
-        );
-      },
-      onpointerleave: hideLabel,
+    pointerArea(svg, box, top, 22, (event, share) => {
+      const slice = Math.max(0, Math.min(count - 1, Math.floor(share * count)));
+      showLabel(
+        event,
+        make("div", { class: "head" }, `${line.name}, ${duration(share * seconds)} after the start`),
+        names
+          .filter((name) => line.slices[name][slice] > 0.004)
+          .map((name) => entry(colours(name), name, percent(line.slices[name][slice]))),
+      );
     }),
   );
 }

@@ -88,6 +88,24 @@ function hideLabel() {
 const entry = (colour, name, value) =>
   make("div", { class: "entry" }, make("i", { colour }), make("span", {}, name), make("b", {}, value));
 
+// What hears the pointer over a diagram: `tell(event, share)`, share 0..1 of the way from left to right.
+// `cursor` is emptied when it leaves.
+function pointerArea(svg, box, top, height, tell, cursor = null) {
+  return make("rect", {
+    class: "catch",
+    x: box.left,
+    y: top,
+    width: box.right - box.left,
+    height,
+    onpointermove: (event) =>
+      tell(event, (event.clientX - svg.getBoundingClientRect().left - box.left) / (box.right - box.left)),
+    onpointerleave: () => {
+      cursor?.replaceChildren();
+      hideLabel();
+    },
+  });
+}
+
 // A diagram that is drawn anew when its width or the page's settings change.
 const drawn = [];
 

@@ -7,14 +7,13 @@ run on one half of the cores, the learner on the other. One server serves all ru
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +22,7 @@ import psutil
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
-from streamrl.engine.client import EngineClient
-from streamrl.engine.server import Server
+from streamrl.engine.server import serving
 from streamrl.lab.simulate.calibration import calibrate
 from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.figures import Figures, figures
@@ -91,7 +89,9 @@ def validate(
     with tempfile.TemporaryDirectory(prefix="streamrl-validate-") as name:
         folder = Path(name)
         config = config_file.load(config_path, overrides)
-        with _server(config, folder, halves[0]) as address:
+        with serving(config, folder) as server:  # one for all runs
+            pin(server.pid, halves[0])
+            address = server.address
             common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
             _run(config_path, [*common, "run.name=calibration"], folder, halves)
             model = calibrate([folder / "calibration"])
@@ -112,26 +112,6 @@ def _compare(name: str, config: Config, model: Model, run_folder: Path) -> Compa
         file=sys.stderr,
     )
     return compared
-
-
-@contextmanager
-def _server(config: Config, folder: Path, cores: set[int]) -> Iterator[str]:
-    """One SGLang server for all runs, on these cores."""
-    server = Server(config, folder, index=0)
-    try:
-        asyncio.run(_ready(server, config))
-        pin(server.pid, cores)
-        yield server.address
-    finally:
-        asyncio.run(server.stop())
-
-
-async def _ready(server: Server, config: Config) -> None:
-    client = EngineClient(server.address, config.generate.request_timeout)
-    try:
-        await server.ready(client, config.run.start_timeout)
-    finally:
-        await client.close()
 
 
 def _run(config_path: Path, overrides: Sequence[str], folder: Path, halves: tuple[set[int], set[int]]) -> None:
