@@ -119,9 +119,10 @@ def run(folder: Path | None, steps: int = 120) -> int:
             if quickstart.process is not None and quickstart.process.poll() is None:
                 quickstart.process.send_signal(signal.SIGINT)
                 quickstart.process.wait(PATIENCE)
-        print(f"`train` ended with {code} at step {quickstart.step()} of {steps}", flush=True)
+        trained = quickstart.step()  # before the folder goes
+        print(f"`train` ended with {code} at step {trained} of {steps}", flush=True)
         audit = subprocess.run([sys.executable, "-m", "streamrl.cli", "audit", str(quickstart.folder)], check=False)
-    return 0 if code == audit.returncode == 0 and quickstart.step() == steps else 1
+    return 0 if code == audit.returncode == 0 and trained == steps else 1
 
 
 def _kill_one(quickstart: Quickstart, victim: Victim) -> None:
