@@ -3,12 +3,14 @@
     python -m benchmarks.rollout_path [--quick] [--json PATH]
 
     stream   encode, send, receive, decode, check, acknowledge: streamrl's Dealer and Router, journal off
+    apart    the same with a group whose samples have arrays of their own, which have to be copied together
     curve    the same, authenticated and encrypted
     raw      `sendall` and `recv_into` of as many bytes, 1 MiB socket buffers, memory that is used again
     orjson   lists of the ids, log-probs, mask and version of every token in one JSON text, and arrays made of them
     pickle   the same lists pickled
 
-Every path but `raw` begins with the same group of arrays and ends with arrays that a learner can take.
+Every path but `raw` begins with the same group of arrays and ends with arrays that a learner can take. The group lies
+in memory as a worker makes one from a request's answers (`stream/contiguous.py`), but for `apart`.
 
 A group has 16 samples of one prompt. The sender is a process of its own; both ends are on this machine over tcp,
 and at most `WINDOW` groups wait for their acknowledgement. The paths take turns within a run, so that a noisy
@@ -36,12 +38,14 @@ from typing import Any
 import numpy as np
 import orjson
 import zmq
+from msgspec.structs import replace
 
 from streamrl.config.replay import StreamConfig
 from streamrl.stream.codec import decode_group, encode_group
+from streamrl.stream.contiguous import answer_arrays
 from streamrl.stream.messages import Accepted
 from streamrl.stream.sockets import Dealer, Router
-from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
+from streamrl.types import Group, PolicyVersion, Sample, VersionSpan, all_trained
 
 SAMPLES, PROMPT = 16, 512
 LENGTHS = (1024, 4096, 12288)  # output tokens of a sample
@@ -50,8 +54,9 @@ WINDOW = 8  # groups that a worker has finished and not seen acknowledged; more 
 WARM = 8  # groups before the clock starts
 SOCKET_BUFFER = 1 << 20
 LOCAL = "tcp://127.0.0.1:0"
-BYTES_PER_RUN = {"raw": 1.0e9, "stream": 1.0e9, "curve": 3.0e8, "orjson": 1.5e7, "pickle": 1.5e7}
+BYTES_PER_RUN = {"raw": 1.0e9, "stream": 1.0e9, "apart": 1.0e9, "curve": 3.0e8, "orjson": 1.5e7, "pickle": 1.5e7}
 # of groups as the codec sends them, so that every run takes about half a second
+STREAMS = ("stream", "apart", "curve")
 MOST = 10_000  # groups of a run, however small they are
 
 
@@ -71,10 +76,17 @@ def stream_config(path: str) -> StreamConfig:
 
 
 def make_group(tokens: int, versions: tuple[PolicyVersion, PolicyVersion] = VERSIONS) -> Group:
-    """A group of 16 samples of so many tokens, each interrupted once by an update, each at another place."""
+    """A group of 16 samples of so many tokens, each interrupted once by an update, each at another place.
+
+    It lies in one piece, as a worker makes it.
+    """
     random = np.random.default_rng(0)
     prompt = random.integers(0, 150_000, PROMPT, dtype=np.int32)
     cuts = random.integers(1, tokens, SAMPLES).tolist()
+    prompt, arrays = answer_arrays(prompt, [tokens] * SAMPLES)
+    for ids, logprobs in arrays:
+        ids[:] = random.integers(0, 150_000, tokens, dtype=np.int32)
+        logprobs[:] = -random.random(tokens, dtype=np.float32)
     return Group(
         group_id=1,
         task="copy",
@@ -82,15 +94,29 @@ def make_group(tokens: int, versions: tuple[PolicyVersion, PolicyVersion] = VERS
         samples=tuple(
             Sample(
                 prompt_ids=prompt,
-                output_ids=random.integers(0, 150_000, tokens, dtype=np.int32),
-                logprobs=-random.random(tokens, dtype=np.float32),
-                loss_mask=np.ones(tokens, np.bool_),
+                output_ids=ids,
+                logprobs=logprobs,
+                loss_mask=all_trained(tokens),
                 spans=(VersionSpan(versions[0], 0, cut), VersionSpan(versions[1], cut, tokens)),
                 reward=float(random.random()),
             )
-            for cut in cuts
+            for (ids, logprobs), cut in zip(arrays, cuts, strict=True)
         ),
     )
+
+
+def taken_apart(group: Group) -> Group:
+    """The same group, each array in memory of its own."""
+    samples = (
+        replace(
+            sample,
+            output_ids=sample.output_ids.copy(),
+            logprobs=sample.logprobs.copy(),
+            loss_mask=sample.loss_mask.copy(),
+        )
+        for sample in group.samples
+    )
+    return replace(group, samples=tuple(samples))
 
 
 def as_lists(group: Group) -> dict[str, Any]:
@@ -132,13 +158,15 @@ def send_raw(order: Order) -> None:
 
 def send_stream(order: Order) -> None:
     stream = stream_config(order.path)
-    group = make_group(order.tokens)
+    groups = [make_group(order.tokens) for _ in range(WINDOW)]  # those that wait are in memory of their own
+    if order.path == "apart":
+        groups = [taken_apart(group) for group in groups]
     dealer = Dealer(order.address, stream, order.keys, "benchmark")
     for sent in range(order.count + WINDOW):
         if sent >= WINDOW:
             assert isinstance(dealer.receive(stream.reply_timeout), Accepted)
         if sent < order.count:
-            dealer.send_group(group)
+            dealer.send_group(groups[sent % WINDOW])
     dealer.close()
 
 
@@ -156,7 +184,7 @@ def send_lists(order: Order) -> None:
 
 def sender(orders: Connection) -> None:
     """The sending process: for each order send, then answer with the CPU seconds that it took."""
-    send = {"raw": send_raw, "stream": send_stream, "curve": send_stream, "orjson": send_lists, "pickle": send_lists}
+    send = dict.fromkeys(STREAMS, send_stream) | {"raw": send_raw, "orjson": send_lists, "pickle": send_lists}
     while (order := orders.recv()) is not None:
         began = time.process_time()
         send[order.path](order)
@@ -234,7 +262,7 @@ def run(path: str, tokens: int, count: int, orders: Connection, keys: Path) -> R
     if path == "raw":
         receiving = receive_raw(tokens)
     else:
-        receiving = receive_stream(path, keys) if path in ("stream", "curve") else receive_lists(path)
+        receiving = receive_stream(path, keys) if path in STREAMS else receive_lists(path)
     with receiving as (address, receive):
         cpu = time.process_time()
         orders.send(Order(path, address, tokens, count, keys))

@@ -10,6 +10,7 @@ a process they are views of what arrived, never copies. A value is checked once,
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -18,6 +19,27 @@ import numpy as np
 
 _INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
 _VERSION_TEXT = re.compile(r"(\d+)\.(\d+)")
+
+
+def all_trained(length: int) -> np.ndarray:
+    """The loss mask bool [length] of an answer that is trained whole: read-only, and shared by all that are."""
+    return _trained(_at_least(length))[:length]
+
+
+def is_all_trained(mask: np.ndarray) -> bool:
+    """Whether every token of a loss mask is trained; that of `all_trained` is known by its memory."""
+    return mask.base is _trained(_at_least(len(mask))) or np.count_nonzero(mask) == len(mask)
+
+
+def _at_least(length: int) -> int:
+    return max(1 << 14, 1 << (length - 1).bit_length())
+
+
+@functools.cache
+def _trained(size: int) -> np.ndarray:
+    mask = np.ones(size, np.bool_)
+    mask.flags.writeable = False
+    return mask
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, order=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 
-import numpy as np
 from msgspec.structs import replace
 
 from streamrl.engine.client import EngineError
@@ -14,7 +13,7 @@ from streamrl.generate.routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.tasks.environment import FAILED, Environment, Rollout
 from streamrl.tasks.overlong import Overlong
-from streamrl.types import Group, Sample, Ticket
+from streamrl.types import Group, Sample, Ticket, all_trained
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +96,7 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str])
         prompt_ids=answer.prompt_ids,
         output_ids=answer.output_ids,
         logprobs=answer.logprobs,
-        loss_mask=np.ones(len(answer.output_ids), np.bool_) if answer.loss_mask is None else answer.loss_mask,
+        loss_mask=all_trained(len(answer.output_ids)) if answer.loss_mask is None else answer.loss_mask,
         spans=answer.spans,
         reward=rollout.reward,
         reward_parts=rollout.parts,

@@ -15,6 +15,7 @@ from streamrl.config.generate import GenerateConfig
 from streamrl.engine.client import Answer, EngineError
 from streamrl.generate.routing import routing_columns
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.stream.contiguous import answer_arrays
 from streamrl.tasks.environment import Completion, Message
 from streamrl.types import PolicyVersion, VersionSpan
 
@@ -183,22 +184,29 @@ class EngineInference:
         return None if self.deadline is None else max(0.0, self.deadline - asyncio.get_running_loop().time())
 
     def _completions(self, prompt_ids: np.ndarray, answers: Sequence[Answer | None]) -> list[Completion]:
-        texts = self._tokenizer.text([answer.output_ids if answer else [] for answer in answers])
-        return [self._completion(prompt_ids, answer, text) for answer, text in zip(answers, texts, strict=True)]
+        ids = [answer.output_ids if answer else [] for answer in answers]
+        prompt_ids, arrays = answer_arrays(prompt_ids, [len(each) for each in ids])
+        texts = self._tokenizer.text(ids)
+        return [self._completion(prompt_ids, *each) for each in zip(answers, texts, arrays, strict=True)]
 
-    def _completion(self, prompt_ids: np.ndarray, answer: Answer | None, text: str) -> Completion:
+    def _completion(
+        self, prompt_ids: np.ndarray, answer: Answer | None, text: str, arrays: tuple[np.ndarray, np.ndarray]
+    ) -> Completion:
         if answer is not None:
             try:
-                return completion(prompt_ids, answer, text)
+                return completion(prompt_ids, answer, text, arrays)
             except ValueError as error:
                 self.failures.append(str(error))
         return Completion.failed(prompt_ids)
 
 
-def completion(prompt_ids: np.ndarray, answer: Answer, text: str) -> Completion:
-    """The typed form of a server's answer. Raises ValueError where it contradicts itself or names no policy version."""
+def completion(prompt_ids: np.ndarray, answer: Answer, text: str, arrays: tuple[np.ndarray, np.ndarray]) -> Completion:
+    """The typed form of a server's answer of T tokens, in `arrays`: its ids int32 [T] and log-probs float32 [T].
+
+    Raises ValueError where the answer contradicts itself or names no policy version.
+    """
     meta = answer.meta_info
-    logprobs = np.array([entry[0] for entry in meta.output_token_logprobs], np.float32)
+    output_ids, logprobs = arrays
     if [entry[1] for entry in meta.output_token_logprobs] != answer.output_ids:
         raise ValueError(f"answer {meta.id}: log-probs of other tokens than its output ids")
     spans = tuple(
@@ -208,11 +216,13 @@ def completion(prompt_ids: np.ndarray, answer: Answer, text: str) -> Completion:
     )
     if (spans[-1].end if spans else 0) != len(answer.output_ids):
         raise ValueError(f"answer {meta.id}: weight versions {meta.weight_versions} do not cover its tokens")
+    output_ids[:] = answer.output_ids
+    logprobs[:] = [entry[0] for entry in meta.output_token_logprobs]
     routed = meta.routed_experts
     return Completion(
         text=text,
         prompt_ids=prompt_ids,
-        output_ids=np.array(answer.output_ids, np.int32),
+        output_ids=output_ids,
         logprobs=logprobs,
         spans=spans,
         finish_reason=meta.finish_reason.type,

@@ -1,6 +1,7 @@
 """Memory of groups on their way, used again: fresh pages cost more than the send of what is written to them.
 
-A sender fills buffers of its own, `Arenas`:
+A group that lies in one piece travels from where it is (`stream/contiguous.py`). For others a sender fills buffers of its
+own, `Arenas`:
 
     lent ──tracker done: ZeroMQ has let go──▶ free ──allocate──▶ filled ──lend──▶ lent
 
@@ -52,6 +53,7 @@ class Arenas:
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
         self._lent: deque[tuple[zmq.MessageTracker, np.ndarray]] = deque()
+        self._filled: np.ndarray | None = None  # what was allocated last
 
     def allocate(self, size: int) -> np.ndarray:
         """A uint8 [size] that nobody reads any more."""
@@ -60,8 +62,11 @@ class Arenas:
         del self._free[KEPT:]
         fitting = next((index for index, arena in enumerate(self._free) if len(arena) >= size), None)
         whole = np.empty(-(-size // GRAIN) * GRAIN, np.uint8) if fitting is None else self._free.pop(fitting)
+        self._filled = whole
         return whole[:size]
 
     def lend(self, arena: memoryview, tracker: zmq.MessageTracker) -> None:
-        """What `allocate` gave is read until `tracker` is done."""
-        self._lent.append((tracker, arena.obj.base))  # type: ignore[attr-defined]  # the whole behind the array
+        """What `allocate` gave last is read until `tracker` is done. Memory of another origin is left to its owner."""
+        filled, self._filled = self._filled, None
+        if filled is not None and arena.obj.base is filled:  # type: ignore[attr-defined]  # the whole behind the array
+            self._lent.append((tracker, filled))

@@ -6,9 +6,9 @@
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
 header, and a prompt that samples share travels once. What samples have one of stands in the header column by
 column, a list for each field: to make an object for each sample costs as much as to copy its numbers. The
-number of frames is what costs on this path, so there are two. Decoding copies nothing: the arrays of a decoded
-group are read-only views of the received frame, which lives as long as any of them. Integers and floats are
-little-endian.
+number of frames is what costs on this path, so there are two. Encoding copies nothing where the numbers lie one behind
+the other already (`stream/contiguous.py`). Decoding copies nothing: the arrays of a decoded group are read-only views
+of the received frame, which lives as long as any of them. Integers and floats are little-endian.
 
 `Sample.extras` become the columns behind the log-probs: the header tells the name, the dtype and the shape
 for one token of each, and which samples have it, so that a new field needs no line here. A column begins at
@@ -27,6 +27,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from streamrl.stream.contiguous import bytes_of
 from streamrl.stream.messages import (
     PROTOCOL,
     BatchHeader,
@@ -37,7 +38,7 @@ from streamrl.stream.messages import (
     parse,
     read_kind,
 )
-from streamrl.types import Batch, Group, Sample, VersionSpan
+from streamrl.types import Batch, Group, Sample, VersionSpan, all_trained, is_all_trained
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _DTypeName = Literal["|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"]
@@ -99,7 +100,8 @@ def new_arena(size: int) -> np.ndarray:
 def encode_group(
     group: Group, max_message: int, allocate: Callable[[int], np.ndarray] = new_arena
 ) -> tuple[bytes, memoryview]:
-    """The two frames of a group; the arena lies in the uint8 [size] that `allocate(size)` gave.
+    """The two frames of a group. The arena is the group's own memory where its numbers lie in it as they travel, and
+    else the uint8 [size] that `allocate(size)` gave.
 
     Raises ValueError, naming what is wrong, for a group that no service would accept: badly formed
     (`Group.check`), with a field whose dtype does not travel, or with a frame of more than `max_message` bytes.
@@ -135,10 +137,13 @@ def encode_group(
             f"group {group.group_id}: header of {len(frame)} and arena of {layout.size} bytes, "
             f"stream.max_message allows {max_message}"
         )
+    ids, logprobs = [*prompts, *(sample.output_ids for sample in samples)], [sample.logprobs for sample in samples]
+    if not pieces and (whole := bytes_of([*ids, *logprobs])) is not None:
+        return frame, whole.data
     arena = allocate(layout.size)
     layout.clear_gaps(arena)
-    _concatenate([*prompts, *(sample.output_ids for sample in samples)], layout.ids(arena))
-    _concatenate([sample.logprobs for sample in samples], layout.logprobs(arena))
+    _concatenate(ids, layout.ids(arena))
+    _concatenate(logprobs, layout.logprobs(arena))
     for index, arrays in enumerate(pieces):
         _concatenate(arrays, layout.column(arena, index))
     return frame, arena.data
@@ -259,22 +264,19 @@ class _Layout:
 
 def _runs(mask: np.ndarray) -> list[int]:
     """Run lengths of a bool mask [T], the first of True: `[1, 1, 0, 1]` -> `[2, 1, 1]`."""
-    if np.count_nonzero(mask) == len(mask):  # the usual case, and much the cheaper one
+    if is_all_trained(mask):  # the usual case, and much the cheaper one
         return [len(mask)]
     edges = np.flatnonzero(mask[1:] != mask[:-1]) + 1
     runs = np.diff(edges, prepend=0, append=len(mask)).tolist()
     return runs if mask[0] else [0, *runs]
 
 
-def _mask(runs: list[int], trained: np.ndarray) -> np.ndarray:
-    """The read-only bool mask [T] of its run lengths; `trained` is the one of a single run, all True.
-
-    Raises ValueError unless the runs add up to T.
-    """
-    if sum(runs) != len(trained):
-        raise ValueError(f"loss mask covers {sum(runs)} of {len(trained)} output tokens")
+def _mask(runs: list[int], length: int) -> np.ndarray:
+    """The read-only bool mask [length] of its run lengths. Raises ValueError unless they add up to it."""
+    if sum(runs) != length:
+        raise ValueError(f"loss mask covers {sum(runs)} of {length} output tokens")
     if len(runs) == 1:
-        return trained
+        return all_trained(length)
     mask = np.repeat(np.arange(len(runs)) % 2 == 0, runs)
     mask.flags.writeable = False
     return mask
@@ -314,8 +316,6 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     ids = _cut(layout.ids(numbers), [*header.prompts, *header.tokens])
     prompts, outputs = ids[: len(header.prompts)], ids[len(header.prompts) :]
     extras = _extras(header, layout, numbers)
-    all_trained = np.ones(max(header.tokens), np.bool_)
-    all_trained.flags.writeable = False
     samples = []
     for index, logprobs in enumerate(_cut(layout.logprobs(numbers), header.tokens)):
         spans = header.spans[index]
@@ -325,7 +325,7 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
                 prompt_ids=prompts[header.prompt[index]],
                 output_ids=outputs[index],
                 logprobs=logprobs,
-                loss_mask=_mask(header.masks[index], all_trained[: len(logprobs)]),
+                loss_mask=_mask(header.masks[index], len(logprobs)),
                 spans=spans,
                 reward=header.rewards[index],
                 reward_parts=header.parts[index],

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from streamrl.config.generate import GenerateConfig
@@ -19,6 +18,7 @@ from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, completion
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, read_events
+from streamrl.stream.codec import encode_group
 from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.turns import TurnByTurn
@@ -100,6 +100,8 @@ def test_a_group_has_its_samples_with_the_policys_log_probs_and_versions(run, mo
     assert 0.0 < group.started <= group.finished
     assert load.generated == group.tokens == end["tokens"] > 0
     assert load.busy > 0.0
+    _, arena = encode_group(group, 1 << 20)
+    assert np.shares_memory(np.frombuffer(arena, np.uint8), group.samples[0].output_ids)  # nothing is copied to send it
     weights = load_file(model_folders[0] / "model.safetensors")
     prompt = Tokenizer(model_folders[0]).prompt_ids("caf=")
     for sample in group.samples:
@@ -231,5 +233,6 @@ def test_an_answer_that_contradicts_itself_is_refused(spans, logprob_of, reason)
         weight_versions=tuple(WeightVersionSpan(*span) for span in spans),
         output_token_logprobs=[(-0.1, 7, None), (-0.2, logprob_of, None)],
     )
+    arrays = np.empty(2, np.int32), np.empty(2, np.float32)
     with pytest.raises(ValueError, match=reason):
-        completion(torch.tensor([1]).int().numpy(), Answer([7, 8], meta), "text")
+        completion(np.array([1], np.int32), Answer([7, 8], meta), "text", arrays)

@@ -16,6 +16,6 @@ def test_every_path_of_the_benchmark_gives_figures(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(figures.read_text())["rows"]
-    for path in ("raw", "stream", "curve", "orjson", "pickle"):
+    for path in ("raw", "stream", "apart", "curve", "orjson", "pickle"):
         assert row[path]["groups_per_s"] > 0
         assert row[path]["cpu_us"] > 0
