@@ -183,15 +183,18 @@ class MetricsWriter:
             sink.write(int(row["step"]), finite)
 
     def amend(self, step: int, late: Mapping[str, Any]) -> None:
-        """Add to the row of `step`, or the first one, what was known only later. The file is replaced as a whole."""
-        rows = self.path.read_bytes().splitlines(keepends=True)
+        """Add what was known only later to the row of `step`, or to the next to it that tells nothing of the kind.
+
+        The file is replaced as a whole.
+        """
+        lines = self.path.read_bytes().splitlines(keepends=True)
         known = {name: value for name, value in late.items() if is_known(name) and _is_finite(value)}
-        for place in reversed(range(len(rows))):
-            row = parse_row(rows[place])
-            if row is not None and (row["step"] <= step or place == 0):
-                rows[place] = json.dumps({**row, **known}, default=_plain, allow_nan=False).encode() + b"\n"
-                break
-        self._replace(b"".join(rows))
+        rows = {place: row for place, line in enumerate(lines) if (row := parse_row(line)) is not None}
+        free = [place for place, row in rows.items() if row.keys().isdisjoint(known)] or list(rows)
+        if free:
+            place = min(free, key=lambda place: (abs(rows[place]["step"] - step), -place))
+            lines[place] = json.dumps({**rows[place], **known}, default=_plain, allow_nan=False).encode() + b"\n"
+        self._replace(b"".join(lines))
         for sink in self._sinks:
             sink.write(step, known)
 

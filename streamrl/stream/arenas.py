@@ -1,7 +1,7 @@
 """Memory of groups on their way, used again: fresh pages cost more than the send of what is written to them.
 
-A group that lies in one piece travels from where it is (`stream/contiguous.py`). For others a sender fills buffers of its
-own, `Arenas`:
+A group that lies in one piece travels from where it is (`stream/contiguous.py`). For others a sender fills buffers of
+its own, `Arenas`:
 
     lent ──tracker done: ZeroMQ has let go──▶ free ──allocate──▶ filled ──lend──▶ lent
 

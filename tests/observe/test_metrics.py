@@ -139,6 +139,16 @@ def test_what_comes_late_is_added_to_its_row_alone(tmp_path):
     assert next(read_metrics(tmp_path)) == row(1) | {"eval/step": 0.0}
 
 
+def test_what_is_added_late_overwrites_nothing_of_its_kind_while_a_row_is_free(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(row(step) | ({"eval/step": 0.0} if step == 2 else {}))
+    for step in (2, 2, 3):  # its own row is taken, then the later neighbour too, then all
+        writer.amend(step, {"eval/step": 10.0 + step})
+    writer.close()
+    assert [row.get("eval/step") for row in read_metrics(tmp_path)] == [12.0, 0.0, 13.0]
+
+
 def test_a_run_without_a_step_has_no_rows_and_no_picture(tmp_path):
     assert list(read_metrics(tmp_path)) == []
     assert plot.reward_curve(tmp_path) is None
