@@ -42,7 +42,7 @@ from msgspec.structs import replace
 
 from streamrl.config.replay import StreamConfig
 from streamrl.stream.codec import decode_group, encode_group
-from streamrl.stream.contiguous import answer_arrays
+from streamrl.stream.contiguous import answer_arrays, arena_of
 from streamrl.stream.messages import Accepted
 from streamrl.stream.sockets import Dealer, Router
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan, all_trained
@@ -87,22 +87,18 @@ def make_group(tokens: int, versions: tuple[PolicyVersion, PolicyVersion] = VERS
     for ids, logprobs in arrays:
         ids[:] = random.integers(0, 150_000, tokens, dtype=np.int32)
         logprobs[:] = -random.random(tokens, dtype=np.float32)
-    return Group(
-        group_id=1,
-        task="copy",
-        prompt_index=1,
-        samples=tuple(
-            Sample(
-                prompt_ids=prompt,
-                output_ids=ids,
-                logprobs=logprobs,
-                loss_mask=all_trained(tokens),
-                spans=(VersionSpan(versions[0], 0, cut), VersionSpan(versions[1], cut, tokens)),
-                reward=float(random.random()),
-            )
-            for (ids, logprobs), cut in zip(arrays, cuts, strict=True)
-        ),
+    samples = tuple(
+        Sample(
+            prompt_ids=prompt,
+            output_ids=ids,
+            logprobs=logprobs,
+            loss_mask=all_trained(tokens),
+            spans=(VersionSpan(versions[0], 0, cut), VersionSpan(versions[1], cut, tokens)),
+            reward=float(random.random()),
+        )
+        for (ids, logprobs), cut in zip(arrays, cuts, strict=True)
     )
+    return Group(group_id=1, task="copy", prompt_index=1, samples=samples, arena=arena_of(samples))
 
 
 def taken_apart(group: Group) -> Group:
@@ -158,15 +154,15 @@ def send_raw(order: Order) -> None:
 
 def send_stream(order: Order) -> None:
     stream = stream_config(order.path)
-    groups = [make_group(order.tokens) for _ in range(WINDOW)]  # those that wait are in memory of their own
+    group = make_group(order.tokens)  # one for all, as `raw` has one memory
     if order.path == "apart":
-        groups = [taken_apart(group) for group in groups]
+        group = taken_apart(group)
     dealer = Dealer(order.address, stream, order.keys, "benchmark")
     for sent in range(order.count + WINDOW):
         if sent >= WINDOW:
             assert isinstance(dealer.receive(stream.reply_timeout), Accepted)
         if sent < order.count:
-            dealer.send_group(groups[sent % WINDOW])
+            dealer.send_group(group)
     dealer.close()
 
 

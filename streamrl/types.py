@@ -134,25 +134,53 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def check(self, where: str = "sample") -> None:
         """Raise ValueError, naming the field, unless shapes, dtypes and spans fit together."""
+        if (problem := self.problem()) is not None:
+            raise ValueError(f"{where}{problem}")
+
+    def problem(self) -> str | None:
+        """What `check` says behind the name of the sample; None for one that is well formed."""
         length = len(self.output_ids)
-        _check_array(self.prompt_ids, _INT32, len(self.prompt_ids), where, "prompt_ids")
-        _check_array(self.output_ids, _INT32, length, where, "output_ids")
-        _check_array(self.logprobs, _FLOAT32, length, where, "logprobs")
-        _check_array(self.loss_mask, _BOOL, length, where, "loss_mask")
+        if (
+            _is_wrong(self.prompt_ids, _INT32, len(self.prompt_ids))
+            or _is_wrong(self.output_ids, _INT32, length)
+            or _is_wrong(self.logprobs, _FLOAT32, length)
+            or _is_wrong(self.loss_mask, _BOOL, length)
+        ):
+            return self._wrong_array(length)
+        for name, column in self.extras.items():
+            if column.ndim < 1 or len(column) != length:
+                return f".extras[{name!r}] is {list(column.shape)} for {length} output tokens"
+        if not math.isfinite(self.reward):
+            return f".reward is {self.reward}, a finite number is needed"
+        return self._wrong_span(length)
+
+    def _wrong_span(self, length: int) -> str | None:
         position, previous = 0, None
         for span in self.spans:
             if span.start != position or span.end <= span.start:
-                raise ValueError(f"{where}.spans: {span.start}..{span.end} does not continue at {position}")
+                return f".spans: {span.start}..{span.end} does not continue at {position}"
             if previous is not None and span.version < previous:
-                raise ValueError(f"{where}.spans: version falls from {previous} to {span.version}")
+                return f".spans: version falls from {previous} to {span.version}"
             position, previous = span.end, span.version
-        if position != length:
-            raise ValueError(f"{where}.spans cover {position} of {length} output tokens")
-        for name, column in self.extras.items():
-            if column.ndim < 1 or len(column) != length:
-                raise ValueError(f"{where}.extras[{name!r}] is {list(column.shape)} for {length} output tokens")
-        if not math.isfinite(self.reward):
-            raise ValueError(f"{where}.reward is {self.reward}, a finite number is needed")
+        return None if position == length else f".spans cover {position} of {length} output tokens"
+
+    def _wrong_array(self, length: int) -> str | None:
+        """The first array that `problem` found wrong."""
+        dtypes = {"prompt_ids": _INT32, "output_ids": _INT32, "logprobs": _FLOAT32, "loss_mask": _BOOL}
+        for name, dtype in dtypes.items():
+            array: np.ndarray = getattr(self, name)
+            if array.ndim != 1 or array.dtype != dtype:
+                return f".{name} is {array.dtype} {list(array.shape)}, {dtype} [T] is needed"
+            if name != "prompt_ids" and len(array) != length:
+                return f".{name} has {len(array)} entries for {length} output tokens"
+        return None
+
+
+class Arena(msgspec.Struct, frozen=True, eq=False):
+    """One piece of memory with all numbers of these very samples, in the order in which they travel."""
+
+    samples: tuple[Sample, ...]
+    numbers: np.ndarray  # uint8 [size]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +225,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     finished: float = 0.0
     worker: str = ""
     temperature: float = 1.0  # at which its tokens were drawn: their log-probs are those of logits divided by it
+    arena: Arena | None = None  # of `samples`, where they lie in one: whoever sends them need not copy them then
 
     @property
     def tokens(self) -> int:
@@ -237,7 +266,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"group {self.group_id}.temperature is {self.temperature}, above 0 is needed")
         for index, sample in enumerate(self.samples):
-            sample.check(f"group {self.group_id} sample {index}")
+            if (problem := sample.problem()) is not None:
+                raise ValueError(f"group {self.group_id} sample {index}{problem}")
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -251,8 +281,5 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sample for group in self.groups for sample in group.samples)
 
 
-def _check_array(array: np.ndarray, dtype: np.dtype, length: int, where: str, name: str) -> None:
-    if array.ndim != 1 or array.dtype != dtype:
-        raise ValueError(f"{where}.{name} is {array.dtype} {list(array.shape)}, {dtype} [T] is needed")
-    if len(array) != length:
-        raise ValueError(f"{where}.{name} has {len(array)} entries for {length} output tokens")
+def _is_wrong(array: np.ndarray, dtype: np.dtype, length: int) -> bool:
+    return array.shape != (length,) or array.dtype != dtype

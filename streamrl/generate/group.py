@@ -11,6 +11,7 @@ from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference
 from streamrl.generate.routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
+from streamrl.stream.contiguous import arena_of
 from streamrl.tasks.environment import FAILED, Environment, Rollout
 from streamrl.tasks.overlong import Overlong
 from streamrl.types import Group, Sample, Ticket, all_trained
@@ -52,6 +53,7 @@ async def run_group(
             task=ticket.task,
             prompt_index=ticket.prompt_index,
             samples=samples,
+            arena=arena_of(samples),
             started=started,
             finished=now(),
             worker=events.role,

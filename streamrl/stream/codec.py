@@ -6,8 +6,8 @@
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
 header, and a prompt that samples share travels once. What samples have one of stands in the header column by
 column, a list for each field: to make an object for each sample costs as much as to copy its numbers. The
-number of frames is what costs on this path, so there are two. Encoding copies nothing where the numbers lie one behind
-the other already (`stream/contiguous.py`). Decoding copies nothing: the arrays of a decoded group are read-only views
+number of frames is what costs on this path, so there are two. Encoding copies nothing where the group has an arena
+already (`Group.arena`). Decoding copies nothing: the arrays of a decoded group are read-only views
 of the received frame, which lives as long as any of them. Integers and floats are little-endian.
 
 `Sample.extras` become the columns behind the log-probs: the header tells the name, the dtype and the shape
@@ -27,7 +27,6 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from streamrl.stream.contiguous import bytes_of
 from streamrl.stream.messages import (
     PROTOCOL,
     BatchHeader,
@@ -38,7 +37,7 @@ from streamrl.stream.messages import (
     parse,
     read_kind,
 )
-from streamrl.types import Batch, Group, Sample, VersionSpan, all_trained, is_all_trained
+from streamrl.types import Arena, Batch, Group, Sample, VersionSpan, all_trained, is_all_trained
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _DTypeName = Literal["|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"]
@@ -100,8 +99,8 @@ def new_arena(size: int) -> np.ndarray:
 def encode_group(
     group: Group, max_message: int, allocate: Callable[[int], np.ndarray] = new_arena
 ) -> tuple[bytes, memoryview]:
-    """The two frames of a group. The arena is the group's own memory where its numbers lie in it as they travel, and
-    else the uint8 [size] that `allocate(size)` gave.
+    """The two frames of a group. The arena is the group's own where it has one, and else the uint8 [size] that
+    `allocate(size)` gave.
 
     Raises ValueError, naming what is wrong, for a group that no service would accept: badly formed
     (`Group.check`), with a field whose dtype does not travel, or with a frame of more than `max_message` bytes.
@@ -137,13 +136,12 @@ def encode_group(
             f"group {group.group_id}: header of {len(frame)} and arena of {layout.size} bytes, "
             f"stream.max_message allows {max_message}"
         )
-    ids, logprobs = [*prompts, *(sample.output_ids for sample in samples)], [sample.logprobs for sample in samples]
-    if not pieces and (whole := bytes_of([*ids, *logprobs])) is not None:
-        return frame, whole.data
+    if group.arena is not None and group.arena.samples is samples:
+        return frame, group.arena.numbers.data
     arena = allocate(layout.size)
     layout.clear_gaps(arena)
-    _concatenate(ids, layout.ids(arena))
-    _concatenate(logprobs, layout.logprobs(arena))
+    _concatenate([*prompts, *(sample.output_ids for sample in samples)], layout.ids(arena))
+    _concatenate([sample.logprobs for sample in samples], layout.logprobs(arena))
     for index, arrays in enumerate(pieces):
         _concatenate(arrays, layout.column(arena, index))
     return frame, arena.data
@@ -316,11 +314,11 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     ids = _cut(layout.ids(numbers), [*header.prompts, *header.tokens])
     prompts, outputs = ids[: len(header.prompts)], ids[len(header.prompts) :]
     extras = _extras(header, layout, numbers)
-    samples = []
+    made = []
     for index, logprobs in enumerate(_cut(layout.logprobs(numbers), header.tokens)):
         spans = header.spans[index]
         _check_spans(spans, len(logprobs))
-        samples.append(
+        made.append(
             Sample(
                 prompt_ids=prompts[header.prompt[index]],
                 output_ids=outputs[index],
@@ -333,12 +331,14 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
                 extras=extras[index],
             )
         )
+    samples = tuple(made)
     return Group(
         group_id=header.group_id,
         attempt=header.attempt,
         task=header.task,
         prompt_index=header.prompt_index,
-        samples=tuple(samples),
+        samples=samples,
+        arena=Arena(samples, numbers) if len(header.prompts) == 1 and not header.columns else None,
         started=header.started,
         finished=header.finished,
         worker=header.worker,

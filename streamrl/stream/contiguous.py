@@ -2,9 +2,9 @@
 
     prompt int32 | output ids of one sample after the other, int32 | their log-probs, float32
 
-The worker makes a request's answers in such a piece as they become arrays, and a group that was decoded lies in the
-frame that it came in. `encode_group` asks of any group whether it lies so, and copies what does not: answers of several
-requests, conversations, placeholders in the place of answers, samples with extras.
+The worker makes a request's answers in such a piece as they become arrays, and says so in `Group.arena`; a group that
+was decoded lies in the frame that it came in. `encode_group` copies what does not lie so: conversations, placeholders
+in the place of answers, samples of several prompts or with extras.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+
+from streamrl.types import Arena, Sample
 
 
 def answer_arrays(
@@ -32,7 +34,17 @@ def answer_arrays(
     return whole[:first], [(ids[start:end], logprobs[start:end]) for start, end in pieces]
 
 
-def bytes_of(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+def arena_of(samples: tuple[Sample, ...]) -> Arena | None:
+    """The arena in which the numbers of these samples lie; None where they do not lie in one."""
+    prompt = samples[0].prompt_ids
+    if any(sample.extras or sample.prompt_ids is not prompt for sample in samples):
+        return None
+    ids, logprobs = [sample.output_ids for sample in samples], [sample.logprobs for sample in samples]
+    numbers = _joined([prompt, *ids, *logprobs])
+    return None if numbers is None else Arena(samples, numbers)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray | None:
     """The uint8 [size] that these arrays [T] fill one behind the other; None where they do not lie so."""
     arrays = [array for array in arrays if len(array)]
     whole = arrays[0].base if arrays else None

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from streamrl.stream.arenas import Arenas
 from streamrl.stream.codec import decode_group, encode_group
-from streamrl.stream.contiguous import answer_arrays, bytes_of
+from streamrl.stream.contiguous import answer_arrays, arena_of
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan, all_trained, is_all_trained
 
 MAX = 1 << 20
@@ -35,7 +35,11 @@ def in_one_piece(lengths: list[int] = [3, 1, 5]) -> Group:  # noqa: B006  # it i
         )
         for ids, logprobs in arrays
     )
-    return Group(group_id=1, task="copy", prompt_index=1, samples=samples)
+    return grouped(samples)
+
+
+def grouped(samples: tuple[Sample, ...]) -> Group:
+    return Group(group_id=1, task="copy", prompt_index=1, samples=samples, arena=arena_of(samples))
 
 
 def apart(group: Group) -> Group:
@@ -63,6 +67,7 @@ def test_a_group_that_was_decoded_is_encoded_again_without_a_copy() -> None:
     assert [bytes(frame) for frame in encode_group(decode_group(*frames), MAX, refuse)] == frames
 
 
+@pytest.mark.parametrize("anew", [True, False])
 @pytest.mark.parametrize(
     "change",
     [
@@ -77,9 +82,11 @@ def test_a_group_that_was_decoded_is_encoded_again_without_a_copy() -> None:
     ],
     ids=["other order", "one less", "one twice", "placeholder", "own ids", "other log-probs", "extras", "prompts"],
 )
-def test_a_group_that_does_not_lie_as_it_travels_is_copied(change: Callable[..., tuple[Sample, ...]]) -> None:
-    group = in_one_piece()
-    group = replace(group, samples=change(group.samples))
+def test_a_group_that_does_not_lie_as_it_travels_is_copied(
+    change: Callable[..., tuple[Sample, ...]], anew: bool
+) -> None:
+    samples = change(in_one_piece().samples)
+    group = grouped(samples) if anew else replace(in_one_piece(), samples=samples)
     asked: list[int] = []
 
     def allocate(size: int) -> np.ndarray:
@@ -94,15 +101,23 @@ def test_a_group_that_does_not_lie_as_it_travels_is_copied(change: Callable[...,
         assert np.array_equal(found.logprobs, sample.logprobs)
 
 
-def test_pieces_with_holes_or_steps_are_no_single_piece() -> None:
-    numbers = np.arange(12, dtype=np.int32)
-    assert bytes_of([numbers[0:3], numbers[3:7]]).view(np.int32).tolist() == list(range(7))  # type: ignore[union-attr]
-    assert bytes_of([numbers[0:3], numbers[4:7]]) is None
-    assert bytes_of([numbers[0:6:2], numbers[6:8]]) is None
-    assert bytes_of([numbers[::-1]]) is None
-    assert bytes_of([numbers.reshape(3, 4)[:, 1]]) is None
-    assert bytes_of([]) is None
-    assert bytes_of([np.empty(0, np.int32)]) is None
+@pytest.mark.parametrize(
+    "cut", [lambda whole: whole[::2], lambda whole: whole[4::-1], lambda whole: whole.reshape(5, 2)[:, 1]]
+)
+def test_numbers_with_steps_between_them_are_no_single_piece(cut: Callable[[np.ndarray], np.ndarray]) -> None:
+    whole = np.arange(10, dtype=np.int32)
+    (sample,) = in_one_piece([5]).samples
+    parts = {"prompt_ids": whole[:0], "logprobs": whole[:0].view(np.float32)}
+    assert arena_of((replace(sample, **parts, output_ids=whole[2:7]),)) is not None
+    assert arena_of((replace(sample, **parts, output_ids=cut(whole)),)) is None
+
+
+def test_an_arena_with_several_prompts_or_columns_is_not_taken_over_from_a_peer() -> None:
+    samples = in_one_piece().samples
+    other = replace(samples[1], prompt_ids=np.array([9], np.int32))
+    assert decode_group(*encode_group(grouped((samples[0], other)), MAX)).arena is None
+    wide = tuple(replace(sample, extras={"top": np.arange(len(sample.output_ids))}) for sample in samples)
+    assert decode_group(*encode_group(grouped(wide), MAX)).arena is None
 
 
 def test_memory_of_a_group_is_not_given_to_the_next_one() -> None:
