@@ -66,8 +66,10 @@ def main_validate(
     model, compared = validate(run_folder / "config.yaml", overrides, count, steps)
     Console(width=WIDTH).print(_compared_table(compared))
     _print_model(model)
-    judged = compared[1:] or compared
+    judged = [each for each in compared if each.judged]
     held = sum(each.holds for each in judged)
+    first, again = (each.measured.trained for each in (compared[0], compared[-1]))
+    print(f"the machine meanwhile: the calibration run gave {again / first - 1:+.1%} tokens/s the second time")
     print(
         f"{held} of {len(judged)} settings within {RATE_BAR:.0%} of the measured tokens/s and "
         f"{STALENESS_BAR:g} of the mean staleness: {'held' if held == len(judged) else 'MISSED'}"
@@ -174,9 +176,15 @@ def _compared_table(compared: Sequence[Compared]) -> Table:
         table.add_row(
             each.setting, f"{each.predicted.trained:,.0f}", f"{each.measured.trained:,.0f}", f"{each.rate_error:+.1%}",
             f"{each.predicted.staleness_mean:.2f}", f"{each.measured.staleness_mean:.2f}",
-            f"{each.staleness_error:+.2f}", "held" if each.holds else "MISSED",
+            f"{each.staleness_error:+.2f}", _verdict(each),
         )  # fmt: skip
     return table
+
+
+def _verdict(compared: Compared) -> str:
+    if not compared.judged:
+        return ""
+    return "held" if compared.holds else "MISSED"
 
 
 def _print_model(model: Model) -> None:

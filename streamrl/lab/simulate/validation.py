@@ -50,6 +50,7 @@ class Compared:
     setting: str
     predicted: Figures
     measured: Figures
+    judged: bool = True  # the calibration run is not: it says how well the fit fits, and how steady the machine was
 
     @property
     def rate_error(self) -> float:
@@ -81,7 +82,10 @@ def settings(config: Config) -> list[tuple[str, ...]]:
 def validate(
     config_path: Path, overrides: Sequence[str], count: int, steps: int = STEPS
 ) -> tuple[Model, list[Compared]]:
-    """Calibrate by a run of its own, then compare the first `count` settings. Raises ConfigError on a single core."""
+    """Calibrate by a run of its own, compare the first `count` settings, then make the calibration run again.
+
+    Raises ConfigError on a single core.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("--validate: one core; allowed: at least two, one for generation and one for the learner")
@@ -96,17 +100,20 @@ def validate(
             _run(config_path, [*common, "run.name=calibration"], folder, halves)
             model = calibrate([folder / "calibration"])
             own = config_file.load(config_path, [*common, "run.name=calibration"])
-            compared = [_compare("the calibration run", own, model, folder / "calibration")]
+            compared = [_compare("the calibration run", own, model, folder / "calibration", judged=False)]
             for number, setting in enumerate(settings(config)[:count]):
                 given = [*common, *setting, f"run.name=setting-{number}"]
                 other = config_file.load(config_path, given)
                 _run(config_path, given, folder, halves)
                 compared.append(_compare(" ".join(setting), other, model, folder / f"setting-{number}"))
+            _run(config_path, [*common, "run.name=again"], folder, halves)
+            compared.append(_compare("the calibration run, again", own, model, folder / "again", judged=False))
     return model, compared
 
 
-def _compare(name: str, config: Config, model: Model, run_folder: Path) -> Compared:
-    compared = Compared(name, figures(Circle(config, model).run()), figures(list(read_metrics(run_folder))))
+def _compare(name: str, config: Config, model: Model, run_folder: Path, *, judged: bool = True) -> Compared:
+    predicted, measured = figures(Circle(config, model).run()), figures(list(read_metrics(run_folder)))
+    compared = Compared(name, predicted, measured, judged)
     print(
         f"{name}: {compared.predicted.trained:.0f} tokens/s predicted, {compared.measured.trained:.0f} measured",
         file=sys.stderr,
