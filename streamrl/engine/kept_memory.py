@@ -147,6 +147,9 @@ class DoubleMemory:
         """As `KeptMemory`."""
         return self._writing.finish()
 
+    def leave(self) -> None:
+        """Readers hold a lock, which `begin` sees."""
+
     def close(self) -> None:
         self._writing.close()
         self._waiting.close()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
+import time
 import uuid
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,6 +28,8 @@ from streamrl.stream.messages import ServerState
 
 log = logging.getLogger(__name__)
 
+LEFT_POLL = 0.1  # seconds between two looks at the broadcast to a server that was dropped; nobody waits for its end
+
 
 @dataclass(slots=True)
 class _Group:
@@ -35,6 +39,7 @@ class _Group:
     world_size: int
     store: dist.TCPStore
     members: dist.ProcessGroup | None = None
+    work: dist.Work | None = None  # the broadcast that was begun last
 
 
 class BroadcastSource(Source):
@@ -46,6 +51,7 @@ class BroadcastSource(Source):
         self._device = device
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[str, _Group] = {}
+        self._left: list[dist.Work] = []  # broadcasts to servers that were dropped
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
         group = self._groups.get(server.name)
@@ -69,7 +75,10 @@ class BroadcastSource(Source):
                 _await_member(group.store, check)
                 group.members = _join(group, self._device.backend, self._timeout)
             for bucket in staged.buckets:
-                _broadcast(group.members, bucket.data.to(self._device.torch_device), check)
+                group.work = _begin(group.members, bucket.data.to(self._device.torch_device))
+                while not group.work.is_completed():
+                    check()
+                group.work.wait()  # raises what went wrong
         except RuntimeError as error:  # torch's network and backend errors are RuntimeErrors of several names
             if isinstance(error, PublishError):
                 raise
@@ -79,6 +88,13 @@ class BroadcastSource(Source):
         group = self._groups.pop(server, None)
         if group is not None and group.members is not None:
             _leave(group.members)
+            if group.work is not None and not group.work.is_completed():
+                self._left.append(group.work)
+                threading.Thread(target=_outlast, args=(group.members, group.work), name="left", daemon=True).start()
+
+    def reads_on(self) -> bool:
+        self._left = [work for work in self._left if not work.is_completed()]
+        return bool(self._left)
 
     def close(self) -> None:
         for server in list(self._groups):
@@ -131,14 +147,12 @@ def _join(group: _Group, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     return members
 
 
-def _broadcast(members: dist.ProcessGroup, data: torch.Tensor, check: Check) -> None:
+def _begin(members: dist.ProcessGroup, data: torch.Tensor) -> dist.Work:
+    """A broadcast from here."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
     options.asyncOp = True
-    work = members.broadcast([data], options)
-    while not work.is_completed():
-        check()
-    work.wait()  # raises what went wrong
+    return members.broadcast([data], options)
 
 
 def _leave(members: dist.ProcessGroup) -> None:
@@ -148,3 +162,14 @@ def _leave(members: dist.ProcessGroup) -> None:
         dist.destroy_process_group(members)
     except RuntimeError as error:
         log.warning("a weight group did not close cleanly: %s", error)
+
+
+def _outlast(members: dist.ProcessGroup, work: dist.Work) -> None:
+    """Hold a group until its last broadcast has ended, if need be by its timeout.
+
+    gloo has no abort: whoever lets go of a group last waits for what is under way on it. Here that is a thread with
+    nothing else to do, and not the publisher's, which has other servers. It never waits inside torch: a thread that
+    is there when the process ends takes the process down with an error.
+    """
+    while not work.is_completed():
+        time.sleep(LEFT_POLL)

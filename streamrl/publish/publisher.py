@@ -326,6 +326,8 @@ class Publisher:
 
     def _failed(self, source: Source, server: str, reason: str) -> None:
         source.drop(server)
+        if source.reads_on():
+            self._staging.leave()
         former = self._retries.get(server)
         pause = min(2 * former.pause, self._config.publish.timeout) if former else FIRST_PAUSE
         self._retries[server] = _Retry(time.monotonic() + pause, pause)

@@ -57,6 +57,9 @@ class Memory(Protocol):
     def finish(self) -> Place | None:
         """All buckets are written. Where other processes find them, if they do."""
 
+    def leave(self) -> None:
+        """A reader that nobody can stop may have what was given: it is not given again."""
+
 
 class OwnMemory:
     """Of this process alone, each bucket's kept for the next version."""
@@ -79,6 +82,9 @@ class OwnMemory:
     def finish(self) -> None:
         del self._buckets[self._used :]
 
+    def leave(self) -> None:
+        self._buckets = []
+
 
 class Staging:
     """Keeps the buckets' memory from one version to the next."""
@@ -86,7 +92,7 @@ class Staging:
     def __init__(self, bucket_bytes: int, memory: Memory | None = None) -> None:
         """A bucket holds `bucket_bytes` at most, or one tensor that is larger. `memory`: None: of this process alone.
 
-        With memory of this process alone the weights exist twice, never three times.
+        With memory of this process alone the weights exist twice; after `leave` a third time, while a reader lasts.
         """
         self._limit = bucket_bytes
         self._memory = memory or OwnMemory()
@@ -108,6 +114,10 @@ class Staging:
         if not buckets:
             raise ValueError(f"version {version} has no tensors")
         return Staged(version, tuple(buckets), self._memory.finish())
+
+    def leave(self) -> None:
+        """Stage the next version elsewhere: somebody who cannot be stopped may still read this one."""
+        self._memory.leave()
 
     def _split(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Runs of tensors that fit into a bucket, each tensor at a multiple of its item size (the sink views it)."""

@@ -104,6 +104,10 @@ class Source(ABC):
     def drop(self, server: str) -> None:
         """Let go of what is kept for this server: it has failed or left. Must not wait for it."""
 
+    def reads_on(self) -> bool:
+        """Whether bytes that `send` was given may still go out to a dropped server: they must not be written over."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Let go of every server."""

@@ -1,20 +1,18 @@
 """Workers on one host, replay service and learner on another, and the link between them cut for a while.
 
-The hosts are two network namespaces joined by a pair of virtual Ethernet devices; the processes are those of
-`benchmarks/faults.py`: the real service, and the real protocol of worker and learner without models. Nothing is
-configured for the two hosts but the address, so that CURVE is on as it is by default.
+The hosts are network namespaces (`tests/network.py`); the processes are those of `benchmarks/faults.py`: the real
+service, and the real protocol of worker and learner without models. Nothing is configured for the two hosts but the
+address, so that CURVE is on as it is by default.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,86 +21,37 @@ from benchmarks.fault_roles import Trained, read_record
 from benchmarks.faults import Process, Verdict, judge, make_config
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from tests.network import STRANGER, Network, network
 
 PATIENCE = 150.0  # seconds for anything that must come; a connection that was cut is noticed within 40 (stream/sockets)
 STEPS = 10  # learner steps before the cut, and after it
 
-STRANGER = """
-import sys, zmq
-from streamrl.stream.messages import Credit, Hello, ServerState, encode
-from streamrl.types import PolicyVersion
-socket = zmq.Context().socket(zmq.DEALER)
-socket.setsockopt(zmq.LINGER, 0)
-if sys.argv[2] != "none":
-    socket.curve_serverkey = sys.argv[2].encode()
-    socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-socket.connect(sys.argv[1])
-server = ServerState(name="stranger", version=PolicyVersion(0))
-for number, message in enumerate((Hello(role="generator", name="stranger", servers=(server,)), Credit(capacity=9))):
-    socket.send(number.to_bytes(8, "little") + encode(message))
-sys.exit("it was answered" if socket.poll(3000) else 0)
-"""
-
-
-@dataclass
-class TwoHosts:
-    """Namespaces `front` (service and learner) and `back` (workers); `front` has the address `address`."""
-
-    front: str
-    back: str
-    address: str
-
-    def at(self, host: str, *command: str) -> list[str]:
-        return ["ip", "netns", "exec", host, *command]
-
-    def link(self, state: str) -> None:
-        """`up` or `down`, at the workers' end: what is under way is lost, and nobody is told."""
-        _ip("-n", self.back, "link", "set", "cable", state)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+FRONT, BACK = "front", "back"
 
 
 @pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("two hosts are made of network namespaces: iproute2 and root are needed")
-    front, back, address = f"front-{os.getpid()}", f"back-{os.getpid()}", "10.213.77.1"
-    try:
-        try:
-            _ip("netns", "add", front)
-            _ip("netns", "add", back)
-            _ip("-n", front, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", back)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine makes no network namespaces: {error.stderr.strip()}")
-        for host, own in ((front, address), (back, "10.213.77.2")):
-            _ip("-n", host, "address", "add", f"{own}/24", "dev", "cable")
-            _ip("-n", host, "link", "set", "cable", "up")
-            _ip("-n", host, "link", "set", "lo", "up")
-        yield TwoHosts(front, back, address)
-    finally:
-        for host in (front, back):
-            subprocess.run(["ip", "netns", "delete", host], check=False, capture_output=True)
+def hosts() -> Iterator[Network]:
+    with network(FRONT, BACK) as made:
+        yield made
 
 
 class Run:
     """Service and learner in front, two workers at the back."""
 
-    def __init__(self, hosts: TwoHosts, folder: Path, lease: float) -> None:
+    def __init__(self, hosts: Network, folder: Path, lease: float) -> None:
         (folder / "logs").mkdir(parents=True)
         tree = make_config(folder, "fifo", "all").model_dump()
-        tree["replay"] |= {"address": f"tcp://{hosts.address}:0", "lease": lease}
+        tree["replay"] |= {"address": f"tcp://{hosts.addresses[FRONT]}:0", "lease": lease}
         self.config = Config.model_validate(tree)
         self.folder = folder
         self.hosts = hosts
         config_file.save(self.config, folder / "config.yaml")
         roles = [sys.executable, "-m", "benchmarks.fault_roles"]
         replay = [sys.executable, "-m", "streamrl.cli", "replay", "--run-folder", str(folder)]
-        self.service = self._process("replay", hosts.front, *replay, "--lifeline", str(os.getpid()))
-        self.learner = self._process("learner", hosts.front, *roles, "learner", str(folder))
+        self.service = self._process("replay", FRONT, *replay, "--lifeline", str(os.getpid()))
+        self.learner = self._process("learner", FRONT, *roles, "learner", str(folder))
         self.workers = [
-            self._process(f"worker-{index}", hosts.back, *roles, "worker", str(folder), str(index)) for index in (0, 1)
+            self._process(f"worker-{index}", BACK, *roles, "worker", str(folder), str(index)) for index in (0, 1)
         ]
 
     def start(self) -> None:
@@ -140,7 +89,7 @@ class Run:
 
 
 @pytest.fixture
-def make_run(hosts: TwoHosts, tmp_path: Path) -> Iterator[Callable[[float], Run]]:
+def make_run(hosts: Network, tmp_path: Path) -> Iterator[Callable[[float], Run]]:
     runs = []
 
     def make(lease: float) -> Run:
@@ -155,12 +104,12 @@ def make_run(hosts: TwoHosts, tmp_path: Path) -> Iterator[Callable[[float], Run]
 def _cut_and_restore(run: Run, seconds: float) -> None:
     run.start()
     run.wait(lambda: run.steps() >= STEPS)
-    run.hosts.link("down")
+    run.hosts.link(BACK, "down")
     time.sleep(seconds)
     stalled = run.steps()
     time.sleep(1.0)
     assert run.steps() == stalled  # the learner has nothing left to train
-    run.hosts.link("up")
+    run.hosts.link(BACK, "up")
     run.wait(lambda: run.steps() >= stalled + STEPS)
     verdict = run.end()
     assert verdict.holds, verdict
@@ -181,15 +130,15 @@ def test_half_a_minute_without_a_link_loses_nothing_and_repeats_nothing(
 
 
 def test_a_peer_without_the_key_gets_nothing_from_another_host(
-    hosts: TwoHosts, make_run: Callable[[float], Run]
+    hosts: Network, make_run: Callable[[float], Run]
 ) -> None:
     run = make_run(10.0)
     run.start()
     run.wait(lambda: run.steps() >= 1)
     address = (run.folder / "replay.address").read_text().strip()
-    assert address.startswith(f"tcp://{hosts.address}:")
+    assert address.startswith(f"tcp://{hosts.addresses[FRONT]}:")
     for service_key in ("none", (run.folder / "keys" / "service.pub").read_text().strip()):
-        stranger = hosts.at(hosts.back, sys.executable, "-c", STRANGER, address, service_key)
+        stranger = hosts.at(BACK, sys.executable, "-c", STRANGER, address, service_key)
         done = subprocess.run(stranger, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr
     assert "without this run's key was turned away" in run.service.log.read_text()

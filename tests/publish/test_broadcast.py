@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +26,7 @@ from streamrl.publish.transport import Check, PublishError, Sink
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
+REPOSITORY = Path(__file__).parents[2]
 TIMEOUT = 60.0
 CONFIG = Config.model_validate({"publish": {"timeout": TIMEOUT}})
 BUCKET = 1 << 16  # several buckets for the tiny model
@@ -170,3 +174,37 @@ def test_a_server_that_never_comes_costs_the_source_no_longer_than_it_waits(mode
     with pytest.raises(PublishError, match="gave up"):
         source.send(STATE, staged, until(0.2))
     source.close()
+
+
+def test_a_server_that_falls_silent_holds_nobody_and_may_still_receive_what_it_was_sent(model_folders, tmp_path):
+    source, staging = BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT), Staging(1 << 30)
+    staged = staging.fill(PolicyVersion(1), load_file(model_folders[0] / "model.safetensors").items())
+    plan, (layout,) = source.manifest(STATE, staged), (bucket.layout for bucket in staged.buckets)
+    words = [plan["group"], plan["port"], layout.bytes, tmp_path]
+    command = [sys.executable, "-m", "tests.publish.silent_server", *map(str, words)]
+    server = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    patience = until(TIMEOUT)
+
+    def check() -> None:
+        patience()
+        if (tmp_path / "joined").exists():
+            raise PublishError("fell silent")
+
+    try:
+        with pytest.raises(PublishError, match="fell silent"):
+            source.send(STATE, staged, check)
+        source.drop(STATE.name)
+        (left,) = [thread for thread in threading.enumerate() if thread.name == "left"]
+        assert left.is_alive()  # waits for the end of the broadcast, so that nobody else has to
+        assert source.reads_on()
+        staging.leave()
+        staging.fill(PolicyVersion(2), load_file(model_folders[1] / "model.safetensors").items())
+        (tmp_path / "go").touch()
+        told, _ = server.communicate(timeout=TIMEOUT)
+    finally:
+        server.kill()
+        server.wait(TIMEOUT)
+    assert told.strip() == layout.checksum
+    left.join(TIMEOUT)
+    assert not left.is_alive()
+    assert not source.reads_on()

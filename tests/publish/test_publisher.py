@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from streamrl.engine.client import EngineClient
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.sinks import make_sink
 from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.publish import publisher
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
-from streamrl.publish.transport import PublishError, Sink
+from streamrl.publish.staging import Staged
+from streamrl.publish.transport import Check, PublishError, Sink, Source
 from streamrl.stream.address import tell_address
 from streamrl.stream.messages import (
     Announce,
@@ -205,6 +208,45 @@ def test_a_failed_publish_is_tried_again(fresh_server, model_folders, bench):
     ends = [event for event in read_events(running.events.path) if event.get("phase") == "end"]
     assert [("error" in event) for event in ends if event["event"] == "publish"] == [True, False]
     assert any("not today" in event.get("error", "") for event in ends)
+
+
+class ReadsOn(Source):
+    """A source whose bytes go out when it has long been told to stop."""
+
+    def __init__(self) -> None:
+        self.reading: list[Staged] = []
+
+    def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
+        return {}
+
+    def send(self, server: ServerState, staged: Staged, check: Check) -> None:
+        self.reading.append(staged)
+        raise PublishError("fell silent")
+
+    def drop(self, server: str) -> None:
+        pass
+
+    def reads_on(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_version_is_not_staged_over_one_that_is_still_read(model_folders, bench, monkeypatch):
+    source = ReadsOn()
+    monkeypatch.setattr(publisher, "make_source", lambda *_: source)
+    weights = [load_file(folder / "model.safetensors") for folder in model_folders]
+    running = bench(Service(None, dead=("dead",)))
+    deadline = time.monotonic() + DEADLINE
+    for step in (1, 2):
+        running.publisher.offer(PolicyVersion(step), weights[step - 1].items())
+        while step not in [staged.version.step for staged in source.reading]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    for staged in source.reading:
+        expected = weights[staged.version.step - 1]
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in staged.tensors())
 
 
 def test_closing_gives_up_a_transfer_and_says_bye(model_folders, bench):

@@ -72,3 +72,11 @@ def test_a_name_that_comes_twice_and_no_tensor_at_all_are_refused():
         Staging(256).fill(VERSION, [("w", torch.zeros(2)), ("w", torch.zeros(2))])
     with pytest.raises(ValueError, match="no tensors"):
         Staging(256).fill(VERSION, [])
+
+
+def test_memory_that_was_left_to_a_reader_keeps_what_is_in_it():
+    staging = Staging(256)
+    first = staging.fill(VERSION, weights(0).items())
+    staging.leave()
+    staging.fill(PolicyVersion(4), weights(1).items())
+    assert all(torch.equal(tensor, weights(0)[name]) for name, tensor in first.tensors())
