@@ -3,7 +3,8 @@
 python -m launch.folder prepare CONFIG      make it, or check that it may be resumed; print its path
 python -m launch.folder wait CONFIG         until another node has prepared it for this very configuration
 python -m launch.folder complete RUN        exit code 0 when the run has done all of its steps, else 1
-python -m launch.folder ready RUN ROLE      exit code 0 when ROLE (generator-3) is ready since this start
+python -m launch.folder ready RUN ROLE      exit code 0 when ROLE (generator-3) is ready since this container's start
+python -m launch.folder ready RUN ROLE 1795290000.5    the same since a time, in seconds since the epoch
 python -m launch.folder keys FOLDER         make the keys of a run before it starts, for a Secret
 """
 
@@ -78,6 +79,7 @@ def main() -> int:
     parser.add_argument("question", choices=("prepare", "wait", "complete", "ready", "keys"))
     parser.add_argument("path", type=Path)
     parser.add_argument("role", nargs="?", help="such as generator-3")
+    parser.add_argument("since", nargs="?", type=float, help="seconds since the epoch")
     options = parser.parse_args()
     if (options.question == "ready") != (options.role is not None):
         parser.error("ready, and nothing else, takes a ROLE")
@@ -88,7 +90,8 @@ def main() -> int:
             case "complete":
                 return 0 if is_complete(options.path) else 1
             case "ready":
-                return 0 if is_ready(options.path, options.role, psutil.Process(1).create_time()) else 1
+                since = psutil.Process(1).create_time() if options.since is None else options.since
+                return 0 if is_ready(options.path, options.role, since) else 1
             case "keys":
                 make_keys(options.path)
     except ConfigError as error:

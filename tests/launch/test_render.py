@@ -22,11 +22,15 @@ case "$*" in
 *"cli generator"*) exit {generator} ;;
 esac
 """
-# srun, scontrol and the roles are stood in for: the scripts are what is tested.
+# srun, squeue, scontrol and the roles are stood in for: the scripts are what is tested.
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
 exec "$@"
+"""
+
+SQUEUE = """#!/usr/bin/env bash
+echo RUNNING
 """
 
 SCONTROL = """#!/usr/bin/env bash
@@ -102,7 +106,7 @@ def test_one_allocation_says_what_it_needs_and_comes_back(launch):
     }
     assert expected.items() <= headers.items()
     assert {"--requeue", "--job-name", "--output", "--open-mode"} <= headers.keys()
-    assert 'scontrol requeue "$SLURM_JOB_ID"' in text
+    assert "job=$SLURM_JOB_ID\n" in text
 
 
 def test_separate_jobs_let_each_generator_node_come_and_go_alone(launch):
@@ -116,7 +120,7 @@ def test_separate_jobs_let_each_generator_node_come_and_go_alone(launch):
     assert (_headers(learner)["--nodes"], _headers(learner)["--partition"]) == ("4", "gpu")
     headers = _headers(pool)
     assert (headers["--array"], headers["--nodes"], headers["--partition"]) == ("0-3", "1", "preemptible")
-    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"' in pool
+    assert "job=${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}\n" in pool
     assert [int(index) for index in re.findall(r"--index (\d+)", pool)] == list(range(8))
 
 
@@ -127,7 +131,7 @@ def test_separate_jobs_need_nodes_of_their_own(launch):
 
 def _play(folder: Path, text: str, arguments: list[str], *, learner: int, generator: int = 0) -> tuple[int, list[str]]:
     """Run a script with everything that it starts stood in for. Its exit code, and what was started."""
-    for name, script in (("python", FAKE), ("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, script in (("python", FAKE), ("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
         path = folder / name
         path.write_text(script.format(folder=folder, learner=learner, generator=generator) if "{" in script else script)
         path.chmod(0o755)
@@ -158,6 +162,14 @@ def test_a_job_that_was_told_to_end_is_queued_again(launch, tmp_path):
     assert code == 0
     assert calls[-1] == "scontrol requeue 7"
     assert any("cli generator" in call for call in calls)
+
+
+def test_a_job_that_fails_is_queued_again_as_often_as_allowed_however_often_it_was_told_to_end(launch, tmp_path):
+    text = _local(launch, tmp_path, "slurm", restarts=1).files()["run.sbatch"]
+    for folder in ("out", "runs/trial/logs"):
+        (tmp_path / folder).mkdir(parents=True)
+    codes = [_play(tmp_path, text, [], learner=code)[0] for code in (75, 3, 3)]
+    assert codes == [0, 0, 3]
 
 
 def test_a_generator_node_that_was_told_to_end_comes_back_by_itself(launch, tmp_path, monkeypatch):
