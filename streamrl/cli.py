@@ -26,6 +26,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the user's own modules are found by dotted path, as under `python -m`
     options = _parse(arguments)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s", datefmt="%H:%M:%S"
@@ -164,6 +166,14 @@ def _plan(options: argparse.Namespace) -> int:
     return command.main(options.config, options.override, machines, **files)
 
 
+def _convert(options: argparse.Namespace) -> int:
+    from streamrl.lab import convert
+
+    sizes = {name: getattr(options, name) for name in ("tensor", "pipeline", "expert")}
+    how = {"dtype": options.dtype, "model": options.model, "timeout": options.timeout}
+    return convert.main(options.source, options.output, sizes, **how)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from streamrl.lab import doctor
 
@@ -290,8 +300,8 @@ def _parser() -> argparse.ArgumentParser:
         help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
     )
 
-    _add_simulate(commands)
-    _add_plan(commands)
+    for add in (_add_simulate, _add_plan, _add_convert):
+        add(commands)
     _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
     return parser
 
@@ -332,6 +342,20 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     )
     plan.add_argument("--json", type=Path, metavar="PATH", help="write the plan here")
     add_flags(plan)
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    text = "turn a Hugging Face folder into a Megatron checkpoint, or back"
+    convert = _command(commands, "convert", _convert, text)
+    convert.add_argument("source", type=Path, metavar="SOURCE", help="Hugging Face folder, or Megatron checkpoint")
+    convert.add_argument("output", type=Path, metavar="OUT", help="new folder, in the other form")
+    for name, what in (("tensor", "tensor-parallel"), ("pipeline", "pipeline-parallel"), ("expert", "expert-parallel")):
+        convert.add_argument(
+            f"--{name}", type=int, default=1, metavar="N", help=f"{what} size of the ranks (default: 1)"
+        )
+    convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of what is written (default: as stored)")
+    convert.add_argument("--model", type=Path, metavar="FOLDER", help="config.json and tokenizer of a checkpoint")
+    convert.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="(default: 3600)")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:

@@ -228,14 +228,19 @@ def save_folder(weights: Iterator[tuple[str, Tensor]], source: Path, target: Pat
     """
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
-            shutil.copy2(path, partial / path.name)
+    copy_description(source, partial)
     _write_shards(weights, partial)
     if target.exists():
         shutil.rmtree(target)
     partial.rename(target)
+
+
+def copy_description(source: Path, target: Path) -> None:
+    """Make the folder `target` with all of a Hugging Face folder that is no weight: config.json, tokenizer, ..."""
+    target.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
+            shutil.copy2(path, target / path.name)
 
 
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:

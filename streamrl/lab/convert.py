@@ -1,0 +1,281 @@
+"""`streamrl convert SOURCE OUT`: a Hugging Face folder becomes a Megatron checkpoint, or the other way round.
+
+    SOURCE ─▶ what is it? does it fit? ─▶ ranks on this machine (learner/conversion.py) ─▶ draft ──rename──▶ OUT
+
+The ranks run without accelerators, as many as the layout has, and end with this command.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint import FileSystemReader
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig, LoraConfig
+from streamrl.lab.plan.parameters import whole_model
+from streamrl.learner.fit import check_fit
+from streamrl.learner.shape import ModelShape, read_shape
+from streamrl.lifeline import end_tree
+
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's, in the folder that holds its checkpoints
+DESCRIPTION = "huggingface"  # inside a checkpoint: config.json and the tokenizer
+
+ALLOWED = (
+    "a Hugging Face folder (config.json and safetensors), a Megatron checkpoint "
+    f"({TRACKER}, or metadata.json of the format torch_dist), or RUN/checkpoints/step_N"
+)
+
+BYTES = {"float32": 4, "bfloat16": 2}  # of a value, by dtype
+_STORED = {"F32": "float32", "BF16": "bfloat16", torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_MODEL = ("embedding", "decoder", "output_layer")  # first words of the names of weights in a checkpoint
+
+_REFUSAL = "streamrl: "  # how the one line begins by which a rank refuses
+_REASON = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)\b.*")
+
+KILL_GRACE = 15.0  # seconds between SIGTERM and SIGKILL of ranks that are late
+
+
+class ConversionFailed(RuntimeError):
+    """The ranks did not come to their end; the text says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is converted.
+
+    Example: a run's checkpoint is `Source(Path("models/tiny"), Path("runs/a/checkpoints/step_40"))`.
+    """
+
+    model: Path  # Hugging Face folder: config.json, tokenizer, and without a checkpoint the weights
+    checkpoint: Path | None = None  # folder with Megatron's metadata.json
+    adapters: LoraConfig = field(default_factory=LoraConfig)
+
+
+def main(
+    source: Path, output: Path, sizes: dict[str, int], *, dtype: str | None, model: Path | None, timeout: float
+) -> int:
+    """Convert. Returns 0, or 1 when a rank failed or `timeout` seconds have passed; then there is no `output`.
+
+    sizes: tensor, pipeline and expert, over how many ranks the model is cut, and so the files of a Megatron
+    checkpoint that is written. dtype: of the weights that are written; None: as they are stored. model: where
+    config.json and tokenizer are taken from if not from beside a checkpoint. Raises ConfigError with one line for
+    whatever is refused.
+    """
+    begun = time.monotonic()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"OUT: {output} is not empty; allowed: a new folder")
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"--{name}: {size} is not allowed; allowed: a whole number from 1")
+    found = identify(source, model)
+    shape = read_shape(found.model, key="SOURCE")
+    config = _config(found, LayoutConfig(**sizes), shape, dtype or _stored_dtype(found), timeout)
+    needed = whole_model(shape) * BYTES[config.model.dtype]
+    _check_space(output, needed + (_pads(shape, config) if found.checkpoint is None else 0))
+    kinds = ("Hugging Face", "Megatron") if found.checkpoint is None else ("Megatron", "Hugging Face")
+    print(
+        f"{source} ({kinds[0]}) -> {output} ({kinds[1]}): {shape.architecture}, {whole_model(shape):,} parameters, "
+        f"{config.model.dtype}, {_layout_text(config)}"
+    )
+    try:
+        with _draft(output) as draft:
+            _run_ranks(config, found, draft, timeout)
+            (draft / "whole").rename(output)
+    except ConversionFailed as failure:
+        print(f"streamrl: {failure}", file=sys.stderr)
+        return 1
+    written = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+    print(f"{output}: {written / 1e6:,.1f} MB in {time.monotonic() - begun:.0f} s")
+    return 0
+
+
+def identify(source: Path, model: Path | None = None) -> Source:
+    """What SOURCE is, by the files in it. Raises ConfigError for none of `ALLOWED`.
+
+    model: `--model`, a Hugging Face folder that says what a checkpoint's model is.
+    """
+    if (source / TRACKER).is_file():
+        return _iteration(_latest(source), model)
+    if (source / "checkpoint.json").is_file():
+        return _step(source, model)
+    if (source / "metadata.json").is_file():
+        return _iteration(source, model)
+    if not (source / "config.json").is_file():
+        raise ConfigError(f"SOURCE: {source} is nothing that can be converted; allowed: {ALLOWED}")
+    if model is not None:
+        raise ConfigError(f"--model: {model} would describe {source}, which has a config.json; allowed: without it")
+    return Source(source)
+
+
+def _latest(source: Path) -> Path:
+    """The checkpoint that Megatron-LM's tracker names."""
+    name = (source / TRACKER).read_text().strip()
+    folder = source / (f"iter_{int(name):07d}" if name.isdecimal() else name)
+    if name != "release" and not name.isdecimal():
+        raise ConfigError(f"SOURCE: {source / TRACKER} says {name!r}; allowed: release, or a number")
+    if not (folder / "metadata.json").is_file():
+        raise ConfigError(f"SOURCE: {folder} has no metadata.json; allowed: Megatron's format torch_dist")
+    return folder
+
+
+def _iteration(checkpoint: Path, model: Path | None) -> Source:
+    """A checkpoint of Megatron's: its model is described beside it where `streamrl convert` wrote it."""
+    beside = [folder / DESCRIPTION for folder in (checkpoint, checkpoint.parent)]
+    described = [model] if model is not None else [path for path in beside if (path / "config.json").is_file()]
+    if not described:
+        raise ConfigError(
+            f"SOURCE: {checkpoint} has no config.json in {beside[1]}; allowed: --model with the Hugging Face folder "
+            "that it came from"
+        )
+    return Source(described[0], checkpoint)
+
+
+def _step(checkpoint: Path, model: Path | None) -> Source:
+    """A checkpoint of a run: described by its own export, or by the model that the run started from."""
+    try:
+        fixed = json.loads((checkpoint / "checkpoint.json").read_text())["fixed"]
+        adapters = LoraConfig(rank=fixed["lora_rank"], alpha=fixed["lora_alpha"], targets=fixed["lora_targets"])
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"SOURCE: {checkpoint / 'checkpoint.json'} is none of this streamrl's: {error!r}") from None
+    if model is None and (checkpoint / DESCRIPTION / "config.json").is_file():
+        model = checkpoint / DESCRIPTION
+    run = checkpoint.resolve().parents[1]
+    if model is None and (run / "config.yaml").is_file():
+        model = config_file.load(run / "config.yaml").model.path
+    if model is None or not (model / "config.json").is_file():
+        said = f"{run} has no config.yaml" if model is None else f"{model} has no config.json"
+        raise ConfigError(f"SOURCE: {checkpoint}: {said}; allowed: --model with the Hugging Face folder of the run")
+    return Source(model, checkpoint, adapters)
+
+
+def _config(source: Source, layout: LayoutConfig, shape: ModelShape, dtype: str, timeout: float) -> Config:
+    """What the ranks need to know. Raises ConfigError where the model cannot be cut so."""
+    try:
+        check_fit(shape, layout)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("learner.layout.", "--")) from None
+    ranks = layout.pipeline * math.lcm(layout.tensor, layout.expert)
+    learner = {"ranks": ranks, "layout": layout, "lora": source.adapters, "collective_timeout": timeout}
+    return Config.model_validate({"model": {"path": source.model.resolve(), "dtype": dtype}, "learner": learner})
+
+
+def _layout_text(config: Config) -> str:
+    layout, ranks = config.learner.layout, config.learner.ranks
+    return f"{ranks} ranks: tensor {layout.tensor}, pipeline {layout.pipeline}, expert {layout.expert}"
+
+
+def _stored_dtype(source: Source) -> str:
+    """The dtype of the weights as they lie there. Raises ConfigError where there are several, or another one."""
+    stored = set(_checkpoint_dtypes(source.checkpoint) if source.checkpoint else _safetensors_dtypes(source.model))
+    names = {_STORED.get(dtype, str(dtype)) for dtype in stored}
+    if len(names) != 1 or not names <= BYTES.keys():
+        given = ", ".join(sorted(names)) or "none"
+        raise ConfigError(f"--dtype: needed, the weights are stored as {given}; allowed: {', '.join(BYTES)}")
+    return names.pop()
+
+
+def _checkpoint_dtypes(checkpoint: Path) -> Iterator[torch.dtype]:
+    if not (checkpoint / ".metadata").is_file():
+        raise ConfigError(
+            f"SOURCE: {checkpoint} has no .metadata; allowed: a whole checkpoint of the format torch_dist"
+        )
+    for name, stored in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
+        if name.partition(".")[0] in _MODEL and hasattr(stored, "properties"):
+            yield stored.properties.dtype
+
+
+def _safetensors_dtypes(folder: Path) -> Iterator[str]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"SOURCE: {folder} has no safetensors file; allowed: {ALLOWED}")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as tensors:
+                yield from (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118, no dict
+        except SafetensorError as error:
+            raise ConfigError(f"SOURCE: {path} cannot be read: {error}") from error
+
+
+def _pads(shape: ModelShape, config: Config) -> int:
+    """Bytes of the rows that Megatron has behind the vocabulary."""
+    rows = shape.padded_vocabulary(config.learner.layout.tensor) - shape.vocabulary
+    return rows * shape.hidden * (1 if shape.tied else 2) * BYTES[config.model.dtype]
+
+
+def _check_space(output: Path, needed: int) -> None:
+    """Raise ConfigError where `needed` bytes do not fit beside `output`."""
+    there = next(folder for folder in output.absolute().parents if folder.exists())
+    free = shutil.disk_usage(there).free
+    if free < needed:
+        raise ConfigError(f"OUT: {output} needs {needed / 1e9:.1f} GB, {there} has {free / 1e9:.1f} GB free")
+
+
+@contextmanager
+def _draft(output: Path) -> Iterator[Path]:
+    """A folder beside `output` that is gone afterwards, also when the command is told to end."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
+    former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield draft
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        shutil.rmtree(draft)
+
+
+def _run_ranks(config: Config, source: Source, draft: Path, timeout: float) -> None:
+    """The ranks, from start to end, writing `draft`/whole. Raises ConfigError with what they refuse.
+
+    Raises ConversionFailed for another end of theirs, and when they have not ended in `timeout` seconds.
+    """
+    (draft / "config.json").write_text(config.model_dump_json())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
+    command += ["-m", "streamrl.learner.conversion", str(draft / "config.json"), str(draft / "whole")]
+    command += ["--lifeline", str(os.getpid())]
+    if source.checkpoint is not None:
+        command += ["--checkpoint", str(source.checkpoint)]
+    # Any machine holds any number of ranks when none of them takes a GPU.
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    with (draft / "log").open("wb") as log:
+        ranks = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            code = ranks.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise ConversionFailed(f"the ranks had not ended after --timeout {timeout:g} s") from None
+        finally:
+            end_tree(ranks.pid, timeout=KILL_GRACE if ranks.poll() is None else 0)
+            ranks.wait(KILL_GRACE)
+    if code:
+        _say_why((draft / "log").read_text(errors="replace").splitlines(), code)
+
+
+def _say_why(lines: list[str], code: int) -> None:
+    """Raise what the log of the ranks that ended with `code` says: a refusal of theirs, or their error."""
+    said = [line.strip() for line in lines]
+    for line in said:
+        if line.startswith(_REFUSAL):
+            raise ConfigError(line.removeprefix(_REFUSAL))
+    reasons = [line for line in said if _REASON.fullmatch(line)]
+    last = [line for line in said if line][-1:]
+    raise ConversionFailed(f"the ranks ended with exit code {code}: {' '.join(reasons[:1] or last)}")
