@@ -177,7 +177,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Arena(msgspec.Struct, frozen=True, eq=False):
-    """One piece of memory with all numbers of these very samples, in the order in which they travel."""
+    """One piece of memory with all numbers of these very samples, in the order in which they travel.
+
+    They are well formed (`Sample.check`), have one prompt, and no extras.
+    """
 
     samples: tuple[Sample, ...]
     numbers: np.ndarray  # uint8 [size]
@@ -259,13 +262,13 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         rewards = [sample.reward for sample in self.answered]
         return len(rewards) > 1 and float(np.std(rewards)) > 1e-6
 
-    def check(self) -> None:
-        """Raise ValueError, naming the field, unless every sample is well formed."""
+    def check(self, *, samples: bool = True) -> None:
+        """Raise ValueError, naming the field, unless every sample is well formed; False: they are known to be."""
         if not self.samples:
             raise ValueError(f"group {self.group_id} has no samples")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"group {self.group_id}.temperature is {self.temperature}, above 0 is needed")
-        for index, sample in enumerate(self.samples):
+        for index, sample in enumerate(self.samples if samples else ()):
             if (problem := sample.problem()) is not None:
                 raise ValueError(f"group {self.group_id} sample {index}{problem}")
 

@@ -47,13 +47,15 @@ class Arenas:
     """The buffers of one socket; not for several threads.
 
     >>> arena = arenas.allocate(1_000_000).data  # uint8 [1000000], its content undefined
+    >>> arenas.gave(arena)
+    True
     >>> arenas.lend(arena, socket.send(arena, copy=False, track=True))
     """
 
     def __init__(self) -> None:
         self._free: list[np.ndarray] = []
         self._lent: deque[tuple[zmq.MessageTracker, np.ndarray]] = deque()
-        self._filled: np.ndarray | None = None  # what was allocated last
+        self._newest: np.ndarray | None = None
 
     def allocate(self, size: int) -> np.ndarray:
         """A uint8 [size] that nobody reads any more."""
@@ -62,11 +64,13 @@ class Arenas:
         del self._free[KEPT:]
         fitting = next((index for index, arena in enumerate(self._free) if len(arena) >= size), None)
         whole = np.empty(-(-size // GRAIN) * GRAIN, np.uint8) if fitting is None else self._free.pop(fitting)
-        self._filled = whole
+        self._newest = whole
         return whole[:size]
 
+    def gave(self, arena: memoryview) -> bool:
+        """Whether this is what `allocate` gave last, and not memory that its owner keeps."""
+        return arena.obj.base is self._newest is not None  # type: ignore[attr-defined]  # the whole behind the array
+
     def lend(self, arena: memoryview, tracker: zmq.MessageTracker) -> None:
-        """What `allocate` gave last is read until `tracker` is done. Memory of another origin is left to its owner."""
-        filled, self._filled = self._filled, None
-        if filled is not None and arena.obj.base is filled:  # type: ignore[attr-defined]  # the whole behind the array
-            self._lent.append((tracker, filled))
+        """What `allocate` gave is read until `tracker` is done."""
+        self._lent.append((tracker, arena.obj.base))  # type: ignore[attr-defined]  # the whole behind the array

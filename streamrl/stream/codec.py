@@ -105,10 +105,15 @@ def encode_group(
     Raises ValueError, naming what is wrong, for a group that no service would accept: badly formed
     (`Group.check`), with a field whose dtype does not travel, or with a frame of more than `max_message` bytes.
     """
-    group.check()
     samples = group.samples
-    places, prompts = _distinct_prompts(group)
-    columns, owned, pieces = _gather_columns(group)
+    arena = None if group.arena is None or group.arena.samples is not samples else group.arena.numbers
+    group.check(samples=arena is None)
+    if arena is None:
+        places, prompts = _distinct_prompts(group)
+        columns, owned, pieces = _gather_columns(group)
+    else:  # `Arena` says what is known of its samples
+        places, prompts = [0] * len(samples), [samples[0].prompt_ids]
+        columns, owned, pieces = [], [[]] * len(samples), []
     header = _GroupHeader(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -136,8 +141,8 @@ def encode_group(
             f"group {group.group_id}: header of {len(frame)} and arena of {layout.size} bytes, "
             f"stream.max_message allows {max_message}"
         )
-    if group.arena is not None and group.arena.samples is samples:
-        return frame, group.arena.numbers.data
+    if arena is not None:
+        return frame, arena.data
     arena = allocate(layout.size)
     layout.clear_gaps(arena)
     _concatenate([*prompts, *(sample.output_ids for sample in samples)], layout.ids(arena))

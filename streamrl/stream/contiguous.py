@@ -35,9 +35,9 @@ def answer_arrays(
 
 
 def arena_of(samples: tuple[Sample, ...]) -> Arena | None:
-    """The arena in which the numbers of these samples lie; None where they do not lie in one."""
+    """The arena in which the numbers of these samples lie; None where they do not lie in one, or are badly formed."""
     prompt = samples[0].prompt_ids
-    if any(sample.extras or sample.prompt_ids is not prompt for sample in samples):
+    if any(sample.extras or sample.prompt_ids is not prompt or sample.problem() for sample in samples):
         return None
     ids, logprobs = [sample.output_ids for sample in samples], [sample.logprobs for sample in samples]
     numbers = _joined([prompt, *ids, *logprobs])

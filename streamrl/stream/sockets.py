@@ -161,7 +161,8 @@ class Router:
         """Queue a message and further frames, uncopied. False: the peer is gone or does not read."""
         header = self._numbers(peer).stamp(encode(message))
         try:
-            self._socket.send_multipart([peer, header, *map(_uncopied, frames)], zmq.NOBLOCK, copy=False)
+            # What is small is sooner copied than lent.
+            self._socket.send_multipart([peer, header, *map(_uncopied, frames)], zmq.NOBLOCK, copy=not frames)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -214,7 +215,10 @@ class Dealer:
     def send_group(self, group: Group) -> None:
         """Raises StreamTimeout, or ValueError for a group that no service would accept (`encode_group`)."""
         header, arena = encode_group(group, self._stream.max_message, self._arenas.allocate)
-        self._arenas.lend(arena, self._send([header, arena], track=True))
+        is_lent = self._arenas.gave(arena)
+        tracker = self._send([header, arena], track=is_lent)
+        if is_lent:
+            self._arenas.lend(arena, tracker)
 
     def receive(self, timeout: float) -> Message | ReceivedBatch | None:
         """What the service said; None after `timeout` seconds. Raises MalformedMessage."""
@@ -262,7 +266,10 @@ class AsyncDealer:
     async def send_group(self, group: Group) -> None:
         """Raises StreamTimeout, or ValueError for a group that no service would accept (`encode_group`)."""
         header, arena = encode_group(group, self._stream.max_message, self._arenas.allocate)
-        self._arenas.lend(arena, await self._send([header, arena], track=True))
+        is_lent = self._arenas.gave(arena)
+        tracker = await self._send([header, arena], track=is_lent)
+        if is_lent:
+            self._arenas.lend(arena, tracker)
 
     async def receive(self, timeout: float) -> Message | ReceivedBatch | None:
         """What the service said; None after `timeout` seconds. Raises MalformedMessage."""

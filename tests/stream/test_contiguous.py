@@ -107,8 +107,8 @@ def test_a_group_that_does_not_lie_as_it_travels_is_copied(
 def test_numbers_with_steps_between_them_are_no_single_piece(cut: Callable[[np.ndarray], np.ndarray]) -> None:
     whole = np.arange(10, dtype=np.int32)
     (sample,) = in_one_piece([5]).samples
-    parts = {"prompt_ids": whole[:0], "logprobs": whole[:0].view(np.float32)}
-    assert arena_of((replace(sample, **parts, output_ids=whole[2:7]),)) is not None
+    parts = {"prompt_ids": whole[:0], "logprobs": whole[5:].view(np.float32)}
+    assert arena_of((replace(sample, **parts, output_ids=whole[:5]),)) is not None
     assert arena_of((replace(sample, **parts, output_ids=cut(whole)),)) is None
 
 
@@ -120,15 +120,19 @@ def test_an_arena_with_several_prompts_or_columns_is_not_taken_over_from_a_peer(
     assert decode_group(*encode_group(grouped(wide), MAX)).arena is None
 
 
-def test_memory_of_a_group_is_not_given_to_the_next_one() -> None:
+def test_only_memory_that_was_allocated_is_lent() -> None:
     arenas, group = Arenas(), in_one_piece()
+    _, copied = encode_group(apart(group), MAX, arenas.allocate)
+    assert arenas.gave(copied)
+    _, own = encode_group(group, MAX, arenas.allocate)
+    assert not arenas.gave(own)
+    assert not Arenas().gave(own)
 
-    class Sent:
-        done = True
 
-    _, arena = encode_group(group, MAX, arenas.allocate)
-    arenas.lend(arena, Sent())  # type: ignore[arg-type]  # a tracker as ZeroMQ gives it
-    assert not np.shares_memory(arenas.allocate(len(arena)), group.samples[0].output_ids)
+def test_samples_that_are_badly_formed_have_no_arena() -> None:
+    samples = in_one_piece().samples
+    assert arena_of((replace(samples[0], reward=np.nan), *samples[1:])) is None
+    assert arena_of((replace(samples[0], spans=()), *samples[1:])) is None
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 14, (1 << 14) + 1, 100_000])
