@@ -1,156 +1,305 @@
-"""The whole circle, synchronous (bound 0) against asynchronous (bound 2): tokens a second, idle fractions, staleness.
+"""The whole circle where generation and training are balanced: asynchronous against synchronous and one step off.
 
-Both modes run on one SGLang server that stays up, one after the other, several times; every figure is the
-median over the repeats, with the smallest and largest beside it. Ratios are taken inside each repeat.
-The limit is the server alone: the same prompts, as many at once, from a client that neither scores nor trains.
+    python -m benchmarks.end_to_end [--quick] [--repeats N] [--json FILE] [--keep FOLDER]
+
+    sync            replay.order=synchronous: the bound 0
+    one step off    replay.max_staleness=1, publish.interruption=drain, a whole step in flight: batch k + 1 is generated
+                    by one version while batch k is trained, then both wait, and the next version is published
+    bound 1, 2, 4   replay.max_staleness, all else by default: no side waits for the other within it
+
+Everything is real: SGLang, worker, replay service with its journal, learner, publisher. All that generates has one
+core, the learner has another (`balanced_run.py`). Answers have log-normal lengths with sigma 0.8, drawn beforehand and
+the same in every run (`drawn_lengths.py`), and a step takes four waves of requests.
+
+The optimum of a repeat is the slower of its two sides, each alone on its own core (`one_side.py`): generation whose
+batches are taken at once, and the learner on recorded batches. First of all the learner is given as much work a token
+as makes it as slow as generation; what was chosen is printed.
+
+A figure is of the steps behind the warm-up of each run, up to where the last tickets are out. Tokens/s are those that
+were trained, or generated meanwhile where these are fewer: a buffer that was filled before is no speed. Reward per
+second is the slope of the mean reward over the wall clock; in these few steps a policy of random weights learns no more
+than which token is right most often. All settings take turns within a repeat, and ratios are formed inside it; figures
+are medians over the repeats, with the smallest and the largest.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import math
 import os
-import subprocess
+import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.config import Config
-from streamrl.config import file as config_file
-from streamrl.engine.client import EngineClient
-from streamrl.engine.server import serving
-from streamrl.generate.inference import EngineInference, Load
-from streamrl.generate.tokenizer import Tokenizer
-from streamrl.observe.metrics import read_metrics
+from benchmarks.balanced_run import LOADS, SETTINGS, SYNC, Bench, Load, Row, Setting
+from streamrl.learner.batch_metrics import token_ages
 from streamrl.replay.journal import recorded_batches
-from streamrl.tasks.registry import build_task
 
-WARM_UP = 3  # first steps of a run that no figure counts: caches fill, the pipeline of groups is still empty
-RUN_TIMEOUT = 600.0  # seconds that one run may take
-MODES = {"sync": 0, "async": 2}  # name: replay.max_staleness
+OF_THE_OPTIMUM, OF_SYNC = 0.85, 1.5  # bars, of JUDGED
+JUDGED = "bound 2"
+BALANCE = 0.15  # by which the two sides may differ, in seconds a token, where the bars are judged
 
-FIGURES = {
-    "tokens/s generated": lambda rows: _rate(rows, "tokens/generated"),
-    "tokens/s trained": lambda rows: _rate(rows, "tokens/trained"),
-    "steps/s": lambda rows: len(rows) / sum(row["time/step"] for row in rows),
-    "idle learner": lambda rows: _share(rows, "idle/learner"),
-    "idle generator": lambda rows: _share(rows, "idle/generator"),
-}
+WARM_UP = 2  # first steps that no figure counts: the learner's caches fill, the pipeline of groups is still empty
+STEPS, QUICK_STEPS = 6, 4  # that are counted
+AHEAD = 2  # further steps of generation alone, so that tickets are out up to the end of the counted ones
+COLUMNS = (
+    "tokens/s", "of the optimum", "of sync", "reward/s x 1000", "staleness: mean, p95", "idle: learner, generators",
+)  # fmt: skip
+WIDTH = 150  # columns of the table where there is no terminal
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The counted steps of one run."""
+
+    tokens_per_s: float
+    staleness_mean: float  # learner steps, over tokens
+    staleness_p95: float
+    reward_per_s: float
+    idle_learner: float  # share of the time
+    idle_generator: float
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], ages: np.ndarray) -> Run:
+        """`rows`: of the counted steps and the one before; `ages` of their trained tokens, in learner steps."""
+        began, rows = rows[0]["time"], rows[1:]
+        tokens = min(sum(row[key] for row in rows) for key in ("tokens/trained", "tokens/generated"))
+        times, rewards = ([row[key] for row in rows] for key in ("time", "reward/mean"))
+        seconds = [row["time/step"] for row in rows]
+        slope = np.polyfit(np.array(times) - began, rewards, 1)[0]
+        return cls(
+            tokens_per_s=tokens / (times[-1] - began),
+            staleness_mean=float(np.mean(ages)),
+            staleness_p95=float(np.percentile(ages, 95)),
+            reward_per_s=float(slope),
+            idle_learner=float(np.average([row["idle/learner"] for row in rows], weights=seconds)),
+            idle_generator=float(np.average([row["idle/generator"] for row in rows], weights=seconds)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """One turn of everything."""
+
+    generation: float  # tokens/s of that side alone
+    training: float
+    runs: dict[str, Run]  # by the setting's name
+
+    @property
+    def optimum(self) -> float:
+        """Tokens/s of a circle whose sides never wait for each other."""
+        return min(self.generation, self.training)
+
+    @property
+    def imbalance(self) -> float:
+        """By which share the slower side is slower."""
+        return max(self.generation, self.training) / self.optimum - 1
+
+    def of_the_optimum(self, name: str) -> float:
+        return self.runs[name].tokens_per_s / self.optimum
+
+    def of(self, name: str, other: str) -> float:
+        return self.runs[name].tokens_per_s / self.runs[other].tokens_per_s
+
+
+def counted(rows: Sequence[Row], steps: int) -> Sequence[Row]:
+    """The counted steps and the one before, whose end is where they begin."""
+    return rows[WARM_UP - 1 : WARM_UP + steps]
+
+
+def generated_per_s(rows: Sequence[Row]) -> float:
+    """Of generation alone."""
+    return float(sum(row["tokens/generated"] for row in rows[1:]) / (rows[-1]["time"] - rows[0]["time"]))
+
+
+def trained_per_s(rows: Sequence[Row]) -> float:
+    """Of the learner at work: it did not wait, apart from reading the record."""
+    return float(sum(row["tokens/trained"] for row in rows[1:]) / sum(_at_work(row) for row in rows[1:]))
+
+
+def _at_work(row: Row) -> float:
+    """Seconds of a step without the wait for its batch."""
+    return float(row["time/step"] - row["time/wait"])
+
+
+def choose_load(generation: float, rows: Sequence[Row]) -> tuple[Load, float]:
+    """What makes the learner as slow as generation, by its own phases on recorded batches, and its tokens/s then.
+
+    `generation`: tokens/s.
+    """
+
+    def expected(load: Load) -> float:
+        seconds = 1 / trained_per_s(rows)  # a token
+        forward, backward = (
+            sum(row[key] for row in rows[1:]) / sum(row["tokens/trained"] for row in rows[1:])
+            for key in ("time/forward", "time/backward")
+        )
+        return 1 / (seconds + (load.passes - 1) * (forward + backward) + load.forwards * forward)
+
+    chosen = min(LOADS, key=lambda load: abs(math.log(expected(load) / generation)))
+    return chosen, expected(chosen)
+
+
+class Measurement:
+    """All runs of one start of the benchmark."""
+
+    def __init__(self, bench: Bench, settings: Sequence[Setting], steps: int) -> None:
+        self._bench = bench
+        self._settings = settings
+        self._steps = steps
+
+    def balance(self) -> Load:
+        """Give the learner the load that balances the two sides."""
+        steps = WARM_UP + self._steps
+        self._bench.run(SYNC, "balance", steps)
+        generation = generated_per_s(
+            counted(self._bench.generation_alone("balance-generation", steps + AHEAD), self._steps)
+        )
+        rows = counted(self._bench.training_alone("balance", "balance-training", steps), self._steps)
+        load, expected = choose_load(generation, rows)
+        self._bench.load = load.keys
+        print(
+            f"alone: generation {generation:.0f} tokens/s, learner {trained_per_s(rows):.0f}; chosen: {load.name}, "
+            f"with which the learner should reach {expected:.0f}",
+            flush=True,
+        )
+        return load
+
+    def repeat(self, number: int) -> Repeat:
+        """Every setting once, each first in its turn, then both sides alone."""
+        first = number % len(self._settings)
+        runs = {each.name: self._run(each, number) for each in (*self._settings[first:], *self._settings[:first])}
+        steps = WARM_UP + self._steps
+        generated = self._bench.generation_alone(f"generation-{number}", steps + AHEAD)
+        trained = self._bench.training_alone(f"{SYNC.name}-{number}", f"training-{number}", steps)
+        repeat = Repeat(
+            generated_per_s(counted(generated, self._steps)), trained_per_s(counted(trained, self._steps)), runs
+        )
+        told = ", ".join(f"{name} {repeat.of_the_optimum(name):.2f}" for name in runs)
+        print(
+            f"repeat {number + 1}: generation alone {repeat.generation:.0f} tokens/s, learner alone "
+            f"{repeat.training:.0f}; of the optimum: {told}",
+            flush=True,
+        )
+        return repeat
+
+    def _run(self, setting: Setting, number: int) -> Run:
+        name = f"{setting.slug}-{number}"
+        rows = self._bench.run(setting, name, WARM_UP + self._steps + setting.bound)
+        ages = _ages(self._bench.folder(name), range(WARM_UP, WARM_UP + self._steps))
+        return Run.of(counted(rows, self._steps), ages)
+
+
+def _ages(run_folder: Path, steps: range) -> np.ndarray:
+    """Staleness of every trained token of these steps, from the journal."""
+    return np.concatenate(
+        [
+            token_ages(sample, batch.step)[sample.loss_mask]
+            for batch in recorded_batches(run_folder / "journal")
+            if batch.step in steps
+            for sample in batch.samples
+        ]
+    )
+
+
+def ratios(repeats: Sequence[Repeat]) -> dict[str, list[float]]:
+    """What the bars and `make bench` look at, one value a repeat: higher is better."""
+    names = list(repeats[0].runs)
+    found = {f"{name} of the optimum": [repeat.of_the_optimum(name) for repeat in repeats] for name in names}
+    found |= {f"{name} of sync": [each.of(name, SYNC.name) for each in repeats] for name in names if name != SYNC.name}
+    return found
+
+
+def missed(repeats: Sequence[Repeat]) -> list[str]:
+    """The bars that were not reached, by the medians."""
+    found = ratios(repeats)
+    bars = {f"{JUDGED} of the optimum": OF_THE_OPTIMUM, f"{JUDGED} of sync": OF_SYNC}
+    broken = [
+        f"{name}: {statistics.median(found[name]):.2f}, at least {bar:g} is wanted"
+        for name, bar in bars.items()
+        if statistics.median(found[name]) < bar
+    ]
+    imbalance = statistics.median(repeat.imbalance for repeat in repeats)
+    if imbalance > BALANCE:
+        broken.append(f"one side is {imbalance:.0%} slower than the other, at most {BALANCE:.0%} is balanced")
+    return broken
+
+
+def show(console: Console, repeats: Sequence[Repeat]) -> None:
+    found = ratios(repeats)
+    drawn = Table(title=f"{len(repeats)} repeats: median (smallest .. largest)")
+    drawn.add_column("")
+    for column in COLUMNS:
+        drawn.add_column(column, justify="right")
+    for name in repeats[0].runs:
+        runs = [repeat.runs[name] for repeat in repeats]
+        middle = {key: statistics.median(getattr(run, key) for run in runs) for key in Run.__slots__}
+        drawn.add_row(
+            name,
+            spread([run.tokens_per_s for run in runs], ".0f"),
+            spread(found[f"{name} of the optimum"]),
+            spread(found.get(f"{name} of sync", [])),
+            spread([1000 * run.reward_per_s for run in runs], ".1f"),
+            f"{middle['staleness_mean']:.2f}, {middle['staleness_p95']:.0f}",
+            f"{middle['idle_learner']:.0%}, {middle['idle_generator']:.0%}",
+        )
+    console.print(drawn)
+    sides = {side: spread([getattr(each, side) for each in repeats], ".0f") for side in ("generation", "training")}
+    print(f"alone: generation {sides['generation']} tokens/s, training {sides['training']}")
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    if not values:
+        return ""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} .. {max(values):{form}})"
+
+
+def figures(repeats: Sequence[Repeat], load: Load, steps: int) -> dict[str, object]:
+    return {
+        "benchmark": "end_to_end",
+        "steps": steps,
+        "load": load.name,
+        "cpus": os.cpu_count(),
+        "repeats": [{**asdict(repeat), "optimum": repeat.optimum} for repeat in repeats],
+        "ratios": [
+            {"name": name, "median": statistics.median(values), "low": min(values), "high": max(values)}
+            for name, values in ratios(repeats).items()
+        ],
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
-    parser.add_argument("--quick", action="store_true", help="short runs (20 steps instead of 100)")
-    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats, at least 5 for a ratio")
-    parser.add_argument("--json", type=Path, help="write the figures of every run here")
-    parser.add_argument("override", nargs="*", metavar="key=value", help="keys of the configuration")
-    options = parser.parse_args()
-    steps = 20 if options.quick else 100
-
-    base = config_file.load(options.config, options.override)
-    # One server for all runs, so that its start is in no figure.
-    with tempfile.TemporaryDirectory() as folder, serving(base, Path(folder)) as server:
-        address = server.address
-        runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-        limits: list[float] = []
-        for repeat in range(options.repeats):
-            for mode, bound in MODES.items():
-                name = f"{mode}-{repeat}"
-                overrides = [*options.override, f"run.folder={folder}", f"run.name={name}", f"run.steps={steps}"]
-                overrides += [f"replay.max_staleness={bound}", f"generate.attach=[{address}]", "generate.workers=1"]
-                overrides += ["generate.probes=0", "publish.keep_every=0", "observe.console=false"]
-                runs[mode].append(_run(options.config, overrides, Path(folder) / name))
-            config = config_file.load(options.config, [*options.override, f"generate.attach=[{address}]"])
-            limits.append(asyncio.run(_server_alone(config, address, steps)))
-    _print(runs, limits, steps)
-    if options.json:
-        figures = {"steps": steps, "cpus": os.cpu_count(), "runs": runs, "server alone": limits}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
-
-
-async def _server_alone(config: Config, address: str, steps: int) -> float:
-    """Tokens a second of the server, asked for the groups of `steps` learner steps, `groups_in_flight` at once."""
-    client = EngineClient(address, config.generate.request_timeout)
-    inference = EngineInference(client, Tokenizer(config.model.path), config.generate, load := Load())
-    task = build_task(config.task, config.run.seed, split="train")
-    slots = asyncio.Semaphore(config.generate.groups_in_flight)
-
-    async def group(index: int) -> None:
-        async with slots:
-            await inference.generate(task.prompt(index).content, config.generate.group_size)
-
-    began = time.monotonic()
-    await asyncio.gather(*(group(index) for index in range(steps * config.replay.groups_per_step)))
-    seconds = time.monotonic() - began
-    await task.close()
-    await client.close()
-    return load.generated / seconds
-
-
-def _run(config: Path, overrides: Sequence[str], run_folder: Path) -> dict[str, float]:
-    """One run in processes of its own; the figures of its steps after the warm-up."""
-    command = [sys.executable, "-m", "streamrl.cli", "train", str(config), *overrides]
-    done = subprocess.run(command, timeout=RUN_TIMEOUT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout}{done.stderr}")
-    rows = list(read_metrics(run_folder))[WARM_UP:]
-    return {name: figure(rows) for name, figure in FIGURES.items()} | _staleness(run_folder)
-
-
-def _staleness(run_folder: Path) -> dict[str, float]:
-    """Percentiles over all trained tokens after the warm-up, from the journal."""
-    ages = np.concatenate(
-        [
-            (batch.step - sample.token_steps())[sample.loss_mask]
-            for batch in recorded_batches(run_folder / "journal")
-            if batch.step >= WARM_UP
-            for sample in batch.samples
-        ]
+    parser.add_argument(
+        "--quick", action="store_true", help="two repeats of sync and bound 2, whose bars are not judged"
     )
-    return {f"staleness p{share}": float(np.percentile(ages, share)) for share in (50, 95, 100)}
-
-
-def _rate(rows: Sequence[dict[str, float]], key: str) -> float:
-    return sum(row[key] for row in rows) / sum(row["time/step"] for row in rows)
-
-
-def _share(rows: Sequence[dict[str, float]], key: str) -> float:
-    """The mean of a fraction of the time, each step weighted by its length."""
-    return float(np.average([row[key] for row in rows], weights=[row["time/step"] for row in rows]))
-
-
-def _print(runs: dict[str, list[dict[str, float]]], limits: Sequence[float], steps: int) -> None:
-    repeats = len(limits)
-    table = Table(title=f"{repeats} interleaved repeats of {steps} steps: median (smallest .. largest)")
-    for column in ("", "sync, bound 0", "async, bound 2", "async / sync"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name in runs["sync"][0]:
-        synchronous, asynchronous = ([run[name] for run in runs[mode]] for mode in MODES)
-        ratios = [after / before for before, after in zip(synchronous, asynchronous, strict=True) if before]
-        rated = name.startswith(("tokens", "steps")) and len(ratios) >= 5
-        table.add_row(name, _spread(synchronous), _spread(asynchronous), _spread(ratios) if rated else "")
-    shares = [
-        _spread([run["tokens/s generated"] / limit for run, limit in zip(runs[mode], limits, strict=True)])
-        for mode in MODES
-    ]
-    table.add_row("of the limit", *shares, "")
-    console = Console(width=120)
-    console.print(table)
-    console.print(f"limit: the server alone generates {_spread(limits)} tokens/s")
-
-
-def _spread(values: Sequence[float]) -> str:
-    return f"{np.median(values):.4g} ({min(values):.4g} .. {max(values):.4g})"
+    parser.add_argument("--repeats", type=int, help="interleaved repeats (default: 5, quick: 2)")
+    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--keep", type=Path, help="new folder for the runs, to look into them later")
+    options = parser.parse_args()
+    settings = tuple(each for each in SETTINGS if each.name in (SYNC.name, JUDGED)) if options.quick else SETTINGS
+    steps = QUICK_STEPS if options.quick else STEPS
+    with tempfile.TemporaryDirectory() as scratch, Bench.serving(options.keep or Path(scratch)) as bench:
+        measurement = Measurement(bench, settings, steps)
+        load = measurement.balance()
+        repeats = [measurement.repeat(number) for number in range(options.repeats or (2 if options.quick else 5))]
+    console = Console()
+    show(console if console.is_terminal else Console(width=WIDTH), repeats)
+    broken = missed(repeats)
+    judged = "not judged in the quick form" if options.quick else ("; ".join(broken) or "all reached")
+    print(f"bars, {JUDGED}: {OF_THE_OPTIMUM:g} of the optimum, {OF_SYNC:g} times sync: {judged}")
+    if options.json:
+        options.json.write_text(json.dumps(figures(repeats, load, steps), indent=1) + "\n")
+    return 1 if broken and not options.quick else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())
