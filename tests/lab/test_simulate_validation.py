@@ -18,8 +18,8 @@ from streamrl.lab.simulate.validation import Compared, settings
 ROW = {"time/step": 1.0, "time/wait": 0.5, "tokens/generated": 9, "idle/generator": 0.0, "staleness/p95": 1.0}
 
 
-def compared(predicted: tuple[int, float], measured: tuple[int, float]) -> Compared:
-    """(trained tokens a step of one second, mean staleness) of both."""
+def compared(predicted: tuple[int, float], measured: tuple[int, float], speed: float = 1.0) -> Compared:
+    """(trained tokens a step of one second, mean staleness) of both, and the machine's speed."""
     both = [
         figures(
             [
@@ -29,7 +29,7 @@ def compared(predicted: tuple[int, float], measured: tuple[int, float]) -> Compa
         )
         for tokens, age in (predicted, measured)
     ]
-    return Compared("a setting", *both)
+    return Compared("a setting", *both, speed)
 
 
 def test_a_setting_holds_within_both_bars_alone() -> None:
@@ -37,6 +37,11 @@ def test_a_setting_holds_within_both_bars_alone() -> None:
     assert not compared((112, 1.0), (100, 1.0)).holds
     assert not compared((88, 1.0), (100, 1.0)).holds
     assert not compared((100, 1.0), (100, 1.4)).holds
+
+
+def test_a_prediction_is_for_the_machine_as_it_was_when_the_setting_ran() -> None:
+    assert compared((100, 1.0), (125, 1.0), speed=1.25).holds
+    assert not compared((100, 1.0), (100, 1.0), speed=1.25).holds
 
 
 def test_every_setting_is_a_configuration() -> None:
@@ -59,12 +64,9 @@ def test_settings_are_run_for_real_and_compared_with_what_was_predicted(tmp_path
     words = ["simulate", str(run), "--validate", "1", "--steps", "8", "--json", str(output)]
     assert cli.main(words) in (0, 1)  # the bars themselves need a machine that does nothing else
     rows = json.loads(output.read_text())
-    calibration = ["the calibration run", "the calibration run, again"]
-    assert [row["setting"] for row in rows] == [
-        calibration[0],
-        "replay.max_staleness=0 replay.order=fifo",
-        calibration[1],
-    ]
+    assert [row["setting"] for row in rows] == ["the calibration run", "replay.max_staleness=0 replay.order=fifo"]
+    assert rows[0]["machine"] is None
+    assert rows[1]["machine"] > 0
     for row in rows:
         assert row["predicted"]["trained"] > 0 < row["measured"]["trained"]
     assert rows[1]["predicted"]["staleness_max"] == rows[1]["measured"]["staleness_max"] == 0

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -50,12 +51,17 @@ class Compared:
     setting: str
     predicted: Figures
     measured: Figures
-    judged: bool = True  # the calibration run is not: it says how well the fit fits, and how steady the machine was
+    speed: float | None = None  # of the machine, over that of the calibration; None: the calibration run itself
+
+    @property
+    def expected(self) -> float:
+        """Trained tokens/s that were predicted, on the machine as it was when the setting ran."""
+        return self.predicted.trained * (self.speed or 1.0)
 
     @property
     def rate_error(self) -> float:
-        """Trained tokens/s, predicted over measured, less 1."""
-        return self.predicted.trained / self.measured.trained - 1
+        """Trained tokens/s, expected over measured, less 1."""
+        return self.expected / self.measured.trained - 1
 
     @property
     def staleness_error(self) -> float:
@@ -82,9 +88,10 @@ def settings(config: Config) -> list[tuple[str, ...]]:
 def validate(
     config_path: Path, overrides: Sequence[str], count: int, steps: int = STEPS
 ) -> tuple[Model, list[Compared]]:
-    """Calibrate by a run of its own, compare the first `count` settings, then make the calibration run again.
+    """Calibrate by a run of its own, then compare the first `count` settings.
 
-    Raises ConfigError on a single core.
+    The calibration run is made again behind each of them: by what the machine gave just before and behind a setting,
+    its prediction is scaled. Raises ConfigError on a single core.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -97,26 +104,33 @@ def validate(
             pin(server.pid, halves[0])
             address = server.address
             common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
-            _run(config_path, [*common, "run.name=calibration"], folder, halves)
+            run = partial(_measure, config_path, folder, halves)
+            own, first = run([*common, "run.name=calibration"])
             model = calibrate([folder / "calibration"])
-            own = config_file.load(config_path, [*common, "run.name=calibration"])
-            compared = [_compare("the calibration run", own, model, folder / "calibration", judged=False)]
+            compared = [_compare("the calibration run", own, model, first)]
+            before = first
             for number, setting in enumerate(settings(config)[:count]):
-                given = [*common, *setting, f"run.name=setting-{number}"]
-                other = config_file.load(config_path, given)
-                _run(config_path, given, folder, halves)
-                compared.append(_compare(" ".join(setting), other, model, folder / f"setting-{number}"))
-            _run(config_path, [*common, "run.name=again"], folder, halves)
-            compared.append(_compare("the calibration run, again", own, model, folder / "again", judged=False))
+                other, measured = run([*common, *setting, f"run.name=setting-{number}"])
+                _, after = run([*common, f"run.name=calibration-{number}"])
+                speed = (before.trained + after.trained) / 2 / first.trained
+                compared.append(_compare(" ".join(setting), other, model, measured, speed))
+                before = after
     return model, compared
 
 
-def _compare(name: str, config: Config, model: Model, run_folder: Path, *, judged: bool = True) -> Compared:
-    predicted, measured = figures(Circle(config, model).run()), figures(list(read_metrics(run_folder)))
-    compared = Compared(name, predicted, measured, judged)
+def _measure(
+    config_path: Path, folder: Path, halves: tuple[set[int], set[int]], overrides: Sequence[str]
+) -> tuple[Config, Figures]:
+    """One run for real, and its figures."""
+    config = config_file.load(config_path, overrides)
+    _run(config_path, overrides, folder, halves)
+    return config, figures(list(read_metrics(folder / config.run.name)))
+
+
+def _compare(name: str, config: Config, model: Model, measured: Figures, speed: float | None = None) -> Compared:
+    compared = Compared(name, figures(Circle(config, model).run()), measured, speed)
     print(
-        f"{name}: {compared.predicted.trained:.0f} tokens/s predicted, {compared.measured.trained:.0f} measured",
-        file=sys.stderr,
+        f"{name}: {compared.expected:.0f} tokens/s expected, {compared.measured.trained:.0f} measured", file=sys.stderr
     )
     return compared
 
