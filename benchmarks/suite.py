@@ -109,13 +109,6 @@ def _generation(figures: Figures) -> Iterator[Ratio]:
         yield Ratio.spread(f"worker of bare client, {row['in_flight']} in flight", row["ratio"], row["ratio_spread"])
 
 
-def _end_to_end(figures: Figures) -> Iterator[Ratio]:
-    yield from _stated(figures)
-    for name in () if "ratios" in figures else ("tokens/s trained", "tokens/s generated"):
-        pairs = zip(figures["runs"]["async"], figures["runs"]["sync"], strict=True)
-        yield Ratio.of(f"async of sync, {name}", [after[name] / before[name] for after, before in pairs])
-
-
 BENCHMARKS = (
     Benchmark("rollout_path", ratios=_rollout_path),
     Benchmark("fuzz_decoder"),
@@ -129,7 +122,7 @@ BENCHMARKS = (
     Benchmark("pressure"),
     Benchmark("publish"),
     Benchmark("generation", ratios=_generation),
-    Benchmark("end_to_end", ratios=_end_to_end),
+    Benchmark("end_to_end"),
 )
 
 

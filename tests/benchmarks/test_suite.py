@@ -58,19 +58,12 @@ def test_ratios_are_read_where_each_benchmark_has_them():
             ]
         },
         "generation": {"rows": [{"in_flight": 16, "ratio": 0.97, "ratio_spread": 0.0}]},
-        "end_to_end": {
-            "runs": {
-                mode: [{"tokens/s trained": each, "tokens/s generated": each} for each in values]
-                for mode, values in (("sync", (1.0, 2.0)), ("async", (2.0, 3.0)))
-            }
-        },
     }
     ratios = {each.name: list(each.ratios(found[each.name])) for each in BENCHMARKS if each.name in found}
     assert [str(ratio) for ratio in ratios["rollout_path"]] == ["0.8 (0.76 .. 0.84)"] * 2
     assert [ratio.median for ratio in ratios["replay"]] == [0.7, 1]
     assert ratios["learner"][0] == Ratio("passes of bare, tiny", 1.0, 0.9, 1.1)
     assert ratios["generation"] == [Ratio("worker of bare client, 16 in flight", 0.97, 0.97, 0.97)]
-    assert ratios["end_to_end"][0] == Ratio("async of sync, tokens/s trained", 1.75, 1.5, 2.0)
 
 
 def test_a_benchmark_may_name_its_ratios_itself():
