@@ -196,7 +196,8 @@ class Bench:
 
     def generation_alone(self, name: str, steps: int) -> list[Row]:
         """The metrics of so many steps whose batches are taken at once, and never trained."""
-        alone = {"replay": {"max_staleness": steps}, "publish": {"timeout": 1.0}}  # nobody publishes the last version
+        # Nobody publishes the last version, nobody is to be waited for.
+        alone: dict[str, dict[str, Any]] = {"replay": {"max_staleness": steps}, "publish": {"timeout": 1.0}}
         config = self.config(name, steps, alone)
         return self._supervised(config, taker(config.run_folder))
 
