@@ -40,6 +40,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PIECES = os.sysconf("SC_IOV_MAX")
 # buffers that one call to the operating system takes.
 
+_AHEAD = 4 << 20
+# Bytes behind which the disk is told to begin, while the rest is still copied to the kernel: told more often it makes
+# many small writes, and told nothing it idles until the fsync.
+
 
 class JournalFull(OSError):
     """The disk takes no more. What was appended is still in memory; `commit` or `roll` may be tried again."""
@@ -192,16 +196,29 @@ class _Segment:
 def _write(file: int, chunks: Sequence[Chunk], offset: int) -> int:
     """Write all chunks from `offset` on, however many calls that takes. Returns the offset behind them."""
     waiting = [memoryview(chunk).cast("B") for chunk in chunks if len(chunk)]
-    first = 0
+    first, begun = 0, offset
     while first < len(waiting):
-        written = os.pwritev(file, waiting[first : first + _PIECES], offset)
+        written = os.pwritev(file, waiting[first : _end_of_piece(waiting, first)], offset)
         offset += written
         while first < len(waiting) and written >= len(waiting[first]):
             written -= len(waiting[first])
             first += 1
         if written:
             waiting[first] = waiting[first][written:]
+        if offset - begun >= _AHEAD:
+            os.posix_fadvise(file, begun, offset - begun, os.POSIX_FADV_DONTNEED)
+            begun = offset
     return offset
+
+
+def _end_of_piece(chunks: Sequence[memoryview], first: int) -> int:
+    """Up to which chunk one call writes: about _AHEAD bytes."""
+    size = 0
+    for place in range(first, min(first + _PIECES, len(chunks))):
+        size += len(chunks[place])
+        if size >= _AHEAD:
+            return place + 1
+    return min(first + _PIECES, len(chunks))
 
 
 def _sync_folder(folder: Path) -> None:
