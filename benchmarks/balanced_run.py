@@ -42,8 +42,6 @@ QUEUE = 10
 
 TIMEOUT = 240.0  # seconds of the learner alone, and without a step of a run
 
-TASK_MODULE = "benchmarks.drawn_lengths"  # in the place of streamrl.cli, where the task is built
-
 Row = dict[str, Any]  # of a run's metrics
 
 
@@ -174,7 +172,9 @@ class Bench:
         sections: dict[str, dict[str, Any]] = {
             "run": {"folder": self._folder, "name": name, "steps": steps, "silence_timeout": TIMEOUT},
             "model": {"path": self._folder / "model"},
-            "task": {"name": "copy", "args": {"length": 3, "alphabet": ALPHABET}},
+            "task": {
+                "name": "benchmarks.drawn_lengths:DrawnLengths", "args": {"length": 3, "alphabet": ALPHABET},
+            },
             "generate": {
                 "group_size": GROUP_SIZE, "groups_in_flight": GROUPS, "probes": 0, "server_args": server,
                 "sampling": {"max_new_tokens": LONGEST}, **attach,
@@ -215,8 +215,6 @@ class Bench:
         folder = run_folder.prepare(config, fresh=False)
         supervisor = Supervisor(config, folder)
         supervisor.learner.command = on_core(self._training, learner or supervisor.learner.command)
-        for generator in supervisor.generators:
-            generator.command = [TASK_MODULE if word == "streamrl.cli" else word for word in generator.command]
         told = io.StringIO()
         with contextlib.redirect_stdout(told):
             code = supervisor.run()

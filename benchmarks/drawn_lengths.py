@@ -1,6 +1,6 @@
 """The task `copy` over and over, with answers as long as they were drawn: log-normal, the same in every run.
 
-    python -m benchmarks.drawn_lengths generator --run-folder RUN --index 0
+    task.name=benchmarks.drawn_lengths:DrawnLengths
 
     "caf=" ──▶ "caf=caf=caf=c"       a sample of 13 tokens
 
@@ -13,14 +13,12 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import sys
 from typing import Any
 
 import numpy as np
 
-from streamrl import cli
-from streamrl.tasks import registry
-from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout, Score
+from streamrl.tasks.environment import EXACT, Completion, Inference, Prompt, Rollout, Score
+from streamrl.tasks.strings import Strings, StringsArguments
 
 SIGMA = 0.8  # of the logarithm of the length
 MEAN = 32  # tokens, before the cut
@@ -35,18 +33,16 @@ def drawn_length(prompt: int, sample: int) -> int:
     return min(LONGEST, max(1, round(drawn)))
 
 
-class DrawnLengths(Environment):
-    """The prompts of another task, each to be repeated to the drawn length.
+class DrawnLengths(Strings):
+    """The strings of `copy`, each to be repeated to the drawn length.
 
     Reward: the share of tokens that are right, which is what all of them together can gain most by.
     """
 
-    def __init__(self, task: Environment) -> None:
-        self._task = task
-        self.size = task.size
+    Arguments = StringsArguments
 
-    def prompt(self, index: int) -> Prompt:
-        return self._task.prompt(index)
+    def __init__(self, arguments: StringsArguments, seed: int, split: str) -> None:
+        super().__init__("copy", arguments, seed, split)
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         wanted = np.resize(completion.prompt_ids, len(completion.output_ids))  # as often as it fits
@@ -57,17 +53,3 @@ class DrawnLengths(Environment):
         lengths = [drawn_length(prompt.index, sample) for sample in range(n)]
         asked = [inference.generate(prompt.content, 1, max_new_tokens=length) for length in lengths]
         return await self.score_all(prompt, [answers[0] for answers in await asyncio.gather(*asked)])
-
-    async def close(self) -> None:
-        await self._task.close()
-
-
-def main() -> int:
-    """`streamrl`, whose tasks answer in drawn lengths. Returns the exit code."""
-    build = registry.build_task
-    registry.build_task = lambda *arguments, **named: DrawnLengths(build(*arguments, **named))
-    return cli.main(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

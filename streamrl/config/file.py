@@ -15,7 +15,7 @@ import re
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
@@ -26,7 +26,10 @@ from pydantic_core import ErrorDetails
 from streamrl.config import Config
 from streamrl.config.section import Section
 
-_WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", type(None): "null"}
+_WORDS = {
+    int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", dict: "a mapping",
+    type(None): "null",
+}  # fmt: skip
 
 
 BASE = "base"  # the key of a file that names the files below it; it is no key of the tree
@@ -253,15 +256,15 @@ def _type_words(annotation: Any) -> str:
     if origin is Literal:
         words = ", ".join(_text(value) for value in arguments)
         return words if len(arguments) == 1 else f"one of {words}"
+    if origin is Annotated:  # by a field that describes what it takes
+        return str(arguments[1].description)
     if origin in (Union, types.UnionType):
         return " or ".join(_type_words(part) for part in arguments)
     if origin is tuple:
         return f"a list of {_type_words(arguments[0])}"
-    if origin is dict:
-        return "a mapping"
     if nested := _as_section(annotation):
         return f"mappings of {', '.join(nested.model_fields)}"
-    return _WORDS[annotation]
+    return _WORDS[origin or annotation]
 
 
 def _text(value: Any) -> str:

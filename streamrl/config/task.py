@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,19 +16,21 @@ TaskName = Literal[
     "geo3k",
 ]  # fmt: skip
 
+TaskPath = Annotated[str, Field(pattern=r"^[\w./-]+:[A-Za-z_]\w*$", description="package.module:Class of yours")]
+
 
 class TaskShare(Section):
     """One task of a mix, and how much of it."""
 
     label: str = Field("", pattern=r"^[\w.-]*$", description="name in tickets and metrics; empty: the task's name")
-    name: TaskName = Field("copy", description="which task")
+    name: TaskName | TaskPath = Field("copy", description="which task")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     weight: float = Field(1.0, ge=0, description="share of the groups, relative to the others; 0: never asked")
     evaluation_only: bool = Field(False, description="never trained, only evaluated")
 
     @property
     def key(self) -> str:
-        return self.label or self.name
+        return self.label or self.name.rpartition(":")[2]
 
 
 class OverlongConfig(Section):
@@ -41,7 +43,7 @@ class OverlongConfig(Section):
 class TaskConfig(Section):
     """What is asked and how it is scored."""
 
-    name: TaskName = Field("copy", description="which task")
+    name: TaskName | TaskPath = Field("copy", description="which task")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     mix: tuple[TaskShare, ...] = Field((), description="several tasks with weights, instead of name and args")
     file: Path | None = Field(

@@ -14,10 +14,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
+from streamrl.tasks.arguments import TaskArguments
 from streamrl.types import PolicyVersion, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,13 @@ class Environment(ABC):
 
     >>> environment = build_task(config.task, seed=1, split="train")
     >>> rollouts = await environment.rollout_group(inference, environment.prompt(0), n=8)
+
+    One that a configuration names by its path, `task.name=package.module:Class`, is built as `Class(arguments, seed,
+    split)`: the checked `task.args`, `run.seed`, and "train" or "probe".
     """
+
+    Arguments: ClassVar[type[TaskArguments]] = TaskArguments
+    """What the `task.args` of such a class are checked against."""
 
     size: int | None = None
     """Prompts of one epoch; None: no prompt comes back."""

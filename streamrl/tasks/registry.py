@@ -1,12 +1,13 @@
-"""Task names and the environments behind them."""
+"""Task names and the environments behind them: those of streamrl by a word, those of the user by a path."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.arguments import parse_arguments
 from streamrl.tasks.environment import Environment
+from streamrl.tasks.named import load_named
 
 # A task's libraries are loaded only where the task is used: those of reasoning_gym and data sets take a second each.
 
@@ -22,7 +23,8 @@ def build_tasks(config: TaskConfig, seed: int) -> dict[str, Environment]:
 def build_task(config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"]) -> Environment:
     """The environment of `config`. No prompt of the probe split occurs in the train split of the same task.
 
-    Raises ValueError, with one line that begins with `task.args.KEY`, for arguments that do not fit.
+    Raises ValueError, with one line that begins with the key: `task.args.KEY` for arguments that do not fit,
+    `task.name` for a class of the user's that cannot be loaded.
     """
     match config.name:
         case "copy" | "successor":
@@ -47,6 +49,21 @@ def build_task(config: TaskConfig | TaskShare, seed: int, split: Literal["train"
             return Lookup(parse_arguments(StringsArguments, config.args), seed, split)
         case "tools" | "remote" | "agent":
             return _around_another(config, seed, split)
+        case path:
+            own = _own_class(path)
+            return own(parse_arguments(own.Arguments, config.args), seed, split)
+
+
+def _own_class(path: str) -> Any:
+    """The user's subclass of Environment that a path names: Any, because it is built by a convention of its own."""
+    try:
+        own = load_named(path, "class")
+    except Exception as error:  # whatever a module of the user's raises while it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"task.name: {path} cannot be loaded: {reason}") from error
+    if not (isinstance(own, type) and issubclass(own, Environment)):
+        raise ValueError(f"task.name: {path} is no subclass of {Environment.__module__}.{Environment.__name__}")
+    return own
 
 
 def _around_another(config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"]) -> Environment:

@@ -8,16 +8,14 @@ raise, hang, exit or eat memory: that costs its sample.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from streamrl.tasks.environment import Score
 from streamrl.tasks.judges import MEMORY, Judges, judge_lines
+from streamrl.tasks.named import load_named
 
 _MODULE = "streamrl.tasks.user_reward"
 
@@ -56,12 +54,7 @@ def check_target(target: str, timeout: float) -> None:
 
 def load_function(target: str) -> Callable[..., Any]:
     """The function that `target` names. Raises ValueError, ImportError, OSError, or what its module raises."""
-    where, separator, name = target.rpartition(":")
-    if not separator or not where or not name:
-        raise ValueError(f"{target!r} names no function")
-    function = getattr(_load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where), name, None)
-    if not callable(function):
-        raise ValueError(f"{where} has no function {name!r}")
+    function: Callable[..., Any] = load_named(target, "function")
     return function
 
 
@@ -78,18 +71,6 @@ def prepare(arguments: Sequence[str]) -> Callable[..., dict[str, Any]]:
         return {"reward": reward, "parts": {str(key): float(value) for key, value in values.items()}}
 
     return judge
-
-
-def _load_file(path: Path) -> Any:
-    """The module of a file; its folder is importable, as it is for a script."""
-    path = path.resolve()
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    assert specification is not None
-    assert specification.loader is not None
-    sys.path.insert(0, str(path.parent))
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

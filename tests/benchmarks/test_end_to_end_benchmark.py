@@ -57,8 +57,8 @@ class _Repeater:
 
 
 def test_each_sample_is_asked_for_its_own_length_and_scored_by_its_tokens():
-    config = Config.model_validate({"task": {"name": "copy"}})
-    task = drawn_lengths.DrawnLengths(build_task(config.task, seed=1, split="train"))
+    config = Config.model_validate({"task": {"name": "benchmarks.drawn_lengths:DrawnLengths"}})
+    task = build_task(config.task, seed=1, split="train")
     inference = _Repeater()
     rollouts = asyncio.run(task.rollout_group(inference, task.prompt(7), 4))
     wanted = [drawn_lengths.drawn_length(7, sample) for sample in range(4)]
