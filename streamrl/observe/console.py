@@ -57,14 +57,14 @@ class Console:
         self._first = len(self._rows)
         self._screen: Screen | None = None
         if config.observe.console and self._terminal.is_terminal:
-            self._screen = Screen(self._table(), console=self._terminal, auto_refresh=False, transient=False)
+            self._screen = Screen(self.table(), console=self._terminal, auto_refresh=False, transient=False)
             self._screen.start()
 
     def refresh(self) -> None:
         """Read what has been appended and show it."""
         self._read(look=time.monotonic() - self._glanced >= GLANCE_EVERY)
         if self._screen is not None:
-            self._screen.update(self._table(), refresh=True)
+            self._screen.update(self.table(), refresh=True)
         elif time.monotonic() - self._printed >= LINE_EVERY:
             self._print_line()
 
@@ -72,7 +72,7 @@ class Console:
         """Show the last state and give the terminal back. May be called twice."""
         self._read(look=True)
         if self._screen is not None:
-            self._screen.update(self._table(), refresh=True)
+            self._screen.update(self.table(), refresh=True)
             self._screen.stop()
             self._screen = None
         elif self._first < len(self._rows):
@@ -103,7 +103,8 @@ class Console:
             text = f"no step yet; {ready_roles(self._run_folder)}"
         self._terminal.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """What a terminal shows now."""
         table = Table(title=f"streamrl · {self._config.run.name}", title_justify="left", show_header=False)
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
