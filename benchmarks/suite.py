@@ -123,6 +123,7 @@ BENCHMARKS = (
     Benchmark("publish"),
     Benchmark("generation", ratios=_generation),
     Benchmark("end_to_end"),
+    Benchmark("peers", quick=("--quick", "--python", sys.executable)),  # the environment for development has TRL too
 )
 
 

@@ -54,7 +54,7 @@ ELSEWHERE = (
     (r"make demo ARGS=.*", "tests/test_docs_commands.py::test_make_demo_hands_its_arguments_to_the_run"),
     (r"make docs", "tests/test_docs_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"),
     (r"make bench|python -m benchmarks\.(?!suite).*",
-     "tests/benchmarks/test_suite.py::test_every_benchmark_with_a_command_line_is_in_the_table"),
+     "tests/benchmarks/test_suite.py::test_a_benchmark_runs_in_its_quick_form"),
     (r"python -m benchmarks.suite .*--(store|against).*",
      "tests/benchmarks/test_suite.py::test_what_is_stored_gives_the_same_ratios_back_and_keeps_what_was_left_out_later"),
     (r"python -m benchmarks.suite .*--profile.*",
@@ -91,6 +91,7 @@ LEAVES = (
     (r"python -m launch.render hosts .*-o", "shared/launch/NAME/start.sh"),
     (r"python -m launch.render slurm .*-o", "shared/launch/NAME/run.sbatch"),
     (r"python -m launch.screenshot", "report.png"),
+    (r"python -m launch.pictures", "pictures/console.png"),
     (r"python -m launch.tiny_model", "models/tiny/config.json"),
 )  # fmt: skip
 # A file that is there afterwards, or words of the output.
@@ -261,7 +262,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("command", run_here(), ids=str)
 def test_a_command_does_what_its_page_says(clone: Clone, command: Command):
-    if command.text.startswith("python -m launch.screenshot") and not shutil.which("chromium"):
+    if re.match(r"python -m launch\.(screenshot|pictures)", command.text) and not shutil.which("chromium"):
         pytest.skip("needs Debian's chromium: apt-get install chromium")
     if command.text == "make demo":  # the fixture has run it
         assert len(list(read_metrics(clone.folder / "runs" / "quickstart"))) >= STEPS

@@ -27,6 +27,18 @@ def test_every_benchmark_with_a_command_line_is_in_the_table():
     assert scripts - parts <= {benchmark.name for benchmark in BENCHMARKS}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
+def test_a_benchmark_runs_in_its_quick_form(benchmark, tmp_path):
+    target = tmp_path / "figures.json"
+    command = suite.command(benchmark.name, [*benchmark.quick, "--json", str(target)], None, tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    figures = json.loads(target.read_text())
+    assert all(ratio.low <= ratio.median <= ratio.high for ratio in benchmark.ratios(figures))
+
+
 def test_a_ratio_fell_only_when_its_whole_range_is_below_the_stored_one():
     before = Ratio("r", 0.90, 0.85, 0.95)
     assert fell(Ratio("r", 0.80, 0.76, 0.84), before)
