@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,7 @@ the update is there.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Load:
     """How often the learner goes over a batch: the one thing that makes it slower and leaves generation as it is."""
 
@@ -85,6 +85,16 @@ class Load:
     keys: Mapping[str, Mapping[str, Any]]
     passes: int = 1
     forwards: int = 0  # further forward passes, in all
+
+    @property
+    def slug(self) -> str:
+        """As it stands in the name of a run."""
+        return self.name.replace(" ", "-")
+
+    @property
+    def changes(self) -> list[str]:
+        """Its keys as `streamrl retrain --set` takes them."""
+        return [f"{section}.{key}={value}" for section, keys in self.keys.items() for key, value in keys.items()]
 
 
 LOADS = (
@@ -97,6 +107,12 @@ LOADS = (
     ),
     Load("two passes", {"learner": {"passes": 2}}, passes=2),
     Load(
+        "two passes with a recomputed proximal policy",
+        {"learner": {"passes": 2}, "algo": {"proximal": "recompute"}},
+        passes=2,
+        forwards=1,
+    ),
+    Load(
         "two passes with activations computed again",
         {"learner": {"passes": 2, "recompute": "full"}},
         passes=2,
@@ -105,7 +121,7 @@ LOADS = (
     Load("three passes", {"learner": {"passes": 3}}, passes=3),
     Load("four passes", {"learner": {"passes": 4}}, passes=4),
 )
-"""A backward pass takes as long as two forward passes, so that they are 3, 4, 5, 6, 8, 9 and 12 of these."""
+"""A backward pass takes as long as two forward passes, so that they are 3, 4, 5, 6, 7, 8, 9 and 12 of these."""
 
 SETTINGS = (SYNC, ONE_STEP_OFF, *(Setting.asynchronous(bound) for bound in (1, 2, 4)))
 
@@ -201,10 +217,10 @@ class Bench:
         config = self.config(name, steps, alone)
         return self._supervised(config, taker(config.run_folder))
 
-    def training_alone(self, recorded: str, name: str, steps: int) -> list[Row]:
-        """The metrics of the learner on the first steps of a former run."""
+    def training_alone(self, recorded: str, name: str, steps: int, changes: Sequence[str] = ()) -> list[Row]:
+        """The metrics of the learner on the first steps of a former run, with `changes` of its keys."""
         folder, output = self.folder(recorded), self.folder(name)
-        return trained_alone(folder, output, core=self._training, steps=steps, timeout=TIMEOUT)
+        return trained_alone(folder, output, core=self._training, steps=steps, timeout=TIMEOUT, changes=changes)
 
     def folder(self, name: str) -> Path:
         """Of a run."""

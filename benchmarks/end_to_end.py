@@ -13,7 +13,7 @@ the same in every run (`drawn_lengths.py`), and a step takes four waves of reque
 
 The optimum of a repeat is the slower of its two sides, each alone on its own core (`one_side.py`): generation whose
 batches are taken at once, and the learner on recorded batches. First of all the learner is given as much work a token
-as makes it as slow as generation; what was chosen is printed.
+as makes it as slow as generation; what was tried and chosen is printed.
 
 A figure is of the steps behind the warm-up of each run, up to where the last tickets are out. Tokens/s are those that
 were trained, or generated meanwhile where these are fewer: a buffer that was filled before is no speed. Reward per
@@ -31,7 +31,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -48,6 +48,7 @@ JUDGED = "bound 2"
 BALANCE = 0.15  # by which the two sides may differ, in seconds a token, where the bars are judged
 
 WARM_UP = 2  # first steps that no figure counts: the learner's caches fill, the pipeline of groups is still empty
+CANDIDATES = 3  # loads that are tried before the first repeat, those which should balance the sides best
 STEPS, QUICK_STEPS = 6, 4  # that are counted
 AHEAD = 2  # further steps of generation alone, so that tickets are out up to the end of the counted ones
 COLUMNS = (
@@ -130,22 +131,16 @@ def _at_work(row: Row) -> float:
     return float(row["time/step"] - row["time/wait"])
 
 
-def choose_load(generation: float, rows: Sequence[Row]) -> tuple[Load, float]:
-    """What makes the learner as slow as generation, by its own phases on recorded batches, and its tokens/s then.
+def expected(load: Load, rows: Sequence[Row]) -> float:
+    """The learner's tokens/s with a load, from its phases on recorded batches without one."""
+    tokens = sum(row["tokens/trained"] for row in rows[1:])
+    forward, backward = (sum(row[key] for row in rows[1:]) / tokens for key in ("time/forward", "time/backward"))
+    return 1 / (1 / trained_per_s(rows) + (load.passes - 1) * (forward + backward) + load.forwards * forward)
 
-    `generation`: tokens/s.
-    """
 
-    def expected(load: Load) -> float:
-        seconds = 1 / trained_per_s(rows)  # a token
-        forward, backward = (
-            sum(row[key] for row in rows[1:]) / sum(row["tokens/trained"] for row in rows[1:])
-            for key in ("time/forward", "time/backward")
-        )
-        return 1 / (seconds + (load.passes - 1) * (forward + backward) + load.forwards * forward)
-
-    chosen = min(LOADS, key=lambda load: abs(math.log(expected(load) / generation)))
-    return chosen, expected(chosen)
+def nearest(speeds: Mapping[Load, float], generation: float) -> list[Load]:
+    """The loads, by how near the learner's tokens/s with them come to those of generation."""
+    return sorted(speeds, key=lambda load: abs(math.log(speeds[load] / generation)))
 
 
 class Measurement:
@@ -157,18 +152,21 @@ class Measurement:
         self._steps = steps
 
     def balance(self) -> Load:
-        """Give the learner the load that balances the two sides."""
+        """Give the learner the load that balances the two sides: of those that should, the one that is seen to."""
         steps = WARM_UP + self._steps
         self._bench.run(SYNC, "balance", steps)
-        generation = generated_per_s(
-            counted(self._bench.generation_alone("balance-generation", steps + AHEAD), self._steps)
-        )
-        rows = counted(self._bench.training_alone("balance", "balance-training", steps), self._steps)
-        load, expected = choose_load(generation, rows)
+        rows = self._training("balance", "balance-training")
+        sides = [self._generation("balance-generation")]
+        near = nearest({load: expected(load, rows) for load in LOADS}, sides[0])[:CANDIDATES]
+        seen = {load: trained_per_s(self._training("balance", f"balance-{load.slug}", load.changes)) for load in near}
+        sides.append(self._generation("balance-generation-again"))
+        generation = statistics.mean(sides)
+        load = nearest(seen, generation)[0]
         self._bench.load = load.keys
+        told = ", ".join(f"{each.name}: {speed:.0f}" for each, speed in seen.items())
         print(
-            f"alone: generation {generation:.0f} tokens/s, learner {trained_per_s(rows):.0f}; chosen: {load.name}, "
-            f"with which the learner should reach {expected:.0f}",
+            f"alone: generation {generation:.0f} tokens/s, learner {trained_per_s(rows):.0f}; with {told}; "
+            f"chosen: {load.name}",
             flush=True,
         )
         return load
@@ -177,12 +175,8 @@ class Measurement:
         """Every setting once, each first in its turn, then both sides alone."""
         first = number % len(self._settings)
         runs = {each.name: self._run(each, number) for each in (*self._settings[first:], *self._settings[:first])}
-        steps = WARM_UP + self._steps
-        generated = self._bench.generation_alone(f"generation-{number}", steps + AHEAD)
-        trained = self._bench.training_alone(f"{SYNC.name}-{number}", f"training-{number}", steps)
-        repeat = Repeat(
-            generated_per_s(counted(generated, self._steps)), trained_per_s(counted(trained, self._steps)), runs
-        )
+        trained = self._training(f"{SYNC.name}-{number}", f"training-{number}")
+        repeat = Repeat(self._generation(f"generation-{number}"), trained_per_s(trained), runs)
         told = ", ".join(f"{name} {repeat.of_the_optimum(name):.2f}" for name in runs)
         print(
             f"repeat {number + 1}: generation alone {repeat.generation:.0f} tokens/s, learner alone "
@@ -190,6 +184,16 @@ class Measurement:
             flush=True,
         )
         return repeat
+
+    def _generation(self, name: str) -> float:
+        """Tokens/s of generation alone."""
+        rows = self._bench.generation_alone(name, WARM_UP + self._steps + AHEAD)
+        return generated_per_s(counted(rows, self._steps))
+
+    def _training(self, recorded: str, name: str, changes: Sequence[str] = ()) -> Sequence[Row]:
+        """The counted steps of the learner alone."""
+        rows = self._bench.training_alone(recorded, name, WARM_UP + self._steps, changes)
+        return counted(rows, self._steps)
 
     def _run(self, setting: Setting, number: int) -> Run:
         name = f"{setting.slug}-{number}"

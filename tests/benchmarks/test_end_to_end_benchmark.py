@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from benchmarks import drawn_lengths, one_side
-from benchmarks.balanced_run import GROUPS, ONE_STEP_OFF, SETTINGS, SYNC, Bench
-from benchmarks.end_to_end import Repeat, Run, choose_load, counted, missed
+from benchmarks.balanced_run import GROUPS, LOADS, ONE_STEP_OFF, SETTINGS, SYNC, Bench
+from benchmarks.end_to_end import Repeat, Run, counted, expected, missed, nearest
 from benchmarks.fault_roles import TOKENS
 from benchmarks.pinned import on_core, two_cores
 from streamrl.config import Config
@@ -131,9 +131,12 @@ def test_tokens_that_came_out_of_the_buffer_are_no_speed():
 )
 def test_the_learner_gets_the_load_that_makes_it_as_slow_as_generation(generation, chosen):
     """One second of work for 1,000 tokens: a quarter of it is a forward pass, half of it a backward pass."""
-    load, expected = choose_load(generation, counted(_rows(0, 1000, 1.5, wait=0.5), 10))
+    rows = counted(_rows(0, 1000, 1.5, wait=0.5), 10)
+    speeds = {load: expected(load, rows) for load in LOADS}
+    load = nearest(speeds, generation)[0]
     assert load.name.startswith(chosen)
-    assert expected == pytest.approx(generation, rel=0.1)
+    assert speeds[load] == pytest.approx(generation, rel=0.1)
+    assert all(len(each.changes) == sum(map(len, each.keys.values())) for each in LOADS)
 
 
 def _repeat(sync: float, bound_2: float, generation: float = 1000, training: float = 1100) -> Repeat:
