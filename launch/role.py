@@ -11,6 +11,7 @@ exit code 0   the run is complete
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Set
 from pathlib import Path
 from types import FrameType
 
@@ -49,7 +51,7 @@ class Role:
         self._grace = grace
         self._environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible(gpus)} if gpus else {})}
         self._child: subprocess.Popen[bytes] | None = None
-        self._told = False
+        self._told = self._ending = False
 
     def run(self) -> int:
         """Until it ends for good. Returns the exit code."""
@@ -68,42 +70,50 @@ class Role:
 
     def stop(self, number: int, frame: FrameType | None) -> None:
         """A signal handler: tell the role, and end it by force after the grace time."""
-        if self._child is not None and not self._told:
-            threading.Thread(target=self._end_late, args=(self._child,), daemon=True).start()
         self._told = True
-        if self._child is not None:
-            tell(self._child.pid, to_children=LAUNCHER in self._command)
+        self._end()
 
     def _once(self) -> int:
         if self._told:
             return GOES_ON
         self._child = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
         if self._told:  # the signal came while it started
-            tell(self._child.pid, to_children=False)
+            self._end()
         return self._child.wait()
+
+    def _end(self) -> None:
+        if self._child is not None and not self._ending:
+            self._ending = True
+            threading.Thread(target=self._see_out, args=(self._child,), daemon=True).start()
 
     def _pause(self) -> None:
         deadline = time.monotonic() + PAUSE
         while time.monotonic() < deadline and not self._told:
             time.sleep(POLL)
 
-    def _end_late(self, child: subprocess.Popen[bytes]) -> None:
+    def _see_out(self, child: subprocess.Popen[bytes]) -> None:
+        """Tell the role once. A rank that dies on its way is started again by its launcher: it is told as well."""
+        told: set[int] = set()
         deadline = time.monotonic() + self._grace
         while child.returncode is None and time.monotonic() < deadline:
+            told |= tell(child.pid, to_children=LAUNCHER in self._command, but=told)
             time.sleep(POLL)
         if child.returncode is None:
             log.warning("it did not end in %g s and is killed", self._grace)
             end_tree(child.pid, timeout=0)
 
 
-def tell(pid: int, *, to_children: bool) -> None:
-    """SIGTERM to a process, or to its children where it has any."""
-    try:
+def tell(pid: int, *, to_children: bool, but: Set[int] = frozenset()) -> set[int]:
+    """SIGTERM to a process, or to its children where it has had any; `but` not to these. Returns who was told."""
+    told = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for receiver in (to_children and process.children()) or [process]:
-            receiver.send_signal(signal.SIGTERM)
-    except psutil.NoSuchProcess:
-        return
+        receivers = (process.children() if to_children else []) or ([] if but else [process])
+        for receiver in receivers:
+            if receiver.pid not in but:
+                receiver.send_signal(signal.SIGTERM)
+                told.add(receiver.pid)
+    return told
 
 
 def visible(positions: str) -> str:

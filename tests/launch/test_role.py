@@ -80,6 +80,19 @@ def test_the_ranks_are_told_and_not_their_launcher(run):
     assert told.read_text() == "told"
 
 
+def test_a_rank_that_dies_on_being_told_and_is_started_again_is_told_again(run):
+    dying, told = run / "dying", run / "told"
+    first, again = _python(LISTENER.format(dying).replace("sys.exit(0)", "sys.exit(1)")), _python(LISTENER.format(told))
+    # One that is told before it listens dies too, and is started again.
+    launcher = f"import subprocess as s; s.run({first!r}); all(iter(lambda: s.run({again!r}).returncode, 0))"
+    command = ["--run-folder", str(run), "--grace", "15", "--", *_python(launcher), role.LAUNCHER]
+    process = subprocess.Popen([sys.executable, "-m", "launch.role", *command])
+    _until(run / "dying.up")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == role.GOES_ON
+    assert (dying.read_text(), told.read_text()) == ("told", "told")
+
+
 def test_a_role_that_does_not_end_in_its_grace_time_is_killed(run):
     deaf = Role(
         run, _python("import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"), restarts=0, grace=0.2

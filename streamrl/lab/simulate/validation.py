@@ -1,4 +1,4 @@
-"""Is the model right? A calibration run and other settings for real, each beside what the model had said before.
+"""Is the model right? Calibration runs and other settings for real, each beside what the model had said before.
 
 Generation and learner have cores of their own here, as they have machines of their own elsewhere: worker and server
 run on one half of the cores, the learner on the other. One server serves all runs. The weights hardly move
@@ -42,6 +42,10 @@ SAME = (
     "observe.wandb=off", "journal.keep=all", "checkpoint.every=0", "learner.optimizer.lr=1e-12",
 )  # fmt: skip
 # What all runs have in common besides the run's own configuration.
+
+FEWER = 4
+# The second calibration run has so many times fewer groups in flight: different loads alone tell what a decoding step
+# costs from what a sample of it costs.
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +92,10 @@ def settings(config: Config) -> list[tuple[str, ...]]:
 def validate(
     config_path: Path, overrides: Sequence[str], count: int, steps: int = STEPS
 ) -> tuple[Model, list[Compared]]:
-    """Calibrate by a run of its own, then compare the first `count` settings.
+    """Calibrate by a run of its own and one with fewer in flight, then compare the first `count` settings.
 
-    The calibration run is made again behind each of them: by what the machine gave just before and behind a setting,
-    its prediction is scaled. Raises ConfigError on a single core.
+    The first calibration run is made again behind each of them: a prediction is scaled by what the machine gave just
+    before and behind its setting. Raises ConfigError on a single core.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -105,8 +109,10 @@ def validate(
             address = server.address
             common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
             run = partial(_measure, config_path, folder, halves)
+            few = max(1, config.generate.groups_in_flight // FEWER)
             own, first = run([*common, "run.name=calibration"])
-            model = calibrate([folder / "calibration"])
+            run([*common, f"generate.groups_in_flight={few}", "run.name=few-in-flight"])
+            model = calibrate([folder / "calibration", folder / "few-in-flight"])
             compared = [_compare("the calibration run", own, model, first)]
             before = first
             for number, setting in enumerate(settings(config)[:count]):
