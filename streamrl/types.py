@@ -20,6 +20,9 @@ import numpy as np
 _INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
 _VERSION_TEXT = re.compile(r"(\d+)\.(\d+)")
 
+PASSED = 1.0 - 1e-9
+# From which reward on an answer is wholly right.
+
 
 def all_trained(length: int) -> np.ndarray:
     """The loss mask bool [length] of an answer that is trained whole: read-only, and shared by all that are."""
@@ -113,7 +116,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     @property
     def passed(self) -> bool:
         """A wholly right answer: by the reward part `exact` where the task gives it, else by a reward of 1."""
-        return self.reward_parts.get("exact", self.reward) >= 1.0 - 1e-9
+        return self.reward_parts.get("exact", self.reward) >= PASSED
 
     @property
     def is_placeholder(self) -> bool:

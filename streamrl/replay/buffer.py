@@ -156,7 +156,9 @@ class Buffer:
 
     def drain(self) -> list[AnyRecord]:
         """The records since the last call, in order: for the journal. Each Completed is then told its place."""
-        records, self._records = self._records, []
+        if not (records := self._records):
+            return []
+        self._records = []
         return records
 
     def stored(self, group_id: int) -> Stored:

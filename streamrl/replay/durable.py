@@ -99,16 +99,16 @@ class DurableBuffer:
 
     def note(self, frames: Sequence[Frame] = ()) -> None:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
+        if self._journal is None:
+            self.mark += len(self.buffer.drain())
+            self._durable = self.mark
+            return
         for record in self.buffer.drain():
             self.mark += 1
-            if self._journal is None:
-                continue
             if isinstance(record, Completed):
                 self.buffer.placed(record.group_id, self._journal.append_group(record, frames))
             else:
                 self._journal.append(record)
-        if self._journal is None:
-            self._durable = self.mark
 
     def load(self, groups: Sequence[Stored]) -> list[Frame] | None:
         """The frames of all groups of a batch. None where some are lost: these groups are generated again."""
@@ -189,4 +189,4 @@ def _decoded(snapshot: bytes | None) -> Snapshot | None:
 
 
 def _size(frames: Sequence[Frame]) -> int:
-    return sum(len(frame) for frame in frames)
+    return sum(map(len, frames))

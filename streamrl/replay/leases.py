@@ -69,7 +69,8 @@ class Leases:
             heapq.heappop(self._waiting)
         lease = self._leases[ticket.group_id] = Lease(ticket, holder, now, ticket.deadline)
         self._held[holder] = self._held.get(holder, 0) + 1
-        self._earliest = min(self._earliest, self._end_of(lease))
+        if (end := self._end_of(lease)) < self._earliest:
+            self._earliest = end
 
     def extend(self, holder: str, keys: Iterable[tuple[int, int]], now: float) -> None:
         """A heartbeat of a worker that names its tickets, (group id, attempt)."""
@@ -156,7 +157,8 @@ class Leases:
                 self.wait(slot)
 
     def _end_of(self, lease: Lease) -> float:
-        return min(lease.deadline, self._limit_of(lease))
+        limit = self._limit_of(lease)
+        return limit if limit < lease.deadline else lease.deadline
 
     def _limit_of(self, lease: Lease) -> float:
         return lease.since + self._limit - self._spent.get(lease.ticket.group_id, 0.0)

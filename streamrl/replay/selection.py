@@ -11,21 +11,24 @@ from dataclasses import dataclass, field
 
 from streamrl.config.replay import FilterConfig
 from streamrl.replay.records import Completed
-from streamrl.types import Group, Ticket
+from streamrl.types import PASSED, Group, PolicyVersion, Ticket
 
 
 def measure(group: Group, size: int) -> Completed:
     """What filters, order and audit read of a group of `size` bytes, in one pass: this runs for all that arrive."""
     tokens = answers = passed = 0
     oldest: int | None = None
+    first: PolicyVersion | None = None
     for sample in group.samples:
         tokens += len(sample.output_ids)
         if sample.finish_reason != "placeholder":
             answers += 1
-            passed += sample.passed
-        if sample.spans:
-            first = sample.spans[0].version.step  # versions never fall within a sample
-            oldest = first if oldest is None or first < oldest else oldest
+            if sample.reward_parts.get("exact", sample.reward) >= PASSED:  # `Sample.passed`, without its call
+                passed += 1
+        if (spans := sample.spans) and spans[0].version is not first:  # versions never fall within a sample
+            first = spans[0].version
+            if oldest is None or first.step < oldest:
+                oldest = first.step
     return Completed(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -39,7 +42,7 @@ def measure(group: Group, size: int) -> Completed:
 
 def mismatch(group: Group, record: Completed, ticket: Ticket) -> str | None:
     """Why a group does not answer its ticket. The version check is what the staleness bound rests on."""
-    if (group.task, group.prompt_index) != (ticket.task, ticket.prompt_index):
+    if group.task != ticket.task or group.prompt_index != ticket.prompt_index:
         return f"it answers {group.task} prompt {group.prompt_index}, not {ticket.task} prompt {ticket.prompt_index}"
     if record.oldest is not None and record.oldest < ticket.issued_version.step:
         return f"tokens of version {group.oldest}, at least step {ticket.issued_version.step} is required"
@@ -71,7 +74,7 @@ class _Sums:
 
     def add(self, record: Completed) -> None:
         self.groups += 1
-        self.length += record.tokens / max(1, record.answers)
+        self.length += record.tokens / (record.answers or 1)
         self.pass_rate += record.pass_rate
 
     def means(self, of: str) -> dict[str, float]:
