@@ -358,8 +358,8 @@ class Buffer:
     @property
     def _contained(self) -> int:
         """v: the step whose groups have their slots freed."""
-        acknowledged = self._state.acknowledged
-        return min(acknowledged.step, self._state.next_step) if acknowledged else self._state.next_step
+        acknowledged, next_step = self._state.acknowledged, self._state.next_step
+        return acknowledged.step if acknowledged and acknowledged.step < next_step else next_step
 
     def _emit(self, record: AnyRecord) -> None:
         self._state.apply(record)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from streamrl.replay.records import Phase, Slot
 from streamrl.types import Ticket
@@ -21,8 +22,7 @@ from streamrl.types import Ticket
 NEVER = float("inf")
 
 
-@dataclass(slots=True)
-class Lease:
+class Lease(msgspec.Struct):
     """A ticket that is out."""
 
     ticket: Ticket
