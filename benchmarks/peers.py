@@ -6,8 +6,8 @@
     trl        `GRPOTrainer` in one process: Hugging Face's generate, then a training step (`peers_trl.py`)
 
 Both start from the same weights and ask the same prompts in the same order: one-digit sums, 8 prompts a step with 8
-answers of at most 12 tokens. Both have the same reward, loss, optimizer, learning rate and precision (passes in
-bfloat16 over float32 weights), and the whole machine with whatever threads they take by default. TRL has an
+answers of at most 12 tokens. Both have the same reward, loss, optimizer and learning rate, are asked for passes in
+bfloat16 over float32 weights, and have the whole machine with whatever threads they take by default. TRL has an
 environment of its own, made from requirements/peers.txt where `--python` names no other.
 
 Tokens/s are those trained between the end of the warm-up and the last step for which generation still worked. Seconds

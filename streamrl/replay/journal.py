@@ -213,12 +213,11 @@ def _write(file: int, chunks: Sequence[Chunk], offset: int) -> int:
 
 def _end_of_piece(chunks: Sequence[memoryview], first: int) -> int:
     """Up to which chunk one call writes: about _AHEAD bytes."""
-    size = 0
-    for place in range(first, min(first + _PIECES, len(chunks))):
-        size += len(chunks[place])
-        if size >= _AHEAD:
-            return place + 1
-    return min(first + _PIECES, len(chunks))
+    size, end = 0, first
+    while size < _AHEAD and end < min(first + _PIECES, len(chunks)):
+        size += len(chunks[end])
+        end += 1
+    return end
 
 
 def _sync_folder(folder: Path) -> None:

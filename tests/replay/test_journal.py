@@ -97,6 +97,22 @@ def test_a_group_of_more_pieces_than_one_call_takes_is_written_whole(journal: Jo
     assert len(recover(tmp_path).records) == 3000
 
 
+def test_a_commit_that_the_disk_begins_in_several_parts_is_written_whole(
+    journal: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+    monkeypatch.setattr("streamrl.replay.journal._AHEAD", 1000)
+    monkeypatch.setattr("os.posix_fadvise", lambda _, offset, length, __: begun.append((offset, offset + length)))
+    start = journal.size
+    places = [journal.append_group(completed(i), (b"%d" % i, b"x" * (7 * i))) for i in range(100)]
+    journal.commit()
+    assert [journal.load(place) for place in places] == [(b"%d" % i, b"x" * (7 * i)) for i in range(100)]
+    assert len(recover(tmp_path).records) == 100
+    assert [start, *(end for _, end in begun[:-1])] == [offset for offset, _ in begun]  # without gap or overlap
+    assert all(1000 <= end - offset < 2000 for offset, end in begun)
+    assert journal.size - begun[-1][1] < 1000
+
+
 def test_a_new_writer_begins_a_new_segment_and_old_places_still_load(tmp_path: Path) -> None:
     first = Journal(tmp_path, settings(), b"one")
     place = first.append_group(completed(0), FRAMES)
