@@ -38,7 +38,7 @@ GROUPS = WAVES * RUNNING // GROUP_SIZE  # of a learner step
 
 QUEUE = 10
 # Groups in flight where weights change under them: the places stay full while a group waits for its longest answer, and
-# few requests wait in the server. What an update retracts goes to the end of the server's queue.
+# few groups are begun before their turn.
 
 TIMEOUT = 240.0  # seconds of the learner alone, and without a step of a run
 

@@ -139,6 +139,7 @@ class RequestOptions(TypedDict, total=False):
 
     adapter: str | None  # the name of a loaded one; None: the base weights alone
     routed_experts: bool  # with the experts of each token, from a server that was started to keep them
+    priority: int  # where several wait, lower ones are drawn first, by a server that was started to (engine/server.py)
     images: Sequence[str]  # paths, URLs or data URLs, in the order of their places in the prompt
     pieces: Callable[[Piece], None]  # is given the answers as they are drawn, and then none are returned
     every: int  # tokens of a piece
@@ -367,6 +368,8 @@ def _request(
         body["lora_path"] = adapter
     if options.get("routed_experts"):
         body["return_routed_experts"] = True
+    if (priority := options.get("priority")) is not None:
+        body["priority"] = priority
     if images := options.get("images"):
         body["image_data"] = list(images)
     return body

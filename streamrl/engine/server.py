@@ -55,6 +55,16 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler polls at 97% of a core, which the learner needs
 }
 
+OLDEST_FIRST: dict[str, Any] = {
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,  # a request's priority is the number of its group (generate/worker.py)
+    "default_priority_value": -1,  # what belongs to no group, as the evaluation's requests, goes before
+    "disable_priority_preemption": True,  # what is being drawn is not thrown back
+}
+# An update puts what it interrupts behind all that waits in the server; the learner waits for the oldest groups.
+
+BY_PRIORITY = ("fcfs", "lof")  # SGLang's schedule policies that know priorities; the first is its default
+
 
 class ServerFailed(RuntimeError):
     """A server that did not start, or that ended by itself; the text has the last lines of its log."""
@@ -181,7 +191,11 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
         chosen |= _adapter_arguments(config)
     if config.learner.router_replay:
         chosen["enable_return_routed_experts"] = True
-    return chosen | {key.replace("-", "_"): value for key, value in config.generate.server_args.items()}
+    given = {key.replace("-", "_"): value for key, value in config.generate.server_args.items()}
+    # SGLang keeps a series of its own metrics for every priority that it has seen: a run's groups would be too many.
+    if given.get("schedule_policy", BY_PRIORITY[0]) in BY_PRIORITY and not given.get("enable_metrics"):
+        chosen |= OLDEST_FIRST
+    return chosen | given
 
 
 def _adapter_arguments(config: Config) -> dict[str, Any]:

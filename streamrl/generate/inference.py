@@ -66,6 +66,7 @@ class Policy(Protocol):
         request_id: str | None = None,
         *,
         routed_experts: bool = False,
+        priority: int = 0,
         images: Sequence[str] = (),
         at_least: PolicyVersion | None = None,
     ) -> list[Answer]: ...
@@ -93,14 +94,20 @@ class EngineInference:
         greedy: bool = False,
         deadline: float | None = None,
         routed_experts: bool = False,
+        priority: int | None = None,
     ) -> None:
-        """`deadline`: seconds, on the event loop's clock. `routed_experts`: of each token, for the router replay."""
+        """`deadline`: seconds, on the event loop's clock. `routed_experts`: of each token, for the router replay.
+
+        `priority`: of the requests that wait in a server, lower ones go first; None: before all that have one.
+        """
         self.deadline = deadline
         self._policy = policy
         self._tokenizer = tokenizer
         self._load = load
         self._single = config.single_requests
-        self._routed_experts = routed_experts
+        # A policy need not know of what a request does not have.
+        self._options: dict[str, Any] = {"routed_experts": routed_experts}
+        self._options |= {"priority": priority} if priority is not None else {}
         self.failures: list[str] = []
         self._sampling: dict[str, Any] = {
             "temperature": 0.0 if greedy else config.sampling.temperature,
@@ -125,9 +132,7 @@ class EngineInference:
         prompt_ids = prompt if isinstance(prompt, np.ndarray) else self.prompt_ids(prompt)
         ids: list[int] = prompt_ids.tolist()
         parameters = self._sampling | sampling
-        # A policy need not know of what a request does not have.
-        options: dict[str, Any] = {"routed_experts": self._routed_experts}
-        options |= {"images": list(images)} if images else {}
+        options = self._options | ({"images": list(images)} if images else {})
         options |= {"at_least": at_least} if at_least is not None else {}
         counts = [1] * n if self._single else [n]
         answers = await asyncio.gather(*(self._request(ids, parameters, count, options) for count in counts))

@@ -221,7 +221,7 @@ class Worker:
             group = await run_group(
                 ticket,
                 self._tasks[ticket.task],
-                self._inference(policy, deadline=deadline),
+                self._inference(policy, deadline=deadline, priority=ticket.group_id),
                 self._config.generate.group_size,
                 longest=self._config.learner.tokens_per_micro_batch,
                 temperature=self._config.generate.sampling.temperature,
@@ -238,7 +238,9 @@ class Worker:
         await self._link.drain(DRAIN_SHARE * self._config.run.stop_timeout)
         raise Stopped("drained after a signal")
 
-    def _inference(self, policy: Policy, *, greedy: bool = False, deadline: float | None = None) -> EngineInference:
+    def _inference(
+        self, policy: Policy, *, greedy: bool = False, deadline: float | None = None, priority: int | None = None
+    ) -> EngineInference:
         return EngineInference(
             policy,
             self._tokenizer,
@@ -247,6 +249,7 @@ class Worker:
             greedy=greedy,
             deadline=deadline,
             routed_experts=self._config.learner.router_replay,
+            priority=priority,
         )
 
     async def _beat(self) -> None:

@@ -46,6 +46,56 @@ def test_the_users_arguments_win_over_all_others():
     assert arguments["model_path"] == "m"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"schedule-policy": "lof"}, True),
+        ({"schedule-policy": "lpm"}, None),  # knows no priorities: SGLang would refuse the two together
+        ({"enable-metrics": True}, None),  # a series of its own for each group of the run
+        ({"enable-metrics": True, "enable-priority-scheduling": True}, True),
+        ({"enable-priority-scheduling": False}, False),
+    ],
+)
+def test_servers_take_the_oldest_group_first_where_they_can(given: dict[str, object], expected: bool | None):
+    assert server_arguments(config_of(Path("m"), **given), 0).get("enable_priority_scheduling") is expected
+
+
+@pytest.mark.slow
+def test_what_an_update_interrupts_goes_on_before_what_waits(model_folders, tmp_path):
+    """One place: group 0 is interrupted while 2 and 1 wait, and they end in their order; so does what has no group."""
+    server = Server(config_of(model_folders[0], max_running_requests=1), tmp_path, index=6)
+    sampling = {"max_new_tokens": 200, "ignore_eos": True}
+    ended: list[int | None] = []
+
+    async def ask(client: EngineClient, group: int | None, **options: object) -> None:
+        options |= {} if group is None else {"priority": group}
+        await client.generate([5, 6], sampling, n=1, **options)
+        ended.append(group)
+
+    async def run() -> None:
+        client = EngineClient(server.address, DEADLINE)
+        try:
+            await server.ready(client, DEADLINE)
+            async with asyncio.TaskGroup() as together:
+                drawing = asyncio.Event()
+                together.create_task(ask(client, 0, every=1, pieces=lambda piece: drawing.set()))
+                await drawing.wait()
+                for group in (2, None, 1):
+                    together.create_task(ask(client, group))
+                while (await client.pressure()).num_waiting_reqs < 3:
+                    await asyncio.sleep(0.01)
+                await client.pause("retract", DEADLINE)
+                assert not ended
+                await client.resume(DEADLINE)
+        finally:
+            await client.close()
+            await server.stop()
+
+    asyncio.run(run())
+    assert ended == [None, 0, 1, 2]
+
+
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)])
 def test_the_port_of_a_server_is_nobody_elses_until_it_listens(host: str, family: socket.AddressFamily):
     held = reserved_port(host)
