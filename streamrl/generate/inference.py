@@ -80,8 +80,9 @@ class EngineInference:
     A request that fails costs its own answers: they come back empty, with the finish reason `abort`, and
     the reason in `failures`. Only a server that cannot be reached raises EngineError.
 
-    What still runs at the `deadline` is ended there: a request of one sample gives the tokens that it reached, as
-    an `abort`; one for a whole group gives nothing, because SGLang names its samples as it likes.
+    What still runs at the `deadline` is ended there, and gives the tokens that it reached, as an `abort`. So does a
+    request for several samples whose answers come in pieces, and those that had come to their end are whole; where
+    they come at once (`generate.stream_every`), nothing is known of them.
     """
 
     def __init__(
@@ -171,13 +172,12 @@ class EngineInference:
         self, ids: list[int], sampling: dict[str, Any], n: int, options: dict[str, Any]
     ) -> Sequence[Answer | None]:
         """The answers of one request, or what there is of them at the deadline."""
-        name = uuid.uuid4().hex if n == 1 else None
+        name = uuid.uuid4().hex
         asking = asyncio.ensure_future(self._policy.generate(ids, sampling, n, name, **options))
         try:
             await asyncio.wait((asking,), timeout=self._remaining())
             if not asking.done():
                 self.failures.append("not finished at the deadline")
-            if not asking.done() and name is not None:
                 await self._policy.abort(name)
                 await asyncio.wait((asking,), timeout=CUT_TIMEOUT)
             return asking.result() if asking.done() else [None] * n

@@ -80,7 +80,7 @@ class GroupPolicy:
         """
         if 0 < self._every < sampling["max_new_tokens"]:
             options["every"] = self._every
-        request = _Request(self._servers, self._group, request_id, options)
+        request = _Request(self._servers, self._group, request_id if n == 1 else None, options)
         floor = max(self._floor, at_least or self._floor)
         name = request_id or str(id(request))
         self._running[name] = request
@@ -109,6 +109,10 @@ class _Request:
     """One request and where it is."""
 
     def __init__(self, servers: Servers, group: Hashable, request_id: str | None, options: dict[str, Any]) -> None:
+        """`request_id`: by which its server can end it; None: nobody listens to it any more when it is to end.
+
+        SGLang has names of its own for the answers of one request, and ends what nobody listens to.
+        """
         self._servers = servers
         self._group = group
         self._id = request_id
@@ -176,8 +180,11 @@ class _Request:
         if "every" in options:
             options = options | {"pieces": _distribute(answers)}
         self._at, self._parts = place.policy, self._parts + 1
+        asking = asyncio.ensure_future(place.policy.generate(ids, sampling, len(answers), self._name, **options))
         try:
-            parts = await place.policy.generate(ids, sampling, len(answers), self._name, **options)
+            if self._id is None:
+                await self._unless_over(asking)
+            parts = [] if asking.cancelled() else await asking
             for answer, part in zip(answers, parts, strict=False):  # none where they came in pieces
                 answer.take(part)
         except EngineError as error:
@@ -186,6 +193,7 @@ class _Request:
             self._avoid = place.server
             return True
         finally:
+            asking.cancel()
             self._at = None
             for answer in answers:
                 answer.cut()
@@ -211,6 +219,7 @@ class _Request:
         finally:
             for task in both:
                 task.cancel()
+            await asyncio.wait(both)
 
 
 def _distribute(answers: list[Continuation]) -> Callable[[Piece], None]:

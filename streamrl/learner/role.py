@@ -71,7 +71,7 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) 
     events = EventLog(event_path(run_folder, "learner"), "learner-0")
     source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger)
     publisher = Publisher(config, run_folder, trainer.version, events)
-    metrics = MetricsWriter(run_folder, open_sinks(config, run_folder))
+    metrics = MetricsWriter(run_folder, open_sinks(config, run_folder), patience=config.run.silence_timeout)
     metrics.truncate_after(trainer.version.step)
     try:
         LeadLoop(

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from streamrl.observe.disk import append
+
 log = logging.getLogger(__name__)
 
 _RESERVED = frozenset({"time", "role", "event"})
@@ -73,7 +75,7 @@ class EventLog:
             raise ValueError(f"event {event!r}: field {min(clash)!r} is the log's own")
         record = {"time": round(now(), 6), "role": self.role, "event": event, **fields}
         try:
-            os.write(self._file, json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n")
+            append(self._file, json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n")
         except OSError as error:
             if self.lost == 0:
                 log.error("%s: %s; records are lost until there is room", self.path, error.strerror)

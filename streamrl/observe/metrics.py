@@ -7,14 +7,18 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.observe.disk import NO_ROOM, append
 from streamrl.observe.sinks import Sink
 
 log = logging.getLogger(__name__)
+
+ROOM_POLL = 1.0  # seconds between two tries on a full disk
 
 _BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")
 # The suffix of a metric over the tokens of one staleness bucket: /s0, /s3_4, /s9+.
@@ -147,10 +151,15 @@ def _of_any_task(begin: re.Match[str]) -> str:
 
 
 class MetricsWriter:
-    """Appends to `RUN/metrics.jsonl`, one line and one `write` a step, and hands the same to the sinks."""
+    """Appends to `RUN/metrics.jsonl`, one line and one `write` a step, and hands the same to the sinks.
 
-    def __init__(self, run_folder: Path, sinks: Sequence[Sink] = ()) -> None:
+    On a full disk every method waits for room, and raises OSError when `patience` seconds brought none: the next step
+    must not be trained, and the next checkpoint not written, without the row of this one.
+    """
+
+    def __init__(self, run_folder: Path, sinks: Sequence[Sink] = (), *, patience: float = 0.0) -> None:
         self.path = run_folder / "metrics.jsonl"
+        self._patience = patience
         self._sinks = tuple(sinks)
         run_folder.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -178,7 +187,8 @@ class MetricsWriter:
         lost = [name for name, value in finite.items() if value is None]
         if lost:
             log.warning("step %s: not finite: %s", row["step"], ", ".join(lost))
-        os.write(self._file, json.dumps(finite, default=_plain, allow_nan=False).encode() + b"\n")
+        line = json.dumps(finite, default=_plain, allow_nan=False).encode() + b"\n"
+        self._in_room(lambda: append(self._file, line))
         for sink in self._sinks:
             sink.write(int(row["step"]), finite)
 
@@ -210,10 +220,25 @@ class MetricsWriter:
     def _replace(self, rows: bytes) -> None:
         """Put another file in place of the present one, whole or not at all."""
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        draft.write_bytes(rows)
+        self._in_room(lambda: draft.write_bytes(rows))
         os.replace(draft, self.path)
         os.close(self._file)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+
+    def _in_room(self, write: Callable[[], object]) -> None:
+        """Do it once the disk has room for it."""
+        deadline, waits = time.monotonic() + self._patience, False
+        while True:
+            try:
+                write()
+                return
+            except OSError as error:
+                if error.errno not in NO_ROOM or time.monotonic() >= deadline:
+                    raise
+                if not waits:
+                    log.error("%s: %s; training waits for room", self.path, error.strerror)
+                waits = True
+            time.sleep(ROOM_POLL)
 
 
 def read_metrics(run_folder: Path) -> Iterator[dict[str, Any]]:

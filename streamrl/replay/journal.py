@@ -12,13 +12,13 @@ the next commit tries again.
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.config.replay import JournalConfig
+from streamrl.observe.disk import NO_ROOM
 from streamrl.replay.history import read_journal, recorded_batches
 from streamrl.replay.records import AnyRecord, Completed, Place
 from streamrl.replay.recovery import Recovery, recover
@@ -36,7 +36,6 @@ from streamrl.replay.segments import (
 
 __all__ = ["Journal", "JournalDamaged", "JournalFull", "Recovery", "read_journal", "recorded_batches", "recover"]
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PIECES = os.sysconf("SC_IOV_MAX")
 # buffers that one call to the operating system takes.
 
@@ -182,7 +181,7 @@ class _Segment:
         except OSError as error:
             # After a failed fsync the kernel may have dropped the pages: all of it has to be written again.
             os.ftruncate(self._file, self.size)
-            if error.errno in _FULL:
+            if error.errno in NO_ROOM:
                 raise JournalFull(error.errno, f"the journal cannot grow: {error.strerror}", str(self._path)) from error
             raise
         self.size = end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from streamrl.config.task import OverlongConfig
 from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, completion
+from streamrl.generate.requests import GroupPolicy, Place
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, read_events
 from streamrl.stream.codec import encode_group
@@ -50,9 +51,25 @@ def ticket(step: int = 0) -> Ticket:
     )
 
 
+class OneServer:
+    """The servers of a worker that has one."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.place = Place("server-0", PolicyVersion(0), client)
+
+    def choose(self, group: Hashable, floor: PolicyVersion, avoid: str | None) -> Place | None:
+        return self.place
+
+    async def changed(self) -> None:
+        await asyncio.sleep(0.01)
+
+
 @pytest.fixture
 def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
-    """`run(task, step_of_the_ticket, **generate)`: the group, the load and the end record of its event."""
+    """`run(task, step_of_the_ticket, **generate)`: the group, the load and the end record of its event.
+
+    `cut`: requests go the worker's way, on which they can be ended before their end.
+    """
 
     def run(
         task: Environment,
@@ -62,6 +79,7 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
         longest: int = 1000,
         overlong: int = 0,
         seconds: float | None = None,
+        cut: bool = False,
         **generate: Any,
     ):
         config = GenerateConfig.model_validate({"sampling": {"max_new_tokens": 6}, **generate})
@@ -72,7 +90,9 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
             client = EngineClient(address, 60.0)
             try:
                 deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
-                inference = EngineInference(client, Tokenizer(model_folders[0]), config, load, deadline=deadline)
+                every = config.stream_every
+                policy = GroupPolicy(OneServer(client), "group", PolicyVersion(0), every) if cut else client
+                inference = EngineInference(policy, Tokenizer(model_folders[0]), config, load, deadline=deadline)
                 penalty = Overlong(OverlongConfig(buffer=overlong), longest=6)
                 limits = {"longest": longest, "temperature": config.sampling.temperature, "overlong": penalty}
                 return await run_group(ticket(step), task, inference, SIZE, **limits, events=events)
@@ -152,8 +172,8 @@ def test_an_answer_near_the_cut_loses_reward_and_says_so_in_a_part(run):
     assert min(sample.reward_parts["overlong"] for sample in group.samples) == -1
 
 
-@pytest.mark.parametrize("single", [False, True])
-def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is_told(run, single):
+@pytest.mark.parametrize(("single", "every"), [(False, 0), (False, 8), (True, 0)])
+def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is_told(run, single, every):
     class Late(Task):
         """Two samples that are finished when the deadline comes, two that have a long way to go."""
 
@@ -164,12 +184,13 @@ def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is
             completions += await inference.generate(prompt.content, 2, max_new_tokens=1900, stop_token_ids=[])
             return await self.score_all(prompt, completions)
 
-    group, _, end = run(Late(), seconds=60, single_requests=single)
+    group, _, end = run(Late(), seconds=60, cut=True, single_requests=single, stream_every=every)
     group.check()
     assert [sample.is_placeholder for sample in group.samples] == [False, False, True, True]
     assert end["failed"] == 2
     assert "not finished at the deadline" in end["reasons"]
-    assert all(reached > 2 for reached in end["reached"]) if single else end["reached"] == [0, 0]
+    told = single or every > 0  # answers of one request that come at once are known at their end alone
+    assert all(reached > 2 for reached in end["reached"]) if told else end["reached"] == [0, 0]
 
 
 def test_a_task_that_hangs_costs_its_group_not_the_worker(run, monkeypatch):

@@ -12,7 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
+from streamrl.engine.client import (
+    Answer,
+    AnswerMeta,
+    EngineClient,
+    EngineError,
+    FinishReason,
+    Piece,
+    PieceMeta,
+    WeightVersionSpan,
+)
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
 from streamrl.generate.requests import STALLS, GroupPolicy, Place
@@ -254,6 +263,52 @@ def test_a_request_that_was_ended_by_its_id_is_not_asked_for_again():
     whole = ask(Some(one=script), end="request")
     assert (whole.output_ids, whole.meta_info.finish_reason.type) == ([7], "abort")
     assert (script.ended, len(script.asked)) == (["request"], 1)
+
+
+class Pieces(Script):
+    """A policy that gives pieces of several answers and then says nothing, whoever ends it."""
+
+    def __init__(self, *pieces: Piece) -> None:
+        super().__init__()
+        self.pieces = pieces
+        self.left = asyncio.Event()  # nobody listens any more
+
+    async def generate(self, *request: Any, **options: Any) -> list[Answer]:
+        for piece in self.pieces:
+            options["pieces"](piece)
+        try:
+            await asyncio.sleep(600)
+        finally:
+            self.left.set()
+        return []
+
+
+def piece(index: int, ids: list[int], finish: str | None = None) -> Piece:
+    """The first one of an answer by version 0.0, and its last one with `finish`."""
+    spans = (WeightVersionSpan("0.0", 0, len(ids)),) if finish else ()
+    logprobs: list[tuple[float, int, str | None]] = [(-1.0, token, None) for token in ids]
+    reason = FinishReason(finish) if finish else None
+    meta = PieceMeta(f"a{index}", reason, spans, logprobs, completion_tokens=len(ids), weight_version="0.0")
+    return Piece(output_ids=ids, meta_info=meta, index=index)
+
+
+def test_of_a_request_for_several_answers_those_that_came_to_their_end_are_whole_when_it_is_ended():
+    script = Pieces(piece(0, [7, 8]), piece(2, [5, 9], "stop"))
+
+    async def run() -> list[Answer]:
+        policy = GroupPolicy(Some(one=script), "group", PolicyVersion(0), 2)
+        asking = asyncio.create_task(policy.generate([1, 2], {"max_new_tokens": 6}, 3, "request"))
+        await asyncio.sleep(0.05)
+        await policy.abort("request")
+        async with asyncio.timeout(20):
+            return await asking
+
+    answers = asyncio.run(run())
+    told = [(each.output_ids, each.meta_info.finish_reason.type, each.meta_info.weight_versions) for each in answers]
+    both = (WeightVersionSpan("0.0", 0, 2),)
+    assert told == [([7, 8], "abort", both), ([], "abort", ()), ([5, 9], "stop", both)]
+    assert script.left.is_set()  # so that a server ends what is left of it
+    assert script.ended == []
 
 
 def test_a_request_that_waits_for_a_server_can_be_ended():

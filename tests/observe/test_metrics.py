@@ -232,3 +232,41 @@ def wandb_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
             record.ParseFromString(pending)
             pending = b""
             yield record
+
+
+LIMITED = """
+import logging
+import resource
+import sys
+import threading
+from pathlib import Path
+
+from streamrl.observe import metrics
+
+logging.basicConfig(level=logging.ERROR)
+metrics.ROOM_POLL = 0.01
+folder = Path(sys.argv[1])
+writer = metrics.MetricsWriter(folder, patience=float(sys.argv[2]))
+writer.write({"step": 1})
+size = writer.path.stat().st_size
+
+
+def limit(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+limit(size + 5)  # room for a part of the next row
+threading.Timer(0.3, limit, [resource.RLIM_INFINITY]).start()
+writer.write({"step": 2})
+"""
+
+
+@pytest.mark.parametrize(("patience", "steps"), [("60", [1, 2]), ("0", [1])])
+def test_on_a_full_disk_a_row_waits_for_room_and_none_is_torn(patience: str, steps: list[int], tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path), patience], timeout=60, capture_output=True, text=True
+    )
+    assert (done.returncode == 0) == (patience == "60"), done.stderr
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == steps
+    assert done.stderr.count("training waits for room") == (patience == "60")
+    assert ("OSError" in done.stderr) == (patience == "0")
