@@ -10,10 +10,11 @@ answers of at most 12 tokens. Both have the same reward, loss, optimizer and lea
 bfloat16 over float32 weights, and have the whole machine with whatever threads they take by default. TRL has an
 environment of its own, made from requirements/peers.txt where `--python` names no other.
 
-Tokens/s are those trained between the end of the warm-up and the last step for which generation still worked. Seconds
-to the reward are counted from the start of the command, everything included, to the first step at which the mean
-reward of five steps is TARGET. Waiting is the share of the time in which nothing is trained, for want of answers: the
-learner's idle time, and TRL's generation. A ratio is formed between the two runs of a repeat, which share a seed.
+A side has reached the reward at the first step at which the mean reward of five steps is TARGET. TRL's run ends there,
+and nothing behind it counts for either side. Tokens/s are those trained between the end of the warm-up and there,
+seconds to the reward are counted from the start of the command, everything included. Waiting is the share of the time
+in which nothing is trained, for want of answers: the learner's idle time, and TRL's generation. A ratio is formed
+between the two runs of a repeat, which share a seed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.end_to_end import spread
-from benchmarks.peers_trl import Job
+from benchmarks.peers_trl import Job, steps_to_reward
 from launch import smollm2
 from streamrl.config import Config
 from streamrl.config import file as config_file
@@ -49,7 +50,8 @@ ENVIRONMENT = ROOT / ".venv-peers"
 TARGET = 0.4  # mean reward; the untrained model has 0.15
 OVER = 5  # steps that it is the mean of
 WARM_UP = 2  # first steps that no tokens/s counts
-STEPS, QUICK_STEPS = 32, 4
+LEAST = 10  # steps that a run has at least, so that tokens/s are of several
+STEPS, QUICK_STEPS = 32, 4  # that it has at most
 TIMEOUT = 1800.0  # seconds of one run
 
 WIDTH = 130  # columns of the table where there is no terminal
@@ -71,32 +73,25 @@ class Run:
 
     tokens_per_s: float
     to_reward: float | None  # seconds from the start of the command; None: not reached
+    steps_to_reward: int | None
     first_step: float  # seconds from the start of the command to the end of the first step
     waiting: float  # share of the time
     length: float  # tokens of an answer
-    reward: float  # mean of the last five steps
 
     @classmethod
     def of(cls, began: float, steps: Sequence[Step], samples: int, counted: int) -> Run:
         """`began`: time of the start; `samples` of a step; `counted`: steps up to where generation still worked."""
-        window = steps[WARM_UP:counted]
+        reached = steps_to_reward([step.reward for step in steps], TARGET, OVER)
+        window = steps[WARM_UP : max(reached, LEAST) if reached else counted]
         seconds = window[-1].time - steps[WARM_UP - 1].time
         return cls(
             tokens_per_s=sum(step.tokens for step in window) / seconds,
-            to_reward=seconds_to_reward(began, steps),
+            to_reward=steps[reached - 1].time - began if reached else None,
+            steps_to_reward=reached,
             first_step=steps[0].time - began,
             waiting=sum(step.waited for step in window) / seconds,
-            length=statistics.mean(step.tokens for step in steps) / samples,
-            reward=statistics.mean(step.reward for step in steps[-OVER:]),
+            length=statistics.mean(step.tokens for step in window) / samples,
         )
-
-
-def seconds_to_reward(began: float, steps: Sequence[Step]) -> float | None:
-    """Seconds until the mean reward of OVER steps is TARGET; None where it never is."""
-    for last in range(OVER, len(steps) + 1):
-        if statistics.mean(step.reward for step in steps[last - OVER : last]) >= TARGET:
-            return steps[last - 1].time - began
-    return None
 
 
 def configuration(folder: Path, model: Path, name: str, seed: int, steps: int) -> Config:
@@ -150,6 +145,9 @@ def job(config: Config, folder: Path) -> Job:
         clip_grad=optimizer.clip_grad,
         eps_low=config.algo.eps_low,
         eps_high=config.algo.eps_high,
+        target=TARGET,
+        over=OVER,
+        least=LEAST,
     )
 
 
@@ -241,7 +239,7 @@ def ratios(repeats: Sequence[Mapping[str, Run]]) -> dict[str, list[float]]:
 def show(console: Console, repeats: Sequence[Mapping[str, Run]]) -> None:
     drawn = Table(title=f"{len(repeats)} repeats: median (smallest .. largest)")
     drawn.add_column("")
-    for column in ("tokens/s", "first step after s", f"s to reward {TARGET:g}", "waiting", "length", "last reward"):
+    for column in ("tokens/s", "first step after s", f"s to reward {TARGET:g}", "steps", "waiting", "length"):
         drawn.add_column(column, justify="right")
     for name in repeats[0]:
         runs = [each[name] for each in repeats]
@@ -252,9 +250,9 @@ def show(console: Console, repeats: Sequence[Mapping[str, Run]]) -> None:
             spread([run.tokens_per_s for run in runs], ".1f"),
             spread([run.first_step for run in runs], ".0f"),
             spread(reached, ".0f") + missing,
+            spread([run.steps_to_reward for run in runs if run.steps_to_reward is not None], ".0f"),
             spread([run.waiting for run in runs]),
             spread([run.length for run in runs], ".1f"),
-            spread([run.reward for run in runs]),
         )
     console.print(drawn)
     print("; ".join(f"{name}: {spread(values)}" for name, values in ratios(repeats).items()))

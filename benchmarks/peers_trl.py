@@ -12,8 +12,10 @@ The prompts are asked in the order of the file. The reward is 1 where the last n
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,15 @@ class Job:
     clip_grad: float
     eps_low: float
     eps_high: float
+    target: float  # mean reward of `over` steps at which the run ends, after `least` steps at the earliest
+    over: int
+    least: int
+
+
+def steps_to_reward(rewards: Sequence[float], target: float, over: int) -> int | None:
+    """Steps until the mean reward of the last `over` of them is `target`; None where it never is."""
+    ends = range(over, len(rewards) + 1)
+    return next((end for end in ends if statistics.fmean(rewards[end - over : end]) >= target), None)
 
 
 def right(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float | None]:
@@ -58,6 +69,7 @@ def train(job: Job) -> None:
 
     rows = [json.loads(line) for line in Path(job.prompts).read_text().splitlines()]
     batch = job.group_size * job.groups_per_step
+    rewards: list[float] = []
 
     class Timed(GRPOTrainer):
         """Keeps what a step was made of."""
@@ -88,6 +100,9 @@ def train(job: Job) -> None:
             }
             with Path(job.output).open("a") as file:
                 file.write(json.dumps(row) + "\n")
+            rewards.append(logs["reward"])
+            done = state.global_step >= job.least and steps_to_reward(rewards, job.target, job.over) is not None
+            control.should_training_stop |= done
 
     arguments = GRPOConfig(
         output_dir=job.folder,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers, peers_trl
-from benchmarks.peers import OVER, TARGET, WARM_UP, Run, Step, configuration, ratios, seconds_to_reward
+from benchmarks.peers import LEAST, OVER, TARGET, WARM_UP, Run, Step, configuration, ratios
+from benchmarks.peers_trl import steps_to_reward
 from launch import tiny_model
 from streamrl.tasks.registry import build_task
 
@@ -21,7 +22,7 @@ def _steps(count: int, *, seconds: float = 2.0, gain: float = 0.1) -> list[Step]
 
 
 def test_tokens_per_second_leave_out_the_warm_up_and_the_steps_without_generation():
-    slow, fast = _steps(8), _steps(3, seconds=0.01)
+    slow, fast = _steps(8, gain=0.0), _steps(3, seconds=0.01, gain=0.0)
     steps = [*slow, *(Step(slow[-1].time + each.time - 10, each.tokens, each.reward, 0.0) for each in fast)]
     run = Run.of(began=3.0, steps=steps, samples=10, counted=8)
     assert run.tokens_per_s == pytest.approx(50)
@@ -31,20 +32,24 @@ def test_tokens_per_second_leave_out_the_warm_up_and_the_steps_without_generatio
     assert len(slow[WARM_UP:]) > 0
 
 
-def test_the_reward_is_reached_when_the_mean_of_some_steps_is():
+def test_the_reward_is_reached_when_the_mean_of_some_steps_is_and_nothing_counts_behind_it():
     steps = _steps(12, gain=0.1)  # the mean of 0.2 .. 0.6, the steps 2 to 6, is 0.4
-    assert pytest.approx(0.4) == TARGET
-    assert OVER == 5
-    assert seconds_to_reward(3.0, steps) == pytest.approx(10 + 2 * 7 - 3)
-    assert seconds_to_reward(3.0, steps[:6]) is None
-    assert seconds_to_reward(3.0, steps[:3]) is None
+    rewards = [step.reward for step in steps]
+    assert (pytest.approx(0.4), OVER) == (TARGET, 5)
+    assert steps_to_reward(rewards, TARGET, OVER) == 7
+    assert steps_to_reward(rewards[:6], TARGET, OVER) is None
+    assert steps_to_reward(rewards[:3], TARGET, OVER) is None
+    fast = [Step(steps[-1].time + 0.01 * (each + 1), 100, 1.0, 0.0) for each in range(20)]
+    run = Run.of(began=3.0, steps=[*steps[:LEAST], *fast], samples=10, counted=30)
+    assert (run.steps_to_reward, run.to_reward) == (7, pytest.approx(10 + 2 * 7 - 3))
+    assert run.tokens_per_s == pytest.approx(50)
 
 
 def test_a_ratio_of_seconds_needs_both_sides_at_the_reward():
-    reached = Run(60.0, 50.0, 9.0, 0.1, 5.0, 0.5)
-    not_yet = Run(30.0, None, 9.0, 0.1, 5.0, 0.3)
+    reached = Run(60.0, 50.0, 7, 9.0, 0.1, 5.0)
+    not_yet = Run(30.0, None, None, 9.0, 0.1, 5.0)
     assert ratios([{"streamrl": reached, "trl": not_yet}]) == {"tokens/s of TRL": [2.0]}
-    both = ratios([{"streamrl": reached, "trl": Run(30.0, 100.0, 9.0, 0.1, 5.0, 0.5)}])
+    both = ratios([{"streamrl": reached, "trl": Run(30.0, 100.0, 9, 9.0, 0.1, 5.0)}])
     assert both == {"tokens/s of TRL": [2.0], "times sooner at the reward": [2.0]}
 
 
