@@ -104,8 +104,7 @@ def _learner(figures: Figures) -> Iterator[Ratio]:
 
 
 def _generation(figures: Figures) -> Iterator[Ratio]:
-    yield from _stated(figures)
-    for row in () if "ratios" in figures else figures["rows"]:
+    for row in figures["rows"]:
         yield Ratio.spread(f"worker of bare client, {row['in_flight']} in flight", row["ratio"], row["ratio_spread"])
 
 
