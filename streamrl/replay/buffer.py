@@ -269,9 +269,12 @@ class Buffer:
         """A worker comes back with these (group id, attempt): those that are its own or nobody's it keeps."""
         self._leases.adopt(holder, tickets, now)
 
-    def release(self, holder: str) -> list[Ticket]:
-        """The worker is gone for good: its open tickets are to be issued again."""
-        return self._give_back(self._leases.of(holder))
+    def release(self, holder: str, *, excused: bool = False) -> list[Ticket]:
+        """The worker is gone for good: its open tickets are to be issued again.
+
+        `excused`: it left because it was told to, and they do not count towards `replay.max_attempts`.
+        """
+        return self._give_back(self._leases.of(holder), excused=excused)
 
     def expire(self, now: float) -> list[Ticket]:
         """The tickets whose lease is over are to be issued again."""
@@ -394,11 +397,11 @@ class Buffer:
         )
         self._leases.wait(slot)
 
-    def _give_back(self, leases: Iterable[Lease]) -> list[Ticket]:
+    def _give_back(self, leases: Iterable[Lease], *, excused: bool = False) -> list[Ticket]:
         """These tickets are out no longer, and their groups not complete."""
         tickets = [lease.ticket for lease in leases]
         for ticket in tickets:
-            self._leases.give_back(self._state.slots[ticket.group_id])
+            self._leases.give_back(self._state.slots[ticket.group_id], excused=excused)
         return tickets
 
     def _open(self, holder: str, group_id: int, attempt: int) -> Lease:

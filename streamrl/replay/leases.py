@@ -12,6 +12,7 @@ This is the memory of the process alone: nothing of it is recorded. Pure: the ti
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -42,6 +43,7 @@ class Leases:
         self._leases: dict[int, Lease] = {}
         self._held: dict[str, int] = {}
         self._spent: dict[int, float] = {}  # seconds under former holders
+        self._excused: Counter[int] = Counter()  # tickets that do not count against the prompt
         self._earliest = NEVER  # no lease ends before
         self._waiting: list[int] = []  # a heap
         self.exhausted: dict[int, None] = {}  # groups that get no further ticket
@@ -117,8 +119,11 @@ class Leases:
             self._held[lease.holder] = held
         return lease
 
-    def give_back(self, slot: Slot) -> None:
-        """The ticket came to nothing. The time up to its last sign of life counts."""
+    def give_back(self, slot: Slot, *, excused: bool = False) -> None:
+        """The ticket came to nothing, `excused`: through no fault of its prompt. The time up to its last sign of life
+        counts in any case.
+        """
+        self._excused[slot.group_id] += excused
         lease = self.end(slot.group_id)
         if lease is not None and lease.holder is not None:
             out = lease.deadline - self._seconds - lease.since
@@ -127,7 +132,8 @@ class Leases:
 
     def wait(self, slot: Slot) -> None:
         """The group is to be issued again, unless it was often enough or long enough."""
-        if slot.issues >= self._max_attempts or self._spent.get(slot.group_id, 0.0) >= self._limit:
+        counted = slot.issues - self._excused[slot.group_id]
+        if counted >= self._max_attempts or self._spent.get(slot.group_id, 0.0) >= self._limit:
             self.exhausted[slot.group_id] = None
         else:
             heapq.heappush(self._waiting, slot.group_id)
@@ -136,6 +142,7 @@ class Leases:
         """The group has an answer; what may be issued for it next has its whole time."""
         self.end(group_id)
         self._spent.pop(group_id, None)
+        self._excused.pop(group_id, None)
         self.exhausted.pop(group_id, None)
 
     def recover(self, slots: Iterable[Slot], seed: int) -> None:
@@ -151,6 +158,7 @@ class Leases:
             if slot is None or slot.phase is not Phase.ISSUED or slot.attempt != lease.ticket.attempt:
                 self.end(group_id)
         self._spent = {group_id: seconds for group_id, seconds in self._spent.items() if group_id in slots}
+        self._excused = Counter({group_id: count for group_id, count in self._excused.items() if group_id in slots})
         self._waiting, self.exhausted = [], {}
         for group_id, slot in slots.items():
             if slot.phase is Phase.WAITING or (slot.phase is Phase.ISSUED and group_id not in self._leases):

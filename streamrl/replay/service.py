@@ -258,7 +258,8 @@ class Service:
                 self._to_publisher(message)
             case Bye():
                 self._workers.leave(worker)
-                released = self._buffer.release(worker.name) if self._exit is None else []
+                told = worker.capacity == 0  # it was told to end, and has drained
+                released = self._buffer.release(worker.name, excused=told) if self._exit is None else []
                 self._events.emit("worker.gone", worker=worker.name, tickets=len(released))
             case _:
                 raise MalformedMessage(f"{type(message).__name__} from a generator")

@@ -208,9 +208,9 @@ class Schedule(RuleBasedStateMachine):
         with pytest.raises(GroupRefused):
             self.buffer.complete(data.draw(st.sampled_from(WORKERS)), answer(ticket, ticket.issued_version), (), 10)
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def worker_dies(self, worker: str) -> None:
-        self.die(self.buffer.release(worker))
+    @rule(worker=st.sampled_from(WORKERS), excused=st.booleans())
+    def worker_dies(self, worker: str, excused: bool) -> None:
+        self.die(self.buffer.release(worker, excused=excused))
         for key in [key for key, (holder, _) in self.open.items() if holder == worker]:
             self.doubtful.discard(key)
             self.dead.append(self.open.pop(key)[1])
@@ -412,8 +412,8 @@ class Schedule(RuleBasedStateMachine):
             for worker in WORKERS:
                 self.server_applies(worker)
             self.time_passes(31.0)
-            self.worker_dies("b")
-            self.worker_dies("c")
+            self.worker_dies("b", excused=False)
+            self.worker_dies("c", excused=False)
             self.issue_all("a")
             for key in sorted(self.keys("a")):
                 self.answer(key, answer(self.open[key][1], self.servers["a"]))

@@ -256,6 +256,20 @@ def test_a_group_that_is_lost_too_often_ends_as_placeholders() -> None:
     assert 0 in train(buffer, 0)
 
 
+def test_a_ticket_that_a_worker_hands_back_on_its_way_out_does_not_count_against_its_prompt() -> None:
+    buffer = buffer_of(max_attempts=2)
+    for attempt in range(5):
+        ticket = buffer.issue("a", NEW, 0.0)
+        assert ticket is not None
+        assert (ticket.group_id, ticket.attempt) == (0, attempt)
+        buffer.release("a", excused=True)
+    for _ in range(2):
+        assert buffer.exhausted() == []
+        buffer.issue("a", NEW, 0.0)
+        buffer.release("a")
+    assert [ticket.group_id for ticket in buffer.exhausted()] == [0]
+
+
 def test_an_endless_answer_ends_as_placeholders_although_its_worker_lives() -> None:
     buffer = buffer_of(lease=10.0, group_timeout=50.0)
     ticket = buffer.issue("a", NEW, 0.0)

@@ -83,6 +83,23 @@ def test_a_worker_that_says_bye_or_comes_back_as_a_new_process_loses_its_tickets
     assert [t.attempt for t in hear_tickets(third, 4)] == [2] * 4
 
 
+def test_what_a_drained_worker_hands_back_is_issued_again_however_often_and_what_a_failed_one_left_is_not(
+    start: Callable[..., Running],
+) -> None:
+    running = start(replay={"max_attempts": 1})
+    running.learner()
+    for attempt in range(3):
+        worker = running.worker(f"w{attempt}")
+        assert [ticket.attempt for ticket in hear_tickets(worker, 4)] == [attempt] * 4
+        if attempt < 2:
+            worker.send(Credit(capacity=0))
+        worker.send(Bye())
+    deadline = time.monotonic() + WAIT
+    while len(running.told("group.placeholders")) < 4 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [event["attempt"] for event in running.told("group.placeholders")] == [2] * 4
+
+
 def test_a_worker_that_reconnects_keeps_the_tickets_that_it_names(
     start: Callable[..., Running], make_group: MakeGroup
 ) -> None:
