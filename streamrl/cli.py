@@ -336,7 +336,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     plan = _command(commands, "plan", _plan, "say what a launch will use, and refuse what cannot fit; start nothing")
     plan.add_argument("config", type=Path, help="YAML file")
     plan.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
-    plan.add_argument("--shape", type=Path, metavar="FILE", help="the model's config.json (default: in model.path)")
+    plan.add_argument("--shape", type=Path, metavar="FILE", help="the model's config.json (else that of the model)")
     plan.add_argument(
         "--figures", type=Path, metavar="FILE", help="of a server and the learner, as for simulate --fleet"
     )

@@ -40,6 +40,7 @@ class ModelConfig(Section):
     """The model that is trained and generates."""
 
     path: Path = Field(Path("models/tiny"), description="Hugging Face folder (config.json, safetensors, tokenizer)")
+    shape: Path | None = Field(None, description="its config.json under any name, for `streamrl plan` without `path`")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights in learner and server")
     trust_remote_code: Literal[False] = Field(False, description="code from a model folder is never run")
 

@@ -33,6 +33,8 @@ def test_every_recipe_has_its_shape():
         f"{file.parent.name}/{file.stem}" for folder in folders for file in folder.glob("*.yaml")
     } == SHAPE_OF.keys()
     assert {file.stem for file in SHAPES.glob("*.json")} == set(SHAPE_OF.values())
+    named = {name: recipe(name)[0].model.shape for name in SHAPE_OF}
+    assert named == {name: SHAPES / f"{shape}.json" for name, shape in SHAPE_OF.items()}
 
 
 @pytest.mark.parametrize("name", SHAPE_OF)
@@ -199,7 +201,7 @@ def test_a_full_cache_and_a_cap_on_requests_are_told_apart():
 
 def test_the_command_prints_the_plan_writes_it_and_starts_nothing(tmp_path, monkeypatch, capsys):
     words = ["plan", str(RECIPES / f"{QWEN}.yaml"), f"run.folder={tmp_path / 'runs'}"]
-    words += ["--shape", str(SHAPES / "qwen2.5-32b.json"), "--json", str(tmp_path / "plan.json"), "--hosts", "8"]
+    words += ["--json", str(tmp_path / "plan.json"), "--hosts", "8"]  # its model is not there, its shape is
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
     assert "learner ranks 24-31" in printed
@@ -211,8 +213,10 @@ def test_the_command_prints_the_plan_writes_it_and_starts_nothing(tmp_path, monk
 
 def test_the_command_refuses_with_exit_code_2(tmp_path, capsys):
     source = str(RECIPES / f"{QWEN}.yaml")
-    assert cli.main(["plan", source]) == 2
+    assert cli.main(["plan", source, "model.shape=null"]) == 2
     assert "by --shape FILE" in capsys.readouterr().err
+    assert cli.main(["plan", source, "model.shape=none.json"]) == 2
+    assert "model.shape: none.json is no file" in capsys.readouterr().err
     assert cli.main(["plan", source, "--shape", str(SHAPES / "qwen2.5-32b.json"), "--hosts", "2"]) == 2
     broken = tmp_path / "broken.json"
     broken.write_text('{"architectures": ["GPT2LMHeadModel"]}')

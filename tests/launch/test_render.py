@@ -207,6 +207,28 @@ def test_a_dry_run_says_what_would_start_and_writes_nothing(describe, tmp_path, 
     assert not (tmp_path / "out").exists()
 
 
+RECIPES = sorted(path for part in ("megatron_rl", "verl") for path in Path("configs/recipes", part).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_dry_run_of_every_recipe_in_every_form(recipe, tmp_path, capsys):
+    config = config_file.load(recipe)
+    gpus = sum(pool.workers * pool.servers * pool.tensor_parallel for pool in config.generate.each_pool)
+    nodes = -(-config.learner.ranks // 8), -(-gpus // 8)
+    description = tmp_path / "run.yaml"
+    hosts = [f"gpu-{node}" for node in range(sum(nodes))]
+    description.write_text(
+        f"config: {recipe.resolve()}\nfolder: /shared/runs\nhosts: {hosts}\nkubernetes: {{image: 'streamrl:gpu'}}\n"
+        f"learner: {{nodes: {nodes[0]}, gpus: 8}}\ngenerators: {{nodes: {nodes[1]}, gpus: 8}}\n"
+        f"grace: {config.run.stop_timeout:g}\noverride: [model.path=/shared/{config.model.path}]\n"
+    )
+    last = f"generator-{config.workers - 1} on GPUs"
+    for form, workers in (("hosts", last), ("slurm", last), ("kubernetes", f"generator: {config.workers} pod")):
+        assert render.main([form, str(description), "-o", str(tmp_path / "out"), "--dry-run"]) == 0
+        assert workers in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
 @pytest.mark.parametrize("name", ["quickstart", "qwen2.5-32b-dapo"])
 @pytest.mark.parametrize("form", ["hosts", "slurm", "kubernetes"])
 def test_the_descriptions_that_come_along_are_rendered_in_every_form(tmp_path, form, name):

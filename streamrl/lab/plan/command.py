@@ -41,22 +41,27 @@ def main(
     return 0
 
 
-def model_shape(config: Config, file: Path | None) -> ModelShape:
-    """Of `file`, a model's config.json under any name, or of the folder model.path. Raises ConfigError."""
+def model_shape(config: Config, given: Path | None) -> ModelShape:
+    """Of `given`, a model's config.json under any name, of the folder model.path, or of model.shape.
+
+    Raises ConfigError.
+    """
+    folder = config.model.path
+    if given is None and (folder / "config.json").is_file():
+        return read_shape(folder)
+    file, key = (given, "--shape") if given is not None else (config.model.shape, "model.shape")
     if file is None:
-        if not (config.model.path / "config.json").is_file():
-            raise ConfigError(
-                f"model.path: {config.model.path} has no config.json; a Hugging Face folder is needed, or its "
-                "config.json alone by --shape FILE"
-            )
-        return read_shape(config.model.path)
+        raise ConfigError(
+            f"model.path: {folder} has no config.json; a Hugging Face folder is needed, or its config.json alone by "
+            "--shape FILE or model.shape"
+        )
     if not file.is_file():
-        raise ConfigError(f"--shape: {file} is no file; allowed: a model's config.json")
-    with tempfile.TemporaryDirectory(prefix="streamrl-shape-") as folder:
-        copy = Path(folder, "config.json")  # the one name under which the reader looks
+        raise ConfigError(f"{key}: {file} is no file; allowed: a model's config.json")
+    with tempfile.TemporaryDirectory(prefix="streamrl-shape-") as scratch:
+        copy = Path(scratch, "config.json")  # the one name under which the reader looks
         shutil.copyfile(file, copy)
         try:
-            return read_shape(copy.parent, "--shape")
+            return read_shape(copy.parent, key)
         except UnsupportedModelError as error:
             raise ConfigError(str(error).replace(str(copy), str(file))) from None
 
