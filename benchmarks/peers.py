@@ -10,8 +10,8 @@ answers of at most 12 tokens. Both have the same reward, loss, optimizer and lea
 bfloat16 over float32 weights, and have the whole machine with whatever threads they take by default. TRL has an
 environment of its own, made from requirements/peers.txt where `--python` names no other.
 
-A side has reached the reward at the first step at which the mean reward of five steps is TARGET. TRL's run ends there,
-and nothing behind it counts for either side. Tokens/s are those trained between the end of the warm-up and there,
+A side has reached the reward at the first step at which the mean reward of five steps is TARGET. A run is ended there,
+and nothing behind it counts. Tokens/s are those trained between the end of the warm-up and there,
 seconds to the reward are counted from the start of the command, everything included. Waiting is the share of the time
 in which nothing is trained, for want of answers: the learner's idle time, and TRL's generation. A ratio is formed
 between the two runs of a repeat, which share a seed.
@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.end_to_end import spread
-from benchmarks.peers_trl import Job, steps_to_reward
+from benchmarks.peers_trl import Job, is_over, steps_to_reward
 from launch import smollm2
 from streamrl.config import Config
 from streamrl.config import file as config_file
@@ -53,6 +54,8 @@ WARM_UP = 2  # first steps that no tokens/s counts
 LEAST = 10  # steps that a run has at least, so that tokens/s are of several
 STEPS, QUICK_STEPS = 32, 4  # that it has at most
 TIMEOUT = 1800.0  # seconds of one run
+LOOK = 2.0  # seconds between two looks at a run of streamrl
+INTERRUPTED = 130  # exit code of `streamrl train` behind a SIGTERM
 
 WIDTH = 130  # columns of the table where there is no terminal
 
@@ -113,10 +116,14 @@ def configuration(folder: Path, model: Path, name: str, seed: int, steps: int) -
 
 
 def run_streamrl(config: Config) -> list[Step]:
-    """A run by the command that a user types."""
+    """A run by the command that a user types, ended by the signal that a user ends it with."""
     file = config.run.folder / f"{config.run.name}.yaml"
     config_file.save(config, file)
-    _run([sys.executable, "-m", "streamrl.cli", "train", str(file)], file.with_suffix(".log"))
+
+    def enough() -> bool:
+        return is_over([row["reward/mean"] for row in read_metrics(config.run_folder)], TARGET, OVER, LEAST)
+
+    _run([sys.executable, "-m", "streamrl.cli", "train", str(file)], file.with_suffix(".log"), enough)
     return [
         Step(row["time"], row["tokens/trained"], row["reward/mean"], row["time/wait"])
         for row in read_metrics(config.run_folder)
@@ -167,18 +174,27 @@ def run_trl(config: Config, python: Path) -> list[Step]:
     return [Step(row["time"], row["tokens"], row["reward"], row["generation"]) for row in rows]
 
 
-def _run(command: Sequence[str], log: Path) -> None:
-    """Run it to its end. Raises SystemExit, with the last lines of its output, where it fails."""
+def _run(command: Sequence[str], log: Path, enough: Callable[[], bool] = lambda: False) -> None:
+    """Run it to its end, or to where it is `enough`. Raises SystemExit, with its last lines, where it fails."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    deadline = time.monotonic() + TIMEOUT
+    ended = False
     with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                timeout=TIMEOUT,
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            code = 124
-    if code:
+            while process.poll() is None and time.monotonic() < deadline:
+                if not ended and enough():
+                    process.terminate()
+                    ended = True
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(LOOK)
+        finally:
+            if process.poll() is None:
+                process.kill()
+            code = process.wait()
+    if code != 0 and not (ended and code == INTERRUPTED):
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
         raise SystemExit(f"{tail}\n`{' '.join(command)}` ended with {code}")
 

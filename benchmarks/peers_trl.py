@@ -56,6 +56,11 @@ def steps_to_reward(rewards: Sequence[float], target: float, over: int) -> int |
     return next((end for end in ends if statistics.fmean(rewards[end - over : end]) >= target), None)
 
 
+def is_over(rewards: Sequence[float], target: float, over: int, least: int) -> bool:
+    """Whether a run of so many steps is long enough, and at the reward."""
+    return len(rewards) >= least and steps_to_reward(rewards, target, over) is not None
+
+
 def right(completions: list[list[dict[str, str]]], answer: list[str], **_: Any) -> list[float | None]:
     """TRL's form of a reward: one number a completion, which is a list of chat messages."""
     said = [last_number(messages[-1]["content"]) for messages in completions]
@@ -101,8 +106,7 @@ def train(job: Job) -> None:
             with Path(job.output).open("a") as file:
                 file.write(json.dumps(row) + "\n")
             rewards.append(logs["reward"])
-            done = state.global_step >= job.least and steps_to_reward(rewards, job.target, job.over) is not None
-            control.should_training_stop |= done
+            control.should_training_stop |= is_over(rewards, job.target, job.over, job.least)
 
     arguments = GRPOConfig(
         output_dir=job.folder,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import peers, peers_trl
-from benchmarks.peers import LEAST, OVER, TARGET, WARM_UP, Run, Step, configuration, ratios
-from benchmarks.peers_trl import steps_to_reward
+from benchmarks.peers import LEAST, OVER, TARGET, WARM_UP, Run, Step, _run, configuration, ratios
+from benchmarks.peers_trl import is_over, steps_to_reward
 from launch import tiny_model
 from streamrl.tasks.registry import build_task
 
@@ -43,6 +43,31 @@ def test_the_reward_is_reached_when_the_mean_of_some_steps_is_and_nothing_counts
     run = Run.of(began=3.0, steps=[*steps[:LEAST], *fast], samples=10, counted=30)
     assert (run.steps_to_reward, run.to_reward) == (7, pytest.approx(10 + 2 * 7 - 3))
     assert run.tokens_per_s == pytest.approx(50)
+
+
+def test_a_run_is_over_at_the_reward_and_never_before_its_least_steps():
+    assert not is_over([1.0] * 6, target=0.4, over=5, least=7)
+    assert is_over([1.0] * 7, target=0.4, over=5, least=7)
+    assert not is_over([0.3] * 20, target=0.4, over=5, least=7)
+
+
+SLEEPER = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(130))
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+def test_a_run_is_ended_by_a_signal_where_it_is_enough(tmp_path):
+    started = tmp_path / "started"
+    _run([sys.executable, "-c", SLEEPER, str(started)], tmp_path / "log", started.exists)
+
+
+@pytest.mark.parametrize("code", [1, 130])
+def test_a_run_that_fails_by_itself_ends_the_benchmark(tmp_path, code):
+    with pytest.raises(SystemExit, match=f"(?s)why.*ended with {code}"):
+        _run([sys.executable, "-c", f"import sys; print('why'); sys.exit({code})"], tmp_path / "log")
 
 
 def test_a_ratio_of_seconds_needs_both_sides_at_the_reward():
