@@ -149,11 +149,12 @@ def _simulate(options: argparse.Namespace) -> int:
         return command.main_fleet(options.fleet, overrides, options.json)
     if options.run is None:
         raise ConfigError("simulate takes either RUN [key=value ...] or --fleet FILE; allowed: one of the two")
-    run_folder = _run_folder(options.run)
     from streamrl.lab.simulate import command
 
     if options.validate is not None:
-        return command.main_validate(run_folder, options.override, options.validate, options.steps, options.json)
+        config = options.run if options.run.is_file() else _run_folder(options.run) / "config.yaml"
+        return command.main_validate(config, options.override, options.validate, options.steps, options.json)
+    run_folder = _run_folder(options.run)
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 
@@ -318,7 +319,7 @@ def _add_audit(commands: argparse._SubParsersAction) -> None:
 
 def _add_simulate(commands: argparse._SubParsersAction) -> None:
     simulate = _command(commands, "simulate", _simulate, "say what a run would have been with other settings")
-    simulate.add_argument("run", type=Path, nargs="?", help="run folder")
+    simulate.add_argument("run", type=Path, nargs="?", help="run folder; for --validate a configuration file, too")
     simulate.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the run's")
     simulate.add_argument("--vary", action="append", default=[], metavar="KEY=V,V", help="a row for each of the values")
     simulate.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help="calibrate by it, too")

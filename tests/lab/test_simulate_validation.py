@@ -51,17 +51,27 @@ def test_every_setting_is_a_configuration() -> None:
         config_file.load(None, setting)
 
 
+def test_what_is_neither_a_run_nor_a_configuration_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", str(tmp_path), "--validate"]) == 2
+    assert f"{tmp_path}: no run folder" in capsys.readouterr().err
+    broken = tmp_path / "settings.yaml"
+    broken.write_text("replay: {max_stalenes: 2}\n")
+    assert cli.main(["simulate", str(broken), "--validate"]) == 2
+    assert "replay.max_stalenes" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
 def test_settings_are_run_for_real_and_compared_with_what_was_predicted(tmp_path: Path) -> None:
     tiny_model.make(tmp_path / "tiny")
-    run = tmp_path / "run"
-    run.mkdir()
+    file = tmp_path / "settings.yaml"  # a run folder has one, too: nothing else of it is needed
     model = ["run.steps=6", f"model.path={tmp_path / 'tiny'}", "generate.group_size=4", "generate.groups_in_flight=8"]
     config = config_file.load(None, [*model, "replay.groups_per_step=4", "replay.max_staleness=1"])
-    config_file.save(config, run / "config.yaml")
+    config_file.save(config, file)
     output = tmp_path / "figures.json"
-    words = ["simulate", str(run), "--validate", "1", "--steps", "8", "--json", str(output)]
+    words = ["simulate", str(file), "--validate", "1", "--steps", "8", "--json", str(output)]
     assert cli.main(words) in (0, 1)  # the bars themselves need a machine that does nothing else
     rows = json.loads(output.read_text())
     assert [row["setting"] for row in rows] == ["the calibration run", "replay.max_staleness=0 replay.order=fifo"]

@@ -301,6 +301,16 @@ def test_figures_leave_out_what_was_not_finite_and_rates_the_warm_up():
     assert sum(staleness_shares(rows).values()) == pytest.approx(1)
 
 
+def test_clipped_is_what_lost_its_gradient_on_either_side_and_is_left_out_where_a_loss_clips_nothing():
+    clips = {"loss/clip_low": 0.1, "loss/clip_high": 0.05, "loss/clip_dual": 0.01}
+    rows = [row(step, **clips) for step in range(1, 11)]
+    assert figures(rows)["clipped"] == pytest.approx(0.16)
+    rows[3] |= {"loss/clip_high": None}  # not finite
+    rows[4] |= {"loss/clip_high": 0.14}
+    assert figures(rows)["clipped"] == pytest.approx(0.17)
+    assert "clipped" not in figures([row(step) for step in range(1, 11)])
+
+
 def test_reward_curves_have_the_same_rewards_at_steps_tokens_and_seconds():
     curves = reward_curves([row(1, **{"time/step": 60.0}), row(2), row(3)])
     assert curves["steps"][0] == [1, 2, 3]

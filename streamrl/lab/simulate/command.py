@@ -60,10 +60,10 @@ def main(
 
 
 def main_validate(
-    run_folder: Path, overrides: Sequence[str], count: int, steps: int, output: Path | None = None
+    config_path: Path, overrides: Sequence[str], count: int, steps: int, output: Path | None = None
 ) -> int:
     """Run settings for real and compare. Returns 1 where a bar is missed."""
-    model, compared = validate(run_folder / "config.yaml", overrides, count, steps)
+    model, compared = validate(config_path, overrides, count, steps)
     Console(width=WIDTH).print(_compared_table(compared))
     _print_model(model)
     judged = compared[1:]

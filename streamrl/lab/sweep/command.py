@@ -13,7 +13,7 @@ from streamrl.lab.sweep import plots, results
 from streamrl.lab.sweep.plan import Job, Sweep, read
 from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs
 
-WIDTH = 170  # columns of the table where there is no terminal
+WIDTH = 180  # columns of the table where there is no terminal
 
 Part = Literal["all", "jobs", "results"]
 # What is wanted: runs and results, the command lines of the runs, or the results of what is there.

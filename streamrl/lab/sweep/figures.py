@@ -16,6 +16,8 @@ LAST = 10  # the reward at the end is that of the last tenth of the steps
 
 BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")  # of `tokens/trained/` in the metrics
 
+CLIPS = ("loss/clip_low", "loss/clip_high", "loss/clip_dual")  # no token is counted by two of them
+
 CURVE_WINDOW = 5  # steps of the running mean in a reward curve
 
 
@@ -37,6 +39,16 @@ def last_mean(key: str) -> Callable[[Rows], float | None]:
 def mean(key: str) -> Callable[[Rows], float | None]:
     """The mean over all steps; steps in which the metric was not finite are left out."""
     return lambda rows: _mean([row.get(key) for row in rows])
+
+
+def mean_sum(*keys: str) -> Callable[[Rows], float | None]:
+    """The mean over all steps of the sum of several metrics; steps that lack one are left out."""
+
+    def figure(rows: Rows) -> float | None:
+        complete = ([row.get(key) for key in keys] for row in rows)
+        return _mean([math.fsum(values) for values in complete if None not in values])
+
+    return figure
 
 
 def token_mean(key: str) -> Callable[[Rows], float | None]:
@@ -86,7 +98,12 @@ FIGURES: tuple[Figure, ...] = (
     Figure("oldest", "steps", "age of the oldest trained token", largest("staleness/max")),
     Figure("ESS", "share", "effective sample size of policy over behaviour policy", mean("offpolicy/ess")),
     Figure("KL", "nats/token", "KL of behaviour policy to policy, k3", mean("offpolicy/kl")),
+    Figure(
+        "clipped", "share", "tokens without a gradient, since their ratio has left the clip range", mean_sum(*CLIPS)
+    ),
     Figure("masked", "share", "tokens with weight 0", mean("weights/masked")),
+    Figure("entropy", "nats", "of the policy over the last tenth of the steps", last_mean("loss/entropy")),
+    Figure("length", "tokens", "of an answer", mean("length/mean")),
     Figure("idle learner", "share", "of the time", share_of_time("idle/learner")),
     Figure("idle generator", "share", "of the time", share_of_time("idle/generator")),
     Figure("seconds", "s", "all steps, waiting included", lambda rows: sum(row["time/step"] for row in rows)),

@@ -26,7 +26,10 @@ ONE_PANEL = len(COLOURS)  # points that fit into one panel
 
 PLACES = {"steps": "learner steps", "tokens": "trained tokens", "seconds": "seconds from the first step on"}
 
-SHOWN = ("reward", "reward over the run", "trained", "staleness", "ESS", "KL", "masked", "idle learner")
+SHOWN = (
+    "reward", "reward over the run", "trained", "idle learner", "staleness",
+    "ESS", "KL", "clipped", "masked", "entropy",
+)  # fmt: skip
 
 _AGES = {bucket: bucket[1:].replace("_", " to ") for bucket in BUCKETS}  # "s3_4" -> "3 to 4"
 
@@ -86,7 +89,7 @@ def _draw_curves(axes: Axes, members: Sequence[tuple[str, str, Outcome]], place:
 def point_figure(sweep: Sweep, outcomes: Sequence[Outcome]) -> Figure:
     """Every figure by point, with its interval."""
     columns = list(dict.fromkeys(outcome.point.column for outcome in outcomes))
-    figure = Figure(figsize=(13, 6.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(16, 6.5), dpi=120, layout="constrained")
     grid = figure.subplots(2, len(SHOWN) // 2)
     units = {each.name: each.unit for each in FIGURES}
     series = _series(outcomes)
