@@ -41,6 +41,7 @@ from benchmarks.peers_trl import Job, is_over, steps_to_reward
 from launch import smollm2
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.metrics import read_metrics
 from streamrl.tasks.registry import build_task
 
@@ -244,6 +245,26 @@ def _timed(run: Callable[[], list[Step]], config: Config, steps: int) -> Run:
     return Run.of(began, run(), samples, steps)
 
 
+def prompt_length(config: Config) -> float:
+    """Mean tokens of a prompt of the run, as the model's chat template writes it."""
+    tokenizer, task = Tokenizer(config.model.path), build_task(config.task, config.run.seed, split="train")
+    prompts = config.run.steps * config.replay.groups_per_step
+    return statistics.fmean(len(tokenizer.prompt_ids(task.prompt(index).content)) for index in range(prompts))
+
+
+def reading(prompt: float, repeats: Sequence[Mapping[str, Run]], config: Config) -> str:
+    """What the training of a step reads on either side: a prompt once a group, or once an answer."""
+    groups, size = config.replay.groups_per_step, config.generate.group_size
+    answer = statistics.fmean(run.length for each in repeats for run in each.values())
+    answers = answer * groups * size
+    once_a_group, once_an_answer = prompt * groups + answers, prompt * groups * size + answers
+    return (
+        f"a prompt has {prompt:.1f} tokens, an answer {answer:.1f}: to train a step's {groups} x {size} answers, "
+        f"streamrl's learner reads {once_a_group:.0f} tokens, a prompt once a group, and TRL's {once_an_answer:.0f}, "
+        f"once an answer: {once_an_answer / once_a_group:.2f} times as many"
+    )
+
+
 def ratios(repeats: Sequence[Mapping[str, Run]]) -> dict[str, list[float]]:
     """streamrl over TRL, a value a repeat: higher is better."""
     found = {"tokens/s of TRL": [each["streamrl"].tokens_per_s / each["trl"].tokens_per_s for each in repeats]}
@@ -310,8 +331,11 @@ def main() -> int:
             smollm2.convert(smollm2.find_gguf(), model)
         wanted = options.repeats or (1 if options.quick else 5)
         repeats = measure(folder, model, python, wanted, steps)
+        config = configuration(folder, model, "prompts", 1, steps)
+        read = reading(prompt_length(config), repeats, config)
     console = Console()
     show(console if console.is_terminal else Console(width=WIDTH), repeats)
+    print(read)
     if options.json:
         options.json.write_text(json.dumps(figures(repeats, steps), indent=1) + "\n")
     return 0

@@ -90,6 +90,15 @@ def test_the_other_side_has_the_same_settings_and_the_same_reward(tmp_path):
     assert peers_trl.right(completions=said, answer=[answer] * 3) == [1.0, 0.0, 0.0]
 
 
+def test_what_training_reads_counts_a_prompt_once_a_group_or_once_an_answer(tmp_path):
+    config = configuration(tmp_path, tmp_path / "model", "run", seed=3, steps=7)
+    groups, size = config.replay.groups_per_step, config.generate.group_size
+    run = Run(60.0, 50.0, 7, 9.0, 0.1, 5.0)
+    told = peers.reading(20.0, [{"streamrl": run, "trl": run}], config)
+    assert f"reads {20 * groups + 5 * groups * size} tokens" in told
+    assert f"TRL's {25 * groups * size}," in told
+
+
 def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["peers", "--model", str(tmp_path / "none")])
     assert peers.main() == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.lab.simulate.calibration import Observed, Served, Update, fit_server, learner_line, replayed
 from streamrl.lab.simulate.command import varied
-from streamrl.lab.simulate.figures import figures
+from streamrl.lab.simulate.figures import Figures, figures, mean
 from streamrl.lab.simulate.fit import least, positive_line
 from streamrl.lab.simulate.model import NEIGHBOURS, Answers, Line, RecordedGroup
 from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed
@@ -45,6 +45,24 @@ def test_what_halts_a_server_delays_all_that_runs() -> None:
     assert (first.group_id, second.group_id) == (0, 1)
     assert first.time == pytest.approx(0.1 + 9 * 0.01 + 0.1 + 0.05 + 7.0)
     assert second.time == pytest.approx(0.1 + 0.05 + 0.1 + 99 * 0.01 + 0.05 + 0.05 + 7.0)
+
+
+def test_a_group_of_several_samples_is_prefilled_twice_and_what_comes_meanwhile_waits_for_the_next() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.0, prefill=0.1))
+    server.start(0, [11, 11], 0.0)  # the common prompt until 0.1, the samples until 0.2
+    server.advance(0.05)
+    server.start(1, [11], 0.05)  # in the second one, too
+    server.advance(0.15)
+    server.start(2, [1, 1], 0.15)  # two of its own, which halt the others
+    assert {each.group_id: pytest.approx(each.time) for each in run_to_the_end(server)} == {0: 0.5, 1: 0.5, 2: 0.4}
+
+
+def test_an_update_prefills_what_runs_once_more() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.0, prefill=0.1, again=0.001))
+    server.start(0, [11, 11], 0.0)
+    server.advance(0.25)
+    server.update(1, seconds=0.5)
+    assert run_to_the_end(server)[0].time == pytest.approx(0.2 + 10 * 0.01 + 0.5 + 0.1 + 2 * 0.001)
 
 
 def test_samples_beyond_the_limit_wait_for_a_place() -> None:
@@ -82,7 +100,7 @@ def test_a_server_is_busy_while_it_has_a_group() -> None:
 def test_every_token_that_went_in_comes_out_once_with_a_version_that_never_falls(
     lengths: list[list[int]], gaps: list[float], updates: list[int], places: int
 ) -> None:
-    server = GenerationServer(ServerSpeed(0.01, 0.003, start=0.002, end=0.001, again=0.001, max_running=places))
+    server = GenerationServer(ServerSpeed(0.01, 0.003, 0.004, start=0.002, end=0.001, again=0.001, max_running=places))
     done, now = [], 0.0
     for group_id, group in enumerate(lengths):
         now += gaps[group_id]
@@ -176,6 +194,11 @@ def test_figures_leave_the_warm_up_out_and_weigh_staleness_by_tokens() -> None:
     assert (found.staleness_mean, found.staleness_max) == (pytest.approx(2 / 3), 5)
     with pytest.raises(ValueError, match="too few"):
         figures(rows[:4])
+
+
+def test_the_mean_of_runs_keeps_the_oldest_token_of_all() -> None:
+    first, second = Figures(10, 20, 0.5, 0.1, 1.0, 2, 3), Figures(30, 40, 0.25, 0.3, 2.0, 4, 7)
+    assert mean([first, second]) == Figures(20, 30, 0.375, pytest.approx(0.2), 1.5, 3, 7)
 
 
 def test_varied_keys_give_every_combination() -> None:

@@ -161,14 +161,16 @@ def fit_server(observed: Sequence[Observed], max_running: int, interruption: str
     """The speed with which a server ends these groups when they ended, with the versions that they had.
 
     The search begins three times, with most of the time in the decoding steps, in their samples, and in what halts a
-    server, since it may find no way from one of these to the other; the best of them goes on.
+    server, since it may find no way from one of these to the other; the best of them goes on. What a sample costs as it
+    begins and as it ends is taken for the same: the ends alone do not tell one from the other.
     """
     windows = [_middle(each) for each in observed]
     recomputes = interruption in ("retract", "abort") and any(window.updates for window in windows)
 
     def speed(numbers: Sequence[float]) -> ServerSpeed:
-        step, sample, start, end, latency = numbers[:5]
-        return ServerSpeed(step, sample, start, end, numbers[5] if recomputes else 0.0, latency, max_running)
+        step, sample, prefill, halted, latency = numbers[:5]
+        again = numbers[5] if recomputes else 0.0
+        return ServerSpeed(step, sample, prefill, halted, halted, again, latency, max_running)
 
     def error(numbers: list[float]) -> float:
         return sum(_error(speed(numbers), window) for window in windows)
@@ -190,7 +192,8 @@ def _guess(window: Observed, shares: tuple[float, float, float]) -> list[float]:
     typical = median(group.end - group.begin for group in window.served)
     at_once = max(1.0, samples * typical / seconds)  # Little's law
     decoding, each, halted = (share * seconds for share in shares)
-    return [decoding / tokens * at_once, each / tokens, halted / samples / 2, halted / samples / 2, 2e-3, 1e-5]
+    prefill, work = halted / len(window.served) / 4, halted / samples / 4  # two of each
+    return [decoding / tokens * at_once, each / tokens, prefill, work, 2e-3, 1e-5]
 
 
 def _error(speed: ServerSpeed, window: Observed) -> float:

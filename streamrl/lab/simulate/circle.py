@@ -23,12 +23,15 @@ from typing import Any
 import numpy as np
 
 from streamrl.config import Config
+from streamrl.lab.simulate.figures import Figures, figures, mean
 from streamrl.lab.simulate.model import Model, RecordedGroup
 from streamrl.lab.simulate.server import Done, GenerationServer, Span
 from streamrl.replay.buffer import make_buffer
 from streamrl.replay.workers import Worker, assign
 from streamrl.stream.messages import ServerState
 from streamrl.types import Batch, Group, PolicyVersion, Sample, Ticket, VersionSpan
+
+SIMULATIONS = 8  # whose mean is what is expected of a run
 
 _NOTHING = np.zeros(1, np.int32)
 
@@ -308,6 +311,14 @@ class Circle:
         for group_id in waiting:
             site.server.start(group_id, site.tickets[group_id][1].lengths, self._clock.now)
         self._watch(site)
+
+
+def expected(config: Config, model: Model) -> Figures:
+    """The mean of some simulations: a single one is as much a matter of chance as a run of its length.
+
+    Raises ValueError for a run that is too short for figures.
+    """
+    return mean([figures(Circle(config, model, config.run.seed + each).run()) for each in range(SIMULATIONS)])
 
 
 def staleness(batch: Batch) -> dict[str, float]:

@@ -15,7 +15,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.simulate.calibration import calibrate, recorded_groups
-from streamrl.lab.simulate.circle import Circle
+from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
@@ -106,9 +106,9 @@ def main_fleet(path: Path, overrides: Sequence[str], output: Path | None = None)
 
 
 def simulated(config: Config, model: Model) -> Figures:
-    """The figures of one simulation. Raises ConfigError for a run that is too short for them."""
+    """What is expected of a run. Raises ConfigError for one that is too short for figures."""
     try:
-        return figures(Circle(config, model, seed=config.run.seed).run())
+        return expected(config, model)
     except ValueError as error:
         raise ConfigError(f"run.steps: {config.run.steps}: {error}") from error
 
@@ -207,6 +207,7 @@ def _print_model(model: Model) -> None:
     server, learner, update = model.server, model.learner, model.update
     print(
         f"server: {server.step * 1e3:.3g} ms a decoding step + {server.sample * 1e3:.3g} ms a running sample, "
+        f"{server.prefill * 1e3:.3g} ms a prefill, "
         f"{(server.start + server.end) * 1e3:.3g} ms of other work a sample, "
         f"{server.latency * 1e3:.3g} ms behind a group\n"
         f"learner: {learner.fixed:.3g} s a step + {learner.each * 1e6:.3g} s a million tokens; "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import fmean
 from typing import Any
 
 WARM_UP = 3
@@ -43,3 +44,9 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
         staleness_p95=sum(row["staleness/p95"] for row in counted) / len(counted),
         staleness_max=max(row["staleness/max"] for row in counted),
     )
+
+
+def mean(several: Sequence[Figures]) -> Figures:
+    """Of runs that differ by chance alone; the oldest token is that of all of them."""
+    means = Figures(*(fmean(getattr(each, field.name) for each in several) for field in fields(Figures)))
+    return replace(means, staleness_max=max(each.staleness_max for each in several))

@@ -1,7 +1,10 @@
 """One inference server as a model: samples that share it, work that halts them, and the versions of their tokens.
 
-    start(group) ─▶ [waiting] ─▶ running, all at the same pace ─▶ a sample ends ─▶ the last one ends: Done
-                                   ▲ halted by `debt`: prefills, ends of samples, updates
+    start(group) ─▶ waiting ─▶ a prefill ─▶ running, all at the same pace ─▶ a sample ends ─▶ the last one: Done
+                                              ▲ halted by `debt`: prefills, ends of samples, updates
+
+A prefill takes all that waits when it begins, and what comes meanwhile waits for the next one. A group of several
+samples needs two, as SGLang answers a request for several: one for their common prompt, one for the samples.
 
 All running samples have drawn the same number of tokens since any moment: `drawn`, a count that grows by one in each
 decoding step. The prefill draws a sample's first token: one that begins at a count of 40 and has 12 tokens ends at 51,
@@ -28,9 +31,10 @@ class ServerSpeed:
 
     step: float  # a decoding step, whatever runs
     sample: float  # a decoding step more for each running sample
-    start: float = 0.0  # halts all: a sample's first work, its prefill and its share of the request
+    prefill: float = 0.0  # halts all: a prefill, whatever is in it
+    start: float = 0.0  # halts all: a sample's first work, its part of a prefill and of the request
     end: float = 0.0  # halts all: a sample's last work
-    again: float = 0.0  # halts all: a running sample after an update, whose cache is computed again
+    again: float = 0.0  # halts all: a running sample after an update, in a prefill that computes its cache again; or 0
     latency: float = 0.0  # halts nothing: a group between its last token and the service, with its reward
     max_running: int = 4096  # samples at once; the others wait
 
@@ -80,6 +84,7 @@ class GenerationServer:
         self._drawn = 0.0
         self._debt = 0.0  # seconds of work before the next token is drawn
         self._running: list[_Sample] = []
+        self._new: list[tuple[int, Sequence[int]]] = []  # groups whose common prompt waits, lengths
         self._waiting: deque[tuple[int, int, int]] = deque()  # group, place, length
         self._open: dict[int, _Open] = {}
         self._counts, self._versions = [0.0], [version]  # at which count of drawn tokens which version came
@@ -93,11 +98,13 @@ class GenerationServer:
     @property
     def samples(self) -> int:
         """Samples that run or wait."""
-        return len(self._running) + len(self._waiting)
+        return len(self._running) + len(self._waiting) + sum(len(lengths) for _, lengths in self._new)
 
     @property
     def next_end(self) -> float:
-        """When the next sample ends if nothing else happens; infinite for an idle server."""
+        """When the next sample ends or a prefill begins, if nothing else happens; infinite for an idle server."""
+        if self._has_prefill():
+            return self._now + self._debt
         if not self._running:
             return float("inf")
         left = max(0.0, self._running[0][0] - self._drawn)
@@ -112,13 +119,18 @@ class GenerationServer:
         if not self._open:
             self._since = now
         self._open[group_id] = _Open(len(lengths), [[] for _ in lengths])
-        for place, length in enumerate(lengths):
-            self._waiting.append((group_id, place, length))
-        self._fill()
+        if len(lengths) > 1:
+            self._new.append((group_id, lengths))
+        else:
+            self._waiting.extend((group_id, 0, length) for length in lengths)
+        if not self._debt:
+            self._fill()
 
     def update(self, version: int, seconds: float) -> None:
         """New weights: no token is drawn for `seconds`, and the next one is of `version`."""
-        self._debt += seconds + self._speed.again * len(self._running)
+        self._debt += seconds
+        if self._running and self._speed.again:
+            self._debt += self._speed.prefill + self._speed.again * len(self._running)
         self._counts.append(self._drawn)
         self._versions.append(version)
 
@@ -127,12 +139,14 @@ class GenerationServer:
         done: list[Done] = []
         while (due := self.next_end) <= now:
             self._pass(due)
+            if self._has_prefill():
+                self._debt = 0.0  # what rounding left of it
+                self._fill()
+                continue
             sample = heapq.heappop(self._running)
             self._drawn = max(self._drawn, sample[0])  # the clock rounds, the count must not
             self._debt += self._speed.end
             self._end(sample, done)
-            if self._waiting:
-                self._fill()
         self._pass(now)
         return done
 
@@ -145,12 +159,19 @@ class GenerationServer:
             self._drawn += (elapsed - paid) / self._speed.pace(len(self._running))
         self._now = max(self._now, now)
 
+    def _has_prefill(self) -> bool:
+        return bool(self._new) or (bool(self._waiting) and len(self._running) < self._speed.max_running)
+
     def _fill(self) -> None:
-        """Samples that wait begin while there is room."""
+        """A prefill of all that waits, as far as there is room."""
+        self._debt += self._speed.prefill
         while self._waiting and len(self._running) < self._speed.max_running:
             group_id, place, length = self._waiting.popleft()
             self._debt += self._speed.start
             heapq.heappush(self._running, (self._drawn + max(0, length - 1), group_id, place, self._drawn, length))
+        for group_id, lengths in self._new:
+            self._waiting.extend((group_id, place, length) for place, length in enumerate(lengths))
+        self._new.clear()
 
     def _end(self, sample: _Sample, done: list[Done]) -> None:
         _, group_id, place, begins, length = sample

@@ -25,7 +25,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.server import serving
 from streamrl.lab.simulate.calibration import calibrate
-from streamrl.lab.simulate.circle import Circle
+from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.model import Model
 from streamrl.observe.metrics import read_metrics
@@ -134,7 +134,7 @@ def _measure(
 
 
 def _compare(name: str, config: Config, model: Model, measured: Figures, speed: float | None = None) -> Compared:
-    compared = Compared(name, figures(Circle(config, model).run()), measured, speed)
+    compared = Compared(name, expected(config, model), measured, speed)
     print(
         f"{name}: {compared.expected:.0f} tokens/s expected, {compared.measured.trained:.0f} measured", file=sys.stderr
     )

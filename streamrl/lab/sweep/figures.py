@@ -45,8 +45,8 @@ def mean_sum(*keys: str) -> Callable[[Rows], float | None]:
     """The mean over all steps of the sum of several metrics; steps that lack one are left out."""
 
     def figure(rows: Rows) -> float | None:
-        complete = ([row.get(key) for key in keys] for row in rows)
-        return _mean([math.fsum(values) for values in complete if None not in values])
+        complete = [row for row in rows if all(row.get(key) is not None for key in keys)]
+        return _mean([math.fsum(row[key] for key in keys) for row in complete])
 
     return figure
 
