@@ -19,7 +19,7 @@ from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed
 
 def run_to_the_end(server: GenerationServer) -> list[Done]:
     done: list[Done] = []
-    while math.isfinite(due := server.next_end):
+    while math.isfinite(due := server.next_change):
         done += server.advance(due)
     return done
 

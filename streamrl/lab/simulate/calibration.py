@@ -228,7 +228,7 @@ def replayed(speed: ServerSpeed, window: Observed) -> list[tuple[float, float]]:
             server.start(index, served[index].lengths, time)
         else:
             server.update(updates[index].version, updates[index].seconds)
-    while math.isfinite(due := server.next_end):
+    while math.isfinite(due := server.next_change):
         note(server.advance(due))
     return [outcome[index] for index in range(len(served))]
 

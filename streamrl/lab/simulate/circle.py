@@ -153,9 +153,9 @@ class Circle:
         self._watch(site)
 
     def _watch(self, site: Site) -> None:
-        """Look again when the server's next sample ends."""
+        """Look again when something next happens in the server."""
         site.wakes += 1
-        alarm, due = site.wakes, site.server.next_end
+        alarm, due = site.wakes, site.server.next_change
 
         def wake() -> None:
             if site.wakes == alarm:

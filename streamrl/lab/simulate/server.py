@@ -74,8 +74,8 @@ class GenerationServer:
 
     >>> server = GenerationServer(ServerSpeed(step=0.01, sample=0.0))
     >>> server.start(7, [3, 5], now=0.0)
-    >>> server.next_end, [done.group_id for done in server.advance(1.0)]
-    (0.02, [7])
+    >>> [(done.group_id, done.time) for done in server.advance(1.0)]
+    [(7, 0.04)]
     """
 
     def __init__(self, speed: ServerSpeed, version: int = 0) -> None:
@@ -101,7 +101,7 @@ class GenerationServer:
         return len(self._running) + len(self._waiting) + sum(len(lengths) for _, lengths in self._new)
 
     @property
-    def next_end(self) -> float:
+    def next_change(self) -> float:
         """When the next sample ends or a prefill begins, if nothing else happens; infinite for an idle server."""
         if self._has_prefill():
             return self._now + self._debt
@@ -137,7 +137,7 @@ class GenerationServer:
     def advance(self, now: float) -> list[Done]:
         """What has ended up to `now`, in order."""
         done: list[Done] = []
-        while (due := self.next_end) <= now:
+        while (due := self.next_change) <= now:
             self._pass(due)
             if self._has_prefill():
                 self._debt = 0.0  # what rounding left of it
