@@ -80,7 +80,7 @@ class Circle:
             return
         now = time.monotonic()
         self.durable.commit(now)
-        assert self.durable.load(groups) is not None
+        assert self.durable.load(self.step, groups) is not None
         self.durable.buffer.selection_metrics()
         self.durable.buffer.ledger()
         self.durable.buffer.expire(now)

@@ -32,7 +32,8 @@ RESUMABLE = (
     "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
     "replay.host", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
-    "learner.bad_steps", "checkpoint.", "publish.transport", "publish.folder", "publish.bucket", "publish.timeout",
+    "learner.bad_steps", "learner.bad_groups", "checkpoint.", "publish.transport", "publish.folder", "publish.bucket",
+    "publish.timeout",
     "publish.keep_every", "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape",
 )  # fmt: skip
 

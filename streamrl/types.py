@@ -155,6 +155,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
                 return f".extras[{name!r}] is {list(column.shape)} for {length} output tokens"
         if not math.isfinite(self.reward):
             return f".reward is {self.reward}, a finite number is needed"
+        for name, part in self.reward_parts.items():
+            if not math.isfinite(part):
+                return f".reward_parts[{name!r}] is {part}, a finite number is needed"
         return self._wrong_span(length)
 
     def _wrong_span(self, length: int) -> str | None:
@@ -217,6 +220,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     above: tuple[int, ...] = ()  # settled ones above it, ascending
     pending: dict[int, tuple[str, int]] = {}  # group id: (task, prompt index), issued only
     cursors: dict[str, int] = {}  # task: its next prompt index
+    history: int | None = None  # digest of what every step consumed, in order; None: from before it was kept
+    quarantined: dict[int, int] = {}  # group id: attempt; settled without being trained, of the steps still kept
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,6 +259,11 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sample for sample in self.samples if not sample.is_placeholder)
 
     @property
+    def emptied(self) -> Group:
+        """The same group without its content: as many placeholders, which train nothing."""
+        return msgspec.structs.replace(self, samples=(Sample.placeholder(),) * len(self.samples), arena=None)
+
+    @property
     def pass_rate(self) -> float:
         """Share of right answers among the samples that are no placeholders; 0 without any."""
         answered = self.answered
@@ -281,6 +291,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     groups: tuple[Group, ...]
+    quarantined: frozenset[int] = frozenset()  # ids of those that the learner could not train: they are emptied
 
     @property
     def samples(self) -> tuple[Sample, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path("streamrl")
 LAYERS = [
-    {"types", "routing", "config", "device", "lifeline"},
+    {"types", "trainable", "routing", "config", "device", "lifeline"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
     {"generate", "replay", "learner", "evaluate"},
@@ -15,8 +15,15 @@ LAYERS = [
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-LOWEST = {"types": 0, "device": 0, "lifeline": 0, "routing": 1, "config": 1}  # order inside the lowest layer
-WITHOUT_TORCH = ("types", "routing", "config", "lifeline", "stream", "replay", "tasks", "engine")
+LOWEST = {
+    "types": 0,
+    "device": 0,
+    "lifeline": 0,
+    "trainable": 1,
+    "routing": 1,
+    "config": 1,
+}  # order inside the lowest layer
+WITHOUT_TORCH = ("types", "trainable", "routing", "config", "lifeline", "stream", "replay", "tasks", "engine")
 WITHOUT_TORCH += ("generate", "evaluate")
 
 

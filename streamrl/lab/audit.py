@@ -52,6 +52,7 @@ class Findings:
     first: int = 0  # step of the first batch that the journal still has
     batches: int = 0
     groups: int = 0
+    quarantined: int = 0  # of them: neither lost nor trained
     trained: int = 0  # tokens
     audited: int = 0  # tokens whose log-prob was computed again
     staleness: int = 0  # largest, in learner steps
@@ -160,6 +161,7 @@ class History:
         ages = self._check_ages(batch, findings)
         findings.batches += 1
         findings.groups += len(batch.groups)
+        findings.quarantined += len(batch.quarantined)
         findings.trained += sum(group.trained_tokens for group in batch.groups)
         findings.staleness = max(findings.staleness, ages)
 
@@ -206,10 +208,12 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
     """The metrics say the same about counts and staleness."""
     rows = [row for row in read_metrics(run_folder) if row["step"] > findings.first]
     tokens = sum(int(row["tokens/trained"]) for row in rows)
+    quarantined = sum(int(row.get("quarantined", 0)) for row in rows)
     worst = max((int(row["staleness/max"]) for row in rows), default=0)
     for what, told, found in (
         ("steps", len(rows), findings.batches),
         ("trained tokens", tokens, findings.trained),
+        ("quarantined groups", quarantined, findings.quarantined),
         ("staleness/max", worst, findings.staleness),
     ):
         if told != found:
@@ -284,7 +288,7 @@ def logprobs(model: PreTrainedModel, spans: Sequence[Stamped]) -> list[np.ndarra
 def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits) -> None:
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
     print(f"audit of {run_folder}")
-    print(f"  batches {findings.batches}, groups {findings.groups}")
+    print(f"  batches {findings.batches}, groups {findings.groups}, of them quarantined {findings.quarantined}")
     if findings.first:
         print(f"  (from step {findings.first} on; journal.keep={config.journal.keep} has deleted what was before)")
     print(f"  staleness: largest {findings.staleness}, bound {'none' if findings.bound is None else findings.bound}")

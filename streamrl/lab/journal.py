@@ -88,7 +88,7 @@ def _print(run_folder: Path, surveyed: list[Segment], contents: Contents) -> Non
         )
     count = Counter(contents.state.values())
     print(f"  groups: {', '.join(f'{state} {count[state]}' for state in STATES)}")
-    print(f"  tickets {contents.tickets}, dropped {len(contents.dropped)}")
+    print(f"  tickets {contents.tickets}, dropped {len(contents.dropped)}, quarantined {len(contents.quarantined)}")
     if steps := sorted(contents.steps):
         missing = steps[-1] - steps[0] + 1 - len(steps)
         print(f"  steps {steps[0]} to {steps[-1]}" + (f", {missing} of them not recorded" if missing else ""))

@@ -29,7 +29,7 @@ SCHEMA = pa.schema(
         "sample": pa.int32(),  # index in its group
         "task": pa.string(),
         "prompt_index": pa.int64(),
-        "state": pa.string(),  # completed, consumed, committed, dropped, or replaced by a later attempt
+        "state": pa.string(),  # completed, consumed, committed, quarantined, dropped, or replaced by a later attempt
         "reason": pa.string(),  # why it was dropped
         "step": pa.int64(),  # that consumed it
         "worker": pa.string(),
@@ -62,7 +62,7 @@ def _rows(folder: Path, contents: Contents) -> Iterator[Row]:
             continue
         group = decode_group(*load_frames(folder, entry.place))
         state, reason = _state(group, contents)
-        step = step_of.get(group.group_id) if state in ("consumed", "committed") else None
+        step = step_of.get(group.group_id) if state in ("consumed", "committed", "quarantined") else None
         for index, sample in enumerate(group.samples):
             yield {"state": state, "reason": reason, "step": step, **_of_group(group), **_of_sample(index, sample)}
 
@@ -77,6 +77,8 @@ def _state(group: Group, contents: Contents) -> tuple[str, str | None]:
         return "dropped", reason
     state = contents.state[group.group_id]
     is_valid = contents.completed[group.group_id] == group.attempt and state not in ("waiting", "issued")
+    if is_valid and (group.group_id, group.attempt) in contents.quarantined:
+        return "quarantined", None
     return state if is_valid else "replaced", None
 
 

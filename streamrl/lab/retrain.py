@@ -29,7 +29,9 @@ from streamrl.replay.journal import recorded_batches
 FREE = ("algo.", "learner.", "checkpoint.", "observe.")
 # Keys that `--set` may change: they say what is done with the data. All others say how it came about.
 
-NO_EFFECT = ("checkpoint.", "observe.", "learner.tick", "learner.collective_timeout", "learner.bad_steps")
+NO_EFFECT = (
+    "checkpoint.", "observe.", "learner.tick", "learner.collective_timeout", "learner.bad_steps", "learner.bad_groups",
+)  # fmt: skip
 # Those of them that change no bit of the weights.
 
 ROUNDING = (

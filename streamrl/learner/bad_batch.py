@@ -1,13 +1,13 @@
-"""A batch as a file: what the learner trained when it ended for want of updates, to be looked at afterwards."""
+"""A batch as a file, to be looked at: what was trained without an update, and groups that could not be trained."""
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import msgspec
 
+from streamrl.learner.blame import write_whole
 from streamrl.stream.codec import decode_group, encode_group
 from streamrl.types import Batch
 
@@ -22,16 +22,10 @@ class _File(msgspec.Struct, frozen=True):
     frames: list[bytes]
 
 
-def save(batch: Batch, run_folder: Path) -> Path:
-    """Write RUN/bad_batch_STEP.bin, whole or not at all. Returns its path."""
-    path = run_folder / f"bad_batch_{batch.step}.bin"
+def save(batch: Batch, path: Path) -> Path:
+    """Write `path`, whole or not at all. Returns it."""
     frames = [bytes(frame) for group in batch.groups for frame in encode_group(group, max_message=sys.maxsize)]
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(msgspec.msgpack.encode(_File(FORMAT, batch.step, frames)))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    write_whole(path, msgspec.msgpack.encode(_File(FORMAT, batch.step, frames)))
     return path
 
 

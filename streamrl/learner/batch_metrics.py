@@ -28,6 +28,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "staleness/max": int(ages.max()),
         "length/mean": float(lengths.mean()),
         "length/p95": float(np.percentile(lengths, 95, method="higher")),
+        "quarantined": len(batch.quarantined),
     }
 
 

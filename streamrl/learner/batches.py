@@ -8,10 +8,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from msgspec.structs import replace
+
 from streamrl.config import Config
-from streamrl.stream.messages import Bye, Evaluated, Finished, Hello, Message, Next, Progress, Saved, Stop, Welcome
+from streamrl.stream.messages import (
+    MAX_REASON,
+    Bye,
+    Evaluated,
+    Finished,
+    Hello,
+    Message,
+    Next,
+    Progress,
+    Quarantined,
+    Saved,
+    Stop,
+    Welcome,
+)
 from streamrl.stream.peer import Peer
 from streamrl.stream.sockets import ReceivedBatch, StreamTimeout
+from streamrl.trainable import Limits
 from streamrl.types import Batch, Ledger, PolicyVersion
 
 
@@ -45,6 +61,10 @@ class BatchSource(Protocol):
         """The batch of learner step `step`, waited for `timeout` seconds at most."""
         ...
 
+    def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
+        """Hear that a group of `step`, (group id, attempt), cannot be trained: it is never delivered whole again."""
+        ...
+
     def trained(self, version: PolicyVersion, ess: float | None) -> None:
         """Hear that `version` has been made, with which off-policy effective sample size (0..1)."""
         ...
@@ -70,8 +90,17 @@ class ServiceBatches:
     step it waits for, and that it has finished.
     """
 
-    def __init__(self, config: Config, run_folder: Path, version: PolicyVersion, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        version: PolicyVersion,
+        ledger: Ledger | None = None,
+        limits: Limits | None = None,
+    ) -> None:
         """`version` of the weights that training goes on from, with the ledger of their checkpoint, if any.
+
+        `limits`: what this learner can train.
 
         Raises TimeoutError where no service has told its address in `run.start_timeout`.
         """
@@ -79,7 +108,9 @@ class ServiceBatches:
         self.ledger = ledger
         self._config = config
         self._version = version
+        self._limits = limits
         self._delivered: Ledger | None = None  # as it will be when the batch delivered last is trained
+        self._quarantined: list[Quarantined] = []  # of the steps that may be delivered again
         self._welcomed = False
         self._stopped = False
         self._asked: int | None = None
@@ -122,11 +153,20 @@ class ServiceBatches:
         self._check_silence()
         return Delivery("nothing")
 
+    def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
+        group_id, attempt = group
+        self._quarantined.append(Quarantined(step=step, group_id=group_id, attempt=attempt, reason=reason[:MAX_REASON]))
+        if self._delivered is not None:
+            held = self._delivered.quarantined | {group_id: attempt}
+            self._delivered = replace(self._delivered, quarantined=held)
+        self._peer.send(self._quarantined[-1])
+
     def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
         self._version, self.ledger, self._asked = version, self._delivered, None
         self._peer.send(Progress(version=version, ess=None if ess is None else min(1.0, max(0.0, ess))))
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:
+        self._quarantined = [each for each in self._quarantined if each.step >= oldest]
         self._peer.send(Saved(version=version, oldest=oldest))
 
     def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
@@ -149,7 +189,8 @@ class ServiceBatches:
         self._peer.close()
 
     def _opening(self) -> Iterator[Message]:
-        yield Hello(role="learner", name="learner-0", version=self._version, ledger=self.ledger)
+        yield Hello(role="learner", name="learner-0", version=self._version, ledger=self.ledger, limits=self._limits)
+        yield from self._quarantined
         if self._complete is not None:
             yield Finished(version=self._complete)
         elif self._asked is not None:
@@ -183,6 +224,9 @@ class RecordedBatches:
 
     def begun(self, timeout: float) -> bool:
         return True
+
+    def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
+        return None
 
     def next(self, step: int, timeout: float) -> Delivery:
         """The recorded batch of `step`; stops at the end of the record. Raises ValueError for a gap."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from streamrl.algo.diagnostics import MAX, merge
 from streamrl.config import Config
+from streamrl.learner.blame import DATA_ERRORS, MicroBatchFailed
 from streamrl.learner.model import PolicyModel, policy_of
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
@@ -143,9 +144,12 @@ class Passes:
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron's forward step: the model's output, and the function that Megatron calls with it."""
         index, micro = next(micro_batches)
-        row = self._rows.make(micro, longest)
-        with contextlib.nullcontext() if scoring else self._stopwatch.running():
-            output = model(row.ids, row.positions, None, labels=row.targets, packed_seq_params=row.packed)
+        try:
+            row = self._rows.make(micro, longest)
+            with contextlib.nullcontext() if scoring else self._stopwatch.running():
+                output = model(row.ids, row.positions, None, labels=row.targets, packed_seq_params=row.packed)
+        except DATA_ERRORS as error:
+            raise MicroBatchFailed(micro.groups, error) from error
         if scoring and isinstance(output, tuple):
             # Where no loss is made of it, Megatron takes the output for one tensor.
             output, _ = output

@@ -23,6 +23,7 @@ from streamrl.learner import bad_batch
 from streamrl.learner.batch_metrics import batch_metrics
 from streamrl.learner.batches import BatchSource, Delivery, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
+from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.events import EventLog, event_path
@@ -58,7 +59,7 @@ def main(config: Config, run_folder: Path) -> int:
             _follow(trainer)
         else:
             _lead(config, run_folder, trainer, stop)
-    except (BadStepsError, CheckpointError) as error:
+    except (BadStepsError, BadGroupsError, CheckpointError) as error:
         log.error("%s", error)
         return 1
     finally:
@@ -69,7 +70,7 @@ def main(config: Config, run_folder: Path) -> int:
 def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) -> None:
     """Rank 0: opens what the run needs, runs the loop, closes it in order."""
     events = EventLog(event_path(run_folder, "learner"), "learner-0")
-    source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger)
+    source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
     publisher = Publisher(config, run_folder, trainer.version, events)
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder), patience=config.run.silence_timeout)
     metrics.truncate_after(trainer.version.step)
@@ -77,7 +78,7 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) 
         LeadLoop(
             config, run_folder, trainer, source, stop=stop, metrics=metrics, events=events, publisher=publisher
         ).run()
-    except BadStepsError as error:
+    except (BadStepsError, BadGroupsError) as error:
         events.emit("gave_up", reason=str(error))
         raise
     finally:
@@ -111,6 +112,7 @@ class LeadLoop:
         self.events = events
         self.stop = stop
         self._offered: PolicyVersion | None = None  # the version that was published last
+        self._quarantine = Quarantine(trainer, source, run_folder, events, config.learner.bad_groups)
 
     def run(self) -> None:
         """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish and save."""
@@ -161,9 +163,11 @@ class LeadLoop:
         """One learner step on a delivered batch; returns its metrics row without the totals."""
         assert delivery.batch is not None
         waited = time.monotonic() - began
+        batch = self._quarantine.sift(delivery.batch, self.trainer.broadcast)
         self.trainer.broadcast("train")
-        with self.events.span("learner.step", step=delivery.batch.step):
-            trained = self._train_step(delivery.batch)
+        with self.events.span("learner.step", step=batch.step):
+            trained = self._train_step(batch)
+        self._quarantine.trained(batch.step)
         self.source.trained(self.trainer.version, trained.get("offpolicy/ess"))
         return {
             "step": self.trainer.version.step,
@@ -172,7 +176,7 @@ class LeadLoop:
             "time/wait": waited,
             "time/publish": 0.0,
             **trained,
-            **batch_metrics(delivery.batch),
+            **batch_metrics(batch),
             **delivery.stats,
         }
 
@@ -184,7 +188,7 @@ class LeadLoop:
             self.events.emit("learner.phases", step=batch.step, phases=self.trainer.phases)
             return trained
         except BadStepsError as error:
-            path = bad_batch.save(batch, self.run_folder)
+            path = bad_batch.save(batch, self.run_folder / f"bad_batch_{batch.step}.bin")
             raise BadStepsError(f"{error}; the batch is in {path}") from error
 
     def _publish(self) -> float:
@@ -267,6 +271,8 @@ def _follow(trainer: Trainer) -> None:
     while (command := trainer.broadcast(None)) != "end":
         if command == "train":
             trainer.train_step(None)
+        elif command == "rehearse":
+            trainer.rehearse(None)
         elif command == "export":
             for _ in trainer.export():
                 continue

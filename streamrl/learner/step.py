@@ -74,11 +74,10 @@ class Signals:
     covariant: Tensor | None = None
 
 
-def plan_shares(batch: Batch, config: Config, packing: Packing) -> list[Share]:
+def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: int) -> list[Share]:
     """The share of every data-parallel rank. Raises SequenceTooLongError and ValueError, naming group and sample."""
-    count = config.learner.mini_batches
-    planned = plan_step(batch, batch_advantages(batch, config.algo.advantage), packing, count)
-    denominators = [Denominators.of(sample.loss_mask for sample in part.samples) for part in cut(batch, count)]
+    planned = plan_step(batch, batch_advantages(batch, config.algo.advantage), packing, mini_batches)
+    denominators = [Denominators.of(sample.loss_mask for sample in part.samples) for part in cut(batch, mini_batches)]
     return [
         Share(batch.step, [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)])
         for of_rank in zip(*planned, strict=True)
@@ -139,6 +138,10 @@ class LearnerStep:
             "micro_batches": len(share.micro_batches),
             **clock.metrics(),
         }
+
+    def rehearse(self, share: Share) -> None:
+        """Pass a share forward and do nothing with it. Raises what the passes raise."""
+        self._passes.score(share.micro_batches)
 
     def differentiate(self, mini: MiniBatch, known: Sequence[Signals]) -> dict[str, Tensor]:
         """Gradients of a mini batch into the buffers; returns the diagnostic sums over micro batches and ranks."""

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from streamrl.config import Config
 from streamrl.config.learner import LearnerConfig
 from streamrl.learner import checkpoint, lora, lora_folder
+from streamrl.learner.blame import MicroBatchFailed, blame
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import Saver
 from streamrl.learner.forward import Passes, gather_parameters, wrap
@@ -30,6 +32,7 @@ from streamrl.learner.reference import Reference
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
+from streamrl.trainable import Limits
 from streamrl.types import Batch, Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -53,7 +56,9 @@ class Trainer:
         """
         shape = read_shape(config.model.path)
         self._config = config
+        self._run_folder = run_folder
         self._checkpoints = run_folder / "checkpoints"
+        self.limits = Limits(vocabulary=shape.vocabulary, tokens=config.learner.tokens_per_micro_batch)
         self._ranks = Ranks.start(config)
         with ExitStack() as on_failure:
             on_failure.callback(self._ranks.stop)
@@ -72,6 +77,7 @@ class Trainer:
             self._stragglers = Stragglers(self._ranks)
             on_failure.pop_all()
         self._step: LearnerStep | None = None  # from `restore_or_start` on
+        self._planned: tuple[Batch, list[Share]] | None = None  # on rank 0
         self._version = PolicyVersion(0)
         self.ledger: Ledger | None = None  # of the checkpoint that was restored
 
@@ -125,9 +131,41 @@ class Trainer:
         """
         assert self._step is not None, "restore_or_start comes first"
         share: Share = self._ranks.scatter(self._shares(batch) if self.rank == 0 else None)
-        metrics = self._step.train(share)
+        with self._blaming(share.step):
+            metrics = self._step.train(share)
         self._version = PolicyVersion(self._version.step + 1, self._version.incarnation)
         return metrics | self._stragglers.report(self._step.busy)
+
+    def plan(self, batch: Batch) -> None:
+        """Plan a step ahead: `train_step` of this very batch takes what was planned. Rank 0 alone; not collective.
+
+        Raises SequenceTooLongError and ValueError, naming group and sample, and whatever else its data brings about.
+        """
+        parts = min(self._config.learner.mini_batches, len(batch.groups))  # fewer groups are planned on trial alone
+        self._planned = batch, plan_shares(batch, self._config, self._packing, parts)
+
+    def rehearse(self, batch: Batch | None) -> None:
+        """Pass each group of a batch through the model in rows of its own; no weight changes.
+
+        A rank that fails in it blames a single group.
+        """
+        assert self._step is not None, "restore_or_start comes first"
+        shares = None
+        if batch is not None:
+            packing = replace(self._packing, apart=True)
+            shares = plan_shares(batch, self._config, packing, 1)
+        share: Share = self._ranks.scatter(shares)
+        with self._blaming(share.step):
+            self._step.rehearse(share)
+
+    @contextmanager
+    def _blaming(self, step: int) -> Iterator[None]:
+        """A failure that data may have brought about leaves the names of the groups behind."""
+        try:
+            yield
+        except MicroBatchFailed as failure:
+            blame(self._run_folder, step, self.rank, failure)
+            raise
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """What is published: (Hugging Face name, CPU tensor in the model's dtype), complete on rank 0.
@@ -195,7 +233,10 @@ class Trainer:
         if batch is None or batch.step != self._version.step:
             given = None if batch is None else batch.step
             raise ValueError(f"version {self._version} trains the batch of step {self._version.step}, not of {given}")
-        return plan_shares(batch, self._config, self._packing)
+        if self._planned is None or self._planned[0] is not batch:
+            self.plan(batch)
+        assert self._planned is not None
+        return self._planned[1]
 
 
 def _packing(learner: LearnerConfig, shape: ModelShape, layers: LayerChoice) -> Packing:

@@ -83,6 +83,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("straggler/max_over_median", "", "longest time of a rank's passes over the median of the ranks"),
     Metric("length/mean", "tokens", "mean output length of a sample"),
     Metric("length/p95", "tokens", "95th percentile of the output length"),
+    Metric("quarantined", "groups", "groups of the step that the learner could not train: placeholders in their place"),
     Metric("time/step", "s", "the whole step, from asking for the batch"),
     Metric("time/wait", "s", "waiting for the batch"),
     Metric("time/scores", "s", "log-probs before the first update: recomputed policy, reference, step-wide rules"),

@@ -4,8 +4,9 @@ The life of a group, and of the slot that it occupies:
 
                       ┌─ lost: lease over, worker gone, bad content; attempt + 1 ─┐
                       ▼                                                           │
-    (slot charged) ISSUED ──▶ COMPLETED ──▶ CONSUMED ──▶ (slot freed)         WAITING ◀─ filtered out, over age
-      issue()               complete()      take(step)    acknowledge(version that contains the step)
+    (slot charged) ISSUED ──▶ COMPLETED ──▶ CONSUMED ──▶ (slot freed)         WAITING ◀─ filtered out, over age,
+      issue()               complete()      take(step)    acknowledge(version            frames unreadable
+                                            quarantine()   that contains the step)
 
 The slot is charged when the group's first ticket is issued and freed when a server has acknowledged weights that
 contain the group's step. At most `order.capacity` slots are charged, and that alone bounds memory and staleness
@@ -37,8 +38,10 @@ from streamrl.replay.records import (
     Consumed,
     Dropped,
     Issued,
+    Lost,
     Phase,
     Place,
+    Quarantined,
     Saved,
     Slot,
     Snapshot,
@@ -47,6 +50,7 @@ from streamrl.replay.records import (
 from streamrl.replay.selection import Audit, measure, mismatch, reason_to_drop
 from streamrl.replay.shares import Shares, make_shares
 from streamrl.replay.state import State
+from streamrl.trainable import Limits
 from streamrl.types import Group, Ledger, PolicyVersion, Ticket
 
 
@@ -105,6 +109,11 @@ class Buffer:
     def acknowledged(self) -> PolicyVersion | None:
         """The newest weights that any server ever had, in any incarnation."""
         return self._state.acknowledged
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the learner that began last can train; None where it has not said."""
+        return self._state.limits
 
     @property
     def next_step(self) -> int:
@@ -192,26 +201,34 @@ class Buffer:
         self._leases.recover(out, self._seed)
         self._reconcile()
 
-    def begin(self, version: PolicyVersion, ledger: Ledger | None = None) -> None:
+    def begin(self, version: PolicyVersion, ledger: Ledger | None = None, limits: Limits | None = None) -> None:
         """A learner starts, or starts again, with weights `version`; its checkpoint's `ledger` says what is in them.
 
         Steps from there on that were consumed are delivered again, as they were. Where frames of one are
         nowhere, its missing groups are generated again, and those steps are put together anew.
         """
         resumed, lost = self._state.redeliverable(version.step, self._frames)
-        self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost))
+        self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost, limits=limits))
         self._trained = version.step
         self._reconcile()
 
-    def lose(self, group_id: int, reason: str) -> None:
-        """The frames of a completed group cannot be read: it is generated again, with the same prompt."""
-        slot = self._state.slots[group_id]
-        self._frames.pop(group_id, None)
-        if slot.phase is Phase.COMPLETED:
-            self._drop(slot, reason, same_prompt=True)
-        elif slot.phase is Phase.CONSUMED and self._state.began is not None:
-            slot.place = None
-            self.begin(self._state.began)
+    def lose(self, step: int, group_ids: Iterable[int]) -> None:
+        """The frames of these groups of a consumed step cannot be read: they are generated again, with the same
+        prompts. The steps from `step` on, which the learner has not trained yet, are put together anew.
+        """
+        self._emit(Lost(step=step, group_ids=tuple(group_ids)))
+        self._trained = step
+        self._reconcile()
+
+    def quarantine(self, step: int, group_id: int, attempt: int, reason: str) -> bool:
+        """The learner could not train a group of this consumed step. False where that is known, or cannot be."""
+        slot = self._state.slots.get(group_id)
+        if slot is None or slot.completed is None or slot.quarantined:
+            return False
+        if (slot.step, slot.completed.attempt) != (step, attempt):
+            return False
+        self._emit(Quarantined(step=step, group_id=group_id, attempt=attempt, reason=reason))
+        return True
 
     def saved(self, oldest: int) -> None:
         """The oldest checkpoint that is kept has step `oldest`: the steps before it are forgotten."""

@@ -48,6 +48,11 @@ class Delivery:
         """The learner is gone, or starts again: what it asked for is void."""
         self.asked, self._batch = None, None
 
+    def quarantined(self, step: int) -> None:
+        """A group of this step is delivered otherwise from now on."""
+        if self._batch is not None and self._batch.header.step == step:
+            self._batch = None
+
     def ready(self, now: float) -> tuple[BatchHeader, Sequence[Frame]] | None:
         """The batch that was asked for, once it is complete and durable. Raises ValueError for a step out of turn."""
         if self.asked is None:
@@ -57,7 +62,7 @@ class Delivery:
         batch = self._batch
         if batch is None or not (self._durable.is_durable(batch.mark) or self._durable.commit(now)):
             return None
-        frames = self._durable.load(batch.groups)
+        frames = self._durable.load(batch.header.step, batch.groups)
         if frames is None:
             self._batch = None
             return None
@@ -83,5 +88,11 @@ class Delivery:
         self._events.emit(
             "batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes, group_ids=ids
         )
-        header = BatchHeader(step=step, groups=len(groups), stats=stats, ledger=buffer.ledger())
+        header = BatchHeader(
+            step=step,
+            groups=len(groups),
+            stats=stats,
+            ledger=buffer.ledger(),
+            quarantined=tuple(stored.group_id for stored in groups if stored.quarantined),
+        )
         return _Batch(header, groups, self._durable.mark)

@@ -19,7 +19,8 @@ from streamrl.observe.events import EventLog
 from streamrl.replay.buffer import Stored, make_buffer
 from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, recover
 from streamrl.replay.records import Completed, Snapshot
-from streamrl.stream.codec import encode_group
+from streamrl.stream.codec import decode_group, encode_group
+from streamrl.trainable import Limits
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket
 
 log = logging.getLogger(__name__)
@@ -71,9 +72,9 @@ class DurableBuffer:
         """Is the record of this number on the disk? Without a journal every one counts as such."""
         return mark <= self._durable
 
-    def begin(self, version: PolicyVersion, ledger: Ledger | None) -> None:
+    def begin(self, version: PolicyVersion, ledger: Ledger | None, limits: Limits | None = None) -> None:
         """A learner starts, or starts again."""
-        self.buffer.begin(version, ledger)
+        self.buffer.begin(version, ledger, limits)
         self.note()
 
     def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Stored | None:
@@ -110,20 +111,26 @@ class DurableBuffer:
             else:
                 self._journal.append(record)
 
-    def load(self, groups: Sequence[Stored]) -> list[Frame] | None:
-        """The frames of all groups of a batch. None where some are lost: these groups are generated again."""
+    def load(self, step: int, groups: Sequence[Stored]) -> list[Frame] | None:
+        """The frames of all groups of a step, of a quarantined one those of placeholders.
+
+        None where some are lost: these groups are generated again.
+        """
         frames: list[Frame] = []
-        whole = True
+        lost: list[int] = []
         for stored in groups:
             try:
-                frames += self._frames(stored)
+                found = self._frames(stored)
             except JournalDamaged as error:
-                whole = False
+                lost.append(stored.group_id)
                 log.error("group %d is generated again: %s", stored.group_id, error)
                 self._events.emit("journal.damage", told=str(error), group_id=stored.group_id)
-                self.buffer.lose(stored.group_id, str(error))
-        self.note()
-        return frames if whole else None
+            else:
+                frames += self._emptied(found) if stored.quarantined else found
+        if lost:
+            self.buffer.lose(step, lost)
+            self.note()
+        return None if lost else frames
 
     def saved(self, oldest: int, now: float) -> None:
         """No step before `oldest` is delivered again: forget it, and delete the segments that only it needed."""
@@ -170,7 +177,10 @@ class DurableBuffer:
             return stored.frames
         if self._journal is None or stored.place is None:
             raise JournalDamaged(f"group {stored.group_id} is neither in memory nor in a journal")
-        return self._journal.load(stored.place)
+        return self._journal.load(stored.place, (stored.group_id, stored.attempt))
+
+    def _emptied(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        return encode_group(decode_group(*frames).emptied, self._config.stream.max_message)
 
     def _stand_still(self, error: JournalFull, now: float) -> None:
         self._retry = now + RETRY

@@ -7,7 +7,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from streamrl.replay.records import AnyRecord, Began, Completed, Consumed, Dropped, Issued, Place, Saved
+from streamrl.replay.records import (
+    AnyRecord,
+    Began,
+    Completed,
+    Consumed,
+    Dropped,
+    Issued,
+    Lost,
+    Place,
+    Quarantined,
+    Saved,
+)
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, load_frames, scan, segments
 from streamrl.stream.codec import decode_group
 from streamrl.types import Batch, PolicyVersion
@@ -29,6 +40,7 @@ class Contents:
     steps: dict[int, tuple[int, ...]] = field(default_factory=dict)  # step: its groups, in order
     completed: dict[int, int] = field(default_factory=dict)  # group id: attempt whose group is the valid one
     dropped: dict[tuple[int, int], str] = field(default_factory=dict)  # (group id, attempt): why
+    quarantined: set[tuple[int, int]] = field(default_factory=set)  # (group id, attempt): consumed, not trained
     began: list[PolicyVersion] = field(default_factory=list)  # starts of learners
     tickets: int = 0  # attempts that were issued
 
@@ -41,6 +53,7 @@ class Contents:
             case Completed(group_id=group_id, attempt=attempt):
                 self.state[group_id] = "completed"
                 self.completed[group_id] = attempt
+                self.quarantined.discard((group_id, attempt))
             case Dropped(group_id=group_id, attempt=attempt, reason=reason):
                 self.state[group_id] = "waiting"
                 self.dropped[group_id, attempt] = reason
@@ -48,6 +61,11 @@ class Contents:
                 self._undo(step)
                 self.steps[step] = group_ids
                 self._set(group_ids, "consumed")
+            case Lost(step=step, group_ids=group_ids):
+                self._undo(step)
+                self._set(group_ids, "waiting")
+            case Quarantined(group_id=group_id, attempt=attempt):
+                self.quarantined.add((group_id, attempt))
             case Saved(oldest=oldest):
                 self._set((i for step, ids in self.steps.items() if step < oldest for i in ids), "committed")
             case Began():
@@ -65,6 +83,7 @@ class Contents:
         if (ledger := record.ledger) is not None:  # it may know more than a journal whose tail was lost
             settled = [i for i in self.state if i < ledger.below or i in ledger.above]
             self._set((i for i in settled if self.state[i] != "consumed"), "committed")
+            self.quarantined |= ledger.quarantined.items()
 
     def _undo(self, first: int) -> None:
         """The steps from `first` on are consumed anew, if at all."""
@@ -114,7 +133,10 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
             raise JournalDamaged(f"{folder}: step {step} without its groups {missing}")
         if due is not None and step != due:
             raise JournalDamaged(f"{folder}: the record of step {due} is missing, step {step} is the next")
-        yield Batch(step=step, groups=tuple(decode_group(*load_frames(folder, places[i])) for i in ids))
+        groups = tuple(decode_group(*load_frames(folder, places[group_id])) for group_id in ids)
+        out = {group.group_id for group in groups if (group.group_id, group.attempt) in contents.quarantined}
+        groups = tuple(group.emptied if group.group_id in out else group for group in groups)
+        yield Batch(step=step, groups=groups, quarantined=frozenset(out))
         due = step + 1
 
 

@@ -123,12 +123,12 @@ class Journal:
         self._segment.close()
         self._segment, self.size = following, following.size
 
-    def load(self, place: Place) -> Frames:
-        """The frames of a group, committed or not. Raises JournalDamaged where they are not whole."""
+    def load(self, place: Place, group: tuple[int, int] | None = None) -> Frames:
+        """The frames of a group, (id, attempt), committed or not. Raises JournalDamaged where they are not whole."""
         if place.segment == self._segment.number and (frames := self._frames.get(place.offset)):
             header, arena = frames
             return bytes(header), bytes(arena)
-        return load_frames(self._folder, place)
+        return load_frames(self._folder, place, group)
 
     def compact(self, oldest: int | None) -> list[Path]:
         """Delete the segments below number `oldest`, the lowest that a group still stands in (None: in none).

@@ -1,7 +1,9 @@
 """The events that a buffer's durable state is made of, and its snapshot: what the journal holds.
 
     Began ─▶ Issued ─▶ Completed ─▶ Consumed ─▶ Saved          Dropped: back to before Issued, with another prompt
-                 └▶ Issued again (attempt + 1)                 Acknowledged: a server has new weights
+                 └▶ Issued again (attempt + 1)                 Lost: back to before Issued, with the same prompt
+                                                               Quarantined: consumed, and not trained
+                                                               Acknowledged: a server has new weights
 
 A buffer applies each of them once when it happens and once more when it is recovered, by the same code
 (`replay/state.py`). Deadlines and holders are not among them: after a crash every open ticket has a fresh lease
@@ -16,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
 
@@ -30,6 +33,7 @@ class Began(Record, frozen=True, kw_only=True):
     ledger: Ledger | None = None
     next_step: int  # the first step that is not delivered as it was before
     lost: tuple[int, ...] = ()  # groups of the steps from there on whose frames are nowhere: generated again
+    limits: Limits | None = None  # of this learner
 
 
 class Issued(Record, frozen=True, kw_only=True):
@@ -67,6 +71,22 @@ class Consumed(Record, frozen=True, kw_only=True):
     group_ids: tuple[int, ...]
 
 
+class Lost(Record, frozen=True, kw_only=True):
+    """The frames of some groups of a consumed step cannot be read: the steps from it on are put together again."""
+
+    step: int
+    group_ids: tuple[int, ...]
+
+
+class Quarantined(Record, frozen=True, kw_only=True):
+    """The learner could not train this group of a consumed step: placeholders stand in its place."""
+
+    step: int
+    group_id: int
+    attempt: int
+    reason: str
+
+
 class Acknowledged(Record, frozen=True, kw_only=True):
     """A server generates with `version`, the newest so far."""
 
@@ -79,7 +99,7 @@ class Saved(Record, frozen=True, kw_only=True):
     oldest: int
 
 
-AnyRecord = Began | Issued | Completed | Dropped | Consumed | Acknowledged | Saved
+AnyRecord = Began | Issued | Completed | Dropped | Consumed | Lost | Quarantined | Acknowledged | Saved
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -98,6 +118,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     place: Place | None  # None: not in a journal
     size: int  # bytes of the frames
     tokens: int  # generated
+    quarantined: bool = False  # it is delivered as placeholders
 
 
 class Phase(Enum):
@@ -123,6 +144,7 @@ class Slot(msgspec.Struct, kw_only=True):
     completed: Completed | None = None
     place: Place | None = None
     step: int | None = None  # that consumed it
+    quarantined: bool = False  # the learner could not train its completed attempt
 
     def ticket(self, seed: int, deadline: float) -> Ticket:
         """Its newest ticket."""
@@ -147,6 +169,7 @@ class Slot(msgspec.Struct, kw_only=True):
             place=self.place,
             size=self.completed.size,
             tokens=self.completed.tokens,
+            quarantined=self.quarantined,
         )
 
 
@@ -161,3 +184,5 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     cursors: dict[str, int] = {}  # prompts of each task that have been asked for
     began: PolicyVersion | None = None  # the learner's latest start
     acknowledged: PolicyVersion | None = None
+    limits: Limits | None = None
+    history: dict[int, int] = {}  # steps that can still be asked for, and the next: digest of all steps before

@@ -24,7 +24,7 @@ from typing import BinaryIO
 import msgspec
 import xxhash
 
-from streamrl.replay.records import AnyRecord, Place, Record
+from streamrl.replay.records import AnyRecord, Completed, Place, Record
 
 MAGIC = b"streamrl journal 2\n"
 _HEAD = struct.Struct("<QQIIQ")
@@ -108,8 +108,11 @@ def scan(number: int, path: Path) -> Iterator[Entry | Unreadable]:
             file.seek(entry.end)
 
 
-def load_frames(folder: Path, place: Place) -> Frames:
-    """The two frames of the record at a place. Raises JournalDamaged, naming the place, where they are not whole."""
+def load_frames(folder: Path, place: Place, group: tuple[int, int] | None = None) -> Frames:
+    """The two frames of the record at a place. `group`: the (group id, attempt) that was written there.
+
+    Raises JournalDamaged, naming the place, where they are not whole, or where another group's record stands there.
+    """
     path = segment_path(folder, place.segment)
     try:
         with path.open("rb") as file:
@@ -117,9 +120,15 @@ def load_frames(folder: Path, place: Place) -> Frames:
             entry = _read_entry(file, place, path.stat().st_size)
             if isinstance(entry, Unreadable):
                 raise JournalDamaged(f"{path}: the record at byte {place.offset} is unreadable: {entry.reason}")
+            if group is not None and _group_of(entry.record) != group:
+                raise JournalDamaged(f"{path}: the record at byte {place.offset} is not that of group {group[0]}")
             return _read_frames(file, entry, path)
     except FileNotFoundError as error:
         raise JournalDamaged(f"{path} is gone, and with it the record at byte {place.offset}") from error
+
+
+def _group_of(record: AnyRecord | Opening) -> tuple[int, int] | None:
+    return (record.group_id, record.attempt) if isinstance(record, Completed) else None
 
 
 def _checksum(*parts: Chunk) -> int:

@@ -23,6 +23,7 @@ from types import FrameType
 
 from streamrl.config import Config
 from streamrl.observe.events import EventLog, event_path
+from streamrl.replay.admission import Admission
 from streamrl.replay.buffer import DuplicateGroup, GroupRefused
 from streamrl.replay.delivery import Delivery
 from streamrl.replay.durable import DurableBuffer
@@ -50,6 +51,7 @@ from streamrl.stream.messages import (
     Progress,
     Publish,
     PublishFailed,
+    Quarantined,
     Refused,
     Roster,
     Saved,
@@ -111,6 +113,7 @@ class Service:
         self._workers = Workers(config.generate.heartbeat)
         self._peers = Peers()
         self._roster: Roster | None = None  # as the publisher knows it
+        self._admission = Admission(config.generate.group_size)
         self._delivery = Delivery(self._durable, self._workers, events)
         self._accepted: deque[tuple[int, str, Accepted]] = deque()  # (mark, worker, answer that waits for it)
         self._final: PolicyVersion | None = None
@@ -229,7 +232,7 @@ class Service:
 
     def _on_learner_hello(self, identity: bytes, hello: Hello) -> None:
         assert hello.version is not None  # the message's own check
-        self._durable.begin(hello.version, hello.ledger)
+        self._durable.begin(hello.version, hello.ledger, hello.limits)
         for server in self._workers.servers:
             self._acknowledge(server.version)
         self._delivery.forget()
@@ -270,6 +273,10 @@ class Service:
                 pass
             case Next(step=step):
                 self._delivery.asked = step
+            case Quarantined(step=step, group_id=group_id, attempt=attempt, reason=reason):
+                if self._durable.buffer.quarantine(step, group_id, attempt, reason):
+                    self._delivery.quarantined(step)
+                    self._events.emit("group.quarantined", step=step, group_id=group_id, attempt=attempt, reason=reason)
             case Progress(version=version, ess=ess):
                 self._events.emit("learner.progress", version=version)
                 self._buffer.progress(version, ess)
@@ -291,6 +298,7 @@ class Service:
                 pass
             case Announce(version=version):
                 self._delivery.evaluations.announce(version)
+                self._admission.announce(version)
                 self._events.emit("publish.announced", version=version)
             case Publish(server=server, version=version, attempt=attempt):
                 owner = self._workers.owner(server)
@@ -307,6 +315,9 @@ class Service:
         group = decode_group(*frames)
         answer = {"group_id": group.group_id, "attempt": group.attempt}
         try:
+            if (problem := self._admission.problem(group, self._buffer)) is not None:
+                self._buffer.fail(worker.name, group.group_id, group.attempt, problem)
+                raise GroupRefused(problem)
             stored = self._durable.complete(worker.name, group, frames)
         except DuplicateGroup:  # its Accepted was lost
             self._events.emit("group.duplicate", worker=worker.name, **answer)

@@ -12,6 +12,9 @@ import copy
 from collections.abc import Container, Iterable
 from itertools import chain
 
+import msgspec
+import xxhash
+
 from streamrl.replay.records import (
     Acknowledged,
     AnyRecord,
@@ -20,13 +23,16 @@ from streamrl.replay.records import (
     Consumed,
     Dropped,
     Issued,
+    Lost,
     Phase,
     Place,
+    Quarantined,
     Saved,
     Slot,
     Snapshot,
 )
 from streamrl.replay.shares import Shares
+from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion
 
 
@@ -49,6 +55,8 @@ class State:
         self.cursors = dict.fromkeys(shares.quotas, 0)
         self.began: PolicyVersion | None = None
         self.acknowledged: PolicyVersion | None = None
+        self.limits: Limits | None = None  # of the learner that began last
+        self.history = {0: 0}  # step that can be asked for, or comes next: digest of what all steps before consumed
 
     @property
     def known(self) -> int:
@@ -74,6 +82,10 @@ class State:
                 self._consumed(record)
             case Acknowledged(version=version):
                 self.acknowledged = version
+            case Lost(step=step, group_ids=group_ids):
+                self._roll_back(step, frozenset(group_ids))
+            case Quarantined(group_id=group_id, attempt=attempt):
+                self._quarantine(group_id, attempt)
             case Saved(oldest=oldest):
                 self._forget([step for step in self.batches if step < oldest])
             case Began():
@@ -90,6 +102,8 @@ class State:
             cursors=dict(self.cursors),
             began=self.began,
             acknowledged=self.acknowledged,
+            limits=self.limits,
+            history=dict(self.history),
         )
 
     def load(self, snapshot: Snapshot) -> None:
@@ -98,7 +112,8 @@ class State:
         self.batches = dict(snapshot.batches)
         self.next_id, self.next_step = snapshot.next_id, snapshot.next_step
         self.cursors |= snapshot.cursors
-        self.began, self.acknowledged = snapshot.began, snapshot.acknowledged
+        self.began, self.acknowledged, self.limits = snapshot.began, snapshot.acknowledged, snapshot.limits
+        self.history = dict(snapshot.history)
         self._queue(snapshot.completed)
         self._count_settled()
 
@@ -112,6 +127,12 @@ class State:
             above=tuple(group_id for group_id in range(below, self.next_id) if group_id not in pending),
             pending=dict(sorted(pending.items())),
             cursors=dict(self.cursors),
+            history=self.history.get(step),
+            quarantined={
+                slot.group_id: slot.attempt
+                for slot in self.slots.values()
+                if slot.quarantined and slot.step is not None and slot.step < step
+            },
         )
 
     def redeliverable(self, step: int, in_memory: Container[int]) -> tuple[int, tuple[int, ...]]:
@@ -162,7 +183,7 @@ class State:
     def _completed(self, record: Completed, place: Place | None) -> None:
         slot = self.slots.get(record.group_id)
         if slot is not None:
-            slot.phase, slot.completed, slot.place = Phase.COMPLETED, record, place
+            slot.phase, slot.completed, slot.place, slot.quarantined = Phase.COMPLETED, record, place, False
             self.completed[record.group_id] = record.oldest
 
     def _dropped(self, record: Dropped) -> None:
@@ -177,6 +198,7 @@ class State:
 
     def _reopen(self, slot: Slot) -> None:
         slot.phase, slot.completed, slot.place, slot.step = Phase.WAITING, None, None, None
+        slot.quarantined = False
         self.completed.pop(slot.group_id, None)
 
     def _consumed(self, record: Consumed) -> None:
@@ -186,6 +208,7 @@ class State:
             self.completed.pop(group_id, None)
         if record.step != self.next_step:
             self._forget(list(self.batches))
+        self._chain(record)
         self.batches[record.step] = record.group_ids
         self.next_step = record.step + 1
         self.above.update(record.group_ids)
@@ -193,10 +216,25 @@ class State:
             self.above.remove(self.below)
             self.below += 1
 
+    def _chain(self, record: Consumed) -> None:
+        """The digest behind a step: of the one before it, and of which prompts the step consumed under which ids."""
+        before = self.history.get(record.step)
+        if before is None:
+            return
+        slots = [self.slots.get(group_id) for group_id in record.group_ids]
+        content = [(slot.group_id, slot.task, slot.prompt_index) if slot else None for slot in slots]
+        self.history[record.step + 1] = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(content), before)
+
+    def _quarantine(self, group_id: int, attempt: int) -> None:
+        slot = self.slots.get(group_id)
+        if slot is not None and slot.completed is not None and slot.completed.attempt == attempt:
+            slot.quarantined = True
+
     def _forget(self, steps: Iterable[int]) -> None:
         for step in steps:
             for group_id in self.batches.pop(step):
                 self.slots.pop(group_id, None)
+        self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
 
     # -- a learner starts
 
@@ -210,13 +248,19 @@ class State:
             self._settle(ledger)
         elif record.next_step < self.next_step:
             self._roll_back(record.next_step, frozenset(record.lost))
-        self.began = record.version
+        self.began, self.limits = record.version, record.limits
+        for group_id, attempt in ledger.quarantined.items() if ledger else ():
+            self._quarantine(group_id, attempt)
 
     def _contradicts(self, step: int, ledger: Ledger) -> bool:
-        """Do these weights contain other groups than the records say? So it is where the records that were lost
-        had taken back some of those that are left."""
+        """Do these weights contain other groups, or other prompts under their ids, than the records say? So it is
+        where the records that were lost had taken back, or dropped, some of those that are left."""
+        if step > self.next_step:
+            return False
         own = self.ledger(step)
-        return step <= self.next_step and (own.below, own.above) != (ledger.below, ledger.above)
+        if own.history is not None and ledger.history is not None:
+            return own.history != ledger.history
+        return (own.below, own.above) != (ledger.below, ledger.above)
 
     def _start_at(self, step: int, ledger: Ledger | None) -> None:
         """Nothing that is known here leads to this step: its ledger alone counts, or whole steps without filters."""
@@ -224,6 +268,7 @@ class State:
         self.next_step = step
         self.next_id = step * self._shares.groups_per_step if ledger is None else 0
         self.cursors = {task: quota * step for task, quota in self._shares.quotas.items()}
+        self.history = {0: 0} if step == 0 else {}
         self._count_settled()
         if ledger is not None:
             self._settle(ledger)
@@ -232,6 +277,8 @@ class State:
         """The learner is further than the records, whose tail was lost: what it trained is settled, what it knew
         to be out is out with its prompts, and what was issued since without knowing of it is not."""
         above = frozenset(ledger.above)
+        if ledger.history is not None:
+            self.history = {self.next_step: ledger.history}
         self.next_id = max(ledger.below, *(i + 1 for i in chain(ledger.above, ledger.pending)), 0)
         for group_id in [i for i in self.slots if i < ledger.below or i in above or i >= self.next_id]:
             del self.slots[group_id]
@@ -253,6 +300,7 @@ class State:
                 self._reopen(slot)
                 slot.issues = 0
         self.next_step = step
+        self.history = {known: digest for known, digest in self.history.items() if known <= step}
         self._queue((*returned, *self.completed))
         self._count_settled()
 

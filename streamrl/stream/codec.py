@@ -1,6 +1,6 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 4, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
+    frame 0   {"v": 5, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
     frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns     (8 bytes an output token)
 
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
@@ -43,6 +43,7 @@ _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _DTypeName = Literal["|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"]
 _DTYPES = {name: np.dtype(name) for name in get_args(_DTypeName)}
 _MOST = 2**31 - 1  # of a step, and of the tokens of a sample
+OLDEST = 4  # protocol version of the oldest groups that can be read: journals keep them as they came
 Length = Annotated[int, Meta(ge=0, le=_MOST)]
 
 
@@ -57,7 +58,7 @@ class _Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class _GroupHeader(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="group"
 ):
-    v: Annotated[int, Meta(ge=PROTOCOL, le=PROTOCOL)] = PROTOCOL
+    v: Annotated[int, Meta(ge=OLDEST, le=PROTOCOL)] = PROTOCOL
     group_id: Count
     attempt: Count
     task: Name
@@ -176,7 +177,8 @@ def decode_batch(header: BatchHeader, frames: Sequence[Buffer]) -> Batch:
     if len(frames) != 2 * header.groups:
         raise MalformedMessage(f"batch of step {header.step}: {len(frames)} frames for {header.groups} groups")
     pairs = zip(frames[::2], frames[1::2], strict=True)
-    return Batch(step=header.step, groups=tuple(decode_group(*pair) for pair in pairs))
+    groups = tuple(decode_group(*pair) for pair in pairs)
+    return Batch(step=header.step, groups=groups, quarantined=frozenset(header.quarantined))
 
 
 def _distinct_prompts(group: Group) -> tuple[list[int], list[np.ndarray]]:
@@ -366,6 +368,11 @@ def _check_table(header: _GroupHeader) -> None:
         raise ValueError(f"a sample has a column beyond the {len(header.columns)} of its group")
     if not all(map(math.isfinite, header.rewards)):
         raise ValueError(f"a reward is not finite: {header.rewards}")
+    for parts in header.parts:
+        if not all(map(math.isfinite, parts.values())):
+            raise ValueError(f"a reward part is not finite: {parts}")
+    if not math.isfinite(header.temperature):
+        raise ValueError(f"temperature is {header.temperature}")
 
 
 def _extras(header: _GroupHeader, layout: _Layout, numbers: np.ndarray) -> list[dict[str, np.ndarray]]:

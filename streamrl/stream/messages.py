@@ -1,12 +1,12 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 4, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 5, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
     worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Introduce Stop
-    learner   ─▶ service   Hello Heartbeat Next Progress Saved Finished Bye
+    learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished Bye
     service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
     service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
@@ -23,14 +23,16 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 4  # raised by every change that an older peer would misread
+PROTOCOL = 5  # raised by every change that an older peer would misread
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]  # whole numbers that also survive a trip through JSON
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Reason = Annotated[str, Meta(max_length=4096)]
+MAX_REASON = 4096  # characters
+Reason = Annotated[str, Meta(max_length=MAX_REASON)]
 Seconds = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
@@ -84,8 +86,8 @@ class Hello(Message, frozen=True, kw_only=True):
     """The first word of every peer; a worker repeats it when its set of servers changes.
 
     A learner's `version` is the step that it trains next and its incarnation; its `ledger` comes from the
-    checkpoint that it starts from. A worker that says Hello again tells which `tickets` it still has,
-    finished groups that nobody has acknowledged included.
+    checkpoint that it starts from; its `limits` say what it can train. A worker that says Hello again tells which
+    `tickets` it still has, finished groups that nobody has acknowledged included.
     """
 
     role: Role
@@ -93,6 +95,7 @@ class Hello(Message, frozen=True, kw_only=True):
     servers: tuple[ServerState, ...] = ()
     version: PolicyVersion | None = None  # needed from learner and publisher
     ledger: Ledger | None = None  # of a learner that starts from a checkpoint
+    limits: Limits | None = None  # of a learner; None: unknown, the service checks no lengths and no token ids
     tickets: tuple[TicketKey, ...] = ()  # of a worker
 
     def __post_init__(self) -> None:
@@ -230,6 +233,16 @@ class BatchHeader(Message, frozen=True, kw_only=True):
     groups: Positive
     stats: BatchStats
     ledger: Ledger | None = None  # as it stands when this batch is trained: for the checkpoint
+    quarantined: tuple[Count, ...] = ()  # group ids: sent as placeholders, since the learner could not train them
+
+
+class Quarantined(Message, frozen=True, kw_only=True):
+    """The learner cannot train a group of `step`: placeholders take its place, now and at every repetition."""
+
+    step: Count
+    group_id: Count
+    attempt: Count
+    reason: Reason
 
 
 class Progress(Versioned, frozen=True, kw_only=True):
@@ -250,7 +263,7 @@ class Finished(Versioned, frozen=True, kw_only=True):
 
 _EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
 _WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated)
-_LEARNER = (Welcome, Next, Progress, Saved, Finished, BatchHeader, Announce, Publish, Roster)
+_LEARNER = (Welcome, Next, Quarantined, Progress, Saved, Finished, BatchHeader, Announce, Publish, Roster)
 _DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_EVERYONE, *_WORKER, *_LEARNER)}
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -16,6 +16,7 @@ from streamrl.learner.role import LeadLoop
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.stream.messages import Evaluated
+from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion
 
 STATS = {"tokens/generated": 0, "idle/generator": 0.0, "buffer/groups": 0, "buffer/bytes": 0}
@@ -35,6 +36,12 @@ class Trainer:
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+    limits = Limits(vocabulary=1 << 20, tokens=1 << 20)
+
+    def plan(self, batch) -> None: ...
+
+    def rehearse(self, batch) -> None: ...
 
     def train_step(self, batch) -> dict[str, float]:
         assert batch.step == self.version.step
@@ -82,6 +89,9 @@ class Source:
             self.late[step] -= 1
             return Delivery("nothing")
         return Delivery("batch", make_batch(step), STATS)
+
+    def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
+        self.told.append(("quarantined", step, group))
 
     def trained(self, version: PolicyVersion, ess: float | None) -> None:
         self.ledger = Ledger(below=8 * version.step)

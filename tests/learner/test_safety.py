@@ -90,8 +90,7 @@ def test_a_resumed_guard_goes_on_where_it_was():
 
 def test_a_bad_batch_comes_back_from_its_file(tmp_path):
     batch = make_batch(step=7)
-    path = bad_batch.save(batch, tmp_path)
-    assert path == tmp_path / "bad_batch_7.bin"
+    path = bad_batch.save(batch, tmp_path / "bad_batch_7.bin")
     again = bad_batch.load(path)
     assert (again.step, [group.group_id for group in again.groups]) == (7, [0, 1, 2])
     for ours, theirs in zip(again.samples, batch.samples, strict=True):
@@ -107,7 +106,7 @@ def test_a_bad_batch_that_is_half_written_has_not_its_name(tmp_path, monkeypatch
 
     monkeypatch.setattr("os.fsync", no_space)
     with pytest.raises(OSError, match="No space left"):
-        bad_batch.save(make_batch(step=7), tmp_path)
+        bad_batch.save(make_batch(step=7), tmp_path / "bad_batch_7.bin")
     assert not list(tmp_path.glob("bad_batch_*"))
 
 

@@ -285,7 +285,8 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.position < self.buffer.next_step)
     @rule(data=st.data())
     def delivered_again_but_damaged(self, data: st.DataObject) -> None:
-        self.buffer.lose(data.draw(st.sampled_from(self.delivered[self.position])), "unreadable")
+        ids = st.sampled_from(self.delivered[self.position])
+        self.buffer.lose(self.position, data.draw(st.lists(ids, min_size=1, unique=True)))
         self.disturbed = True
         assert self.buffer.next_step == self.position
         self.write()

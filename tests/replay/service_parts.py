@@ -38,7 +38,7 @@ def make_config(**sections: dict[str, Any]) -> Config:
     """Steps of two groups, staleness 1: four slots."""
     tree: dict[str, dict[str, Any]] = {
         "run": {"steps": 3, "stop_timeout": 5.0, "start_timeout": 20.0},
-        "generate": {"heartbeat": 1.0},
+        "generate": {"heartbeat": 1.0, "group_size": 2},
         "replay": {"groups_per_step": 2, "max_staleness": 1},
         "publish": {"timeout": 5.0},
         "journal": {"keep": "all"},

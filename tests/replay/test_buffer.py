@@ -365,7 +365,7 @@ def test_frames_that_cannot_be_read_are_generated_again_with_their_prompts() -> 
         train(buffer, step)
         written(buffer)
     buffer.begin(PolicyVersion(1, incarnation=1))
-    buffer.lose(5, "it is damaged")
+    buffer.lose(1, [5])
     assert buffer.next_step == 1
     assert buffer.take(1) is None
     ticket = buffer.issue("a", PolicyVersion(3), 0.0)
@@ -420,7 +420,7 @@ def test_a_learner_whose_groups_are_others_than_the_journal_says_is_believed() -
     assert train(buffer, 0) == [0, 1, 2, 3]
     journal = written(buffer)
     buffer.begin(PolicyVersion(0, incarnation=1))
-    buffer.lose(2, "it is damaged")
+    buffer.lose(0, [2])
     assert [stored.group_id for stored in buffer.take(0) or ()] == [0, 1, 3, 4]
     recovered = buffer_of(order="ready", over_age="pass")
     recovered.restore(None, journal)
@@ -507,3 +507,86 @@ def test_the_adaptive_bound_admits_fewer_groups_and_takes_nothing_back() -> None
 def test_the_last_step_ends_the_tickets() -> None:
     buffer = buffer_of(steps=1, max_staleness=3)
     assert [ticket.group_id for ticket in issue_all(buffer)] == [0, 1, 2, 3]
+
+
+def test_damage_takes_back_the_step_that_is_asked_for_and_nothing_else() -> None:
+    """The learner's last start is long ago, and the steps up to the kept checkpoints are forgotten."""
+    buffer = buffer_of(steps=30)
+    for step in range(12):
+        train(buffer, step)
+        written(buffer)
+    buffer.saved(9)
+    complete(buffer, issue_all(buffer, version=PolicyVersion(12))[:6], PolicyVersion(12))
+    assert [stored.group_id for stored in buffer.take(12) or ()] == [48, 49, 50, 51]
+    buffer.lose(12, [49, 51])  # two of one batch
+    assert buffer.next_step == 12
+    again = issue_all(buffer, version=PolicyVersion(12))
+    assert [(each.group_id, each.attempt, each.prompt_index) for each in again[:2]] == [(49, 1, 49), (51, 1, 51)]
+    complete(buffer, again[:2], PolicyVersion(12))
+    assert [stored.group_id for stored in buffer.take(12) or ()] == [48, 49, 50, 51]
+    assert [buffer.phase(group_id) for group_id in (36, 52, 53)] == [Phase.CONSUMED, Phase.COMPLETED, Phase.COMPLETED]
+    assert buffer.charged <= buffer.order.capacity
+
+
+def test_damage_is_recovered_as_it_happened() -> None:
+    buffer = buffer_of(steps=30)
+    journal = []
+    for step in range(3):
+        train(buffer, step)
+        journal += written(buffer)
+    buffer.begin(PolicyVersion(1, incarnation=1))
+    buffer.lose(1, [4, 6])
+    recovered = buffer_of(steps=30)
+    recovered.restore(None, journal + written(buffer))
+    assert recovered.next_step == buffer.next_step == 1
+    assert [recovered.phase(group_id) for group_id in range(4, 9)] == [buffer.phase(i) for i in range(4, 9)]
+
+
+def test_no_prompt_is_trained_twice_where_ids_agree_and_prompts_do_not() -> None:
+    """The journal lost that a filter had replaced prompt 0 by another; the weights contain the other."""
+    buffer = buffer_of(filter={"signal": True}, steps=30)
+    tickets = issue_all(buffer)
+    journal = written(buffer)
+    assert buffer.complete("a", answer(tickets[0], NEW, rewards=(1.0, 1.0)), (b"header", b"arena"), 11) is None
+    (replaced,) = issue_all(buffer)
+    assert (replaced.group_id, replaced.prompt_index) == (0, 8)
+    complete(buffer, [replaced, *tickets[1:4]])
+    assert [stored.group_id for stored in buffer.take(0) or ()] == [0, 1, 2, 3]
+
+    recovered = buffer_of(filter={"signal": True}, steps=30)
+    recovered.restore(None, journal)
+    complete(recovered, tickets[:4])  # prompt 0 as group 0
+    assert [stored.group_id for stored in recovered.take(0) or ()] == [0, 1, 2, 3]
+    recovered.begin(PolicyVersion(1, incarnation=2), buffer.ledger())
+    recovered.acknowledge(PolicyVersion(1, incarnation=2))
+    asked = [ticket.prompt_index for ticket in issue_all(recovered, version=PolicyVersion(1))]
+    assert not {8, 1, 2, 3} & set(asked)
+    assert len(asked) == len(set(asked)) == 8
+
+
+def test_a_quarantined_group_stays_so_through_a_crash_and_a_restore() -> None:
+    buffer = buffer_of(steps=30)
+    train(buffer, 0)
+    journal = written(buffer)
+    assert buffer.quarantine(0, 2, 0, "it fails")
+    assert not buffer.quarantine(0, 2, 0, "it fails"), "known already"
+    assert not buffer.quarantine(1, 3, 0, "it fails"), "of another step"
+    assert not buffer.quarantine(0, 99, 0, "it fails"), "no such group"
+    train(buffer, 1)
+    assert buffer.ledger().quarantined == {2: 0}
+    recovered = buffer_of(steps=30)
+    recovered.restore(None, journal + written(buffer))
+    recovered.begin(PolicyVersion(0, incarnation=1))
+    assert [stored.quarantined for stored in recovered.take(0) or ()] == [False, False, True, False]
+    assert recovered.ledger().quarantined == {2: 0}
+
+
+def test_the_ledger_tells_of_a_quarantine_that_a_torn_journal_has_lost() -> None:
+    buffer = buffer_of(steps=30)
+    train(buffer, 0)
+    journal = written(buffer)
+    buffer.quarantine(0, 2, 0, "it fails")
+    recovered = buffer_of(steps=30)
+    recovered.restore(None, journal)
+    recovered.begin(PolicyVersion(1, incarnation=1), buffer.ledger())
+    assert recovered.ledger().quarantined == {2: 0}

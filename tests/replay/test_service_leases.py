@@ -156,7 +156,8 @@ def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
         message = worker.receive(0.05)
         for ticket in message.tickets if isinstance(message, Tickets) else ():
             if ticket.group_id != 1:  # the poisonous prompt
-                worker.send_group(make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version))
+                group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version, samples=3)
+                worker.send_group(group)
         received = learner.receive(0.05)
     assert isinstance(received, ReceivedBatch)
     good, poisoned = received.batch.groups

@@ -62,7 +62,7 @@ ONE_OF_EACH = [
     Announce(version=V),
     Roster(servers=(SERVER,)),
 ]
-CREDIT = {"v": 4, "kind": "credit", "capacity": 3}
+CREDIT = {"v": 5, "kind": "credit", "capacity": 3}
 
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
@@ -81,17 +81,17 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 4"),
+        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 5"),
         ({**CREDIT, "kind": "debit"}, "unknown kind 'debit'"),
         ({**CREDIT, "extra": 1}, "unknown field `extra`"),
-        ({"v": 4, "kind": "credit"}, "missing required field `capacity`"),
+        ({"v": 5, "kind": "credit"}, "missing required field `capacity`"),
         ({"kind": "credit", "capacity": 3}, "missing required field `v`"),
         ({**CREDIT, "capacity": -1}, "capacity"),
         ({**CREDIT, "capacity": True}, "capacity"),
-        ({"v": 4, "kind": "heartbeat", "busy": float("nan")}, "busy"),
-        ({"v": 4, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
-        ({"v": 4, "kind": "hello", "role": "learner", "name": "l"}, "learner without its version"),
-        ({"v": 4, "kind": "hello", "role": "king", "name": "l"}, "role"),
+        ({"v": 5, "kind": "heartbeat", "busy": float("nan")}, "busy"),
+        ({"v": 5, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
+        ({"v": 5, "kind": "hello", "role": "learner", "name": "l"}, "learner without its version"),
+        ({"v": 5, "kind": "hello", "role": "king", "name": "l"}, "role"),
         ([], "Expected `object`"),
     ],
 )
