@@ -115,13 +115,13 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
     groups are all there. Two passes: the first notes where the groups stand, the second reads one batch at a time,
     so that memory holds one batch. Raises JournalDamaged for a step or a group that is missing.
     """
-    contents, places = Contents(), dict[int, Place]()
+    contents, places = Contents(), dict[int, tuple[Place, tuple[int, int]]]()
     for entry in read_journal(folder):
         if isinstance(entry.record, Opening):
             continue
         contents.add(entry.record)
         if isinstance(entry.record, Completed):
-            places[entry.record.group_id] = entry.place
+            places[entry.record.group_id] = entry.place, (entry.record.group_id, entry.record.attempt)
     steps = contents.steps
     first = min((version.step for version in contents.began), default=0)
     due = None if _is_compacted(folder) else first
@@ -133,7 +133,7 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
             raise JournalDamaged(f"{folder}: step {step} without its groups {missing}")
         if due is not None and step != due:
             raise JournalDamaged(f"{folder}: the record of step {due} is missing, step {step} is the next")
-        groups = tuple(decode_group(*load_frames(folder, places[group_id])) for group_id in ids)
+        groups = tuple(decode_group(*load_frames(folder, *places[group_id])) for group_id in ids)
         out = {group.group_id for group in groups if (group.group_id, group.attempt) in contents.quarantined}
         groups = tuple(group.emptied if group.group_id in out else group for group in groups)
         yield Batch(step=step, groups=groups, quarantined=frozenset(out))

@@ -17,7 +17,7 @@ from streamrl.config.replay import JournalConfig
 from streamrl.lab.retrain import caveats
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.journal import Journal
-from streamrl.replay.records import Completed, Consumed
+from streamrl.replay.records import Completed, Consumed, Quarantined
 from streamrl.stream.codec import encode_group
 from streamrl.types import Group
 
@@ -27,8 +27,14 @@ SYMBOLS = 10  # of the tiny model's tokenizer
 
 @pytest.fixture(scope="module")
 def recorded(make_group, tmp_path_factory) -> Path:
-    """The folder of a run of three steps, as far as `retrain` reads it: configuration and journal, no weights."""
-    folder = tmp_path_factory.mktemp("recorded")
+    return _record(tmp_path_factory.mktemp("recorded"), make_group)
+
+
+def _record(folder: Path, make_group, poison: int | None = None) -> Path:
+    """The folder of a run of three steps, as far as `retrain` reads it: configuration and journal, no weights.
+
+    `poison`: the group with a token that the model does not know, which the learner of that run put in quarantine.
+    """
     tiny_model.make(folder / "model", 1)
     run = folder / "run"
     (run / "journal").mkdir(parents=True)
@@ -46,9 +52,12 @@ def recorded(make_group, tmp_path_factory) -> Path:
     for step in range(STEPS):
         ids = tuple(range(step * GROUPS, (step + 1) * GROUPS))
         for group_id in ids:
-            frames = [bytes(frame) for frame in encode_group(_of_the_tiny_model(make_group(group_id)), 1 << 20)]
+            group = _of_the_tiny_model(make_group(group_id), 1 << 20 if group_id == poison else 0)
+            frames = [bytes(frame) for frame in encode_group(group, 1 << 20)]
             journal.append_group(Completed(group_id=group_id, attempt=0, size=1, tokens=1), frames)
         journal.append(Consumed(step=step, group_ids=ids))
+        if poison in ids:
+            journal.append(Quarantined(step=step, group_id=poison, attempt=0, reason="IndexError"))
     journal.commit()
     journal.close()
     return run
@@ -71,6 +80,16 @@ def test_without_a_change_of_meaning_the_weights_are_equal_bit_for_bit(kept, tmp
     output = capsys.readouterr().out
     assert f"equal to the run's weights of step {STEPS}: bit for bit" in output
     assert "off-policy" not in output
+
+
+def test_a_quarantined_group_is_trained_as_the_placeholders_that_it_was(make_group, tmp_path):
+    """With the group as it was recorded the model would be asked for a token that it does not have."""
+    run = _record(tmp_path, make_group, poison=3)
+    assert _retrain(run, tmp_path / "again", "learner.tick=1.0") == 0
+    rows = list(read_metrics(tmp_path / "again"))
+    assert [row["quarantined"] for row in rows] == [0, 1, 0]
+    assert rows[1]["tokens/trained"] == rows[0]["tokens/trained"] / GROUPS
+    assert not (tmp_path / "again" / "quarantine").exists(), "it is known, and not found again"
 
 
 def test_another_weight_rule_and_learning_rate_see_the_same_data_and_give_other_weights(kept, tmp_path, capsys):
@@ -120,13 +139,13 @@ def _retrain(run: Path, output: Path, *changes: str) -> int:
     return cli.main(["retrain", str(run), "--output", str(output), "--set", *changes])
 
 
-def _of_the_tiny_model(group: Group) -> Group:
-    """The group with tokens that the tiny model knows, each as likely as every other."""
+def _of_the_tiny_model(group: Group, first: int = 0) -> Group:
+    """The group with tokens that the tiny model knows, from `first` on, each as likely as every other."""
     samples = tuple(
         replace(
             sample,
             prompt_ids=sample.prompt_ids % SYMBOLS,
-            output_ids=sample.output_ids % SYMBOLS,
+            output_ids=sample.output_ids % SYMBOLS + first,
             logprobs=np.full(len(sample.output_ids), -math.log(SYMBOLS), np.float32),
         )
         for sample in group.samples
