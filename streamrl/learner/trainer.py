@@ -147,7 +147,7 @@ class Trainer:
     def rehearse(self, batch: Batch | None) -> None:
         """Pass each group of a batch through the model in rows of its own; no weight changes.
 
-        A rank that fails in it blames a single group.
+        A rank that fails in it blames a single group. Returns once every rank has passed.
         """
         assert self._step is not None, "restore_or_start comes first"
         shares = None
@@ -157,6 +157,7 @@ class Trainer:
         share: Share = self._ranks.scatter(shares)
         with self._blaming(share.step):
             self._step.rehearse(share)
+        self._ranks.barrier()  # nobody has passed before all have
 
     @contextmanager
     def _blaming(self, step: int) -> Iterator[None]:
