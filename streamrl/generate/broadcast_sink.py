@@ -34,6 +34,10 @@ class BroadcastSink(Sink):
         self._timeout = timeout
         self._group: str | None = None
 
+    @property
+    def whole(self) -> bool:
+        return self._update.whole
+
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         try:
             plan = msgspec.convert(manifest, BroadcastManifest)

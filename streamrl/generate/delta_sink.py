@@ -47,6 +47,10 @@ class DeltaSink(Sink):
         self._version = ""  # empty: nothing whole is kept
         self._place: Place | None = None
 
+    @property
+    def whole(self) -> bool:
+        return self._loading.whole
+
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         try:
             plan = msgspec.convert(manifest, DeltaManifest)

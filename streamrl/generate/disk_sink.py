@@ -35,6 +35,10 @@ class DiskSink(Sink):
         self._update = update
         self._timeout = timeout
 
+    @property
+    def whole(self) -> bool:
+        return self._update.whole
+
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         try:
             plan = msgspec.convert(manifest, DiskManifest)

@@ -4,8 +4,9 @@
                                                    └─ generate.restarts are used up ─▶ given up
 
 A lost server is told to the replay service at once, by a Hello without it, and its requests go on elsewhere, or wait.
-One that came back takes requests when it has the newest version that any server of the worker ever had. The worker
-fails when the last of its servers is given up.
+One that came back, or whose weights an update has left in parts, takes requests when it has the newest version that
+any server of the worker ever had, or one of a learner that was restored since. The worker fails when the last of its
+servers is given up.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Fleet:
         self._events = events
         self._placement = Placement()
         self._newest = INITIAL  # that any of the servers ever had
-        self._floors: dict[str, PolicyVersion] = {}  # of servers that came back: what they must have before a request
+        self._floors: dict[str, PolicyVersion] = {}  # of servers without weights: what they must have before a request
         self._given_up = 0
         self._wake = asyncio.Event()
         self._lives: list[ServedModel] = [self._life(place) for place in range(config.generate.servers)]
@@ -145,9 +146,22 @@ class Fleet:
     # -- versions, health
 
     def set_version(self, served: ServedModel, version: PolicyVersion) -> None:
-        """The sink has brought a server to `version`."""
+        """The sink has brought a server to `version`.
+
+        One of a later incarnation ends the wait for a newer one: a restored learner comes to that step by what the
+        server generates now, or not at all.
+        """
         served.version = version
         self._newest = max(self._newest, version)
+        floor = self._floors.get(served.name)
+        if floor is not None and (version >= floor or version.incarnation > floor.incarnation):
+            del self._floors[served.name]
+        self._notify()
+
+    def lose_weights(self, served: ServedModel) -> None:
+        """A failed update has left a server with parts of two versions: it has none, as after its start."""
+        self._floors[served.name] = self._newest
+        served.version = INITIAL
         self._notify()
 
     def check(self) -> None:

@@ -31,6 +31,11 @@ log = logging.getLogger(__name__)
 class Loading(Protocol):
     """The last step of a sink whose weights lie in memory of this host."""
 
+    @property
+    def whole(self) -> bool:
+        """As of `Sink`."""
+        ...
+
     async def load(self, version: PolicyVersion, place: Place, buckets: Sequence[BucketLayout], verify: bool) -> None:
         """Have them loaded. Raises EngineError or PublishError."""
 
@@ -45,6 +50,10 @@ class KeptLoading:
         self._timeout = timeout
         self._ranks = ranks
         self._has_loader = False
+
+    @property
+    def whole(self) -> bool:
+        return self._update.whole
 
     async def load(self, version: PolicyVersion, place: Place, buckets: Sequence[BucketLayout], verify: bool) -> None:
         """Make the server generate with what lies at `place`. Raises EngineError or PublishError."""

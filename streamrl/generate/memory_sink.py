@@ -18,6 +18,10 @@ class MemorySink(Sink):
     def __init__(self, loading: Loading) -> None:
         self._loading = loading
 
+    @property
+    def whole(self) -> bool:
+        return self._loading.whole
+
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         try:
             plan = msgspec.convert(manifest, MemoryManifest)

@@ -287,14 +287,20 @@ class Worker:
                 continue
             if present is not served:  # it was started again: nothing of the former one is left
                 served, sink = present, present.sink()
-            await self._link.say(await self._apply(publish, served, sink))
+            answer = await self._apply(publish, served, sink)
+            lost = not sink.whole and served.version != INITIAL
+            if lost:
+                self._fleet.lose_weights(served)
+            await self._link.say(answer)
+            if lost:
+                await self._link.greet()
 
     async def _apply(self, publish: Publish, served: ServedModel, sink: Sink) -> Applied | PublishFailed:
         version, server = publish.version, publish.server
         tickets = len(self._link.tickets)
         try:
             self._pinning.check(served.state)
-            if version.step < served.version.step:  # a server's version never goes back
+            if version < served.version:  # a server's version never goes back
                 return Applied(server=server, version=served.version)
             with self._events.span("publish.apply", server=server, version=str(version), tickets=tickets):
                 await sink.apply(version, publish.manifest)

@@ -116,6 +116,11 @@ class Source(ABC):
 class Sink(ABC):
     """The worker's end, for one server."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether all weights of the server are of one version; a failed `apply` may leave it with parts of two."""
+        return True
+
     @abstractmethod
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         """Make the server generate with `version`. Raises PublishError, whatever goes wrong."""

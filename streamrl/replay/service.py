@@ -233,6 +233,7 @@ class Service:
     def _on_learner_hello(self, identity: bytes, hello: Hello) -> None:
         assert hello.version is not None  # the message's own check
         self._durable.begin(hello.version, hello.ledger, hello.limits)
+        self._workers.follow(hello.version.incarnation)
         for server in self._workers.servers:
             self._acknowledge(server.version)
         self._delivery.forget()
@@ -256,7 +257,7 @@ class Service:
                 self._delivery.evaluations.hear(message)
                 self._events.emit("evaluated", worker=worker.name, version=version, metrics=metrics)
             case PublishFailed(server=server, version=version, reason=reason):
-                worker.failed[server] = version
+                worker.missed(server, version, self._incarnation)
                 self._events.emit("publish.failed", server=server, version=version, reason=reason)
                 self._to_publisher(message)
             case Bye():
@@ -426,6 +427,11 @@ class Service:
         """The worker does not have these: they are issued again at once."""
         for group_id, attempt in sorted(tickets):
             self._buffer.fail(worker, group_id, attempt, "its worker does not have it")
+
+    @property
+    def _incarnation(self) -> int:
+        """Of the learner that began last."""
+        return self._buffer.began.incarnation if self._buffer.began else 0
 
     def _acknowledge(self, version: PolicyVersion) -> None:
         if self._buffer.acknowledge(version):

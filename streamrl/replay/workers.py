@@ -59,10 +59,23 @@ class Worker:
         return max(healthy, default=None)
 
     def applied(self, server: str, version: PolicyVersion, *, pinned: bool = False) -> None:
-        """One of its servers reports its weights, and whether it keeps them for an evaluation."""
+        """One of its servers reports its weights, and whether it keeps them for an evaluation.
+
+        Weights of a later incarnation end a failure however low their step: the learner was restored behind it.
+        """
         self.servers[server] = replace(self.servers[server], version=version, pinned=pinned)
-        if server in self.failed and version >= self.failed[server]:
+        missed = self.failed.get(server)
+        if missed is not None and (version >= missed or version.incarnation > missed.incarnation):
             del self.failed[server]
+
+    def missed(self, server: str, version: PolicyVersion, incarnation: int) -> None:
+        """One of its servers did not get `version`; that is of no concern to a learner of a later `incarnation`."""
+        if version.incarnation >= incarnation:
+            self.failed[server] = version
+
+    def follow(self, incarnation: int) -> None:
+        """A learner of this incarnation has begun: the versions of former ones are published no more."""
+        self.failed = {server: version for server, version in self.failed.items() if version.incarnation >= incarnation}
 
 
 class Workers:
@@ -119,6 +132,11 @@ class Workers:
         """A Bye."""
         self._by_name.pop(worker.name, None)
         self._by_identity.pop(worker.identity, None)
+
+    def follow(self, incarnation: int) -> None:
+        """A learner of this incarnation has begun, at whatever step."""
+        for worker in self.known:
+            worker.follow(incarnation)
 
     def silent(self, now: float) -> list[Worker]:
         """Workers that became lost now."""

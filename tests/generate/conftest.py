@@ -33,7 +33,11 @@ class Run:
         self.service = self._role("replay")
         self.worker = self._role("generator")
         self.dealer = Dealer(replay_address(config, folder), config.stream, name="learner")
-        self.dealer.send(Hello(role="learner", name="learner", version=PolicyVersion(0)))
+        self.begin(PolicyVersion(0))
+
+    def begin(self, version: PolicyVersion) -> None:
+        """A learner starts at this version."""
+        self.dealer.send(Hello(role="learner", name="learner", version=version))
 
     def _role(self, name: str) -> subprocess.Popen[bytes]:
         with (self.folder / "logs" / f"{name}.log").open("wb") as log:
@@ -69,7 +73,7 @@ class Run:
 def start_run(model_folders: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(*, steps: int = STEPS, **generate: object) -> Run:
+    def start(*, steps: int = STEPS, publish: object = (), journal: object = (), **generate: object) -> Run:
         config = Config.model_validate(
             {
                 "run": {"name": "run", "folder": tmp_path, "steps": steps, "start_timeout": DEADLINE},
@@ -77,7 +81,8 @@ def start_run(model_folders: tuple[Path, Path], tmp_path: Path) -> Iterator[Call
                 "task": {"name": "copy"},
                 "generate": {"group_size": 4, "groups_in_flight": 8, "sampling": {"max_new_tokens": 8}, **generate},
                 "replay": {"groups_per_step": 4, "max_staleness": 1},
-                "publish": {"keep_every": 1, "bucket": 1 << 16, "timeout": 30},
+                "publish": {"keep_every": 1, "bucket": 1 << 16, "timeout": 30, **dict(publish)},
+                "journal": dict(journal),
             }
         )
         runs.append(Run(config, tmp_path / "run"))

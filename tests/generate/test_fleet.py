@@ -109,6 +109,33 @@ def test_a_lost_server_is_told_and_comes_back_for_requests_with_the_newest_versi
     with_fleet(config, tmp_path, events, job)
 
 
+def test_a_server_that_came_back_follows_a_learner_that_was_restored_behind_it(
+    fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Server and learner died together: the version that the server should come back to is published no more."""
+    config, events = twice(fresh_server, tmp_path, model_folders[0])
+
+    async def job(fleet: Fleet) -> None:
+        first, second = fleet.servers.values()
+        for served in (first, second):
+            fleet.set_version(served, PolicyVersion(20))
+        for served in (first, second):
+            fleet.lose_weights(served)
+        assert [state.version for state in fleet.states] == [PolicyVersion(0)] * 2
+        fleet.set_version(first, PolicyVersion(19))
+        assert fleet.choose("group", PolicyVersion(0), None) is None
+        fleet.set_version(first, PolicyVersion(15, incarnation=1))
+        assert fleet.choose("group", PolicyVersion(0), None).server == "server-0-0"
+        waiting = asyncio.create_task(fleet.at_least(PolicyVersion(16), asyncio.get_running_loop().time() + 60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        fleet.set_version(second, PolicyVersion(16, incarnation=1))
+        await waiting
+        assert fleet.choose("other", PolicyVersion(16), None).server == "server-0-1"
+
+    with_fleet(config, tmp_path, events, job)
+
+
 def test_the_worker_fails_when_its_last_server_is_given_up(
     fresh_server: Server, model_folders: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,44 @@ def test_an_attached_server_is_brought_to_the_initial_weights_and_outlives_the_w
     assert [event["tickets"] for event in run.events("replay", "worker.gone")] == [0]  # what was begun is finished
     assert not run.events("generator", "worker.undrained")
     assert asyncio.run(rename_and_ask(None)) == "0.0"
+
+
+def test_a_server_left_with_parts_of_a_version_follows_a_learner_that_was_restored_behind_it(
+    start_run: Callable[..., Any], fresh_server: Server, model_folders: tuple[Path, Path]
+) -> None:
+    """Version 3 does not fit, and its learner dies with it; the next one starts at step 1 and has version 1.1."""
+    weights = load_file(model_folders[1] / "model.safetensors")
+    wrong = {name: tensor[:1] if tensor.ndim > 1 else tensor for name, tensor in weights.items()}
+    run = start_run(
+        attach=(fresh_server.address,),
+        probes=0,
+        publish={"transport": "memory", "keep_every": 0},
+        journal={"keep": "none"},
+    )
+    events = EventLog(event_path(run.folder, "learner"), "learner-0")
+    publisher = Publisher(run.config, run.folder, PolicyVersion(0), events)
+    try:
+        for step in range(3):
+            if step:
+                publisher.offer(PolicyVersion(step), weights.items())
+            run.batch(step)
+        assert publisher.wait(DEADLINE)
+        publisher.offer(PolicyVersion(3), wrong.items())
+        deadline = time.monotonic() + DEADLINE
+        while not run.events("replay", "publish.failed"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        publisher.close()
+        publisher = Publisher(run.config, run.folder, PolicyVersion(1, incarnation=1), events)
+        run.begin(PolicyVersion(1, incarnation=1))
+        publisher.offer(PolicyVersion(1, incarnation=1), weights.items())
+        batch = run.batch(1)
+    finally:
+        publisher.close()
+        events.close()
+    versions = {span.version for sample in batch.samples for span in sample.spans}
+    assert versions == {PolicyVersion(1, incarnation=1)}
+    assert not any(sample.is_placeholder for sample in batch.samples)
 
 
 def test_a_worker_whose_last_server_is_given_up_ends_with_the_last_lines_of_its_log(

@@ -35,6 +35,7 @@ from streamrl.stream.address import replay_address
 from streamrl.stream.codec import encode_group
 from streamrl.stream.messages import (
     Accepted,
+    Announce,
     Applied,
     Credit,
     Heartbeat,
@@ -42,6 +43,8 @@ from streamrl.stream.messages import (
     Introduce,
     Message,
     Next,
+    PublishFailed,
+    Roster,
     Saved,
     ServerState,
     Tickets,
@@ -293,6 +296,30 @@ def test_a_learner_that_starts_again_gets_the_steps_behind_its_checkpoint_in_the
             learner.send(Next(step=step))
             assert ids(hear(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
     assert [t.group_id for t in hear_tickets(worker, 2)] == [4, 5]
+
+
+def test_a_failed_publish_does_not_outlive_the_learner_that_published(
+    start: Callable[..., Running], make_group: MakeGroup
+) -> None:
+    """Version 2 failed; a learner that begins again at step 0 comes to it by what this server generates now."""
+    running = start(run={"steps": 9}, journal={"keep": "none"})
+    worker, learner, publisher = running.worker(), running.learner(), running.publisher()
+    for ticket in hear_tickets(worker, 4):
+        answer(worker, make_group, ticket)
+    for step in range(2):
+        learner.send(Next(step=step))
+        hear(learner, ReceivedBatch)
+    for version in (V1, PolicyVersion(2)):
+        publisher.send(Announce(version=version))
+    hear(publisher, Roster)
+    worker.send(Applied(server="w-server", version=V1))
+    hear(publisher, Applied)
+    hear_tickets(worker, 2)
+    worker.send(PublishFailed(server="w-server", version=PolicyVersion(2), reason="its rank is gone"))
+    while not isinstance(publisher.receive(WAIT), PublishFailed):
+        pass
+    running.learner(PolicyVersion(0, incarnation=1))
+    assert [ticket.group_id for ticket in hear_tickets(worker, 4)] == [0, 1, 2, 3]
 
 
 def test_steps_before_the_oldest_checkpoint_leave_the_disk(

@@ -78,6 +78,31 @@ def test_a_server_that_failed_a_publish_gets_no_tickets_until_it_has_that_versio
     assert worker.newest == V1
 
 
+def test_a_learner_that_was_restored_behind_a_failed_publish_finds_its_server_ready_again() -> None:
+    """The version that it missed is published no more: waiting for it would be for ever."""
+    workers = Workers(1.0)
+    join(workers, "a", 1, server("sa", PolicyVersion(20)))
+    worker = workers.live[0]
+    worker.missed("sa", PolicyVersion(21), incarnation=0)
+    workers.follow(0)  # the same learner, over a new connection
+    assert worker.newest is None
+    workers.follow(1)
+    assert worker.newest == PolicyVersion(20)
+    worker.missed("sa", PolicyVersion(21), incarnation=1)  # told late
+    assert worker.newest == PolicyVersion(20)
+
+
+def test_weights_of_a_later_incarnation_end_a_failure_however_low_their_step() -> None:
+    workers = Workers(1.0)
+    join(workers, "a", 1, server("sa", PolicyVersion(20)))
+    worker = workers.live[0]
+    worker.missed("sa", PolicyVersion(21), incarnation=0)
+    worker.applied("sa", PolicyVersion(20))
+    assert worker.newest is None
+    worker.applied("sa", PolicyVersion(20, incarnation=1))
+    assert worker.newest == PolicyVersion(20, incarnation=1)
+
+
 def test_ten_missed_heartbeats_take_a_worker_off_the_roster_and_a_word_brings_it_back() -> None:
     workers = Workers(heartbeat=1.0)
     join(workers, "a", 1, server("sa"))
