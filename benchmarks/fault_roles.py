@@ -31,6 +31,7 @@ from streamrl.learner.batches import ServiceBatches
 from streamrl.lifeline import end_with
 from streamrl.observe.events import EventLog, event_path
 from streamrl.stream.address import replay_address
+from streamrl.stream.identity import run_identity
 from streamrl.stream.messages import Announce, Applied, Bye, Hello, Message, Publish, Roster, ServerState, Stop, Tickets
 from streamrl.stream.peer import Peer
 from streamrl.types import Batch, Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
@@ -184,6 +185,7 @@ class Publisher(threading.Thread):
         super().__init__(name="publisher", daemon=True)
         self._config = config
         self._run_folder = run_folder
+        self._run = run_identity(run_folder, config.run.id).id
         self._start_version = version
         self._servers: dict[str, ServerState] = {}
         self._sent: dict[str, tuple[PolicyVersion, float]] = {}
@@ -201,7 +203,8 @@ class Publisher(threading.Thread):
         peer.close()
 
     def _opening(self) -> list[Message]:
-        hello = Hello(role="publisher", name="publisher", version=self.newest or self._start_version)
+        version = self.newest or self._start_version
+        hello = Hello(run=self._run, role="publisher", name="publisher", version=version)
         return [hello] if self.newest is None else [hello, Announce(version=self.newest)]
 
     def _note(self, message: object) -> None:

@@ -57,8 +57,8 @@ def corpus() -> list[Frames]:
     ticket = Ticket(group_id=7, task="copy", prompt_index=7, seed=3, issued_version=V, deadline=12.5)
     servers = (ServerState(name="server-0", version=V),)
     headers = [
-        Hello(role="generator", name="generator-0", servers=servers, tickets=((7, 0), (8, 1))),
-        Hello(role="learner", name="learner-0", version=V, ledger=ledger),
+        Hello(run="r", role="generator", name="generator-0", servers=servers, tickets=((7, 0), (8, 1))),
+        Hello(run="r", role="learner", name="learner-0", version=V, ledger=ledger),
         Heartbeat(tickets=((7, 1),), busy=1.5, generated=1000),
         Tickets(tickets=(ticket, ticket)),
         Accepted(group_id=7, attempt=1),

@@ -69,6 +69,8 @@ def checksum_of(tensors: dict[str, torch.Tensor]) -> str:
 class Here:
     """The last step of the sinks, without a server between: SGLang's loader called in this process."""
 
+    whole = True  # what fails here ends the process
+
     def __init__(self, model: Model) -> None:
         self._model = model
         self._reader = KeptReader()

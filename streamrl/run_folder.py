@@ -19,14 +19,15 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.evaluate.evaluator import build_evaluated
 from streamrl.replay.curriculum import make_curriculum
+from streamrl.stream.identity import run_identity
 from streamrl.tasks.registry import build_tasks
 
 CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
-    "run.steps", "run.restarts", "run.start_timeout", "run.stop_timeout", "run.silence_timeout", "replay.address",
-    "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
+    "run.id", "run.steps", "run.restarts", "run.start_timeout", "run.stop_timeout", "run.silence_timeout",
+    "replay.address", "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
     "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
     "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
@@ -74,6 +75,7 @@ def prepare(config: Config, *, fresh: bool) -> Path:
     try:
         for name in ("events", "journal", "checkpoints", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        run_identity(folder, config.run.id)  # before its configuration: a folder with that alone is an old one
         config_file.save(config, record)
         (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
     except OSError as error:

@@ -222,6 +222,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     cursors: dict[str, int] = {}  # task: its next prompt index
     history: int | None = None  # digest of what every step consumed, in order; None: from before it was kept
     quarantined: dict[int, int] = {}  # group id: attempt; settled without being trained, of the steps still kept
+    run: str | None = None  # id of the run whose groups they are; None: from before runs had ids
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

@@ -43,7 +43,8 @@ if sys.argv[2] != "none":
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 socket.connect(sys.argv[1])
 server = ServerState(name="stranger", version=PolicyVersion(0))
-for number, message in enumerate((Hello(role="generator", name="stranger", servers=(server,)), Credit(capacity=9))):
+hello = Hello(run="r", role="generator", name="stranger", servers=(server,))
+for number, message in enumerate((hello, Credit(capacity=9))):
     socket.send(number.to_bytes(8, "little") + encode(message))
 sys.exit("it was answered" if socket.poll(3000) else 0)
 """

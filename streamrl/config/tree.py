@@ -26,6 +26,11 @@ class RunConfig(Section):
 
     name: str = Field("run", pattern=r"^[\w][\w.-]*$", description="name of the run folder")
     folder: Path = Field(Path("runs"), description="folder that holds the run folders")
+    id: str | None = Field(
+        None,
+        pattern=r"^[\w][\w.-]{0,63}$",
+        description="id of RUN/run.json, for a role whose host does not share the run folder; null: a random one",
+    )
     seed: int = Field(1, ge=0, description="seed of prompts, initialisation and dropout")
     steps: int = Field(100, ge=1, description="learner steps of the whole run")
     restarts: int = Field(3, ge=0, description="times that the replay service, and the learner, are started again")

@@ -22,6 +22,7 @@ from streamrl.generate.group import as_placeholders
 from streamrl.generate.outbox import Outbox
 from streamrl.observe.events import EventLog
 from streamrl.stream.address import told_address
+from streamrl.stream.identity import run_identity
 from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import (
     Accepted,
@@ -34,8 +35,10 @@ from streamrl.stream.messages import (
     Message,
     Refused,
     ServerState,
+    Stop,
     TicketKey,
 )
+from streamrl.stream.peer import PeerRefused
 from streamrl.stream.sockets import AsyncDealer, ReceivedBatch, StreamTimeout
 from streamrl.types import Group, Ticket
 
@@ -61,8 +64,9 @@ class ServiceLink:
         servers: Callable[[], tuple[ServerState, ...]],
         events: EventLog,
     ) -> None:
-        """`servers` tells the present state of the worker's servers."""
+        """`servers` tells the present state of the worker's servers. Raises ConfigError as `run_identity` does."""
         self.name = name
+        self._run = run_identity(run_folder, config.run.id).id
         self.address = address
         self._missed = 0  # words of the service that were lost on the way
         self._config = config
@@ -106,8 +110,8 @@ class ServiceLink:
     async def greet(self) -> None:
         """Say who this is and what it still has; everything that has no answer is sent again."""
         self._unheard = False
-        hello = Hello(role="generator", name=self.name, servers=self._servers(), tickets=self.tickets)
-        if not await self.say(hello):
+        servers, tickets = self._servers(), self.tickets
+        if not await self.say(Hello(run=self._run, role="generator", name=self.name, servers=servers, tickets=tickets)):
             return
         await self.say(Credit(capacity=self._capacity))
         self._outbox.again()
@@ -141,7 +145,10 @@ class ServiceLink:
         await self.say(Bye())
 
     async def receive(self) -> Message | None:
-        """What the worker itself must act on; None after a heartbeat's time without it."""
+        """What the worker itself must act on; None after a heartbeat's time without it.
+
+        Raises PeerRefused where the service does not let this worker take part.
+        """
         try:
             message = await self._dealer.receive(self._config.generate.heartbeat)
         except MalformedMessage as error:
@@ -187,6 +194,8 @@ class ServiceLink:
             case Refused(group_id=group_id, attempt=attempt, reason=reason):
                 self._events.emit("group.refused", group_id=group_id, attempt=attempt, reason=reason)
                 self._answered((group_id, attempt))
+            case Stop(reason=reason, refused=True):
+                raise PeerRefused(reason)
             case ReceivedBatch():
                 log.warning("unexpected batch from the replay service")
             case _:

@@ -43,6 +43,7 @@ from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import Applied, Message, Publish, PublishFailed, ServerState, Stop, Tickets
+from streamrl.stream.peer import PeerRefused
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.registry import build_tasks
 from streamrl.types import Ticket
@@ -75,7 +76,7 @@ def main(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator 
 async def run_worker(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator | None = None) -> int:
     """Worker `index` of the run, whose own `config` this is, from its server's start to its end.
 
-    Returns 0, or 1 when the server failed.
+    Returns 0, or 1 when the server failed. Raises PeerRefused where the run is not this worker's.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -92,6 +93,9 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
             await worker.run(stop)
         finally:
             await worker.close()
+    except PeerRefused as refusal:
+        events.emit("worker.failed", reason=str(refusal))
+        raise
     except (ServerFailed, EngineError, KeysUnusable, TimeoutError) as failure:
         if stop.is_set():
             return 0  # told to end while it waited

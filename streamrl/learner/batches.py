@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 from msgspec.structs import replace
 
 from streamrl.config import Config
+from streamrl.stream.identity import run_identity
 from streamrl.stream.messages import (
     MAX_REASON,
     Bye,
@@ -107,6 +108,7 @@ class ServiceBatches:
         self.published: PolicyVersion | None = None
         self.ledger = ledger
         self._config = config
+        self._run = run_identity(run_folder, config.run.id).id
         self._version = version
         self._limits = limits
         self._delivered: Ledger | None = None  # as it will be when the batch delivered last is trained
@@ -120,7 +122,10 @@ class ServiceBatches:
         self._peer = Peer(config, run_folder, "learner", self._opening)
 
     def begun(self, timeout: float) -> bool:
-        """Wait for the service's Welcome. Raises StreamTimeout after `run.start_timeout` seconds without it."""
+        """Wait for the service's Welcome. Raises StreamTimeout after `run.start_timeout` seconds without it.
+
+        Raises PeerRefused, as `next` does, where the service serves another run, or cannot serve these weights.
+        """
         limit = self._config.run.start_timeout
         if time.monotonic() - self._since > limit:
             raise StreamTimeout(
@@ -189,7 +194,8 @@ class ServiceBatches:
         self._peer.close()
 
     def _opening(self) -> Iterator[Message]:
-        yield Hello(role="learner", name="learner-0", version=self._version, ledger=self.ledger, limits=self._limits)
+        hello = Hello(run=self._run, role="learner", name="learner-0", version=self._version, limits=self._limits)
+        yield replace(hello, ledger=self.ledger)
         yield from self._quarantined
         if self._complete is not None:
             yield Finished(version=self._complete)

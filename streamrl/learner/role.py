@@ -30,6 +30,7 @@ from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
 from streamrl.publish.publisher import Publisher
+from streamrl.stream.peer import PeerRefused
 from streamrl.types import Batch, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,10 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) 
         ).run()
     except (BadStepsError, BadGroupsError) as error:
         events.emit("gave_up", reason=str(error))
+        raise
+    except PeerRefused as error:
+        events.emit("learner.refused", reason=str(error))
+        trainer.broadcast("end")  # the other ranks wait for a command
         raise
     finally:
         metrics.close()

@@ -26,6 +26,7 @@ from streamrl.publish.kept import keep
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.staging import Staged
 from streamrl.publish.transport import PublishError, Source
+from streamrl.stream.identity import run_identity
 from streamrl.stream.messages import (
     Announce,
     Applied,
@@ -39,7 +40,7 @@ from streamrl.stream.messages import (
     ServerState,
     Stop,
 )
-from streamrl.stream.peer import Peer
+from streamrl.stream.peer import Peer, PeerRefused
 from streamrl.stream.sockets import ReceivedBatch, StreamTimeout
 from streamrl.types import PolicyVersion
 
@@ -102,6 +103,7 @@ class Publisher:
         """`version` that the learner has now. The replay service's address is read from the run folder."""
         self._config = config
         self._run_folder = run_folder
+        self._run = run_identity(run_folder, config.run.id).id
         self._version = version
         self._events = events
         self._staging = make_staging(config)
@@ -179,6 +181,8 @@ class Publisher:
     def _raise_failure(self) -> None:
         with self._changed:
             failure = self._shared.failure
+        if isinstance(failure, PeerRefused):
+            raise failure
         if failure is not None:
             raise RuntimeError(f"the publisher has failed: {failure}") from failure
 
@@ -203,7 +207,8 @@ class Publisher:
                         self._round(peer, source)
                 peer.send(Bye())
         except Exception as failure:  # goes on in the training loop's thread
-            log.exception("the publisher has failed")
+            if not isinstance(failure, PeerRefused):
+                log.exception("the publisher has failed")
             with self._changed:
                 self._shared.failure = failure
                 self._changed.notify_all()
@@ -213,7 +218,8 @@ class Publisher:
         self._openings += 1
         with self._changed:
             taken, self._shared.roster_known = self._shared.taken, False
-        yield Hello(role="publisher", name="publisher", version=taken.version if taken else self._version)
+        version = taken.version if taken else self._version
+        yield Hello(run=self._run, role="publisher", name="publisher", version=version)
         if taken is not None:
             yield Announce(version=taken.version)
 

@@ -1,14 +1,19 @@
-"""What a group must be to come in: as many samples as were asked for, of known weights, and trainable by the learner.
+"""What a peer, a ledger and a group must be to come in: of this run, possible, and trainable by the learner.
 
-What follows from the ticket is the buffer's to ask (`replay/selection.py`, `mismatch`); that arrays, spans and numbers
-fit together, the decoder's (`stream/codec.py`). Pure.
+Of a group: as many samples as were asked for, of known weights. What follows from its ticket is the buffer's to ask
+(`replay/selection.py`, `mismatch`); that arrays, spans and numbers fit together, the decoder's (`stream/codec.py`).
+Pure.
 """
 
 from __future__ import annotations
 
 from streamrl.replay.buffer import Buffer
+from streamrl.stream.identity import RunIdentity
+from streamrl.stream.messages import Hello
 from streamrl.trainable import untrainable
-from streamrl.types import Group, PolicyVersion
+from streamrl.types import Group, Ledger, PolicyVersion
+
+LARGEST = 2**53  # of a prompt index: what a ticket can say
 
 
 class Admission:
@@ -40,3 +45,34 @@ class Admission:
         known = max((version for version in (self._announced, buffer.acknowledged) if version), default=None)
         newest = max((sample.spans[-1].version for sample in group.samples if sample.spans), default=None)
         return newest if newest is not None and (known is None or newest > known) else None
+
+
+def foreign(hello: Hello, run: RunIdentity) -> str | None:
+    """Why a peer may not take part in this run; None where it is of it."""
+    if hello.run == run.id:
+        return None
+    return (
+        f"{hello.name} is of run {hello.run}, and run {run.id} is served at this address; allowed: a replay.address "
+        f"of its own for each run, or run.id={run.id} for a role of this run that does not share its folder"
+    )
+
+
+def impossible(ledger: Ledger, step: int, buffer: Buffer, run: RunIdentity) -> str | None:
+    """Why weights of `step` cannot contain what this ledger says; None where they can.
+
+    Every id from `below` on is either settled or out, and every step has settled its groups. So an id that is far
+    beyond them stands in no true ledger, and nothing has to be counted up to it to see that.
+    """
+    if ledger.run is not None and ledger.run != run.id:
+        return f"its ledger is of run {ledger.run}, this is run {run.id}"
+    known = sorted((*ledger.above, *ledger.pending))
+    last = max((ledger.below - 1, *known))
+    without_gap = not known or (known[0] == ledger.below and last - ledger.below + 1 == len(known) == len(set(known)))
+    if not without_gap or not 0 <= ledger.below + len(ledger.above) <= buffer.order.first(step):
+        return f"its ledger knows groups up to {last}, and {step} steps settle {buffer.order.first(step)} without a gap"
+    if unknown := {task for task, _ in ledger.pending.values()} - buffer.tasks:
+        return f"its ledger names the task {min(unknown)}, which this run does not have"
+    indices = (*ledger.cursors.values(), *(index for _, index in ledger.pending.values()))
+    if any(not 0 <= index <= LARGEST for index in indices):
+        return "its ledger names a prompt index that is out of range"
+    return None

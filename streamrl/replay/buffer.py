@@ -116,6 +116,11 @@ class Buffer:
         return self._state.limits
 
     @property
+    def tasks(self) -> frozenset[str]:
+        """The tasks that get tickets."""
+        return frozenset(self._shares.quotas)
+
+    @property
     def next_step(self) -> int:
         """The first step that is not consumed."""
         return self._state.next_step

@@ -92,7 +92,7 @@ class Delivery:
             step=step,
             groups=len(groups),
             stats=stats,
-            ledger=buffer.ledger(),
+            ledger=self._durable.ledger(),
             quarantined=tuple(stored.group_id for stored in groups if stored.quarantined),
         )
         return _Batch(header, groups, self._durable.mark)

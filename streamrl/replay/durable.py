@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from streamrl.config import Config
 from streamrl.observe.events import EventLog
 from streamrl.replay.buffer import Stored, make_buffer
 from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, recover
 from streamrl.replay.records import Completed, Snapshot
+from streamrl.replay.recovery import refuse_another_run
 from streamrl.stream.codec import decode_group, encode_group
+from streamrl.stream.identity import run_identity
 from streamrl.trainable import Limits
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket
 
@@ -43,8 +46,13 @@ class DurableBuffer:
     """
 
     def __init__(self, config: Config, run_folder: Path, events: EventLog) -> None:
-        """Recover the state that the last service left, then begin a segment. Raises JournalFull, JournalDamaged."""
+        """Recover the state that the last service left, then begin a segment.
+
+        Raises JournalFull, JournalDamaged, and ConfigError where the journal is another run's.
+        """
         folder = run_folder / "journal"
+        self.run = run_identity(run_folder, config.run.id)
+        refuse_another_run(folder, self.run)
         recovery = recover(folder)
         self.buffer = make_buffer(config)
         self.buffer.restore(_decoded(recovery.snapshot), recovery.records)
@@ -59,7 +67,9 @@ class DurableBuffer:
         self._retry = float("-inf")
         self._config = config
         self._events = events
-        self._journal = None if config.journal.keep == "none" else Journal(folder, config.journal, self._snapshot())
+        self._journal: Journal | None = None
+        if config.journal.keep != "none":
+            self._journal = Journal(folder, config.journal, self._snapshot(), self.run.id)
 
     @property
     def due_at(self) -> float:
@@ -76,6 +86,10 @@ class DurableBuffer:
         """A learner starts, or starts again."""
         self.buffer.begin(version, ledger, limits)
         self.note()
+
+    def ledger(self) -> Ledger:
+        """What the weights contain once the batch taken last is trained, with the run whose groups they are."""
+        return replace(self.buffer.ledger(), run=self.run.id)
 
     def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Stored | None:
         """Take a worker's group. None: a filter dropped it. Raises GroupRefused."""

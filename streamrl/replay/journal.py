@@ -57,13 +57,14 @@ class Journal:
     ...     journal.commit()  # now the worker may be told
     """
 
-    def __init__(self, folder: Path, config: JournalConfig, snapshot: bytes) -> None:
-        """Begin a segment whose first record is the buffer's `snapshot`. Raises JournalFull, OSError."""
+    def __init__(self, folder: Path, config: JournalConfig, snapshot: bytes, run: str | None = None) -> None:
+        """Begin a segment of `run` whose first record is the buffer's `snapshot`. Raises JournalFull, OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._config = config
         number = max((number for number, _ in segments(folder)), default=-1) + 1
-        self._segment = _Segment(folder, number, snapshot)
+        self._run = run
+        self._segment = _Segment(folder, Opening(time=time.time(), segment=number, run=run), snapshot)
         self._chunks: list[Chunk] = []  # appended and not committed, in order
         self._frames: dict[int, Sequence[Chunk]] = {}  # of the groups among them, by offset
         self._records = 0
@@ -119,7 +120,8 @@ class Journal:
         Raises as `commit` does; the journal then goes on in the segment that it has.
         """
         self.commit()
-        following = _Segment(self._folder, self._segment.number + 1, snapshot)
+        opening = Opening(time=time.time(), segment=self._segment.number + 1, run=self._run)
+        following = _Segment(self._folder, opening, snapshot)
         self._segment.close()
         self._segment, self.size = following, following.size
 
@@ -160,13 +162,14 @@ class Journal:
 class _Segment:
     """The file of a segment that is being written. All of its `size` bytes are whole records, and on disk."""
 
-    def __init__(self, folder: Path, number: int, snapshot: bytes) -> None:
-        self.number = number
+    def __init__(self, folder: Path, opening: Opening, snapshot: bytes) -> None:
+        assert opening.segment is not None
+        self.number = number = opening.segment
         self.size = 0
         self._path = segment_path(folder, number)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
-            self.write([MAGIC, *encode_record(Opening(time=time.time()), (snapshot, b""))])
+            self.write([MAGIC, *encode_record(opening, (snapshot, b""))])
             _sync_folder(folder)
         except OSError:
             self.close()

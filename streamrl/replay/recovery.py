@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.replay.records import AnyRecord, Completed, Place
-from streamrl.replay.segments import MAGIC, Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
+from streamrl.replay.segments import (
+    MAGIC,
+    Entry,
+    JournalDamaged,
+    Opening,
+    Unreadable,
+    load_frames,
+    opening,
+    scan,
+    segments,
+)
+from streamrl.stream.identity import RunIdentity
 
 SET_ASIDE = ".damaged"
 # suffix of a segment that is not read any more and was whole once: it is kept for whoever wants to look.
@@ -26,6 +37,13 @@ class Recovery:
     snapshot: bytes | None = None  # None: a buffer that nothing has happened to yet
     records: list[AnyRecord | tuple[Completed, Place]] = field(default_factory=list)  # since then, in order
     told: list[str] = field(default_factory=list)  # what was cut and what was lost, a sentence each
+
+
+def refuse_another_run(folder: Path, run: RunIdentity) -> None:
+    """Raise AnotherRun where a segment of the journal is not of this run: its groups would be trained as the run's."""
+    for number, path in segments(folder):
+        if (first := opening(number, path)) is not None:
+            run.check(path, first.run)
 
 
 def recover(folder: Path) -> Recovery:

@@ -43,6 +43,8 @@ class Opening(Record, frozen=True, kw_only=True):
     """The first record of a segment. Frame 0 is the buffer's snapshot as of here, frame 1 is empty."""
 
     time: float  # seconds since the epoch
+    segment: int | None = None  # its own number; None in segments from before it was kept
+    run: str | None = None  # id of the run; None from before runs had ids
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -67,6 +69,7 @@ class Unreadable:
     size: int  # bytes, to the end of the file
     reason: str
     torn: bool  # it looks like the end of an interrupted write; False: it was whole once
+    misnamed: bool = False  # all of it is another segment
 
     def __str__(self) -> str:
         what = "torn tail" if self.torn else "damage"
@@ -101,23 +104,35 @@ def scan(number: int, path: Path) -> Iterator[Entry | Unreadable]:
             yield Unreadable(Place(number, 0), end, "it does not begin as a segment", torn=MAGIC.startswith(magic))
             return
         while (offset := file.tell()) < end:
-            entry = _read_entry(file, Place(number, offset), end)
+            entry = _checked(_read_entry(file, Place(number, offset), end), end)
             yield entry
             if isinstance(entry, Unreadable):
                 return
             file.seek(entry.end)
 
 
+def opening(number: int, path: Path) -> Opening | None:
+    """The opening of a segment; None where it cannot be read."""
+    first = next(scan(number, path), None)
+    return first.record if isinstance(first, Entry) and isinstance(first.record, Opening) else None
+
+
 def load_frames(folder: Path, place: Place, group: tuple[int, int] | None = None) -> Frames:
     """The two frames of the record at a place. `group`: the (group id, attempt) that was written there.
 
-    Raises JournalDamaged, naming the place, where they are not whole, or where another group's record stands there.
+    Raises JournalDamaged, naming the place, where they are not whole, or where another group's record, or another
+    segment, stands there.
     """
     path = segment_path(folder, place.segment)
     try:
         with path.open("rb") as file:
+            end = path.stat().st_size
+            file.seek(len(MAGIC))
+            first = _checked(_read_entry(file, Place(place.segment, len(MAGIC)), end), end)
+            if isinstance(first, Unreadable) and first.misnamed:
+                raise JournalDamaged(f"{path}: {first.reason}")
             file.seek(place.offset)
-            entry = _read_entry(file, place, path.stat().st_size)
+            entry = _read_entry(file, place, end)
             if isinstance(entry, Unreadable):
                 raise JournalDamaged(f"{path}: the record at byte {place.offset} is unreadable: {entry.reason}")
             if group is not None and _group_of(entry.record) != group:
@@ -125,6 +140,16 @@ def load_frames(folder: Path, place: Place, group: tuple[int, int] | None = None
             return _read_frames(file, entry, path)
     except FileNotFoundError as error:
         raise JournalDamaged(f"{path} is gone, and with it the record at byte {place.offset}") from error
+
+
+def _checked(entry: Entry | Unreadable, end: int) -> Entry | Unreadable:
+    """An opening must be that of its segment: a file that was copied under another name is damage as a whole."""
+    if isinstance(entry, Entry) and isinstance(entry.record, Opening):
+        number = entry.record.segment
+        if number not in (None, entry.place.segment):
+            reason = f"it is segment {number:06d} under another name"
+            return Unreadable(entry.place, end - entry.place.offset, reason, torn=False, misnamed=True)
+    return entry
 
 
 def _group_of(record: AnyRecord | Opening) -> tuple[int, int] | None:

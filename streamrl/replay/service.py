@@ -23,7 +23,7 @@ from types import FrameType
 
 from streamrl.config import Config
 from streamrl.observe.events import EventLog, event_path
-from streamrl.replay.admission import Admission
+from streamrl.replay.admission import Admission, foreign, impossible
 from streamrl.replay.buffer import DuplicateGroup, GroupRefused
 from streamrl.replay.delivery import Delivery
 from streamrl.replay.durable import DurableBuffer
@@ -35,6 +35,7 @@ from streamrl.stream.address import address_path, tell_address
 from streamrl.stream.codec import decode_group, ticket_of
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import (
+    MAX_REASON,
     Accepted,
     Announce,
     Applied,
@@ -102,7 +103,7 @@ class Service:
     def __init__(self, config: Config, run_folder: Path, events: EventLog) -> None:
         """Recover, bind, and tell the address in `RUN/replay.address`.
 
-        Raises JournalFull, JournalDamaged, KeysUnusable, OSError, zmq.ZMQError.
+        Raises JournalFull, JournalDamaged, KeysUnusable, OSError, zmq.ZMQError; AnotherRun for another run's journal.
         """
         self._config = config
         self._events = events
@@ -210,14 +211,16 @@ class Service:
     def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         self._events.emit("replay.hello", peer=hello.role, name=hello.name, version=hello.version)
         self._peers.introduced(identity)
-        if self._exit is not None:
+        if (problem := foreign(hello, self._durable.run)) is not None:
+            self._refuse_peer(identity, hello, problem, now)
+        elif self._exit is not None:
             self._router.send(identity, Stop(reason="the run is over"))
         elif hello.role == "generator":
             self._on_worker_hello(identity, hello, now)
         elif hello.role == "publisher":
             self._peers.publisher, self._roster = identity, None
         else:
-            self._on_learner_hello(identity, hello)
+            self._on_learner_hello(identity, hello, now)
 
     def _on_worker_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         """A worker comes, or comes back: what it still has stays its own, what a former process had is lost."""
@@ -230,8 +233,12 @@ class Service:
         for server in hello.servers:
             self._acknowledge(server.version)
 
-    def _on_learner_hello(self, identity: bytes, hello: Hello) -> None:
+    def _on_learner_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         assert hello.version is not None  # the message's own check
+        run, step = self._durable.run, hello.version.step
+        if hello.ledger is not None and (problem := impossible(hello.ledger, step, self._buffer, run)) is not None:
+            self._refuse_peer(identity, hello, f"{hello.name} starts at version {hello.version}, but {problem}", now)
+            return
         self._durable.begin(hello.version, hello.ledger, hello.limits)
         self._workers.follow(hello.version.incarnation)
         for server in self._workers.servers:
@@ -342,7 +349,14 @@ class Service:
         if worker is not None and error.ticket is not None:
             self._refuse_group(worker, *error.ticket, error.reason)
         elif worker is None and not self._peers.knows(identity):
-            self._router.send(identity, Stop(reason=f"refused: {error.reason}"[:4096]))
+            self._router.send(identity, Stop(reason=f"refused: {error.reason}"[:MAX_REASON], refused=True))
+
+    def _refuse_peer(self, identity: bytes, hello: Hello, reason: str, now: float) -> None:
+        """It cannot take part, and ends; the run goes on without having heard it."""
+        if self._peers.to_complain(identity, now):
+            log.warning("refused: %s", reason)
+            self._events.emit("replay.refused", peer=hello.role, name=hello.name, run=hello.run, reason=reason)
+        self._router.send(identity, Stop(reason=reason[:MAX_REASON], refused=True))
 
     def _refuse_group(self, worker: Worker, group_id: int, attempt: int, reason: str) -> None:
         try:

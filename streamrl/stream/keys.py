@@ -69,7 +69,7 @@ def service_keys(folder: Path | None) -> ServiceKeys:
     service = _secret(folder / "service.key", _curve_secret)
     client = _secret(folder / "client.key", _curve_secret)
     for name, secret in (("service.pub", service), ("client.pub", client)):
-        _write_once(folder / name, _public(secret, folder / name), 0o644)
+        write_once(folder / name, _public(secret, folder / name), 0o644)
     return ServiceKeys(service, _read(folder / "client.pub"))
 
 
@@ -119,14 +119,17 @@ def _secret(path: Path, make: Callable[[], bytes]) -> bytes:
     """The secret in `path`; a new one where there is none. Several processes at once agree on one of them."""
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_once(path, make(), 0o600)
+        write_once(path, make(), 0o600)
     return _read_secret(path)
 
 
-def _write_once(path: Path, content: bytes, mode: int) -> None:
-    """Write a file whole, unless it is there: what another process wrote stays, also in a folder that is read-only."""
+def write_once(path: Path, content: bytes, mode: int) -> bool:
+    """Write a file whole, unless it is there: what another process wrote stays, also in a folder that is read-only.
+
+    Returns whether it was written. Raises OSError.
+    """
     if path.exists():
-        return
+        return False
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
@@ -134,9 +137,10 @@ def _write_once(path: Path, content: bytes, mode: int) -> None:
             os.fchmod(file.fileno(), mode)
         os.link(partial, path)
     except FileExistsError:
-        return
+        return False
     finally:
         os.unlink(partial)
+    return True
 
 
 def _read_secret(path: Path) -> bytes:

@@ -39,6 +39,7 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Buffer = bytes | bytearray | memoryview
 Role = Literal["generator", "learner", "publisher"]
 TicketKey = tuple[Count, Count]  # (group_id, attempt)
+RunId = Annotated[str, Meta(min_length=1, max_length=64)]  # of stream/identity.py
 
 
 class MalformedMessage(ValueError):
@@ -87,9 +88,10 @@ class Hello(Message, frozen=True, kw_only=True):
 
     A learner's `version` is the step that it trains next and its incarnation; its `ledger` comes from the
     checkpoint that it starts from; its `limits` say what it can train. A worker that says Hello again tells which
-    `tickets` it still has, finished groups that nobody has acknowledged included.
+    `tickets` it still has, finished groups that nobody has acknowledged included. A peer of another run is refused.
     """
 
+    run: RunId  # that the peer belongs to
     role: Role
     name: Name  # unique among the live peers of a role; a new peer of the same name replaces the old
     servers: tuple[ServerState, ...] = ()
@@ -123,9 +125,10 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """The run is over, or this peer cannot take part: end, after a Bye."""
+    """The run is over: end, after a Bye. `refused`: it goes on, and this peer cannot take part: end with an error."""
 
     reason: Reason
+    refused: bool = False
 
 
 class Credit(Message, frozen=True, kw_only=True):

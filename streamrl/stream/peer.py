@@ -14,18 +14,23 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.config.file import ConfigError
 from streamrl.stream.address import replay_address, told_address
 from streamrl.stream.keys import key_folder
-from streamrl.stream.messages import Heartbeat, Introduce, Message
+from streamrl.stream.messages import Heartbeat, Introduce, Message, Stop
 from streamrl.stream.sockets import Dealer, ReceivedBatch, StreamTimeout
 
 log = logging.getLogger(__name__)
 
 
+class PeerRefused(ConfigError):
+    """The replay service does not let this peer take part; the text is the service's."""
+
+
 class Peer:
     """A `Dealer` with a memory of how to begin. It belongs to the thread that made it.
 
-    >>> peer = Peer(config, run_folder, "learner", lambda: [Hello(role="learner", name="learner-0", version=version)])
+    >>> peer = Peer(config, run_folder, "learner", opening)  # yields a Hello, and what is open
     >>> peer.send(Next(step=7))
     >>> received = peer.receive(timeout=1.0)  # None, a Message, or a ReceivedBatch; Introduce is answered here
     """
@@ -71,13 +76,18 @@ class Peer:
             self.send(Heartbeat())
 
     def receive(self, timeout: float) -> Message | ReceivedBatch | None:
-        """What the service said; None after `timeout` seconds, and after an Introduce. Raises MalformedMessage."""
+        """What the service said; None after `timeout` seconds, and after an Introduce.
+
+        Raises MalformedMessage, and PeerRefused where the service does not let this peer take part.
+        """
         missed = self._dealer.missed
         received = self._dealer.receive(timeout)
         if received is None:
             self._look()
             return None
         self.heard = time.monotonic()
+        if isinstance(received, Stop) and received.refused:
+            raise PeerRefused(received.reason)
         introduce = isinstance(received, Introduce)
         # A service that was started again says it once for each message that was queued for it: one answer will do.
         if (introduce or self._dealer.missed > missed) and self.heard - self._opened >= self._interval:

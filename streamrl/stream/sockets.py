@@ -246,7 +246,7 @@ class AsyncDealer:
     """A peer's end for asyncio: the generator worker.
 
     >>> dealer = AsyncDealer(address, config.stream, key_folder(config, run_folder), "generator-0")
-    >>> await dealer.send(Hello(role="generator", name="generator-0"))
+    >>> await dealer.send(Hello(run=run, role="generator", name="generator-0"))
     >>> message = await dealer.receive(timeout=1.0)
     """
 

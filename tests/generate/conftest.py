@@ -14,6 +14,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.observe.events import event_path, read_events
 from streamrl.stream.address import replay_address
+from streamrl.stream.identity import run_identity
 from streamrl.stream.messages import Hello, Next
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Batch, PolicyVersion
@@ -37,7 +38,8 @@ class Run:
 
     def begin(self, version: PolicyVersion) -> None:
         """A learner starts at this version."""
-        self.dealer.send(Hello(role="learner", name="learner", version=version))
+        run = run_identity(self.folder).id
+        self.dealer.send(Hello(run=run, role="learner", name="learner", version=version))
 
     def _role(self, name: str) -> subprocess.Popen[bytes]:
         with (self.folder / "logs" / f"{name}.log").open("wb") as log:

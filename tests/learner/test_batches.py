@@ -105,7 +105,7 @@ class Service:
 def config() -> Config:
     return Config.model_validate(
         {
-            "run": {"silence_timeout": 0.6, "start_timeout": 0.6},
+            "run": {"id": "r", "silence_timeout": 0.6, "start_timeout": 0.6},
             "learner": {"tick": TICK},
             "stream": {"reply_timeout": 5.0},
         }
@@ -140,7 +140,7 @@ def take(source: ServiceBatches, step: int):
 
 def test_the_learner_says_what_its_checkpoint_contains_and_hears_what_was_published(service, source):
     begin(source)
-    assert service.wait_for(Hello)[0] == Hello(role="learner", name="learner-0", version=START, ledger=BEFORE)
+    assert service.wait_for(Hello)[0] == Hello(run="r", role="learner", name="learner-0", version=START, ledger=BEFORE)
     assert source.published == PolicyVersion(7)
 
 
@@ -174,7 +174,7 @@ def test_a_service_that_was_started_again_hears_the_present_version_its_ledger_a
         source.next(5, TICK)
     heard = service.wait_for(Hello, Next)
     assert heard[-2:] == [
-        Hello(role="learner", name="learner-0", version=PolicyVersion(5, 1), ledger=AFTER),
+        Hello(run="r", role="learner", name="learner-0", version=PolicyVersion(5, 1), ledger=AFTER),
         Next(step=5),
     ]
     service.generous = True

@@ -285,7 +285,7 @@ def test_a_service_that_was_started_again_hears_of_the_newest_version(model_fold
     _until(lambda: any(isinstance(message, Publish) for message in heard))
     words = [message for message in heard if not isinstance(message, Heartbeat)]
     assert words[:2] == [
-        Hello(role="publisher", name="publisher", version=PolicyVersion(1)),
+        Hello(run=running.publisher._run, role="publisher", name="publisher", version=PolicyVersion(1)),
         Announce(version=PolicyVersion(1)),
     ]
     assert running.publisher.statistics.failed == 1  # what was under way is begun again

@@ -28,6 +28,7 @@ from streamrl.stream.messages import (
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Group, Ledger, PolicyVersion, Ticket
 
+RUN = "run-of-the-tests"
 WAIT = 20.0  # seconds for anything that must come; nothing waits as long when all is well
 V0, V1 = PolicyVersion(0), PolicyVersion(1)
 MakeGroup = Callable[..., Group]
@@ -37,7 +38,7 @@ M = TypeVar("M")
 def make_config(**sections: dict[str, Any]) -> Config:
     """Steps of two groups, staleness 1: four slots."""
     tree: dict[str, dict[str, Any]] = {
-        "run": {"steps": 3, "stop_timeout": 5.0, "start_timeout": 20.0},
+        "run": {"id": RUN, "steps": 3, "stop_timeout": 5.0, "start_timeout": 20.0},
         "generate": {"heartbeat": 1.0, "group_size": 2},
         "replay": {"groups_per_step": 2, "max_staleness": 1},
         "publish": {"timeout": 5.0},
@@ -80,18 +81,18 @@ class Running:
         tickets: tuple[tuple[int, int], ...] = (),
     ) -> Dealer:
         server = ServerState(name=f"{name}-server", version=version)
-        dealer = self.peer(Hello(role="generator", name=name, servers=(server,), tickets=tickets))
+        dealer = self.peer(Hello(run=RUN, role="generator", name=name, servers=(server,), tickets=tickets))
         dealer.send(Credit(capacity=capacity))
         return dealer
 
     def learner(self, version: PolicyVersion = V0, ledger: Ledger | None = None) -> Dealer:
         """A learner that was welcomed."""
-        dealer = self.peer(Hello(role="learner", name="learner-0", version=version, ledger=ledger))
+        dealer = self.peer(Hello(run=RUN, role="learner", name="learner-0", version=version, ledger=ledger))
         self.welcome = hear(dealer, Welcome)
         return dealer
 
     def publisher(self) -> Dealer:
-        return self.peer(Hello(role="publisher", name="publisher-0", version=V0))
+        return self.peer(Hello(run=RUN, role="publisher", name="publisher-0", version=V0))
 
     def told(self, event: str) -> list[dict[str, Any]]:
         return [record for record in read_events(self.events.path) if record["event"] == event]

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from service_parts import V0, MakeGroup, Running, answer, hear, hear_tickets, make_config
+from service_parts import RUN, V0, MakeGroup, Running, answer, hear, hear_tickets, make_config
 
 from streamrl.stream.codec import encode_group
 from streamrl.stream.messages import Accepted, Hello, Refused, Tickets, Welcome
@@ -29,7 +29,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         journal={"keep": "none"},
     )
     service = Running(config, tmp_path_factory.mktemp("run"))
-    service.learner_socket = service.peer(Hello(role="learner", name="learner-0", version=V0, limits=LIMITS))
+    service.learner_socket = service.peer(Hello(run=RUN, role="learner", name="learner-0", version=V0, limits=LIMITS))
     hear(service.learner_socket, Welcome)
     service.worker_socket = service.worker(capacity=1)
     yield service

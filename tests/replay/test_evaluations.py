@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from service_parts import V0, V1, MakeGroup, Running, answer, hear, hear_tickets
+from service_parts import RUN, V0, V1, MakeGroup, Running, answer, hear, hear_tickets
 
 from streamrl.config import evaluate as config_evaluate
 from streamrl.replay.evaluations import Evaluations
@@ -94,7 +94,7 @@ def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_ot
     running = start(run={"steps": 9})
     publisher = running.publisher()
     pinned = running.peer(
-        Hello(role="generator", name="p", servers=(ServerState(name="p-server", version=V0, pinned=True),))
+        Hello(run=RUN, role="generator", name="p", servers=(ServerState(name="p-server", version=V0, pinned=True),))
     )
     pinned.send(Credit(capacity=1))
     free = running.worker("free")

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -15,7 +16,7 @@ from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal, recover
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Saved
 from streamrl.replay.recovery import SET_ASIDE, Recovery
-from streamrl.replay.segments import MAGIC, load_frames, segment_path, segments
+from streamrl.replay.segments import MAGIC, JournalDamaged, load_frames, segment_path, segments
 
 CONFIG = JournalConfig.model_validate({})
 FRAMES = (b"header", b"arena" * 4)
@@ -157,6 +158,33 @@ def test_damage_in_a_segment_before_the_newest_snapshot_does_not_matter_for_reco
     write(tmp_path, b"two", consumed(1, 1))
     flip(segment_path(tmp_path, 0), sizes[0] + 5)
     assert recover(tmp_path) == Recovery(snapshot=b"two", records=[consumed(1, 1)])
+
+
+def test_a_segment_that_was_copied_under_the_newest_name_is_no_base_and_is_set_aside(tmp_path: Path) -> None:
+    write(tmp_path, b"one", completed(0))
+    write(tmp_path, b"two", consumed(0, 0))
+    shutil.copy(segment_path(tmp_path, 0), segment_path(tmp_path, 2))
+    recovery = recover(tmp_path)
+    assert (recovery.snapshot, plain(recovery)) == (b"two", [consumed(0, 0)])
+    assert "it is segment 000000 under another name" in recovery.told[0]
+    assert segment_path(tmp_path, 2).with_name("000002.journal" + SET_ASIDE).exists()
+
+
+def test_groups_of_a_segment_in_whose_place_another_was_copied_are_damaged(tmp_path: Path) -> None:
+    """The record at their place may even be of the same group, of an earlier life of the run."""
+    for _ in range(3):
+        sizes = write(tmp_path, b"same", completed(0))
+    place = Place(segment=1, offset=sizes[0])
+    assert load_frames(tmp_path, place, (0, 0)) == FRAMES
+    shutil.copy(segment_path(tmp_path, 0), segment_path(tmp_path, 1))
+    with pytest.raises(JournalDamaged, match=r"000001.journal: it is segment 000000 under another name"):
+        load_frames(tmp_path, place, (0, 0))
+
+
+def test_groups_behind_a_damaged_opening_can_still_be_read(tmp_path: Path) -> None:
+    sizes = write(tmp_path, b"one", completed(0))
+    flip(segment_path(tmp_path, 0), len(MAGIC) + 40)
+    assert load_frames(tmp_path, Place(segment=0, offset=sizes[0]), (0, 0)) == FRAMES
 
 
 def test_without_any_snapshot_the_first_segments_records_continue_an_empty_buffer(tmp_path: Path) -> None:

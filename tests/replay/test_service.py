@@ -11,6 +11,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 from service_parts import (
+    RUN,
     V0,
     V1,
     WAIT,
@@ -244,7 +245,7 @@ def test_a_strangers_words_are_answered_by_one_introduce_and_its_hello_counts(
         stranger.send(Heartbeat())
     stranger.send_group(make_group(0))
     hear(stranger, Introduce)
-    stranger.send(Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
+    stranger.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
     stranger.send(Credit(capacity=1))
     (ticket,) = hear_tickets(stranger, 1)
     assert isinstance(answer(stranger, make_group, ticket), Accepted)
@@ -275,9 +276,9 @@ def test_the_end_waits_for_the_last_version_but_not_for_ever(start: Callable[...
 def test_the_role_ends_cleanly_on_sigterm(start_process: Callable[..., ServiceProcess]) -> None:
     service = start_process()
     learner = Dealer(service.address, service.config.stream, name="learner-0")
-    learner.send(Hello(role="learner", name="learner-0", version=V0))
+    learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
     worker = Dealer(service.address, service.config.stream, name="w")
-    worker.send(Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
+    worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
     worker.send(Credit(capacity=1))
     hear_tickets(worker, 1)
     hear(learner, Welcome)

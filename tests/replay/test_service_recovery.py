@@ -15,6 +15,7 @@ import pytest
 import zmq
 from msgspec.structs import replace
 from service_parts import (
+    RUN,
     V0,
     V1,
     WAIT,
@@ -138,7 +139,9 @@ class Trainer:
             peer.close()
 
     def _opening(self, version: PolicyVersion) -> Iterator[Message]:
-        yield Hello(role="learner", name="learner-0", version=replace(version, step=self.step), ledger=self.ledger)
+        yield Hello(
+            run=RUN, role="learner", name="learner-0", version=replace(version, step=self.step), ledger=self.ledger
+        )
         yield Next(step=self.step)
 
     def _train(self, received: ReceivedBatch) -> None:
@@ -224,10 +227,10 @@ def test_a_service_that_is_started_again_listens_where_the_killed_one_did_and_as
     service = start_process()
     address = service.address
     worker = Dealer(address, service.config.stream, name="w")
-    hello = Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),))
+    hello = Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),))
     learner = Dealer(address, service.config.stream, name="learner-0")
     try:
-        learner.send(Hello(role="learner", name="learner-0", version=V0))
+        learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         worker.send(hello)
         worker.send(Credit(capacity=9))
         tickets = hear_tickets(worker, 4)
@@ -245,7 +248,7 @@ def test_a_service_that_is_started_again_listens_where_the_killed_one_did_and_as
         hear(learner, Welcome)  # the first service's
         learner.send(Heartbeat())
         hear(learner, Introduce)
-        learner.send(Hello(role="learner", name="learner-0", version=V0))
+        learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         learner.send(Next(step=0))
         received = learner.receive(WAIT)
         while not isinstance(received, ReceivedBatch):
@@ -269,7 +272,7 @@ def test_a_port_that_was_taken_meanwhile_is_replaced_and_the_file_tells(
         service.start()
         assert service.address != former
         learner = Dealer(service.address, service.config.stream, name="learner-0")
-        learner.send(Hello(role="learner", name="learner-0", version=V0))
+        learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         assert learner.receive(WAIT) is not None
         learner.close()
     finally:
@@ -372,8 +375,8 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
     learner = Dealer(service.address, service.config.stream, name="learner-0")
     pid, unlimited = service.process.pid, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     try:
-        learner.send(Hello(role="learner", name="learner-0", version=V0))
-        worker.send(Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
+        learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
+        worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
         worker.send(Credit(capacity=6))
         tickets = hear_tickets(worker, 6)
         for ticket in tickets[:2]:

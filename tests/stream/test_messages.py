@@ -42,8 +42,8 @@ SERVER = ServerState(name="server-0", version=V, world_size=2)
 TICKET = Ticket(group_id=7, attempt=1, task="copy", prompt_index=7, seed=3, issued_version=V, deadline=12.5)
 STATS = BatchStats(tokens_generated=9, generator_busy=0.5, groups=2, bytes=77)
 ONE_OF_EACH = [
-    Hello(role="generator", name="generator-0", servers=(SERVER,)),
-    Hello(role="learner", name="learner-0", version=V),
+    Hello(run="r", role="generator", name="generator-0", servers=(SERVER,)),
+    Hello(run="r", role="learner", name="learner-0", version=V),
     Credit(capacity=32),
     Heartbeat(tickets=((7, 1), (8, 0)), busy=1.5, generated=1000),
     Applied(server="server-0", version=V),
@@ -90,8 +90,9 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
         ({**CREDIT, "capacity": True}, "capacity"),
         ({"v": 5, "kind": "heartbeat", "busy": float("nan")}, "busy"),
         ({"v": 5, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
-        ({"v": 5, "kind": "hello", "role": "learner", "name": "l"}, "learner without its version"),
-        ({"v": 5, "kind": "hello", "role": "king", "name": "l"}, "role"),
+        ({"v": 5, "kind": "hello", "run": "r", "role": "learner", "name": "l"}, "learner without its version"),
+        ({"v": 5, "kind": "hello", "run": "r", "role": "king", "name": "l"}, "role"),
+        ({"v": 5, "kind": "hello", "role": "generator", "name": "l"}, "missing required field `run`"),
         ([], "Expected `object`"),
     ],
 )

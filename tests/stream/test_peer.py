@@ -16,7 +16,7 @@ from streamrl.stream.sockets import Router
 from streamrl.types import PolicyVersion
 
 DEADLINE = 20.0  # seconds; longer than any wait that is configured here
-HELLO = Hello(role="learner", name="learner-0", version=PolicyVersion(3))
+HELLO = Hello(run="r", role="learner", name="learner-0", version=PolicyVersion(3))
 
 
 class Service:
