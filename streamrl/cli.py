@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from streamrl import __version__
-from streamrl.config import Config
+from streamrl.config import Config, flags
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.replay.segments import JournalDamaged
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"streamrl: {error}", file=sys.stderr)
         return 2
+    except JournalDamaged as error:
+        print(f"streamrl: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -237,9 +241,11 @@ def _parser() -> argparse.ArgumentParser:
         role = _command(commands, name, function, text)
         _add_config(role, optional=True)
         role.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
-        role.add_argument("--lifeline", type=int, action="append", metavar="PID", help="end when this process ends")
+        role.add_argument(
+            "--lifeline", type=flags.count, action="append", metavar="PID", help="end when this process ends"
+        )
         if name == "generator":
-            role.add_argument("--index", type=int, default=0, help="number of the worker")
+            role.add_argument("--index", type=flags.index, default=0, help="number of the worker")
 
     evaluation = _command(commands, "eval", _eval, "measure weights on held-out prompts: pass@k, greedy, length")
     _add_config(evaluation, optional=True)
@@ -253,7 +259,7 @@ def _parser() -> argparse.ArgumentParser:
     retrain = _command(commands, "retrain", _retrain, "train the learner again from a run's recorded groups")
     retrain.add_argument("run", type=Path, help="run folder")
     retrain.add_argument("--output", type=Path, required=True, help="new folder for metrics and checkpoints")
-    retrain.add_argument("--steps", type=int, help="learner steps (default: all that are recorded)")
+    retrain.add_argument("--steps", type=flags.count, help="learner steps (default: all that are recorded)")
 
     retrain.add_argument(
         "--set", nargs="+", action="extend", default=[], metavar="key=value",
@@ -288,8 +294,10 @@ def _parser() -> argparse.ArgumentParser:
     top = _command(commands, "top", _top, "show a run as it goes on: what each role does and who holds it up")
     top.add_argument("run", type=Path, help="run folder")
     top.add_argument("--once", action="store_true", help="show it as it is now, and end")
-    top.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="time between two looks")
-    top.add_argument("--port", type=int, help="serve the Prometheus endpoint on this port of 127.0.0.1 meanwhile")
+    top.add_argument("--every", type=flags.seconds, default=1.0, metavar="SECONDS", help="time between two looks")
+    top.add_argument(
+        "--port", type=flags.port, help="serve the Prometheus endpoint on this port of 127.0.0.1 meanwhile"
+    )
 
     report = _command(commands, "report", _report, "write one HTML page about one or several runs")
     report.add_argument("run", type=Path, nargs="+", help="run folder")
@@ -312,7 +320,7 @@ def _add_audit(commands: argparse._SubParsersAction) -> None:
     audit.add_argument("run", type=Path, help="run folder")
     audit.add_argument(
         "--tolerance",
-        type=float,
+        type=flags.limit,
         help="largest log-prob difference of a token (default: 1e-4 in float32, 2 in bfloat16)",
     )
 
@@ -324,9 +332,14 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
     simulate.add_argument("--vary", action="append", default=[], metavar="KEY=V,V", help="a row for each of the values")
     simulate.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help="calibrate by it, too")
     simulate.add_argument(
-        "--validate", type=int, nargs="?", const=6, metavar="N", help="run N settings for real and compare (default: 6)"
+        "--validate",
+        type=flags.count,
+        nargs="?",
+        const=6,
+        metavar="N",
+        help="run N settings for real and compare (default: 6)",
     )
-    simulate.add_argument("--steps", type=int, default=30, help="learner steps of each real run (default: 30)")
+    simulate.add_argument("--steps", type=flags.count, default=30, help="learner steps of each real run (default: 30)")
     simulate.add_argument("--fleet", type=Path, metavar="FILE", help="plan fleets from the figures in a YAML file")
     simulate.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
 
@@ -352,11 +365,11 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     convert.add_argument("output", type=Path, metavar="OUT", help="new folder, in the other form")
     for name, what in (("tensor", "tensor-parallel"), ("pipeline", "pipeline-parallel"), ("expert", "expert-parallel")):
         convert.add_argument(
-            f"--{name}", type=int, default=1, metavar="N", help=f"{what} size of the ranks (default: 1)"
+            f"--{name}", type=flags.count, default=1, metavar="N", help=f"{what} size of the ranks (default: 1)"
         )
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of what is written (default: as stored)")
     convert.add_argument("--model", type=Path, metavar="FOLDER", help="config.json and tokenizer of a checkpoint")
-    convert.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="(default: 3600)")
+    convert.add_argument("--timeout", type=flags.seconds, default=3600.0, metavar="SECONDS", help="(default: 3600)")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, model_validator
 
 from streamrl.config.section import Section
+
+ServerAddress = Annotated[
+    str,
+    Field(
+        pattern=r"^https?://(\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):([1-9]\d{0,4})/?$",
+        description="addresses of the form http://HOST:PORT",
+    ),
+]
 
 
 class SamplingConfig(Section):
@@ -28,13 +36,13 @@ class GenerateConfig(Section):
     name: str = Field("", pattern=r"^[\w.-]*$", description="of the pool, where there are several")
     workers: int = Field(1, ge=1, description="generator workers, each with its own SGLang servers")
     servers: int = Field(1, ge=1, description="SGLang servers of one worker")
-    attach: tuple[str, ...] = Field(
+    attach: tuple[ServerAddress, ...] = Field(
         (), description="addresses (http://host:port) of running servers; empty: start own ones"
     )
-    router: str | None = Field(
+    router: ServerAddress | None = Field(
         None, description="address of an sglang-router in front of `attach`: requests go through it, commands do not"
     )
-    group_size: int = Field(8, ge=1, description="G, samples of one prompt")
+    group_size: int = Field(8, ge=1, description="G, samples of one prompt: at least 2")
     groups_in_flight: int = Field(32, ge=1, description="groups that a worker generates at once")
     least_in_flight: int = Field(
         0,

@@ -22,6 +22,11 @@ class AdvantageConfig(Section):
     baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what is taken from the reward")
     eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
 
+    @property
+    def least_samples(self) -> int:
+        """Samples of a group that have an advantage besides 0: each of the baselines is made of the group itself."""
+        return 2
+
 
 class AlgoConfig(Section):
     """The loss and the importance weights; equations in docs/algorithm.md."""
@@ -115,7 +120,7 @@ class AlgoConfig(Section):
 class OptimizerSettings(Section):
     """Adam of Megatron-Core and its schedule."""
 
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
+    lr: float = Field(1e-6, gt=0, le=1, description="peak learning rate: how far Adam moves a weight in one update")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
     warmup_steps: int = Field(0, ge=0, description="learner steps of linear warm-up")
     decay: Literal["constant", "linear", "cosine"] = Field("constant", description="shape of the decay over run.steps")
@@ -277,6 +282,11 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"ranks: {self.ranks} cannot hold copies of a model cut over {self.layout.model_ranks} ranks "
                 "(learner.layout: tensor x pipeline x context); allowed: a multiple of it"
+            )
+        if self.tick >= self.collective_timeout:
+            raise ValueError(
+                f"tick: {self.tick:g} s is as long as the ranks wait for it, learner.collective_timeout="
+                f"{self.collective_timeout:g} s; allowed: below {self.collective_timeout:g}"
             )
         expert_ranks = self.layout.expert * self.layout.expert_tensor * self.layout.pipeline
         if self.ranks % expert_ranks:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from streamrl.config.section import Section
+
+MOST_GROUPS = 1 << 16
+"""Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them."""
+
+_ENDPOINT = re.compile(r"tcp://(?:\[[\w:.%]+\]|[\w.*-]+):(?P<port>\d{1,5})|ipc://.+")
 
 
 class StreamConfig(Section):
@@ -72,7 +78,7 @@ class ReplayConfig(Section):
     over_age: Literal["drop", "pass"] = Field(
         "drop", description="what `ready` does with a group older than the bound: generate it again, or train it"
     )
-    groups_per_step: int = Field(8, ge=1, description="P, groups of one learner step")
+    groups_per_step: int = Field(8, ge=1, le=MOST_GROUPS, description="P, groups of one learner step")
     max_staleness: float = Field(
         2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
     )
@@ -91,6 +97,15 @@ class ReplayConfig(Section):
     )
     filter: FilterConfig = Field(default_factory=FilterConfig, description="groups that are dropped and replaced")
     adaptive: AdaptiveConfig = Field(default_factory=AdaptiveConfig, description="the adaptive bound")
+
+    @model_validator(mode="after")
+    def _address_can_be_bound(self) -> ReplayConfig:
+        form = _ENDPOINT.fullmatch(self.address)
+        if form is None or int(form["port"] or 0) > 65535:
+            raise ValueError(
+                f"address: {self.address!r} is no address; allowed: tcp://HOST:PORT (port 0: a free one), or ipc://PATH"
+            )
+        return self
 
     @property
     def bound(self) -> float:

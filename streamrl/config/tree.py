@@ -122,6 +122,25 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_group_teaches_something(self) -> Config:
+        least = self.algo.advantage.least_samples
+        if self.generate.group_size < least:
+            raise ValueError(
+                f"generate.group_size: {self.generate.group_size} has advantage 0 in every group, with "
+                f"algo.advantage.baseline={self.algo.advantage.baseline}, and trains nothing; allowed: at least {least}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_lease_outlives_a_heartbeat(self) -> Config:
+        if self.replay.lease < self.generate.heartbeat:
+            raise ValueError(
+                f"replay.lease: {self.replay.lease:g} s ends before a worker's next heartbeat extends it, "
+                f"generate.heartbeat={self.generate.heartbeat:g} s; allowed: at least {self.generate.heartbeat:g}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_router_takes_requests_alone(self) -> Config:
         routers = [pool.router for pool in self.generate.each_pool if pool.router is not None]
         if routers and self.publish.interruption in ("drain", "abort"):

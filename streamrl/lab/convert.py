@@ -30,6 +30,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LoraConfig
+from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner.fit import check_fit
 from streamrl.learner.shape import ModelShape, read_shape
@@ -80,8 +81,7 @@ def main(
     whatever is refused.
     """
     begun = time.monotonic()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"OUT: {output} is not empty; allowed: a new folder")
+    check_new_folder("OUT", output)
     for name, size in sizes.items():
         if size < 1:
             raise ConfigError(f"--{name}: {size} is not allowed; allowed: a whole number from 1")

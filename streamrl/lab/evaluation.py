@@ -27,6 +27,7 @@ from streamrl.evaluate.results import Evaluation, Question, TaskFigures
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.served import ServedModel
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.lab.output import check_new_folder
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter
 from streamrl.tasks.environment import Environment
@@ -48,6 +49,9 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     run_folder: of an existing run, whose kept `version` is meant (None: the newest). model: a folder instead.
     output: a new folder; None: RUN/evaluations/NAME, with a number behind it where that is taken. Raises ConfigError.
     """
+    if output is not None and output.exists():
+        raise ConfigError(f"--output: {output} exists; allowed: a new folder")
+    check_new_folder("--output", output)
     weights = choose_weights(config, run_folder, version, model)
     served = serving_config(config, weights)
     try:
@@ -55,8 +59,6 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
-    if folder.exists():
-        raise ConfigError(f"--output: {folder} exists; allowed: a new folder")
     try:
         evaluation, questions = uvloop.run(_evaluate(served, tasks, weights))
         write(folder, evaluation, questions)

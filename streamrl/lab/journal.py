@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from streamrl.config.file import ConfigError
 from streamrl.lab.journal_export import FORMATS, export
+from streamrl.lab.output import check_file
 from streamrl.replay.history import STATES, Contents
 from streamrl.replay.records import Completed
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
@@ -31,23 +33,29 @@ class Segment:
 def main(run_folder: Path, verify: bool = False, output: Path | None = None) -> int:
     """Show a run's journal, and read every byte of it or export its groups where that is asked for.
 
-    Returns 1 where `verify` found damage, else 0: a torn tail of the newest segment is what a kill leaves behind
-    and a running service has while it writes.
+    Returns 1 where `verify` found damage, or what was exported is not all, else 0: a torn tail of the newest segment
+    is what a kill leaves behind and a running service has while it writes.
     """
     folder = run_folder / "journal"
     if not (found := segments(folder)):
         raise ConfigError(f"{folder}: no segments (journal.keep=none, or nothing was generated yet)")
-    if output is not None and (output.suffix not in FORMATS or output.exists()):
-        raise ConfigError(f"--export: {output}; allowed: a new file that ends in {' or '.join(FORMATS)}")
+    check_file("--export", output, tuple(FORMATS))
+    if output is not None and output.exists():
+        raise ConfigError(f"--export: {output} exists; allowed: a new file")
     contents = Contents()
     surveyed = [_survey(folder, number, path, contents, verify) for number, path in found]
     _print(run_folder, surveyed, contents)
     damaged = _print_problems(surveyed)
     if verify and not damaged:
         print("  every record and every frame matches its checksum")
+    lost: list[str] = []
     if output is not None:
-        print(f"  {export(folder, contents, output)} samples written to {output}")
-    return 1 if verify and damaged else 0
+        print(f"  {export(folder, contents, output, lost)} samples written to {output}")
+        if lost:
+            print(
+                f"streamrl: {len(lost)} groups cannot be read and are left out, the first: {lost[0]}", file=sys.stderr
+            )
+    return 1 if lost or (damaged and (verify or output is not None)) else 0
 
 
 def _survey(folder: Path, number: int, path: Path, contents: Contents, verify: bool) -> Segment:

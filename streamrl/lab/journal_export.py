@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pyarrow.parquet as pq
 
 from streamrl.replay.history import Contents, read_journal
 from streamrl.replay.records import Completed
-from streamrl.replay.segments import load_frames
+from streamrl.replay.segments import JournalDamaged, load_frames
 from streamrl.stream.codec import decode_group
+from streamrl.stream.messages import MalformedMessage
 from streamrl.types import Group, Sample
 
 Row = dict[str, Any]
@@ -47,20 +49,30 @@ SCHEMA = pa.schema(
 )
 
 
-def export(folder: Path, contents: Contents, output: Path) -> int:
-    """Write every recorded sample to `output`, whose suffix is one of FORMATS. Returns how many.
+def export(folder: Path, contents: Contents, output: Path, lost: list[str]) -> int:
+    """Write every recorded sample to `output`, whose suffix is one of FORMATS, as a whole or not at all.
 
-    Raises JournalDamaged for a group that cannot be read.
+    Returns how many. A group that cannot be read is left out, and why is added to `lost`.
     """
-    return FORMATS[output.suffix](_rows(folder, contents), output)
+    draft = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        count = FORMATS[output.suffix](_rows(folder, contents, lost), draft)
+        os.replace(draft, output)
+    finally:
+        draft.unlink(missing_ok=True)
+    return count
 
 
-def _rows(folder: Path, contents: Contents) -> Iterator[Row]:
+def _rows(folder: Path, contents: Contents, lost: list[str]) -> Iterator[Row]:
     step_of = contents.step_of()
     for entry in read_journal(folder):
         if not isinstance(entry.record, Completed) or _is_new(entry.record, contents):
             continue
-        group = decode_group(*load_frames(folder, entry.place))
+        try:
+            group = decode_group(*load_frames(folder, entry.place))
+        except (JournalDamaged, MalformedMessage) as error:
+            lost.append(str(error))
+            continue
         state, reason = _state(group, contents)
         step = step_of.get(group.group_id) if state in ("consumed", "committed", "quarantined") else None
         for index, sample in enumerate(group.samples):

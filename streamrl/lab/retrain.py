@@ -20,6 +20,7 @@ from safetensors import safe_open
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.lab.output import check_new_folder
 from streamrl.learner.batches import RecordedBatches
 from streamrl.learner.role import run_recorded
 from streamrl.observe.metrics import read_metrics
@@ -52,8 +53,8 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
     and the run's kept weights of that step differ. With more than one rank the command starts itself again under
     torchrun. Raises ConfigError for a key that would change what the recorded data means.
     """
-    if "RANK" not in os.environ and output.exists() and any(output.iterdir()):
-        raise ConfigError(f"--output: {output} is not empty; allowed: a new folder")
+    if "RANK" not in os.environ:
+        check_new_folder("--output", output)
     recorded = config_file.load(run_folder / "config.yaml")
     config = config_file.load(
         run_folder / "config.yaml", [*changes, f"run.folder={output.parent}", f"run.name={output.name}"]

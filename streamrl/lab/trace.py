@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from streamrl.config.file import ConfigError
+from streamrl.lab.output import check_file
 from streamrl.observe import trace
 
 FORMATS = (".json", ".csv")
@@ -17,8 +18,7 @@ def main(run_folder: Path, output: Path | None = None) -> int:
     is there is replaced. Raises ConfigError for another ending, and for a run that has recorded nothing.
     """
     output = output or run_folder / "trace.json"
-    if output.suffix not in FORMATS:
-        raise ConfigError(f"--output: {output}; allowed: a file that ends in {' or '.join(FORMATS)}")
+    check_file("--output", output, FORMATS)
     if not any((run_folder / "events").glob("*.jsonl")):
         raise ConfigError(f"{run_folder}: no event logs in events/; allowed: a run that has begun")
     if output.suffix == ".csv":

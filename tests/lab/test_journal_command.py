@@ -18,7 +18,7 @@ from streamrl.lab.journal_export import export
 from streamrl.replay.history import Contents
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed, Dropped, Saved
-from streamrl.replay.segments import segment_path
+from streamrl.replay.segments import scan, segment_path
 from streamrl.stream.codec import encode_group
 from streamrl.types import Group
 
@@ -132,16 +132,40 @@ def test_parquet_holds_the_same_as_the_lines_of_json(run: Path, tmp_path: Path) 
 
 
 def test_groups_that_came_after_the_records_were_read_are_left_to_the_next_export(run: Path, tmp_path: Path) -> None:
-    assert export(run / "journal", Contents(), tmp_path / "groups.jsonl") == 0
+    assert export(run / "journal", Contents(), tmp_path / "groups.jsonl", []) == 0
 
 
-@pytest.mark.parametrize("name", ["groups.csv", "there.jsonl"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("groups.csv", "allowed: a file that ends in .jsonl or .parquet"),
+        ("there.jsonl", "there.jsonl exists; allowed: a new file"),
+        ("nowhere/groups.jsonl", "nowhere is no folder"),
+    ],
+)
 def test_an_export_that_cannot_be_written_is_refused_in_one_line(
-    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, name: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "there.jsonl").touch()
     assert cli.main(["journal", str(run), "--export", str(tmp_path / name)]) == 2
-    assert "allowed: a new file that ends in .jsonl or .parquet" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert said in err
+
+
+def test_the_export_of_a_damaged_journal_leaves_out_the_group_that_is_gone_and_says_so(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = segment_path(run / "journal", 0)
+    flip(path, next(entry.end - 1 for entry in scan(0, path) if isinstance(entry.record, Completed)))
+    output = tmp_path / "groups.jsonl"
+    assert cli.main(["journal", str(run), "--export", str(output)]) == 1
+    out, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert err.startswith("streamrl: 1 groups cannot be read and are left out, the first: ")
+    assert len(output.read_text().splitlines()) == 6
+    assert "6 samples written" in out
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_run_without_a_journal_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

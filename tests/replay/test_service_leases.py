@@ -148,7 +148,7 @@ def test_a_group_that_is_sent_twice_is_accepted_twice_and_kept_once(
 def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
     start: Callable[..., Running], make_group: MakeGroup
 ) -> None:
-    running = start(replay={"lease": 0.3, "max_attempts": 2}, generate={"group_size": 3})
+    running = start(replay={"lease": 0.3, "max_attempts": 2}, generate={"group_size": 3, "heartbeat": 0.1})
     worker, learner = running.worker(capacity=99), running.learner()
     learner.send(Next(step=0))
     received = None

@@ -14,6 +14,7 @@ from rich.table import Table
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.lab.output import check_file
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.plan import Plan, make_plan
 from streamrl.learner.shape import ModelShape, UnsupportedModelError, read_shape
@@ -33,6 +34,7 @@ def main(
     output: Path | None = None,
 ) -> int:
     """Plan and print. Returns 0. Raises ConfigError for what cannot run."""
+    check_file("--json", output)
     config = config_file.load(source, overrides)
     plan = make_plan(config, model_shape(config, shape), machines, figures)
     show(plan, config, machines, Console(width=WIDTH))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from streamrl.config.file import ConfigError
+from streamrl.lab.output import check_file
 from streamrl.lab.report import curves, samples, settings, time_use
 from streamrl.lab.report.groups import read_groups
 from streamrl.lab.report.page import render
@@ -36,6 +37,7 @@ def main(run_folders: Sequence[Path], output: Path | None = None, ratios: Ratios
     if len({folder.resolve() for folder in run_folders}) < len(run_folders):
         raise ConfigError("report: the same run twice; allowed: each RUN once")
     target = output or run_folders[0] / "report.html"
+    check_file("--output", target)
     runs = read_runs(run_folders)
     described = [describe(run, len(runs), ratios) for run in runs]
     data = {

@@ -14,6 +14,7 @@ from rich.table import Table
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.lab.output import check_file
 from streamrl.lab.simulate.calibration import calibrate, recorded_groups
 from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
@@ -42,6 +43,7 @@ def main(
     output: Path | None = None,
 ) -> int:
     """Calibrate, by `others` besides, simulate every setting, print one row for each. Returns 0."""
+    check_file("--json", output)
     source = run_folder / "config.yaml"
     choices = [tuple(overrides) + each for each in varied(vary)]
     own = config_file.load(source, ["generate.attach=[]"])
@@ -63,6 +65,7 @@ def main_validate(
     config_path: Path, overrides: Sequence[str], count: int, steps: int, output: Path | None = None
 ) -> int:
     """Run settings for real and compare. Returns 1 where a bar is missed."""
+    check_file("--json", output)
     model, compared = validate(config_path, overrides, count, steps)
     Console(width=WIDTH).print(_compared_table(compared))
     _print_model(model)
@@ -89,6 +92,7 @@ def main_validate(
 
 def main_fleet(path: Path, overrides: Sequence[str], output: Path | None = None) -> int:
     """Plan a fleet from the figures in a file. Returns 0."""
+    check_file("--json", output)
     rows = plan(read_fleet(path), overrides)
     table = Table(title=f"{path}: the best split of each fleet is marked", title_justify="left")
     for column in ("GPUs", "generate", "learn", "servers", "trained tokens/s", "a GPU", "s/step", *_SHARED):

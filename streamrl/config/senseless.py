@@ -1,0 +1,112 @@
+"""What a configuration may say and hardly means: it runs, and a line says what will not come of it.
+
+What cannot run is refused where the keys are (`Section`s of this package); what depends on the model, the data or the
+machine is looked at in `preflight.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from streamrl.config.file import fields, value_at
+from streamrl.config.learner import MASK_EDGES
+from streamrl.config.tree import Config
+
+LARGE_LR = 1e-2
+"""Adam moves a weight by about the learning rate in each update, and the weights of a model are about 0.02."""
+
+LEASE_OF_HEARTBEATS = 3
+"""Heartbeats that one lease should outlast: one is late whenever its worker's event loop is."""
+
+MANY_ROUNDS = 1000
+"""Times that the generators must fill all their places for one learner step."""
+
+_USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
+    (("replay.window",), "replay.order=windowed", lambda c: c.replay.order == "windowed"),
+    (("replay.over_age",), "replay.order=ready", lambda c: c.replay.order == "ready"),
+    (
+        ("replay.adaptive.ess_low", "replay.adaptive.ess_high", "replay.adaptive.change", "replay.adaptive.patience"),
+        "replay.adaptive.enabled=true",
+        lambda c: c.replay.adaptive.enabled,
+    ),
+    (("algo.weight_cap", "algo.weight_gamma"), "algo.weight=token or sequence", lambda c: c.algo.weight != "none"),
+    (("algo.mask_low", "algo.mask_high"), f"algo.mask={' or '.join(MASK_EDGES)}", lambda c: c.algo.mask in MASK_EDGES),
+    (("algo.second_moment",), "algo.mask=second_moment", lambda c: c.algo.mask == "second_moment"),
+    (
+        ("algo.covariance_share", "algo.covariance_low", "algo.covariance_high", "algo.covariance_kl"),
+        "algo.covariance=clip_cov or kl_cov",
+        lambda c: c.algo.covariance != "none",
+    ),
+    (("algo.sapo_positive", "algo.sapo_negative"), "algo.loss=sapo", lambda c: c.algo.loss == "sapo"),
+    (
+        ("algo.norm_length",),
+        "algo.aggregation=sequence_sum_norm",
+        lambda c: c.algo.aggregation == "sequence_sum_norm",
+    ),
+    (("learner.lora.alpha", "learner.lora.dropout"), "learner.lora.rank above 0", lambda c: c.learner.lora.rank > 0),
+    (
+        ("learner.optimizer.min_lr",),
+        "learner.optimizer.decay=linear or cosine",
+        lambda c: c.learner.optimizer.decay != "constant",
+    ),
+    (
+        ("learner.optimizer.spike_window",),
+        "learner.optimizer.spike_factor",
+        lambda c: c.learner.optimizer.spike_factor is not None,
+    ),
+    (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
+)
+"""Keys, what they need to have an effect, and whether a configuration has it."""
+
+
+def warnings(config: Config) -> list[str]:
+    """One line for each thing that is configured and will hardly be meant: key, value, what comes of it."""
+    return [*_unused(config), *_out_of_proportion(config)]
+
+
+def _unused(config: Config) -> Iterator[str]:
+    for keys, needed, is_used in _USED:
+        if is_used(config):
+            continue
+        for key in keys:
+            if (value := value_at(config, key)) != _default(key):
+                yield f"{key}: {value} has no effect without {needed}"
+
+
+def _default(key: str) -> Any:
+    field = next(field for path, field in fields() if path == key)
+    return field.get_default(call_default_factory=True, validated_data={})
+
+
+def _out_of_proportion(config: Config) -> Iterator[str]:
+    optimizer, replay, learner = config.learner.optimizer, config.replay, config.learner
+    if optimizer.lr > LARGE_LR:
+        yield (
+            f"learner.optimizer.lr: each update moves every weight by about {optimizer.lr:g}, and a model's weights "
+            f"are about 0.02; usual: 1e-6, and 1e-3 for a tiny model"
+        )
+    if optimizer.warmup_steps >= config.run.steps:
+        yield (
+            f"learner.optimizer.warmup_steps: {optimizer.warmup_steps} is not over when the run is, "
+            f"run.steps={config.run.steps}: the learning rate never reaches {optimizer.lr:g}"
+        )
+    if replay.lease < LEASE_OF_HEARTBEATS * config.generate.heartbeat:
+        yield (
+            f"replay.lease: {replay.lease:g} s outlasts fewer than {LEASE_OF_HEARTBEATS} heartbeats "
+            f"(generate.heartbeat={config.generate.heartbeat:g} s): one that is late costs its worker's tickets"
+        )
+    places = sum(pool.workers * pool.groups_in_flight for pool in config.generate.each_pool)
+    if replay.groups_per_step > MANY_ROUNDS * places:
+        yield (
+            f"replay.groups_per_step: {replay.groups_per_step} groups are {replay.groups_per_step // places} rounds of "
+            f"the {places} that all generators have in flight, and one step must come within run.silence_timeout="
+            f"{config.run.silence_timeout:g} s"
+        )
+    copies = learner.ranks // learner.layout.model_ranks
+    samples = replay.groups_per_step // learner.mini_batches * config.generate.group_size
+    if copies > samples:
+        yield (
+            f"learner.ranks: {learner.ranks} hold {copies} copies of the model, and an update has {samples} samples: "
+            f"{copies - samples} copies never have one"
+        )
