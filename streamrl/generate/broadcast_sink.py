@@ -7,6 +7,7 @@ Between the first bucket and the last the server's weights are of no version, an
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -33,10 +34,15 @@ class BroadcastSink(Sink):
         self._update = update
         self._timeout = timeout
         self._group: str | None = None
+        self._stuck = False
 
     @property
     def whole(self) -> bool:
         return self._update.whole
+
+    @property
+    def stuck(self) -> bool:
+        return self._stuck
 
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         try:
@@ -58,15 +64,29 @@ class BroadcastSink(Sink):
                 await self._client.destroy_weights_group(former, self._timeout)
             except EngineError as error:
                 log.warning("the former weight group was not destroyed: %s", error)
-        await self._client.init_weights_group(
-            host=plan.host,
-            port=plan.port,
-            world_size=plan.world_size,
-            group=plan.group,
-            backend=plan.backend,
-            timeout=self._timeout,
-        )
+        await self._check_source(plan)
+        try:
+            await self._client.init_weights_group(
+                host=plan.host,
+                port=plan.port,
+                world_size=plan.world_size,
+                group=plan.group,
+                backend=plan.backend,
+                timeout=self._timeout,
+            )
+        except EngineError as error:
+            self._stuck = error.late
+            raise
         self._group = plan.group
+
+    async def _check_source(self, plan: BroadcastManifest) -> None:
+        """Raise PublishError where nobody listens: a server that joins waits for its source for half an hour."""
+        try:
+            async with asyncio.timeout(self._timeout):
+                _, writer = await asyncio.open_connection(plan.host, plan.port)
+        except (OSError, TimeoutError) as error:
+            raise PublishError(f"the source of group {plan.group} is gone: {plan.host}:{plan.port}: {error}") from error
+        writer.close()
 
     async def _load(self, version: PolicyVersion, plan: BroadcastManifest) -> None:
         async with self._update.waiting():

@@ -50,6 +50,7 @@ class ServedModel:
         label = str(index) if config.generate.servers == 1 else f"{index}-{place}"
         self.name = f"server-{label}"
         self.version = INITIAL
+        self._failure: ServerFailed | None = None
         self._config = config
         self._keys = key_folder(config, run_folder)
         keys = engine_keys(config, run_folder)
@@ -132,8 +133,14 @@ class ServedModel:
             return misses + 1
         return 0
 
+    def fail(self, reason: str) -> None:
+        """The server is of no use any more, whatever it answers: `watch` ends."""
+        self._failure = ServerFailed(f"{self.name} {reason}")
+
     def check(self) -> None:
-        """Raise ServerFailed when the server's process has ended."""
+        """Raise ServerFailed when the server's process has ended, or `fail` was called."""
+        if self._failure is not None:
+            raise self._failure
         if self._process is not None:
             self._process.check()
 

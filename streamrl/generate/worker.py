@@ -292,6 +292,8 @@ class Worker:
             if present is not served:  # it was started again: nothing of the former one is left
                 served, sink = present, present.sink()
             answer = await self._apply(publish, served, sink)
+            if sink.stuck:
+                served.fail("waits inside a call for a source of weights that is gone")
             lost = not sink.whole and served.version != INITIAL
             if lost:
                 self._fleet.lose_weights(served)

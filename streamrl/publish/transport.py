@@ -121,6 +121,11 @@ class Sink(ABC):
         """Whether all weights of the server are of one version; a failed `apply` may leave it with parts of two."""
         return True
 
+    @property
+    def stuck(self) -> bool:
+        """Whether the server waits, inside a call, for a source that will not come: only its restart ends that."""
+        return False
+
     @abstractmethod
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         """Make the server generate with `version`. Raises PublishError, whatever goes wrong."""

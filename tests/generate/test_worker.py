@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import torch
 from safetensors.torch import load_file
@@ -18,7 +20,11 @@ from streamrl.engine.server import Server
 from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
-from streamrl.stream.messages import Finished, Progress
+from streamrl.publish.transport import BroadcastManifest
+from streamrl.stream.address import replay_address
+from streamrl.stream.identity import run_identity
+from streamrl.stream.messages import Announce, Finished, Hello, Progress, Publish
+from streamrl.stream.sockets import Dealer
 from streamrl.types import PolicyVersion
 
 DEADLINE = 200.0  # seconds; the start of a server on busy cores
@@ -154,3 +160,40 @@ def test_a_worker_whose_last_server_is_given_up_ends_with_the_last_lines_of_its_
     assert "last lines of" in run.log("generator")
     assert "server-0.log" in run.log("generator")
     assert not [path for path in segments if path.exists()]
+
+
+def test_a_server_that_waits_for_a_source_that_died_is_started_again(
+    start_run: Callable[..., Any], model_folders: tuple[Path, Path]
+) -> None:
+    """Its learner was killed between the server's question and its own answer: the port is open, and nobody speaks."""
+    weights = load_file(model_folders[1] / "model.safetensors")
+    run = start_run(probes=0, publish={"timeout": 5, "keep_every": 0})
+    run.batch(0)
+    events = EventLog(event_path(run.folder, "learner"), "learner-0")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        manifest = BroadcastManifest(
+            group="dead", host="127.0.0.1", port=silent.getsockname()[1], world_size=2, backend="gloo", buckets=()
+        )
+        dead = Dealer(replay_address(run.config, run.folder), run.config.stream, name="publisher")
+        first = PolicyVersion(1)
+        dead.send(Hello(run=run_identity(run.folder).id, role="publisher", name="publisher", version=PolicyVersion(0)))
+        dead.send(Announce(version=first))
+        dead.send(Publish(server="server-0", version=first, manifest=msgspec.to_builtins(manifest)))
+        deadline = time.monotonic() + DEADLINE
+        while not run.events("generator", "server.lost"):
+            assert time.monotonic() < deadline, run.log("generator")
+            time.sleep(0.1)
+        dead.close()
+    (lost,) = run.events("generator", "server.lost")
+    assert lost["reason"] == "server-0 waits inside a call for a source of weights that is gone"
+    publisher = Publisher(run.config, run.folder, PolicyVersion(0, incarnation=1), events)
+    try:
+        run.begin(PolicyVersion(0, incarnation=1))
+        for step in range(3):
+            if step:
+                publisher.offer(PolicyVersion(step, incarnation=1), weights.items())
+            batch = run.batch(step)
+    finally:
+        publisher.close()
+        events.close()
+    assert {span.version.incarnation for sample in batch.samples for span in sample.spans} == {1}

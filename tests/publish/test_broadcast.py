@@ -208,3 +208,20 @@ def test_a_server_that_falls_silent_holds_nobody_and_may_still_receive_what_it_w
     left.join(TIMEOUT)
     assert not left.is_alive()
     assert not source.reads_on()
+
+
+def test_a_source_that_is_gone_is_told_at_once_and_the_server_waits_for_nobody(fresh_server, model_folders):
+    """A server that is asked to join a dead source waits for it inside the call, and generates nothing meanwhile."""
+
+    async def work(client, source, sink):
+        staged = staged_of(model_folders[1], 1)
+        manifest = source.manifest(STATE, staged)
+        source.drop(STATE.name)
+        with pytest.raises(PublishError, match="is gone"):
+            await sink.apply(staged.version, manifest)
+        assert not sink.stuck
+        (answer,) = await client.generate(PROMPTS[0], {"max_new_tokens": 4}, n=1)
+        return answer
+
+    answer = on_server(fresh_server, work)
+    assert [span.version for span in answer.meta_info.weight_versions] == ["0.0"]
