@@ -6,7 +6,8 @@ versions of two sets of weights come in turn. A row has, of all its updates:
     stands still    ms from the order to pause until the server goes on, p50 and p95
     update          ms from the worker's first move (closing the gate included) until the new version is in use
     lost            tokens that were asked for and did not come
-    error           largest difference of a token's log-prob and Hugging Face's by the weights of its version
+    error           largest difference of an exact token's log-prob and Hugging Face's by the weights of its version
+    inexact         tokens that an update in place left inexact, and the largest difference of those that were compared
 
 First each interruption mode with `memory`, then each other transport with `retract`.
 """
@@ -75,10 +76,11 @@ class One:
     """The one server, as requests choose it."""
 
     policy: GatedPolicy
+    keeps_cache: bool
     version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0))
 
     def choose(self, group: Hashable, floor: PolicyVersion, avoid: str | None) -> Place | None:
-        return Place("server-0", self.version, self.policy) if self.version >= floor else None
+        return Place("server-0", self.version, self.policy, self.keeps_cache) if self.version >= floor else None
 
     async def changed(self) -> None:
         await asyncio.sleep(0.01)
@@ -122,7 +124,8 @@ async def measure(
     weights = [load_file(model / "model.safetensors") for model in models]
     client, gate = TimedClient(address), RequestGate()
     await client.update_from_disk(str(models[0]), "0.0")
-    server, sink, staging = One(GatedPolicy(client, gate)), make_sink(config, client, gate), make_staging(config)
+    server, sink = One(GatedPolicy(client, gate), mode == "in_place"), make_sink(config, client, gate)
+    staging = make_staging(config)
     answers: list[Asked] = []
     stop = asyncio.Event()
     tasks = [asyncio.create_task(load(server, answers, stop, number)) for number in range(LOAD)]
@@ -162,15 +165,16 @@ def forward_of(model: Path) -> Callable[[Weights, list[int]], torch.Tensor]:
     return forward
 
 
-def error_of(answers: list[Asked], weights: list[Weights], forward: Callable[..., torch.Tensor]) -> float:
-    """The largest over the checked answers."""
-    worst = 0.0
+def errors_of(answers: list[Asked], weights: list[Weights], forward: Callable[..., torch.Tensor]) -> dict[bool, float]:
+    """The largest over the checked answers, of exact tokens (True) and of others (False)."""
+    worst = {True: 0.0, False: 0.0}
     for prompt, answer in sorted(answers, key=lambda asked: -len(asked[1].meta_info.weight_versions))[:CHECKED]:
         reported = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
         for span in answer.meta_info.weight_versions:
             of = weights[PolicyVersion.parse(span.version).step % 2]
             expected = forward(of, [*prompt, *answer.output_ids])[len(prompt) - 1 :]
-            worst = max(worst, float((expected - reported)[span.start : span.end].abs().max()))
+            error = float((expected - reported)[span.start : span.end].abs().max())
+            worst[span.exact] = max(worst[span.exact], error)
     return worst
 
 
@@ -186,6 +190,12 @@ def row_of(transport: str, mode: str, still: list[float], took: list[float], ans
         "update_p50_ms": 1e3 * statistics.median(took),
         "update_p95_ms": 1e3 * statistics.quantiles(took, n=20)[-1],
         "lost": sum(TOKENS - len(answer.meta_info.output_token_logprobs) for _, answer in answers),
+        "inexact": sum(
+            span.end - span.start
+            for _, answer in answers
+            for span in answer.meta_info.weight_versions
+            if not span.exact
+        ),
     }
 
 
@@ -193,20 +203,21 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['transport']:10s} {row['interruption']:9s} {row['still_p50_ms']:8.1f} {row['still_p95_ms']:8.1f}"
         f" {row['update_p50_ms']:8.1f} {row['update_p95_ms']:8.1f} {row['answers']:8d} {row['spanning']:9d}"
-        f" {row['lost']:6d} {row['error']:10.1e}",
+        f" {row['lost']:6d} {row['error']:10.1e} {row['inexact']:8d} {row['error_inexact']:10.1e}",
         flush=True,
     )
 
 
 def judge(rows: list[dict[str, Any]]) -> bool:
     lost = sum(row["lost"] for row in rows)
-    exact = [row for row in rows if row["interruption"] != "in_place"]
-    error = max(row["error"] for row in exact)
+    error = max(row["error"] for row in rows)
+    strange = sum(row["inexact"] for row in rows if row["interruption"] != "in_place")
     print(f"tokens lost: {lost}, bar 0: {'held' if lost == 0 else 'MISSED'}")
     print(
-        f"largest error but for in_place: {error:.1e}, bar {ERROR_BAR:g}: {'held' if error <= ERROR_BAR else 'MISSED'}"
+        f"largest error of exact tokens: {error:.1e}, bar {ERROR_BAR:g}: {'held' if error <= ERROR_BAR else 'MISSED'}"
     )
-    return lost == 0 and error <= ERROR_BAR
+    print(f"inexact tokens but for in_place: {strange}, bar 0: {'held' if strange == 0 else 'MISSED'}")
+    return lost == strange == 0 and error <= ERROR_BAR
 
 
 def servers(quick: bool) -> tuple[list[dict[str, Any]], bool]:
@@ -220,12 +231,16 @@ def servers(quick: bool) -> tuple[list[dict[str, Any]], bool]:
         try:
             asyncio.run(_ready(server))
             print(f"{LOAD} requests of {TOKENS} tokens in flight, {updates} updates a row")
-            print("transport  mode      still p50      p95 upd. p50      p95  answers  spanning   lost      error")
+            print(
+                "transport  mode      still p50      p95 upd. p50      p95  answers  spanning   lost      error"
+                "  inexact      error"
+            )
             rows = []
             for transport, mode in ROWS:
                 still, took, answers = asyncio.run(measure(server.address, models, transport, mode, updates))
                 rows.append(row_of(transport, mode, still, took, answers))
-                rows[-1]["error"] = error_of(answers, weights, forward)
+                errors = errors_of(answers, weights, forward)
+                rows[-1] |= {"error": errors[True], "error_inexact": errors[False]}
                 show(rows[-1])
         finally:
             asyncio.run(server.stop())

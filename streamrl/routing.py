@@ -19,16 +19,21 @@ from streamrl.types import PolicyVersion, Sample
 OUTPUT, PROMPT = "routed_experts", "prompt_routed_experts"
 """Names of the two columns in `Sample.extras`."""
 
+Alike = tuple[bytes, PolicyVersion, bool]
+"""A prompt, the version that read it, and whether that is known for certain."""
+
 UNKNOWN = -1
 """In place of an expert's number: for this token and layer the learner's router decides."""
 
 
-def routed_alike(sample: Sample) -> tuple[bytes, PolicyVersion]:
-    """What samples have in common whose prompt took the same experts: the prompt and the newest version.
+def routed_alike(sample: Sample) -> Alike:
+    """What samples have in common whose prompt took the same experts: the prompt and the version that read it.
 
-    An update in between (`retract`) makes the server read the prompt again, with other weights.
+    That is the newest one: an update in between (`retract`) makes the server read the prompt again. What an update
+    `in_place` has left in the cache was read by the newest version that the sample has exact tokens of.
     """
-    return sample.prompt_ids.tobytes(), sample.spans[-1].version
+    newest = next((span for span in reversed(sample.spans) if span.exact), sample.spans[-1])
+    return sample.prompt_ids.tobytes(), newest.version, newest.exact
 
 
 def fold(experts: np.ndarray, prompt: int, output: int) -> dict[str, np.ndarray]:

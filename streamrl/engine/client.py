@@ -46,6 +46,7 @@ class WeightVersionSpan(msgspec.Struct, frozen=True):
     version: str
     start: int
     end: int
+    exact: bool = True  # as in VersionSpan: no server tells it, generate/continuation.py finds it out
 
 
 class FinishReason(msgspec.Struct, frozen=True):
@@ -139,6 +140,7 @@ class RequestOptions(TypedDict, total=False):
 
     adapter: str | None  # the name of a loaded one; None: the base weights alone
     routed_experts: bool  # with the experts of each token, from a server that was started to keep them
+    cache: str | None  # under which name the server keeps what it computes: only requests of the same name reuse it
     priority: int  # where several wait, lower ones are drawn first, by a server that was started to (engine/server.py)
     images: Sequence[str]  # paths, URLs or data URLs, in the order of their places in the prompt
     pieces: Callable[[Piece], None]  # is given the answers as they are drawn, and then none are returned
@@ -368,6 +370,8 @@ def _request(
         body["lora_path"] = adapter
     if options.get("routed_experts"):
         body["return_routed_experts"] = True
+    if cache := options.get("cache"):
+        body["extra_key"] = cache  # not `cache_salt`, which sglang-router does not pass on
     if (priority := options.get("priority")) is not None:
         body["priority"] = priority
     if images := options.get("images"):

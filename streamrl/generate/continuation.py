@@ -16,6 +16,8 @@ import base64
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from streamrl.engine.client import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.types import PolicyVersion
 
@@ -62,9 +64,13 @@ class Continuation:
         """
         return PolicyVersion.parse(self._spans[-1].version) if self._spans else None
 
-    def begin(self, version: PolicyVersion) -> None:
-        """A server that has `version` is asked for what is missing."""
-        self._part = _Part(str(version))
+    def begin(self, version: PolicyVersion, *, keeps_cache: bool = False) -> None:
+        """A server that has `version` is asked for what is missing.
+
+        `keeps_cache`: an update leaves what `version` computed. Tokens of other versions then follow from it, and are
+        not exact.
+        """
+        self._part = _Part(str(version), keeps_cache)
 
     def take(self, part: Answer | Piece) -> None:
         """What a server answered to the prompt, or to `rest`: the whole part, or its next piece after `begin`."""
@@ -103,7 +109,8 @@ class Continuation:
         """A part that came to its end."""
         self._id = self._id or meta.id
         self._finish = meta.finish_reason
-        self._add(ids, logprobs, meta.weight_versions)
+        spans = meta.weight_versions if self._part is None else self._part.stamped(meta.weight_versions)
+        self._add(ids, logprobs, spans)
         if meta.routed_experts is not None:
             self._read(base64.b64decode(meta.routed_experts))
 
@@ -112,16 +119,17 @@ class Continuation:
         self._ids += ids
         self._logprobs += logprobs
         for span in spans:
-            self._append(span.version, before + span.start, before + span.end)
+            self._append(replace(span, start=before + span.start, end=before + span.end))
         if not self.finished and len(self._ids) >= self._sampling["max_new_tokens"]:
             self._finish = LENGTH  # it was cut behind its last token
 
-    def _append(self, version: str, start: int, end: int) -> None:
-        """A span behind the others; neighbours of one version are one."""
-        if end > start and self._spans and self._spans[-1].version == version:
-            start = self._spans.pop().start
-        if end > start:
-            self._spans.append(WeightVersionSpan(version, start, end))
+    def _append(self, span: WeightVersionSpan) -> None:
+        """A span behind the others; neighbours of one version are one, where both are exact or neither is."""
+        if span.end == span.start:
+            return
+        if self._spans and (last := self._spans[-1]).version == span.version and last.exact == span.exact:
+            span = replace(self._spans.pop(), end=span.end)
+        self._spans.append(span)
 
     def _read(self, experts: bytes) -> None:
         """The experts of every token that the server read for this part, the prompt and former parts among them.
@@ -135,12 +143,19 @@ class Continuation:
 class _Part:
     """The pieces of a part so far."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, keeps_cache: bool) -> None:
         self.version = version  # of the server when it was asked
+        self._keeps_cache = keeps_cache
         self.id = ""
         self.ids: list[int] = []
         self.logprobs: Logprobs = []
         self.known = 0  # tokens of `version` for certain: while the server still has it, no update came in between
+
+    def stamped(self, spans: Sequence[WeightVersionSpan]) -> Sequence[WeightVersionSpan]:
+        """The server's spans, those marked whose tokens follow from what another version computed."""
+        if not self._keeps_cache:
+            return spans
+        return [replace(span, exact=span.version == self.version) for span in spans]
 
     def take(self, piece: Piece) -> None:
         """Raises ValueError where a piece is missing before this one."""

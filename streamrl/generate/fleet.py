@@ -58,6 +58,8 @@ class Fleet:
         self._lives: list[ServedModel] = [self._life(place) for place in range(config.generate.servers)]
         self._up: dict[str, ServedModel] = {}
         self._router = self._router_policy()
+        # Adapters have caches of their own, by their names.
+        self._keeps_cache = config.publish.interruption == "in_place" and not config.learner.lora.by_adapter
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -109,11 +111,14 @@ class Fleet:
         able = [name for name in self._up if self._suffices(name, floor)]
         if self._router is not None:  # it may choose any of them
             whole = able and len(able) == len(self._up)
-            return Place(ROUTER, min(self._up[name].state.version for name in able), self._router) if whole else None
+            if not whole:
+                return None
+            oldest = min(self._up[name].state.version for name in able)
+            return Place(ROUTER, oldest, self._router, self._keeps_cache)
         if not able:
             return None
         served = self._up[self._placement.choose(group, able, avoid)]
-        return Place(served.name, served.state.version, served.policy)
+        return Place(served.name, served.state.version, served.policy, self._keeps_cache)
 
     def _suffices(self, name: str, floor: PolicyVersion) -> bool:
         return self._up[name].state.version >= max(floor, self._floors.get(name, floor))

@@ -215,7 +215,7 @@ def completion(prompt_ids: np.ndarray, answer: Answer, text: str, arrays: tuple[
     if [entry[1] for entry in meta.output_token_logprobs] != answer.output_ids:
         raise ValueError(f"answer {meta.id}: log-probs of other tokens than its output ids")
     spans = tuple(
-        VersionSpan(PolicyVersion.parse(span.version), span.start, span.end)
+        VersionSpan(PolicyVersion.parse(span.version), span.start, span.end, span.exact)
         for span in meta.weight_versions
         if span.end > span.start
     )

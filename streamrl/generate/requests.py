@@ -40,6 +40,7 @@ class Place(NamedTuple):
     server: str
     version: PolicyVersion  # that the server had when it was chosen
     policy: Policy  # the server's own
+    keeps_cache: bool = False  # over an update: what is cached is asked for by the version that computed it
 
 
 class Servers(Protocol):
@@ -175,8 +176,10 @@ class _Request:
         if place is None:
             return False
         for answer in answers:
-            answer.begin(place.version)
+            answer.begin(place.version, keeps_cache=place.keeps_cache)
         options = self._options
+        if place.keeps_cache:
+            options = options | {"cache": str(place.version)}
         if "every" in options:
             options = options | {"pieces": _distribute(answers)}
         self._at, self._parts = place.policy, self._parts + 1

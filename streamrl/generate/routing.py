@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.routing import PROMPT, fold, routed_alike
-from streamrl.types import PolicyVersion, Sample
+from streamrl.routing import PROMPT, Alike, fold, routed_alike
+from streamrl.types import Sample
 
 
 def routing_columns(encoded: str, prompt: int, output: int) -> dict[str, np.ndarray]:
@@ -32,11 +32,11 @@ def routing_columns(encoded: str, prompt: int, output: int) -> dict[str, np.ndar
 
 def shared_prompt_routing(samples: Sequence[Sample]) -> tuple[Sample, ...]:
     """The samples of one group with the routing of a prompt on the first alone of those that are routed alike."""
-    seen: set[tuple[bytes, PolicyVersion]] = set()
+    seen: set[Alike] = set()
     return tuple(_without_seen(sample, seen) for sample in samples)
 
 
-def _without_seen(sample: Sample, seen: set[tuple[bytes, PolicyVersion]]) -> Sample:
+def _without_seen(sample: Sample, seen: set[Alike]) -> Sample:
     if PROMPT not in sample.extras:
         return sample
     shared = routed_alike(sample)

@@ -46,7 +46,8 @@ class WeightUpdate:
         """Whether the server is to forget what the old weights computed.
 
         What is retracted is computed again with the new weights, from an empty cache. `in_place` keeps its
-        requests in the cache, and SGLang refuses to flush under them.
+        requests in the cache, and SGLang refuses to flush under them: there the cache is asked for by version
+        (`Place.keeps_cache`), so that a request finds in it only what its own version has computed.
         """
         return self._mode == "retract"
 

@@ -1,7 +1,8 @@
 """`streamrl audit RUN`: what a run recorded, checked against what it promised, by means that are not its own.
 
 Every trained token's behaviour log-prob is computed again by a plain Hugging Face forward pass of the kept
-weights of the version that is stamped on it. The bound, the order, the prompts and the counts follow from the
+weights of the version that is stamped on it. Tokens that an update in place left inexact (`VersionSpan.exact`) are
+counted and compared apart, and held to no limit. The bound, the order, the prompts and the counts follow from the
 journal's surviving history: a step that was trained again after a restart counts once.
 """
 
@@ -54,10 +55,12 @@ class Findings:
     groups: int = 0
     quarantined: int = 0  # of them: neither lost nor trained
     trained: int = 0  # tokens
-    audited: int = 0  # tokens whose log-prob was computed again
+    audited: int = 0  # exact tokens whose log-prob was computed again
     staleness: int = 0  # largest, in learner steps
     bound: int | None = None  # of the order; None: `ready` that passes over-age groups on has none
     differences: list[np.ndarray] = field(default_factory=list)  # |log-prob difference| of audited tokens
+    inexact: int = 0  # trained tokens behind an update in place
+    inexact_differences: list[np.ndarray] = field(default_factory=list)  # of those whose version's weights are kept
     problems: list[str] = field(default_factory=list)
 
 
@@ -85,6 +88,10 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
                 tokens[version].append(span)
     except JournalDamaged as damage:
         findings.problems.append(str(damage))
+    if findings.inexact and config.publish.interruption != "in_place":
+        findings.problems.append(
+            f"{findings.inexact} trained tokens are stamped inexact, which only publish.interruption=in_place leaves"
+        )
     _check_metrics(run_folder, findings)
     kept = kept_versions(run_folder)
     settings = AutoConfig.from_pretrained(config.model.path)
@@ -104,6 +111,7 @@ class Stamped(NamedTuple):
     start: int
     end: int
     temperature: float
+    exact: bool = True
 
 
 def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, Stamped]]:
@@ -111,7 +119,7 @@ def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, Stamped]]:
     for group in batch.groups:
         for sample in group.samples:
             for span in sample.spans:
-                yield span.version, Stamped(sample, span.start, span.end, group.temperature)
+                yield span.version, Stamped(sample, span.start, span.end, group.temperature, span.exact)
 
 
 def _check_differences(findings: Findings, limits: Limits) -> None:
@@ -163,6 +171,7 @@ class History:
         findings.groups += len(batch.groups)
         findings.quarantined += len(batch.quarantined)
         findings.trained += sum(group.trained_tokens for group in batch.groups)
+        findings.inexact += sum(_inexact(sample) for sample in batch.samples)
         findings.staleness = max(findings.staleness, ages)
 
     def _problems(self, group: Group, from_the_start: bool) -> Iterator[str]:
@@ -202,6 +211,12 @@ class History:
         if early := [version for version in ahead if version.incarnation >= incarnation]:
             findings.problems.append(f"step {batch.step} trained tokens of version {early[0]}, which it came before")
         return max(oldest, 0)
+
+
+def _inexact(sample: Sample) -> int:
+    """Trained tokens that are stamped as inexact."""
+    spans = (span for span in sample.spans if not span.exact)
+    return sum(int(np.count_nonzero(sample.loss_mask[span.start : span.end])) for span in spans)
 
 
 def _check_metrics(run_folder: Path, findings: Findings) -> None:
@@ -245,11 +260,15 @@ def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTraine
 def _check_logprobs(model: PreTrainedModel, spans: Sequence[Stamped], findings: Findings) -> None:
     """Compute the log-probs of all tokens that carry one version again, by the Hugging Face model in fp32."""
     for block in _blocks(spans, model.config.vocab_size):
-        for (sample, start, end, _), computed in zip(block, logprobs(model, block), strict=True):
+        for (sample, start, end, _, exact), computed in zip(block, logprobs(model, block), strict=True):
             trained = sample.loss_mask[start:end]
             difference = np.abs(computed[start:end] - sample.logprobs[start:end])[trained]
-            findings.differences.append(np.nan_to_num(difference, nan=np.inf))
-            findings.audited += int(trained.sum())
+            difference = np.nan_to_num(difference, nan=np.inf)
+            if exact:
+                findings.differences.append(difference)
+                findings.audited += len(difference)
+            else:
+                findings.inexact_differences.append(difference)
 
 
 def _blocks(spans: Sequence[Stamped], vocabulary: int) -> Iterator[list[Stamped]]:
@@ -301,6 +320,19 @@ def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits)
         print(f"    {share:g}% of the tokens within {np.percentile(differences, share):.3g}{limit}")
     print(f"    largest {differences.max():.3g}, limit {limits.largest:g}")
     print(f"    mean {differences.mean():.3g}, limit {limits.mean:g}")
+    if findings.inexact:
+        _print_inexact(findings)
     for problem in findings.problems:
         print(f"  PROBLEM {problem}")
     print(f"  {len(findings.problems)} problems" if findings.problems else "  every checked promise held")
+
+
+def _print_inexact(findings: Findings) -> None:
+    differences = np.concatenate(findings.inexact_differences or [np.zeros(0, np.float32)])
+    print(
+        f"  tokens behind an update in place {findings.inexact}, of them compared {len(differences)}, without a limit:"
+    )
+    if len(differences):
+        for share in (50, 90, 99):
+            print(f"    {share}% of the tokens within {np.percentile(differences, share):.3g}")
+        print(f"    largest {differences.max():.3g}")

@@ -44,7 +44,9 @@ SCHEMA = pa.schema(
         "output_ids": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
         "loss_mask": pa.list_(pa.bool_()),
-        "versions": pa.list_(pa.struct({"version": pa.string(), "start": pa.int32(), "end": pa.int32()})),
+        "versions": pa.list_(
+            pa.struct({"version": pa.string(), "start": pa.int32(), "end": pa.int32(), "exact": pa.bool_()})
+        ),
     }
 )
 
@@ -101,7 +103,10 @@ def _of_group(group: Group) -> Row:
 
 def _of_sample(index: int, sample: Sample) -> Row:
     names = ("finish_reason", "reward", "reward_parts", "prompt_ids", "output_ids", "logprobs", "loss_mask")
-    versions = [{"version": str(span.version), "start": span.start, "end": span.end} for span in sample.spans]
+    versions = [
+        {"version": str(span.version), "start": span.start, "end": span.end, "exact": span.exact}
+        for span in sample.spans
+    ]
     return {"sample": index, **{name: getattr(sample, name) for name in names}, "versions": versions}
 
 

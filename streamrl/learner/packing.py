@@ -19,9 +19,9 @@ import numpy as np
 
 from streamrl.config.file import ConfigError
 from streamrl.learner.batch_metrics import token_ages
-from streamrl.routing import OUTPUT, UNKNOWN, routed_alike, unfold
+from streamrl.routing import OUTPUT, UNKNOWN, Alike, routed_alike, unfold
 from streamrl.trainable import answer_length
-from streamrl.types import Batch, Group, PolicyVersion, Sample
+from streamrl.types import Batch, Group, Sample
 
 SWAPPED = 8
 """Items of a bin that may be swapped: the shortest ones, whose differences are the finest."""
@@ -242,7 +242,7 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
     return answers
 
 
-def _prompt_experts(group: Group) -> dict[tuple[bytes, PolicyVersion], np.ndarray]:
+def _prompt_experts(group: Group) -> dict[Alike, np.ndarray]:
     """Of each prompt of a group. One of the samples routed alike has them, a row for each of its output tokens."""
     found = {}
     for sample in group.samples:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from streamrl.routing import OUTPUT, PROMPT, UNKNOWN, fold
 from streamrl.tasks.environment import Completion, Inference, Message, Prompt
@@ -122,10 +123,10 @@ class Conversation:
         end = 0
         for ids, of in self._parts:
             for span in of.spans if of is not None else ():
-                spans = _joined(spans, VersionSpan(span.version, end + span.start, end + span.end))
+                spans = _joined(spans, replace(span, start=end + span.start, end=end + span.end))
             end += len(ids)
             if of is None and len(ids) and spans:
-                spans = _joined(spans, VersionSpan(spans[-1].version, end - len(ids), end))
+                spans = _joined(spans, replace(spans[-1], start=end - len(ids), end=end))
         return tuple(spans)
 
     def _routing(self) -> dict[str, np.ndarray]:
@@ -151,7 +152,7 @@ def _zeros(ids: np.ndarray) -> np.ndarray:
 
 
 def _joined(spans: list[VersionSpan], span: VersionSpan) -> list[VersionSpan]:
-    """The spans with one more, which goes on with the last where it has the same version."""
-    if spans and spans[-1].version == span.version:
-        return [*spans[:-1], VersionSpan(span.version, spans[-1].start, span.end)]
+    """The spans with one more, which goes on with the last where it has the same version and is as exact."""
+    if spans and (spans[-1].version, spans[-1].exact) == (span.version, span.exact):
+        return [*spans[:-1], replace(spans[-1], end=span.end)]
     return [*spans, span]

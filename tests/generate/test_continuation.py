@@ -6,6 +6,7 @@ import base64
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.engine.client import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.generate.continuation import Continuation
@@ -136,3 +137,39 @@ def test_a_missing_piece_is_an_error():
     answer.take(piece(0, 3, "1.0"))
     with pytest.raises(ValueError, match="begins at token 5, 3 are known"):
         answer.take(piece(5, 7, "1.0"))
+
+
+def stamps(answer: Continuation) -> list[tuple[str, int, int, bool]]:
+    return [(span.version, span.start, span.end, span.exact) for span in answer.answer().meta_info.weight_versions]
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_where_an_update_keeps_the_cache_tokens_behind_it_are_inexact_until_another_request_goes_on(in_pieces: bool):
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1), keeps_cache=True)
+    if in_pieces:
+        answer.take(piece(0, 3, "1.0"))
+        last = piece(3, 7, "2.0", ends="abort")
+        spans_of_all = (WeightVersionSpan("1.0", 0, 5), WeightVersionSpan("2.0", 5, 7))
+        answer.take(replace(last, meta_info=replace(last.meta_info, completion_tokens=7, weight_versions=spans_of_all)))
+    else:
+        answer.take(part(0, 7, "abort", ("1.0", 0, 5), ("2.0", 5, 7)))
+    answer.cut()
+    answer.begin(PolicyVersion(2), keeps_cache=True)  # reads all tokens again
+    answer.take(part(7, 11, "stop", ("2.0", 0, 4)))
+    answer.cut()
+    assert stamps(answer) == [("1.0", 0, 5, True), ("2.0", 5, 7, False), ("2.0", 7, 11, True)]
+
+
+def test_where_an_update_empties_the_cache_every_token_is_exact():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1))
+    answer.take(part(0, 11, "stop", ("1.0", 0, 5), ("2.0", 5, 11)))
+    assert stamps(answer) == [("1.0", 0, 5, True), ("2.0", 5, 11, True)]
+
+
+def test_a_request_that_waited_while_the_cache_changed_hands_is_inexact_from_its_first_token():
+    answer = Continuation(PROMPT, SAMPLING)
+    answer.begin(PolicyVersion(1), keeps_cache=True)
+    answer.take(part(0, 11, "stop", ("2.0", 0, 11)))
+    assert stamps(answer) == [("2.0", 0, 11, False)]

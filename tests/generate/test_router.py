@@ -161,3 +161,18 @@ def test_a_request_behind_a_router_is_ended_by_its_id(
     answer = asyncio.run(run())
     assert answer.meta_info.finish_reason.type == "abort"
     assert len(answer.output_ids) < 400
+
+
+def test_a_router_passes_on_by_which_name_the_cache_is_asked_for(fresh_server: Server, tmp_path: Path) -> None:
+    prompt = [1 + place * place % 8 for place in range(40)]
+
+    async def run() -> list[float]:
+        async with router_of([fresh_server.address], tmp_path) as address, aiohttp.ClientSession() as session:
+            cached = []
+            for cache in ("7.0", "7.0", "8.0"):
+                body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
+                async with session.post(f"{address}/generate", json=body | {"extra_key": cache}) as answer:
+                    cached.append((await answer.json())["meta_info"]["cached_tokens"])
+            return cached
+
+    assert asyncio.run(run()) == [0, len(prompt) - 1, 0]

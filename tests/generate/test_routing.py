@@ -61,9 +61,9 @@ def test_routing_that_does_not_fit_the_tokens_is_refused(text, reason):
 
 
 def test_one_of_the_samples_that_share_a_prompt_and_a_version_carries_its_routing():
-    def sample(prompt: list[int], tokens: int, step: int = 0) -> Sample:
+    def sample(prompt: list[int], tokens: int, step: int = 0, exact: bool = True) -> Sample:
         experts = np.zeros((len(prompt) + tokens - 1, 1, 1))
-        spans = [VersionSpan(PolicyVersion(0), 0, 1), VersionSpan(PolicyVersion(step), 1, tokens)]
+        spans = [VersionSpan(PolicyVersion(0), 0, 1), VersionSpan(PolicyVersion(step), 1, tokens, exact)]
         return Sample(
             prompt_ids=np.array(prompt, np.int32),
             output_ids=np.zeros(tokens, np.int32),
@@ -78,6 +78,8 @@ def test_one_of_the_samples_that_share_a_prompt_and_a_version_carries_its_routin
     shared = shared_prompt_routing(group)
     assert ["prompt_routed_experts" in each.extras for each in shared] == [False, True, False, True, True]
     assert ["routed_experts" in each.extras for each in shared] == [False, True, True, True, True]
+    kept = (sample([1], 2), sample([1], 2, step=1, exact=False), sample([1], 2, step=1))  # the prompt: read by 0, 0, 1
+    assert ["prompt_routed_experts" in each.extras for each in shared_prompt_routing(kept)] == [True, False, True]
 
 
 class Task(Environment):

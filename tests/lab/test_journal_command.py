@@ -113,7 +113,7 @@ def test_lines_of_json_hold_every_sample_and_what_became_of_it(
     sample = make_group(0).samples[1]
     assert rows[1]["output_ids"] == sample.output_ids.tolist()
     assert np.asarray(rows[1]["logprobs"], np.float32).tobytes() == sample.logprobs.tobytes()
-    assert rows[1]["versions"] == [{"version": "0.0", "start": 0, "end": 5}]
+    assert rows[1]["versions"] == [{"version": "0.0", "start": 0, "end": 5, "exact": True}]
     assert (rows[1]["reward"], rows[1]["reward_parts"]) == (1.0, {"exact": 1.0})
     assert rows[4]["reason"] == "too old"
 

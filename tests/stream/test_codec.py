@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as npst
 from msgspec.structs import replace
 
 from streamrl.config.replay import StreamConfig
-from streamrl.stream.codec import decode_batch, decode_group, encode_group, ticket_of
+from streamrl.stream.codec import OLDEST, decode_batch, decode_group, encode_group, ticket_of
 from streamrl.stream.messages import BatchHeader, BatchStats, MalformedMessage
 from streamrl.stream.sockets import Dealer, ReceivedBatch, Router
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
@@ -35,7 +35,8 @@ def _spans(draw: st.DrawFn, tokens: int) -> tuple[VersionSpan, ...]:
     versions = sorted(
         draw(st.lists(st.builds(PolicyVersion, *[st.integers(0, 99)] * 2), min_size=len(ends), max_size=len(ends)))
     )
-    return tuple(VersionSpan(v, s, e) for v, s, e in zip(versions, [0, *ends], ends, strict=False))
+    exact = draw(st.lists(st.booleans(), min_size=len(ends), max_size=len(ends)))
+    return tuple(VersionSpan(*span) for span in zip(versions, [0, *ends], ends, exact, strict=False))
 
 
 @st.composite
@@ -123,6 +124,17 @@ def test_a_group_survives_real_sockets_there_and_back_bit_for_bit(wire: tuple[Ro
     assert (reply.batch.step, reply.stats["bytes"]) == (4, 77)
     for returned in reply.batch.groups:
         assert_same(returned, group)
+
+
+def test_a_group_from_before_tokens_could_be_inexact_is_exact_and_such_groups_look_as_they_did(
+    make_group: MakeGroup,
+) -> None:
+    group = make_group(3)
+    header, arena = encode_group(group, MAX)
+    told = msgspec.msgpack.decode(header)
+    assert all(span.keys() == {"version", "start", "end"} for spans in told["spans"] for span in spans)
+    old = msgspec.msgpack.encode(told | {"v": OLDEST})
+    assert all(span.exact for sample in decode_group(old, arena).samples for span in sample.spans)
 
 
 def test_decoded_arrays_are_read_only_views_of_the_received_frame(make_group: MakeGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
@@ -73,6 +74,33 @@ def test_what_others_said_is_masked_with_log_prob_0_and_the_version_that_was_cur
     )
     assert inference.at_least == [None, PolicyVersion(3)]
     assert "42" in inference.tokenizer.text([whole.output_ids[~whole.loss_mask].tolist()])[0]
+    sample(whole).check()
+
+
+def test_inexact_tokens_stay_so_and_do_not_become_one_span_with_exact_ones(scripted):
+    class Updated:
+        """The first turn's request met an update in place."""
+
+        def __init__(self, inference):
+            self._inference = inference
+
+        def __getattr__(self, name):
+            return getattr(self._inference, name)
+
+        async def generate(self, *request, **options):
+            (turn,) = await self._inference.generate(*request, **options)
+            if len(self._inference.asked) > 1:
+                return [turn]
+            spans = (VersionSpan(PolicyVersion(4), 0, 1), VersionSpan(PolicyVersion(5), 1, 2, exact=False))
+            return [dataclasses.replace(turn, spans=spans)]
+
+    whole = play(Updated(scripted([["ab", END], ["c", END]], versions=[4, 5])), QUESTION, [TOOL]).completion
+    added = len(whole.output_ids) - 4
+    assert whole.spans == (
+        VersionSpan(PolicyVersion(4), 0, 1),
+        VersionSpan(PolicyVersion(5), 1, 2 + added, exact=False),
+        VersionSpan(PolicyVersion(5), 2 + added, 4 + added),
+    )
     sample(whole).check()
 
 
