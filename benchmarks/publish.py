@@ -132,7 +132,7 @@ def sources(folder: Path) -> Iterator[dict[str, Source]]:
         "broadcast": BroadcastSource("127.0.0.1", Device("cpu", 0), DEADLINE),
         "disk": DiskSource(folder / "published", model),
         "memory": MemorySource(verify_every=0),
-        "delta": DeltaSource("127.0.0.1", StreamConfig(), folder, verify_every=0),
+        "delta": DeltaSource("127.0.0.1", StreamConfig(curve="off"), folder, verify_every=0),
     }
     try:
         yield made

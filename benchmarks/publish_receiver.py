@@ -141,7 +141,7 @@ def receive(shapes: Shapes, orders: Connection) -> None:
     model = Model(shapes)
     broadcasts = Broadcasts(model)
     memory = MemorySink(Here(model))
-    delta = DeltaSink(Here(model), StreamConfig(), None, DEADLINE)
+    delta = DeltaSink(Here(model), StreamConfig(curve="off"), None, DEADLINE)
     while (order := orders.recv()) is not None:
         manifest = order.manifest or {}
         if order.transport == "broadcast":

@@ -102,7 +102,7 @@ def make_models(folder: Path) -> tuple[Path, Path]:
 
 def config_of(model: Path, transport: str, mode: str) -> Config:
     publish = {"transport": transport, "interruption": mode, "timeout": TIMEOUT}
-    return Config.model_validate({"model": {"path": model}, "publish": publish})
+    return Config.model_validate({"model": {"path": model}, "publish": publish, "stream": {"curve": "off"}})
 
 
 async def load(server: One, answers: list[Asked], stop: asyncio.Event, number: int) -> None:

@@ -20,12 +20,33 @@ _ENDPOINT = re.compile(r"tcp://(?:\[[\w:.%]+\]|[\w.*-]+):(?P<port>\d{1,5})|ipc:/
 class StreamConfig(Section):
     """The wire between workers, replay service and learner."""
 
-    max_message: int = Field(1 << 28, ge=1 << 12, description="bytes of the largest message that is accepted")
+    max_message: int = Field(
+        1 << 28, ge=1 << 12, description="bytes of the largest message that is accepted, all of its frames together"
+    )
+    max_unread: int | None = Field(
+        None,
+        ge=1 << 13,
+        description="bytes that all peers together may have sent and nobody has read; null: 4 of the largest messages",
+    )
     reply_timeout: float = Field(30.0, gt=0, description="seconds that a reply of the replay service may take")
     curve: Literal["auto", "on", "off"] = Field(
-        "auto", description="CURVE authentication and encryption; auto: on unless the address is loopback or ipc"
+        "auto", description="CURVE authentication and encryption; auto: on unless the address is ipc"
     )
     keys: Path | None = Field(None, description="folder of the run's CURVE keys; null: RUN/keys")
+
+    @property
+    def unread(self) -> int:
+        """`max_unread`, in bytes, also where it is null."""
+        return 4 * self.max_message if self.max_unread is None else self.max_unread
+
+    @model_validator(mode="after")
+    def _two_messages_fit(self) -> StreamConfig:
+        if self.unread < 2 * self.max_message:
+            raise ValueError(
+                f"max_unread: {self.max_unread} is not enough for one message that is read and one that comes, of "
+                f"max_message={self.max_message} each; allowed: at least {2 * self.max_message}"
+            )
+        return self
 
 
 class FilterConfig(Section):

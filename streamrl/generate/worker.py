@@ -38,6 +38,7 @@ from streamrl.generate.pinning import MakeEvaluator, Pinning
 from streamrl.generate.probes import answer_probes
 from streamrl.generate.served import INITIAL, ServedModel
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.address import replay_address
@@ -70,6 +71,7 @@ def main(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator 
         own = config.of_worker(index)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    raise_limit()
     return uvloop.run(run_worker(own, run_folder, index, evaluator if index == own.evaluate.worker else None))
 
 

@@ -26,6 +26,7 @@ from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
+from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
@@ -52,6 +53,7 @@ def main(config: Config, run_folder: Path) -> int:
 
     Returns 1 when the run cannot go on (`learner.bad_steps`), which the event `gave_up` tells the supervisor.
     """
+    raise_limit()
     stop = StopSignal()
     trainer = Trainer(config, run_folder)
     try:

@@ -5,15 +5,21 @@ A learner that asks for the same step again gets the same batch again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamrl.observe.events import EventLog
 from streamrl.replay.buffer import Stored
-from streamrl.replay.durable import DurableBuffer, Frame
+from streamrl.replay.durable import RETRY, DurableBuffer, Frame
 from streamrl.replay.evaluations import Evaluations
+from streamrl.replay.journal import JournalFull
 from streamrl.replay.workers import Workers
 from streamrl.stream.messages import BatchHeader, BatchStats
+
+log = logging.getLogger(__name__)
+
+_NOW = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class Delivery:
         self._workers = workers
         self._events = events
         self._batch: _Batch | None = None
+        self._later = _NOW  # when the frames of the batch are tried again
         self._tokens = 0  # generated, in the groups accepted since the last batch
 
     def accepted(self, tokens: int) -> None:
@@ -62,7 +69,16 @@ class Delivery:
         batch = self._batch
         if batch is None or not (self._durable.is_durable(batch.mark) or self._durable.commit(now)):
             return None
-        frames = self._durable.load(batch.header.step, batch.groups)
+        if now < self._later:
+            return None
+        try:
+            frames = self._durable.load(batch.header.step, batch.groups)
+        except JournalFull as error:
+            if self._later == _NOW:
+                log.error("%s; the batch of step %d waits until one can", error, self.asked)
+            self._later = now + RETRY
+            return None
+        self._later = _NOW
         if frames is None:
             self._batch = None
             return None

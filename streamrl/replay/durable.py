@@ -128,7 +128,7 @@ class DurableBuffer:
     def load(self, step: int, groups: Sequence[Stored]) -> list[Frame] | None:
         """The frames of all groups of a step, of a quarantined one those of placeholders.
 
-        None where some are lost: these groups are generated again.
+        None where some are lost: these groups are generated again. Raises JournalFull where no file can be opened now.
         """
         frames: list[Frame] = []
         lost: list[int] = []

@@ -7,7 +7,8 @@ recovery (`replay/recovery.py`) reads the newest one alone, and older ones only 
 in them. What was appended is held in memory until its commit; nothing outside may depend on it before.
 
 A disk that takes no more leaves the segment as it was after the last commit and everything newer in memory:
-the next commit tries again.
+the next commit tries again. So it is where the process may open no further file; the writer keeps a few descriptors
+for itself, so that connections cannot take the last ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.config.replay import JournalConfig
+from streamrl.observe.descriptors import NO_DESCRIPTOR, Reserve
 from streamrl.observe.disk import NO_ROOM
 from streamrl.replay.history import read_journal, recorded_batches
 from streamrl.replay.records import AnyRecord, Completed, Place
@@ -45,7 +47,7 @@ _AHEAD = 4 << 20
 
 
 class JournalFull(OSError):
-    """The disk takes no more. What was appended is still in memory; `commit` or `roll` may be tried again."""
+    """The disk takes no more, or no file can be opened. What was appended is still in memory; try again later."""
 
 
 class Journal:
@@ -64,7 +66,8 @@ class Journal:
         self._config = config
         number = max((number for number, _ in segments(folder)), default=-1) + 1
         self._run = run
-        self._segment = _Segment(folder, Opening(time=time.time(), segment=number, run=run), snapshot)
+        self._reserve = Reserve()
+        self._segment = self._begin(number, snapshot)
         self._chunks: list[Chunk] = []  # appended and not committed, in order
         self._frames: dict[int, Sequence[Chunk]] = {}  # of the groups among them, by offset
         self._records = 0
@@ -120,17 +123,24 @@ class Journal:
         Raises as `commit` does; the journal then goes on in the segment that it has.
         """
         self.commit()
-        opening = Opening(time=time.time(), segment=self._segment.number + 1, run=self._run)
-        following = _Segment(self._folder, opening, snapshot)
+        following = self._begin(self._segment.number + 1, snapshot)
         self._segment.close()
         self._segment, self.size = following, following.size
 
     def load(self, place: Place, group: tuple[int, int] | None = None) -> Frames:
-        """The frames of a group, (id, attempt), committed or not. Raises JournalDamaged where they are not whole."""
+        """The frames of a group, (id, attempt), committed or not.
+
+        Raises JournalDamaged where they are not whole, JournalFull where no file can be opened now.
+        """
         if place.segment == self._segment.number and (frames := self._frames.get(place.offset)):
             header, arena = frames
             return bytes(header), bytes(arena)
-        return load_frames(self._folder, place, group)
+        try:
+            return self._reserve.attempt(lambda: load_frames(self._folder, place, group))
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise _no_descriptor(error, segment_path(self._folder, place.segment)) from error
+            raise
 
     def compact(self, oldest: int | None) -> list[Path]:
         """Delete the segments below number `oldest`, the lowest that a group still stands in (None: in none).
@@ -150,6 +160,17 @@ class Journal:
     def close(self) -> None:
         """Let go of the file; what is not committed is lost. May be called twice."""
         self._segment.close()
+        self._reserve.close()
+
+    def _begin(self, number: int, snapshot: bytes) -> _Segment:
+        """A new segment. Raises JournalFull, OSError."""
+        opening = Opening(time=time.time(), segment=number, run=self._run)
+        try:
+            return self._reserve.attempt(lambda: _Segment(self._folder, opening, snapshot))
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise _no_descriptor(error, segment_path(self._folder, number)) from error
+            raise
 
     def _append(self, chunks: list[Chunk]) -> None:
         if not self._records:
@@ -157,6 +178,10 @@ class Journal:
         self._records += 1
         self._chunks += chunks
         self.size += sum(len(chunk) for chunk in chunks)
+
+
+def _no_descriptor(error: OSError, path: Path) -> JournalFull:
+    return JournalFull(error.errno, f"the journal cannot open a file: {error.strerror}", str(path))
 
 
 class _Segment:

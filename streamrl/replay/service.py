@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from streamrl.config import Config
+from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, event_path
 from streamrl.replay.admission import Admission, foreign, impossible
 from streamrl.replay.buffer import DuplicateGroup, GroupRefused
@@ -75,6 +76,7 @@ TICK = 0.2
 
 def main(config: Config, run_folder: Path) -> int:
     """Run the role until the run is finished or a signal comes. Returns the exit code."""
+    raise_limit()
     codes = {signal.SIGTERM: 0, signal.SIGINT: 130}
     service: Service | None = None
 
@@ -137,10 +139,10 @@ class Service:
                 self._on_time(time.monotonic())
                 self._hand_out(time.monotonic())
         finally:
-            refused = self._router.refused
+            refused, cut = self._router.refused, self._router.cut
             self._close()
         code = 1 if self._exit is None else self._exit
-        self._events.emit("replay.end", code=code, malformed=self.malformed, refused=refused)
+        self._events.emit("replay.end", code=code, malformed=self.malformed, refused=refused, cut=cut)
         return code
 
     def _ended(self, now: float) -> bool:
@@ -169,6 +171,8 @@ class Service:
                 return
             timeout = 0.0
             try:
+                if received.problem:
+                    raise MalformedMessage(received.problem)
                 self._hear(received.peer, received.frames, received.missed, time.monotonic())
             except MalformedMessage as error:
                 self._refuse_malformed(received.peer, error, time.monotonic())

@@ -28,6 +28,7 @@ import numpy as np
 from msgspec import Meta
 
 from streamrl.stream.messages import (
+    NUMBERED,
     PROTOCOL,
     BatchHeader,
     Buffer,
@@ -104,7 +105,7 @@ def encode_group(
     `allocate(size)` gave.
 
     Raises ValueError, naming what is wrong, for a group that no service would accept: badly formed
-    (`Group.check`), with a field whose dtype does not travel, or with a frame of more than `max_message` bytes.
+    (`Group.check`), with a field whose dtype does not travel, or of more than `max_message` bytes.
     """
     samples = group.samples
     arena = None if group.arena is None or group.arena.samples is not samples else group.arena.numbers
@@ -137,7 +138,7 @@ def encode_group(
     )
     frame = _ENCODER.encode(header)
     layout = _Layout(header)
-    if max(len(frame), layout.size) > max_message:
+    if len(frame) + layout.size > max_message - NUMBERED:
         raise ValueError(
             f"group {group.group_id}: header of {len(frame)} and arena of {layout.size} bytes, "
             f"stream.max_message allows {max_message}"

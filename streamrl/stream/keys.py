@@ -10,7 +10,6 @@ two tokens; the service's host alone needs service.key. A file that is there alr
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import secrets
 import stat
@@ -18,14 +17,14 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import zmq
 
 from streamrl.config import Config
 from streamrl.config.replay import StreamConfig
 
-_LOCAL_NAMES = ("localhost", "lo")  # the loopback device, as an address may name it
+_OWN = ("ipc://", "inproc://")
+# Addresses that only this user's processes reach: a socket file has mode 0600, a port of loopback is everybody's.
 
 
 class KeysUnusable(RuntimeError):
@@ -55,12 +54,13 @@ def key_folder(config: Config, run_folder: Path) -> Path:
 
 
 def needs_curve(stream: StreamConfig, address: str) -> bool:
-    """Whether a socket at `address` authenticates and encrypts: `stream.curve`; `auto`: unless it is local.
+    """Whether a socket at `address` authenticates and encrypts: `stream.curve`; `auto`: unless the file system does the
+    former.
 
-    >>> needs_curve(StreamConfig(), "tcp://127.0.0.1:7000"), needs_curve(StreamConfig(), "tcp://0.0.0.0:7000")
-    (False, True)
+    >>> needs_curve(StreamConfig(), "tcp://127.0.0.1:7000"), needs_curve(StreamConfig(), "ipc:///run/user/1000/replay")
+    (True, False)
     """
-    return stream.curve == "on" or (stream.curve == "auto" and not _is_local(address))
+    return stream.curve == "on" or (stream.curve == "auto" and not address.startswith(_OWN))
 
 
 def service_keys(folder: Path | None) -> ServiceKeys:
@@ -83,19 +83,6 @@ def client_keys(folder: Path | None) -> ClientKeys:
 def bearer_token(folder: Path, name: str) -> str:
     """The token `api` or `admin` of the run's SGLang servers, made where it is missing. Raises KeysUnusable."""
     return _secret(folder / f"{name}.key", lambda: secrets.token_hex(32).encode()).decode()
-
-
-def _is_local(address: str) -> bool:
-    scheme, _, rest = address.partition("://")
-    if scheme in ("ipc", "inproc"):
-        return True
-    host = urlsplit(f"//{rest.rpartition(':')[0]}").hostname or ""
-    if host in _LOCAL_NAMES:
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host's name or a device's
-        return False
 
 
 def _given(folder: Path | None) -> Path:

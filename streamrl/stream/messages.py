@@ -28,6 +28,8 @@ from streamrl.types import Ledger, PolicyVersion, Ticket
 
 PROTOCOL = 5  # raised by every change that an older peer would misread
 
+NUMBERED = 8  # bytes of its number before every header frame (`stream/sockets.py`)
+
 Count = Annotated[int, Meta(ge=0, le=2**53)]  # whole numbers that also survive a trip through JSON
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]

@@ -22,11 +22,15 @@ from streamrl.config.replay import StreamConfig
 from streamrl.stream.door import Door
 from streamrl.stream.keys import ServiceKeys, client_keys, needs_curve
 from streamrl.stream.messages import Buffer
-from streamrl.stream.sockets import configure
+from streamrl.stream.sockets import configure, read_frames
 
 PIECE = 4 << 20  # bytes; large enough that the question before it costs nothing
 
 WINDOW = 8  # pieces asked for and not yet here: as much as a fast link holds
+
+QUESTION = 1 << 12  # bytes of an Ask at most: the name of a parcel is that of a tensor, or shorter
+
+QUESTIONS = 64  # of one client that wait, some windows of them
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True):
@@ -72,10 +76,14 @@ class ParcelServer:
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, stream)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
+        secured = None
         if needs_curve(stream, address):
             public, secret = zmq.curve_keypair()
-            self._door = Door(self._context, self._socket, ServiceKeys(secret, client_keys(keys).public))
+            secured = ServiceKeys(secret, client_keys(keys).public)
             self.public_key = public.decode()
+        self._socket.setsockopt(zmq.MAXMSGSIZE, QUESTION)
+        self._socket.setsockopt(zmq.RCVHWM, QUESTIONS)
+        self._door = Door(self._context, self._socket, QUESTION * QUESTIONS, stream.unread, secured)
         self._socket.bind(address)
 
     @property
@@ -91,10 +99,11 @@ class ParcelServer:
         wait = int(timeout * 1000)
         while self._socket.poll(wait):
             wait = 0
-            peer, *frames = self._socket.recv_multipart()
+            peer = self._socket.recv()
+            frames, _ = read_frames(self._socket, self._door, 1)
             try:
-                ask = _ASK.decode(frames[0])
-            except (msgspec.DecodeError, IndexError):
+                ask = _ASK.decode(frames[0].buffer)
+            except msgspec.DecodeError:
                 continue  # not one of ours
             last = ask.order == order and not ask.name
             done |= last
@@ -103,6 +112,9 @@ class ParcelServer:
         return done
 
     def close(self) -> None:
+        """May be called twice."""
+        if not self._socket.closed:
+            self._door.close()
         self._socket.close()
         self._context.term()
 

@@ -5,11 +5,11 @@ Nothing is dropped silently and nothing grows without bound:
   queued survives a reconnect, because the identity of a peer stays the same;
 - the Router never waits for a peer: `send` returns False for one that is gone or has stopped reading, and
   the service treats it as lost;
-- a frame above `stream.max_message` is refused before it is sent, and closes the connection when a foreign
-  peer sends it;
+- a message above `stream.max_message` is refused before it is sent; when a foreign peer sends it, the service drops
+  it, and closes the connection where a single frame is above it or libzmq would hold too much of it (`stream/door.py`);
 - both ends number what they say to each other, in 8 bytes before the header frame, so that a word that was
   lost on the way, or that a peer never took, shows as a gap (`Received.missed`, `Dealer.missed`);
-- whatever is not on this machine is encrypted, and only peers with the run's key come in (`stream/keys.py`);
+- every TCP connection is encrypted, and only peers with the run's key come in (`stream/keys.py`);
 - `close` gives what is queued a second to leave (a Bye, a Stop), then lets go of it.
 
 A socket belongs to the thread, or the event loop, that made it.
@@ -18,6 +18,7 @@ A socket belongs to the thread, or the event loop, that made it.
 from __future__ import annotations
 
 import asyncio
+import os
 import struct
 import uuid
 from collections import OrderedDict
@@ -42,7 +43,17 @@ LINGER = 1000
 # milliseconds; enough for a last word on any network, and short enough not to be felt at the end of a role.
 
 QUEUE = 64
-# messages of one peer in either direction; tickets bound the groups that are under way, this bounds their bytes.
+# messages that a peer has said and the network has not taken, or has heard and not read.
+
+SERVICE_UNREAD = 1
+# messages of one peer that wait for the service, beside the one that comes: each may be as large as is allowed. What
+# else a peer has to say waits in its own queue.
+
+SEALED = 64
+# bytes that CURVE adds to a frame at most, which libzmq counts.
+
+FRAMES = 2
+# of a message to the service: the header, and the arena of a group.
 
 SERVICE_QUEUE = 1024
 # messages that wait for one slow peer of the service, a few bytes each except for the learner's one batch.
@@ -75,6 +86,7 @@ class Received(NamedTuple):
     peer: bytes  # its identity, the same for the life of its socket
     frames: list[memoryview]
     missed: int  # words of this peer before this one that never came; more than 0 asks for an Introduce
+    problem: str = ""  # why the message was dropped: then there are no frames
 
 
 class _Numbers:
@@ -105,7 +117,7 @@ def configure(socket: zmq.Socket, stream: StreamConfig) -> None:
     keep_pages()
     socket.copy_threshold = COPIED
     socket.setsockopt(zmq.LINGER, LINGER)
-    socket.setsockopt(zmq.MAXMSGSIZE, stream.max_message)
+    socket.setsockopt(zmq.MAXMSGSIZE, stream.max_message + SEALED)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * PING)
 
@@ -121,16 +133,17 @@ class Router:
         secured = service_keys(keys) if needs_curve(stream, address) else None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._door = Door(self._context, self._socket, secured) if secured else None
+        self._stream = stream
+        self._door = Door(self._context, self._socket, stream.max_message, stream.unread, secured)
         self._peers: OrderedDict[bytes, _Numbers] = OrderedDict()
         configure(self._socket, stream)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a peer that reconnects takes its identity over
-        self._socket.setsockopt(zmq.RCVHWM, QUEUE)
+        self._socket.setsockopt(zmq.RCVHWM, SERVICE_UNREAD)
         self._socket.setsockopt(zmq.SNDHWM, SERVICE_QUEUE)
         self._socket.setsockopt(zmq.IPV6, "[" in address)  # else the bound address reads as IPv4 inside IPv6
         try:
-            self._socket.bind(address)
+            bind(self._socket, address)
         except zmq.ZMQError as error:
             self.close()
             raise zmq.ZMQError(error.errno, f"replay.address {address}: {error.strerror}") from error
@@ -143,18 +156,29 @@ class Router:
     @property
     def refused(self) -> int:
         """Attempts to connect that were turned away, for want of the run's key."""
-        return self._door.refused if self._door else 0
+        return self._door.refused
+
+    @property
+    def cut(self) -> int:
+        """Connections that were cut, since they cost more than they may."""
+        return sum(self._door.cut.values())
 
     def receive(self, timeout: float) -> Received | None:
         """A peer's next word; None when nothing came for `timeout` seconds."""
-        parts = _waited(self._socket, timeout)
-        if parts is None:
+        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))  # cheaper than a poll before each message
+        try:
+            identity = self._socket.recv(copy=False)
+        except zmq.Again:
             return None
-        identity, *parts = parts
-        peer, frames = identity.bytes, [part.buffer for part in parts]
-        if not frames:
-            return Received(peer, frames, 0)
+        peer = identity.bytes
+        parts, further = read_frames(self._socket, self._door, FRAMES)
+        frames = [part.buffer for part in parts]
+        size = sum(map(len, frames))
         frames[0], missed = self._numbers(peer).strip(frames[0])
+        if further:
+            return Received(peer, [], missed, f"{FRAMES + further} frames in one message; allowed: {FRAMES}")
+        if size > (most := self._stream.max_message):
+            return Received(peer, [], missed, f"a message of {size} bytes, stream.max_message allows {most}")
         return Received(peer, frames, missed)
 
     def send(self, peer: bytes, message: Message, frames: Sequence[Buffer] = ()) -> bool:
@@ -183,6 +207,8 @@ class Router:
 
     def close(self) -> None:
         """Stop listening; what is queued has `LINGER` to leave. May be called twice."""
+        if not self._socket.closed:
+            self._door.close()
         self._socket.close()
         self._context.term()
 
@@ -291,6 +317,30 @@ class AsyncDealer:
                 return await self._socket.send_multipart(frames, copy=False, track=track)
         except TimeoutError as error:
             raise _timeout(self._stream) from error
+
+
+def read_frames(socket: zmq.Socket, door: Door, most: int) -> tuple[list[zmq.Frame], int]:
+    """The frames of a message that has come, at most so many, and the number of further ones, which are dropped."""
+    parts, further = [socket.recv(copy=False)], 0
+    while len(parts) < most and parts[-1].more:
+        parts.append(socket.recv(copy=False))
+    door.took(parts)
+    last = parts[-1]
+    while last.more:  # one at a time: they may be millions
+        last = socket.recv(copy=False)
+        door.took([last])
+        further += 1
+    return parts, further
+
+
+def bind(socket: zmq.Socket, address: str) -> None:
+    """Listen at `address`; a socket file is the user's alone. Raises zmq.ZMQError."""
+    before = os.umask(0o177) if address.startswith("ipc://") else None
+    try:
+        socket.bind(address)
+    finally:
+        if before is not None:
+            os.umask(before)
 
 
 def _connected(socket: Any, address: str, stream: StreamConfig, keys: Path | None, name: str) -> Any:

@@ -15,6 +15,7 @@ from streamrl.config import file as config_file
 from streamrl.observe.events import event_path, read_events
 from streamrl.stream.address import replay_address
 from streamrl.stream.identity import run_identity
+from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import Hello, Next
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Batch, PolicyVersion
@@ -33,7 +34,7 @@ class Run:
         config_file.save(config, folder / "config.yaml")
         self.service = self._role("replay")
         self.worker = self._role("generator")
-        self.dealer = Dealer(replay_address(config, folder), config.stream, name="learner")
+        self.dealer = Dealer(replay_address(config, folder), config.stream, key_folder(config, folder), "learner")
         self.begin(PolicyVersion(0))
 
     def begin(self, version: PolicyVersion) -> None:

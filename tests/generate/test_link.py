@@ -33,6 +33,7 @@ from streamrl.stream.sockets import Router
 from streamrl.types import Group, PolicyVersion, Ticket
 
 WAIT = 20.0
+OPEN = Config.model_validate({"stream": {"curve": "off"}})
 SERVER = ServerState(name="s", version=PolicyVersion(3))
 MakeGroup = Callable[..., Group]
 M = TypeVar("M")
@@ -89,7 +90,10 @@ def at_work(tmp_path: Path) -> Callable[[Callable[[Service, ServiceLink], Awaita
 
     def run(script: Callable[[Service, ServiceLink], Awaitable[None]], **stream: object) -> None:
         config = Config.model_validate(
-            {"generate": {"heartbeat": 0.1, "groups_in_flight": 7}, "stream": {"reply_timeout": 1.0, **stream}}
+            {
+                "generate": {"heartbeat": 0.1, "groups_in_flight": 7},
+                "stream": {"reply_timeout": 1.0, "curve": "off", **stream},
+            }
         )
         service = Service(config, tmp_path)
         events = EventLog(tmp_path / "events.jsonl", "generator-0")
@@ -147,7 +151,7 @@ def test_a_service_that_listens_elsewhere_is_found_by_its_file(at_work, make_gro
         link.finish(make_group(0))
         await service.hear(Group)
         service.router.close()
-        moved = Service(Config(), tmp_path)
+        moved = Service(OPEN, tmp_path)
         try:
             assert (await greeted(moved)).tickets == ((0, 0),)
             assert (await moved.hear(Group)).group_id == 0
@@ -168,7 +172,7 @@ def test_a_worker_that_nobody_hears_waits_and_begins_again_when_the_service_is_b
         assert not heard[-1]
         link.open(ticket(0))
         link.finish(make_group(0))
-        back = Service(Config(), tmp_path, service.address)
+        back = Service(OPEN, tmp_path, service.address)
         try:
             assert (await back.hear(Hello, between=Group)).tickets == ((0, 0),)
             await back.hear(Credit)
@@ -240,7 +244,7 @@ def test_a_group_that_is_larger_than_a_message_goes_as_placeholders(
 
 
 def test_what_the_worker_must_act_on_is_handed_to_it(tmp_path: Path) -> None:
-    config = Config.model_validate({"generate": {"heartbeat": 0.1}})
+    config = Config.model_validate({"generate": {"heartbeat": 0.1}, "stream": {"curve": "off"}})
     service = Service(config, tmp_path)
     events = EventLog(tmp_path / "events.jsonl", "generator-0")
 

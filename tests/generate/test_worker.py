@@ -23,6 +23,7 @@ from streamrl.publish.publisher import Publisher
 from streamrl.publish.transport import BroadcastManifest
 from streamrl.stream.address import replay_address
 from streamrl.stream.identity import run_identity
+from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import Announce, Finished, Hello, Progress, Publish
 from streamrl.stream.sockets import Dealer
 from streamrl.types import PolicyVersion
@@ -174,7 +175,8 @@ def test_a_server_that_waits_for_a_source_that_died_is_started_again(
         manifest = BroadcastManifest(
             group="dead", host="127.0.0.1", port=silent.getsockname()[1], world_size=2, backend="gloo", buckets=()
         )
-        dead = Dealer(replay_address(run.config, run.folder), run.config.stream, name="publisher")
+        keys = key_folder(run.config, run.folder)
+        dead = Dealer(replay_address(run.config, run.folder), run.config.stream, keys, "publisher")
         first = PolicyVersion(1)
         dead.send(Hello(run=run_identity(run.folder).id, role="publisher", name="publisher", version=PolicyVersion(0)))
         dead.send(Announce(version=first))

@@ -107,7 +107,7 @@ def config() -> Config:
         {
             "run": {"id": "r", "silence_timeout": 0.6, "start_timeout": 0.6},
             "learner": {"tick": TICK},
-            "stream": {"reply_timeout": 5.0},
+            "stream": {"reply_timeout": 5.0, "curve": "off"},
         }
     )
 

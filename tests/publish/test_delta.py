@@ -59,13 +59,13 @@ def until(deadline: float) -> Check:
 
 @pytest.fixture
 def source(tmp_path) -> Iterator[DeltaSource]:
-    source = DeltaSource("127.0.0.1", StreamConfig(), tmp_path, verify_every=0)
+    source = DeltaSource("127.0.0.1", StreamConfig(curve="off"), tmp_path, verify_every=0)
     yield source
     source.close()
 
 
 def sink_of(loaded: Loaded, **settings: object) -> DeltaSink:
-    return DeltaSink(loaded, StreamConfig(**settings), None, TIMEOUT)
+    return DeltaSink(loaded, StreamConfig(curve="off", **settings), None, TIMEOUT)
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -230,7 +230,9 @@ def test_a_real_server_generates_with_the_weights_that_changed(
     fresh_server, model_folders, forward_logprobs: Callable[..., torch.Tensor], tmp_path: Path
 ):
     publish_settings = {"transport": "delta", "timeout": TIMEOUT, "bucket": 1 << 16, "verify_every": 1}
-    config = Config.model_validate({"model": {"path": model_folders[0]}, "publish": publish_settings})
+    config = Config.model_validate(
+        {"model": {"path": model_folders[0]}, "publish": publish_settings, "stream": {"curve": "off"}}
+    )
     tensors = load_file(model_folders[1] / "model.safetensors")
 
     async def run() -> None:

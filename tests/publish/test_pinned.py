@@ -27,8 +27,8 @@ class Played:
 
     def __init__(self, folder: Path, model: Path) -> None:
         publish = {"timeout": DEADLINE, "transport": "disk"}
-        config = Config.model_validate({"model": {"path": model}, "publish": publish})
-        self.router = Router("tcp://127.0.0.1:0", StreamConfig())
+        config = Config.model_validate({"model": {"path": model}, "publish": publish, "stream": {"curve": "off"}})
+        self.router = Router("tcp://127.0.0.1:0", StreamConfig(curve="off"))
         tell_address(folder, self.router.address)
         self.events = EventLog(event_path(folder, "learner"), "learner-0")
         self.publisher = Publisher(config, folder, V0, self.events)

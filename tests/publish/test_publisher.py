@@ -47,7 +47,7 @@ DEADLINE = 120.0  # seconds; longer than any wait that is configured here
 
 def config_of(model: Path, transport: str = "broadcast", **publish: object) -> Config:
     settings = {"transport": transport, "bucket": 1 << 16, **publish}
-    return Config.model_validate({"model": {"path": model}, "publish": settings})
+    return Config.model_validate({"model": {"path": model}, "publish": settings, "stream": {"curve": "off"}})
 
 
 class Service:
@@ -62,7 +62,7 @@ class Service:
     ) -> None:
         """`address` of the real server, if any; `dead` servers never answer; the first `failing` publishes fail."""
         self.config = config_of(Path("."), transport, timeout=DEADLINE)  # of the worker
-        self.router = Router("tcp://127.0.0.1:0", StreamConfig())
+        self.router = Router("tcp://127.0.0.1:0", StreamConfig(curve="off"))
         self.heard: list[Message] = []
         self.failing = failing
         self.forgets = False  # set: it does not know the publisher once
@@ -84,7 +84,7 @@ class Service:
             received = self.router.receive(0.05)
             if received is None:
                 continue
-            identity, frames, _ = received
+            identity, frames, *_ = received
             message = decode(frames[0])
             self.heard.append(message)
             if self.forgets:

@@ -43,6 +43,7 @@ def make_config(**sections: dict[str, Any]) -> Config:
         "replay": {"groups_per_step": 2, "max_staleness": 1},
         "publish": {"timeout": 5.0},
         "journal": {"keep": "all"},
+        "stream": {"curve": "off"},  # no keys to be made for each test: the wire has tests of its own
     }
     for name, fields in sections.items():
         tree.setdefault(name, {}).update(fields)

@@ -21,7 +21,7 @@ from streamrl.stream.sockets import Dealer, ReceivedBatch, Router
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
 
 MAX = 1 << 20
-STREAM = StreamConfig(max_message=MAX, reply_timeout=10.0)
+STREAM = StreamConfig(max_message=MAX, reply_timeout=10.0, curve="off")
 STATS = BatchStats(tokens_generated=9, generator_busy=0.5, groups=2, bytes=77)
 MakeGroup = Callable[..., Group]
 DTYPES = ("|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8")
@@ -115,7 +115,7 @@ def test_a_group_survives_real_sockets_there_and_back_bit_for_bit(wire: tuple[Ro
     dealer.send_group(group)
     received = router.receive(10.0)
     assert received is not None
-    identity, frames, _ = received
+    identity, frames, *_ = received
     assert_same(decode_group(*frames), group)
     assert ticket_of(frames[0]) == (group.group_id, group.attempt)
     router.send(identity, BatchHeader(step=4, groups=2, stats=STATS), [*frames, *frames])

@@ -49,11 +49,11 @@ def router(keys: Path) -> Iterator[Router]:
 @pytest.mark.parametrize(
     ("address", "needed"),
     [
-        ("tcp://127.0.0.1:0", False),
-        ("tcp://127.9.9.9:7000", False),
-        ("tcp://[::1]:7000", False),
-        ("tcp://localhost:7000", False),
-        ("tcp://lo:7000", False),
+        ("tcp://127.0.0.1:0", True),
+        ("tcp://127.9.9.9:7000", True),
+        ("tcp://[::1]:7000", True),
+        ("tcp://localhost:7000", True),
+        ("tcp://lo:7000", True),
         ("ipc:///tmp/replay", False),
         ("inproc://replay", False),
         ("tcp://0.0.0.0:7000", True),
@@ -65,7 +65,7 @@ def router(keys: Path) -> Iterator[Router]:
         ("tcp://eth0:7000", True),
     ],
 )
-def test_every_address_that_is_not_local_is_authenticated_by_default(address: str, needed: bool) -> None:
+def test_every_address_that_another_user_can_reach_is_authenticated_by_default(address: str, needed: bool) -> None:
     assert needs_curve(StreamConfig(), address) is needed
     assert needs_curve(StreamConfig(curve="on"), address)
     assert not needs_curve(StreamConfig(curve="off"), address)

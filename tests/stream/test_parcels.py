@@ -20,7 +20,7 @@ ORDER = 7
 @pytest.fixture
 def server(monkeypatch) -> Iterator[ParcelServer]:
     monkeypatch.setattr(parcels, "PIECE", 1000)
-    server = ParcelServer("127.0.0.1", StreamConfig(), None)
+    server = ParcelServer("127.0.0.1", StreamConfig(curve="off"), None)
     yield server
     server.close()
 
@@ -35,7 +35,7 @@ def serve(server: ParcelServer, content: dict[str, bytes], ask: Callable) -> Non
             done.append(server.serve(ORDER, content.get, 0.02))
 
     async def run() -> None:
-        client = ParcelClient(server.address, server.public_key, StreamConfig(), None)
+        client = ParcelClient(server.address, server.public_key, StreamConfig(curve="off"), None)
         try:
             async with asyncio.timeout(60):
                 await ask(client)

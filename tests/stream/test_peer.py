@@ -51,7 +51,7 @@ class Service:
 
 @pytest.fixture
 def config() -> Config:
-    return Config.model_validate({"learner": {"tick": 0.1}, "stream": {"reply_timeout": 0.5}})
+    return Config.model_validate({"learner": {"tick": 0.1}, "stream": {"reply_timeout": 0.5, "curve": "off"}})
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from streamrl.stream.sockets import (
 )
 from streamrl.types import Group, Ledger
 
-STREAM = StreamConfig(max_message=1 << 20, reply_timeout=0.3)
+STREAM = StreamConfig(max_message=1 << 20, reply_timeout=0.3, curve="off")
 MakeGroup = Callable[..., Group]
 Connect = Callable[..., Dealer]
 
@@ -56,7 +56,7 @@ def test_a_message_and_its_answer_over_asyncio(router: Router, make_group: MakeG
     thread.start()
     received = router.receive(10.0)
     assert received is not None
-    identity, frames, _ = received
+    identity, frames, *_ = received
     assert identity.startswith(b"generator-0:")
     assert decode_group(*frames).group_id == 5
     assert router.send(identity, Stop(reason="enough"))
@@ -209,7 +209,7 @@ def test_a_received_frame_is_passed_on_without_a_copy(router: Router, make_group
 
 
 def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(make_group: MakeGroup, connect: Connect) -> None:
-    stream = StreamConfig(reply_timeout=10.0)
+    stream = StreamConfig(reply_timeout=10.0, curve="off")
     router = Router("tcp://127.0.0.1:0", stream)
     dealer = connect(router.address, stream, None, "generator-0")
     groups = [make_group(index, tokens=80_000) for index in range(20)]  # 1.3 MB each: lent, not copied

@@ -1,0 +1,300 @@
+"""What strangers and peers may cost a listening socket: connections, bytes before a handshake, endless messages."""
+
+from __future__ import annotations
+
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from streamrl.config.replay import StreamConfig
+from streamrl.stream import door
+from streamrl.stream.keys import client_keys
+from streamrl.stream.messages import Credit, decode, encode
+from streamrl.stream.parcels import ParcelClient, ParcelServer
+from streamrl.stream.sockets import SERVICE_UNREAD, Dealer, Router
+
+Connect = Callable[..., Dealer]
+WAIT = 20.0
+MESSAGE = 1 << 20
+STREAM = StreamConfig(max_message=MESSAGE, max_unread=8 * MESSAGE, reply_timeout=10.0)
+OPEN = StreamConfig(max_message=MESSAGE, max_unread=8 * MESSAGE, reply_timeout=10.0, curve="off")
+BOUND = 2 * MESSAGE + door._SPARE
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01%s" + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def router(keys: Path) -> Iterator[Router]:
+    router = Router("tcp://127.0.0.1:0", STREAM, keys)
+    yield router
+    router.close()
+
+
+@pytest.fixture
+def open_router() -> Iterator[Router]:
+    router = Router("tcp://127.0.0.1:0", OPEN)
+    yield router
+    router.close()
+
+
+@pytest.fixture
+def raw() -> Iterator[Callable[[Router], socket.socket]]:
+    """`raw(router)`: a TCP connection to it, by somebody who has no ZeroMQ."""
+    made: list[socket.socket] = []
+
+    def connect(router: Router) -> socket.socket:
+        host, port = router.address.removeprefix("tcp://").split(":")
+        made.append(socket.create_connection((host, int(port)), timeout=WAIT))
+        return made[-1]
+
+    yield connect
+    for connection in made:
+        connection.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_served(router: Router, connect: Connect, stream: StreamConfig, keys: Path | None) -> bool:
+    """A peer with the run's key comes in and is heard."""
+    dealer = connect(router.address, stream, keys)
+    dealer.send(Credit(capacity=1))
+    deadline = time.monotonic() + WAIT
+    while time.monotonic() < deadline:
+        received = router.receive(0.1)
+        if received is not None and not received.problem:
+            return decode(received.frames[0]) == Credit(capacity=1)
+    return False
+
+
+def spoken_to(connection: socket.socket) -> socket.socket:
+    """Past the handshake of a socket without CURVE: what is said before the other end is ready is an error."""
+    connection.sendall(GREETING % b"NULL".ljust(20, b"\0") + READY)
+    heard = b""
+    while b"Identity" not in heard:
+        heard += connection.recv(4096)
+    return connection
+
+
+def pour(connection: socket.socket, chunk: bytes, most: int) -> int:
+    """Send it again and again, up to `most` bytes, until the other end hangs up. Returns what was sent."""
+    sent = 0
+    try:
+        while sent < most:
+            connection.sendall(chunk)
+            sent += len(chunk)
+    except OSError:
+        pass
+    return sent
+
+
+def test_loopback_is_every_user_s_so_that_it_is_authenticated_by_default(router: Router, connect: Connect) -> None:
+    """Without the run's key nothing that is said is read; a socket file has the user's own mode."""
+    foreign = connect(router.address, OPEN)
+    foreign.send(Credit(capacity=1))
+    assert router.receive(0.5) is None
+    assert router.refused > 0
+
+
+def test_a_socket_file_is_the_user_s_alone(tmp_path: Path, connect: Connect) -> None:
+    router = Router(f"ipc://{tmp_path}/replay", STREAM)
+    try:
+        assert stat.S_IMODE((tmp_path / "replay").stat().st_mode) == 0o600
+        assert is_served(router, connect, STREAM, None)
+    finally:
+        router.close()
+
+
+def test_a_stranger_s_frame_is_not_collected(router: Router, keys: Path, connect: Connect, raw: Callable) -> None:
+    """libzmq would take in `max_message` bytes of a frame before it sees that this is no handshake."""
+    connection = raw(router)
+    connection.sendall(GREETING % b"CURVE".ljust(20, b"\0"))
+    connection.sendall(b"\x06" + (MESSAGE - 1).to_bytes(8, "big"))
+    connection.sendall(bytes(door.HANDSHAKE + 1))  # and no more: only the bound can end it
+    begun = time.monotonic()
+    assert _is_hung_up_on(connection)
+    assert time.monotonic() - begun < door.HANDSHAKE_SECONDS  # which would do it otherwise
+    until(lambda: router.cut == 1)
+    assert is_served(router, connect, STREAM, keys)
+
+
+def test_a_stranger_who_says_nothing_is_hung_up_on(
+    keys: Path, connect: Connect, raw: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "HANDSHAKE_SECONDS", 0.2)
+    router = Router("tcp://127.0.0.1:0", STREAM, keys)
+    try:
+        assert _is_hung_up_on(raw(router))
+    finally:
+        router.close()
+
+
+def test_too_many_strangers_cost_the_oldest_their_place_and_no_peer_its_own(
+    keys: Path, connect: Connect, raw: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "STRANGERS", 8)
+    router = Router("tcp://127.0.0.1:0", STREAM, keys)
+    try:
+        peer = connect(router.address, STREAM, keys, "first")
+        peer.send(Credit(capacity=7))
+        received = router.receive(WAIT)
+        assert received is not None
+        for _ in range(40):
+            raw(router)
+        until(lambda: router.cut >= 32)
+        assert router.send(received.peer, Credit(capacity=8))
+        assert peer.receive(WAIT) == Credit(capacity=8)
+        assert is_served(router, connect, STREAM, keys)  # and a new one comes in, with all places taken
+        assert router.cut < 40
+    finally:
+        router.close()
+
+
+@pytest.mark.parametrize("size", [0, 255, 1 << 16])
+def test_a_message_that_never_ends_is_cut_off(open_router: Router, connect: Connect, raw: Callable, size: int) -> None:
+    frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)  # a long one, and more follow
+    connection = spoken_to(raw(open_router))
+    chunk = frame * max(1, 4096 // len(frame))
+    assert pour(connection, chunk, 1000 * MESSAGE) < 1000 * MESSAGE
+    assert open_router.receive(0.2) is None
+    assert open_router.cut == 1
+    assert is_served(open_router, connect, OPEN, None)
+
+
+def test_a_peer_with_the_key_cannot_make_a_message_larger_than_is_allowed_either(
+    router: Router, keys: Path, connect: Connect
+) -> None:
+    """Frames that are allowed each, 300 MB in one message: neither does the service hold it, nor does it read it."""
+    mine = client_keys(keys)
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.LINGER, 0)
+    peer.curve_secretkey, peer.curve_publickey, peer.curve_serverkey = mine.secret, mine.public, mine.service_public
+    peer.connect(router.address)
+    frame = zmq.Frame(bytes(MESSAGE // 2))
+    for _ in range(600):
+        peer.send(frame, zmq.SNDMORE, copy=False)
+    peer.send(b"")
+    highest = 0
+    deadline = time.monotonic() + WAIT
+    while not router.cut and time.monotonic() < deadline:
+        assert router.receive(0.02) is None
+        highest = max(highest, router._door.connections.unread)
+    assert router.cut
+    peer.close(linger=0)
+    context.term()
+    assert highest < 300 * MESSAGE // 2
+    assert is_served(router, connect, STREAM, keys)
+
+
+def test_a_message_of_too_many_frames_is_dropped_one_frame_at_a_time(open_router: Router, connect: Connect) -> None:
+    dealer = connect(open_router.address, OPEN)
+    dealer._socket.send_multipart([bytes(8) + encode(Credit(capacity=1)), *[b""] * 5000])
+    received = open_router.receive(WAIT)
+    assert received is not None
+    assert (received.frames, received.problem) == ([], "5001 frames in one message; allowed: 2")
+    assert is_served(open_router, connect, OPEN, None)
+
+
+def test_two_frames_that_are_allowed_each_are_refused_where_they_are_too_much_together(
+    open_router: Router, connect: Connect
+) -> None:
+    dealer = connect(open_router.address, OPEN)
+    dealer._socket.send_multipart([bytes(MESSAGE // 2), bytes(MESSAGE // 2 + 1)])
+    received = open_router.receive(WAIT)
+    assert received is not None
+    assert received.problem == f"a message of {MESSAGE + 1} bytes, stream.max_message allows {MESSAGE}"
+
+
+def test_an_honest_peer_that_nobody_reads_waits_and_is_not_cut(router: Router, keys: Path, connect: Connect) -> None:
+    dealer = connect(router.address, STREAM, keys)
+    whole = [bytes(8), bytes(MESSAGE - 8)]
+    thread = threading.Thread(target=lambda: [dealer._socket.send_multipart(whole) for _ in range(30)])
+    thread.start()
+    until(lambda: router._door.connections.unread > MESSAGE)
+    time.sleep(20 * door.LOOK)  # many looks, in which it could be cut
+    assert router._door.connections.unread <= BOUND
+    sizes = []
+    for _ in range(30):
+        received = router.receive(WAIT)
+        assert received is not None
+        sizes.append(sum(map(len, received.frames)))
+    thread.join(WAIT)
+    assert sizes == [MESSAGE - 8] * 30
+    assert router.cut == 0
+    assert SERVICE_UNREAD == 1  # BOUND is made of it
+
+
+def test_all_peers_together_have_a_bound_too(keys: Path, connect: Connect) -> None:
+    stream = StreamConfig(max_message=MESSAGE, max_unread=4 * MESSAGE, reply_timeout=10.0)
+    router = Router("tcp://127.0.0.1:0", stream, keys)
+    try:
+        dealers = [connect(router.address, stream, keys, f"w{number}") for number in range(6)]
+        for dealer in dealers:
+            dealer._socket.send_multipart([bytes(8), bytes(MESSAGE - 100)])
+        until(lambda: router.cut >= 1)
+        until(lambda: router._door.connections.unread <= 4 * MESSAGE)
+    finally:
+        router.close()
+
+
+def test_a_parcel_server_reads_questions_and_nothing_else(raw: Callable) -> None:
+    server = ParcelServer("127.0.0.1", OPEN, None)
+    try:
+        assert pour(spoken_to(raw(server)), b"\x01\xff" + bytes(255), 1000 * MESSAGE) < 1000 * MESSAGE
+        client = ParcelClient(server.address, server.public_key, OPEN, None)
+        client.close()
+    finally:
+        server.close()
+
+
+def test_a_flood_at_the_end_does_not_hold_up_the_end(keys: Path, raw: Callable) -> None:
+    """libzmq waits for whoever listens to its events."""
+    router = Router("tcp://127.0.0.1:0", STREAM, keys)
+    stop = threading.Event()
+    address = router.address.removeprefix("tcp://").split(":")
+
+    def flood() -> None:
+        while not stop.is_set():
+            try:
+                socket.create_connection((address[0], int(address[1])), timeout=WAIT).close()
+            except OSError:
+                return
+
+    threads = [threading.Thread(target=flood) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    ending = threading.Thread(target=router.close)
+    ending.start()
+    ending.join(WAIT)
+    stop.set()
+    for thread in threads:
+        thread.join(WAIT)
+    assert not ending.is_alive()
+
+
+def _is_hung_up_on(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        pass
+    return True
