@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from service_parts import V0, WAIT, MakeGroup, Running, ServiceProcess, answer, hear, hear_tickets, ids
+from service_parts import RUN, V0, WAIT, MakeGroup, Running, ServiceProcess, answer, hear, hear_tickets, ids
 from test_service_recovery import flip_a_byte
 
 from streamrl.replay.journal import recorded_batches
@@ -168,9 +168,11 @@ def test_the_limits_that_a_learner_told_are_known_to_the_next_service(
     learner = Dealer(service.address, service.config.stream, name="learner-0")
     worker = Dealer(service.address, service.config.stream, name="w")
     try:
-        learner.send(Hello(role="learner", name="learner-0", version=V0, limits=Limits(vocabulary=1000, tokens=9)))
+        learner.send(
+            Hello(run=RUN, role="learner", name="learner-0", version=V0, limits=Limits(vocabulary=1000, tokens=9))
+        )
         learner.receive(WAIT)
-        hello = Hello(role="generator", name="w", servers=(ServerState(name="s", version=V0),))
+        hello = Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),))
         worker.send(hello)
         worker.send(Credit(capacity=2))
         first, ticket = hear_tickets(worker, 2)
