@@ -10,23 +10,24 @@ groups that are in its weights: which data has been trained is what the checkpoi
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import xxhash
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from streamrl.config.file import ConfigError
+from streamrl.learner.checkpoint_files import FileSum
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
@@ -34,7 +35,8 @@ from streamrl.types import Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
+WITHOUT_SUMS = 3  # the format before, without checksums and without the run's id
 
 DESCRIPTION = "checkpoint.json"
 _NAME = re.compile(r"step_\d+")
@@ -46,6 +48,10 @@ class CheckpointMismatchError(ConfigError):
     """A checkpoint is of another model or optimizer; the text names the first difference."""
 
 
+class CheckpointDamaged(ConfigError):
+    """A checkpoint is not what was written; the text says in what."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A complete checkpoint folder and what its description says."""
@@ -55,6 +61,8 @@ class Checkpoint:
     fixed: dict[str, Any]
     layout: dict[str, Any]
     ledger: Ledger | None  # None where the batches came from a record
+    run: str | None = None  # id of the run that wrote it; None from before runs had ids
+    files: dict[str, FileSum] = field(default_factory=dict)  # every other file of it; none from before checksums
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,19 +119,50 @@ def latest(root: Path) -> Checkpoint | None:
     return read(folders[-1]) if folders else None
 
 
+class _Description(msgspec.Struct, kw_only=True):
+    """What stands in `checkpoint.json` beside its format and its own checksum."""
+
+    version: str
+    fixed: dict[str, Any]
+    layout: dict[str, Any]
+    ledger: Ledger | None
+    run: str | None = None
+    files: dict[str, FileSum] = {}
+
+
+def describe(**fields: Any) -> bytes:
+    """The content of a `checkpoint.json`: the fields of a `Checkpoint` but its folder, and a checksum of them."""
+    plain = msgspec.json.decode(msgspec.json.encode({"format": FORMAT, **fields}))
+    return msgspec.json.format(msgspec.json.encode({**plain, "checksum": _sum_of(plain)}))
+
+
 def read(folder: Path) -> Checkpoint:
-    """What a complete checkpoint says of itself. Raises CheckpointMismatchError for another format."""
-    description = json.loads((folder / DESCRIPTION).read_text())
-    if description["format"] != FORMAT:
-        raise CheckpointMismatchError(f"{folder} has format {description['format']}, this streamrl reads {FORMAT}")
-    ledger = description["ledger"]
-    return Checkpoint(
-        folder,
-        PolicyVersion.parse(description["version"]),
-        description["fixed"],
-        description["layout"],
-        None if ledger is None else msgspec.convert(ledger, Ledger, str_keys=True),
-    )
+    """What a complete checkpoint says of itself.
+
+    Raises CheckpointMismatchError for another format, CheckpointDamaged where the description is not whole.
+    """
+    path = folder / DESCRIPTION
+    try:
+        fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if fields.get("format") not in (FORMAT, WITHOUT_SUMS):
+            raise CheckpointMismatchError(f"{folder} has format {fields.get('format')}, this streamrl reads {FORMAT}")
+        if fields.pop("checksum", None) != _sum_of(fields) and fields["format"] == FORMAT:
+            raise CheckpointDamaged(f"{path} does not match its checksum")
+        said = msgspec.convert(fields, _Description, str_keys=True)
+        version = PolicyVersion.parse(said.version)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{path} is gone") from None
+    except (msgspec.MsgspecError, ValueError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
+    if version.step != step_of(folder):
+        raise CheckpointDamaged(f"{path} is of step {version.step}: the folder has another one's name")
+    return Checkpoint(folder, version, said.fixed, said.layout, said.ledger, said.run, said.files)
+
+
+def _sum_of(fields: dict[str, Any]) -> str:
+    return xxhash.xxh3_64_hexdigest(msgspec.json.encode(fields))
 
 
 def load(checkpoint: Checkpoint, state: State) -> None:
@@ -181,12 +220,19 @@ def next_incarnation(root: Path, ranks: Ranks) -> int:
     """Count a start of the learner: 0 at the first, one more at each later one. All ranks call.
 
     The count is on disk before any step of the incarnation, so that two starts from one checkpoint differ too.
+    Raises ConfigError for a file that is no count.
     """
     incarnation = 0
     if ranks.rank == 0:
         root.mkdir(parents=True, exist_ok=True)
         path = root / "incarnation"
-        incarnation = int(path.read_text()) + 1 if path.exists() else 0
+        content = path.read_bytes().strip() if path.exists() else b"-1"
+        if not content.removeprefix(b"-").isdigit():
+            raise ConfigError(
+                f"{path}: {content[:40]!r} is no number; allowed: one above those behind the dot of every `version` in "
+                "metrics.jsonl"
+            )
+        incarnation = int(content) + 1
         write_durably(path, str(incarnation))
     return int(ranks.broadcast(incarnation))
 

@@ -1,7 +1,7 @@
 """Writes checkpoints while training goes on: a staged copy, a thread on each rank, one rename at the end.
 
     start:    every rank stages a copy of its shards on the host (training stands still)
-    a thread: every rank writes its file ──▶ rank 0 writes index and description, syncs, renames, prunes
+    a thread: every rank writes and sums its file ──▶ rank 0 writes index and description, syncs, renames, prunes
 
     .step_20.saving ──rename──▶ step_20        step_18 ──rename──▶ .step_18.old ──▶ gone
 
@@ -22,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -36,6 +35,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from streamrl.config.learner import CheckpointConfig
 from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint import Checkpoint, State
+from streamrl.learner.checkpoint_files import FileSum, SummedWriting, files_of, sum_of
 from streamrl.learner.parallel import Ranks
 from streamrl.types import Ledger, PolicyVersion
 
@@ -56,7 +56,7 @@ class _Save:
     """A checkpoint on its way to the disk."""
 
     target: Path
-    description: bytes
+    description: dict[str, Any]  # of `checkpoint.json`, but for the files
     plan: _Plan
     deadline: float  # time.monotonic()
     thread: threading.Thread | None = None
@@ -82,11 +82,12 @@ class Saver:
     `start` and the constructor are collective; the rest each rank calls for itself.
     """
 
-    def __init__(self, root: Path, ranks: Ranks, settings: CheckpointConfig) -> None:
-        """root: RUN/checkpoints. Removes what a killed learner left half written there."""
+    def __init__(self, root: Path, ranks: Ranks, settings: CheckpointConfig, run: str) -> None:
+        """root: RUN/checkpoints of the run with id `run`. Removes what a killed learner left half written there."""
         self._root = root
         self._ranks = ranks
         self._settings = settings
+        self._run = run
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=settings.timeout))
         self._under_way: _Save | None = None
         self._finished: list[Checkpoint] = []
@@ -122,13 +123,13 @@ class Saver:
         target = self._root / f"step_{version.step}"
         deadline = time.monotonic() + self._settings.timeout
         description = {
-            "format": checkpoint.FORMAT,
+            "run": self._run,
             "version": str(version),
             "fixed": state.fixed,
             "layout": self._ranks.layout,
             "ledger": ledger,
         }
-        save = _Save(target, msgspec.json.format(msgspec.json.encode(description)), _Plan(), deadline)
+        save = _Save(target, description, _Plan(), deadline)
         if self._ranks.rank == 0:
             shutil.rmtree(save.partial, ignore_errors=True)
             save.partial.mkdir(parents=True)
@@ -212,8 +213,10 @@ class Saver:
         for rank, result in enumerate(written):
             if isinstance(result, Exception):
                 raise CheckpointError(f"rank {rank}: {type(result).__name__}: {result}")
-        save.plan.write_index(written, save.partial)
-        (save.partial / checkpoint.DESCRIPTION).write_bytes(save.description)
+        save.plan.write_index([results for results, _ in written], save.partial)
+        sums = {name: each for _, files in written for name, each in files.items()}
+        sums |= {name: sum_of(save.partial / name) for name in files_of(save.partial) if name not in sums}
+        (save.partial / checkpoint.DESCRIPTION).write_bytes(checkpoint.describe(**save.description, files=sums))
         for path in (*save.partial.rglob("*"), save.partial):
             checkpoint.sync(path)
         if save.target.exists():
@@ -244,22 +247,25 @@ class _Plan:
     buckets: list[WriteBucket] | None = None
     index: Metadata | None = None
 
-    def write(self) -> list[Any]:
-        """Write the copies into this rank's file. Returns torch's results, for the index."""
+    def write(self) -> tuple[list[Any], dict[str, FileSum]]:
+        """Write the copies into this rank's file. Returns torch's results, for the index, and the file's checksum."""
         results: list[Any] = []
+        sums: dict[str, FileSum] = {}
         assert self.writer is not None
         for bucket in self.buckets or []:
             answers: queue.Queue[tuple[int, Any]] = queue.Queue()
             begun: queue.Queue[int] = queue.Queue()
             begun.put(0)
+            writing = SummedWriting(self.writer.transforms)
             # Megatron calls this in a forked process. A thread does as well, and dies with its learner.
-            FileSystemWriterAsync.write_preloaded_data([self.writer.transforms], 0, bucket, answers, begun, True)
+            FileSystemWriterAsync.write_preloaded_data([writing], 0, bucket, answers, begun, True)
             _, answer = answers.get_nowait()
             if isinstance(answer, Exception):
                 raise answer
             results += answer
+            sums[Path(bucket[0]).name] = writing.sum
         self.buckets = None  # the copies; the index is still needed
-        return results
+        return results, sums
 
     def write_index(self, results: list[list[Any]], folder: Path) -> None:
         """Rank 0, when every rank has written."""

@@ -82,6 +82,12 @@ class Ranks:
         dist.scatter_object_list(box, per_rank, src=0, group=self.control)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """A small object of every rank, by rank, on every rank."""
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier(group=self.control)

@@ -73,6 +73,8 @@ def main(config: Config, run_folder: Path) -> int:
 def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) -> None:
     """Rank 0: opens what the run needs, runs the loop, closes it in order."""
     events = EventLog(event_path(run_folder, "learner"), "learner-0")
+    for line in trainer.damage:
+        events.emit("checkpoint.damaged", told=line)
     source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
     publisher = Publisher(config, run_folder, trainer.version, events)
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder), patience=config.run.silence_timeout)

@@ -29,9 +29,11 @@ from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.reference import Reference
+from streamrl.learner.resume import newest_whole
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
+from streamrl.stream.identity import run_identity
 from streamrl.trainable import Limits
 from streamrl.types import Batch, Ledger, PolicyVersion
 
@@ -58,6 +60,7 @@ class Trainer:
         self._config = config
         self._run_folder = run_folder
         self._checkpoints = run_folder / "checkpoints"
+        self._identity = run_identity(run_folder, config.run.id)
         self.limits = Limits(vocabulary=shape.vocabulary, tokens=config.learner.tokens_per_micro_batch)
         self._ranks = Ranks.start(config)
         with ExitStack() as on_failure:
@@ -73,13 +76,14 @@ class Trainer:
             self._optimizer = PolicyOptimizer(
                 self._wrapped, config.learner.optimizer, dtype, config.run.steps, config.learner.bad_steps
             )
-            self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint)
+            self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
             self._stragglers = Stragglers(self._ranks)
             on_failure.pop_all()
         self._step: LearnerStep | None = None  # from `restore_or_start` on
         self._planned: tuple[Batch, list[Share]] | None = None  # on rank 0
         self._version = PolicyVersion(0)
         self.ledger: Ledger | None = None  # of the checkpoint that was restored
+        self.damage: list[str] = []  # of checkpoints, found by `restore_or_start`; a line each, on rank 0
 
     @property
     def rank(self) -> int:
@@ -101,13 +105,14 @@ class Trainer:
         return self._step.phases if self._step else []
 
     def restore_or_start(self) -> None:
-        """Take up the newest checkpoint of the run, or else the Hugging Face weights as step 0.
+        """Take up the newest whole checkpoint of the run, or else the Hugging Face weights as step 0.
 
-        The first start of a run has incarnation 0; every later one has an incarnation of its own.
+        The first start of a run has incarnation 0; every later one has an incarnation of its own. Raises ConfigError
+        where checkpoints are there and none can be resumed from.
         """
         reference = Reference.of(self._config, self._wrapped)
         incarnation = checkpoint.next_incarnation(self._checkpoints, self._ranks)
-        found = checkpoint.latest(self._checkpoints)
+        found = newest_whole(self._checkpoints, self._ranks, self._identity, self._tell_damage)
         if found is None:
             load_weights(self._chunks, self._config.model.path)
             if self._config.learner.lora.rank:
@@ -206,6 +211,10 @@ class Trainer:
         """Let a checkpoint that is being written come to its end, and leave the process groups."""
         self._saver.close()
         self._ranks.stop()
+
+    def _tell_damage(self, line: str) -> None:
+        log.error("%s", line)
+        self.damage.append(line)
 
     def _state(self) -> checkpoint.State:
         adapters = self._config.learner.lora

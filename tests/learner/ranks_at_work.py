@@ -48,6 +48,29 @@ def train_three(config: Config, run_folder: Path) -> Any:
     return result
 
 
+def save_two(config: Config, run_folder: Path) -> Any:
+    """Train two steps with a checkpoint of each: their weights, by step."""
+    trainer = Trainer(config, run_folder)
+    trainer.restore_or_start()
+    kept = {}
+    for step in range(2):
+        trainer.train_step(make_batch(step) if trainer.rank == 0 else None)
+        trainer.save()
+        trainer.saved(wait=True)
+        kept[step + 1] = weights(trainer)
+    trainer.close()
+    return kept
+
+
+def resume(config: Config, run_folder: Path) -> Any:
+    """What a resume begins with."""
+    trainer = Trainer(config, run_folder)
+    trainer.restore_or_start()
+    result = {"version": str(trainer.version), "weights": weights(trainer)}
+    trainer.close()
+    return result
+
+
 def tensor_parallel(config: Config, run_folder: Path) -> Any:
     """The exported weights of a model cut over two ranks, log-probs of some tokens, and a weight's gradient."""
     ranks = Ranks.start(config)
@@ -71,7 +94,7 @@ def tensor_parallel(config: Config, run_folder: Path) -> Any:
     return result
 
 
-JOBS = {"dp_gradients": dp_gradients, "train_three": train_three, "tensor_parallel": tensor_parallel}
+JOBS = {job.__name__: job for job in (dp_gradients, train_three, save_two, resume, tensor_parallel)}
 
 
 def main() -> None:

@@ -1,0 +1,102 @@
+"""Which checkpoint a run resumes from: the newest that is whole and the run's own.
+
+    newest ──description and every file match──▶ it
+       └── damaged ──▶ the next older one ──▶ ... ──▶ it; the damaged ones are set aside as step_N.damaged
+                                           └──▶ none is whole: nothing is touched, and the learner ends with one line
+
+The steps behind an older checkpoint are delivered again, as after a kill; where the journal does not have them any
+more, behind one that only `checkpoint.keep_every` keeps, their groups are generated again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from streamrl.config.file import ConfigError
+from streamrl.learner import checkpoint
+from streamrl.learner.checkpoint import Checkpoint, CheckpointDamaged
+from streamrl.learner.checkpoint_files import damage
+from streamrl.learner.parallel import Ranks
+from streamrl.stream.identity import RunIdentity
+
+log = logging.getLogger(__name__)
+
+SET_ASIDE = ".damaged"
+# suffix of a checkpoint that cannot be read: it is kept for whoever wants to look, and counts no more.
+
+Tell = Callable[[str], None]
+
+
+def newest_whole(root: Path, ranks: Ranks, run: RunIdentity, tell: Tell = log.error) -> Checkpoint | None:
+    """The checkpoint of `root` (RUN/checkpoints) to resume from; None when there is none at all. All ranks call.
+
+    `tell` hears on rank 0, in one line each, of what is damaged. Raises ConfigError on every rank where there are
+    checkpoints and none is whole, and where the newest whole one is of another run or another format.
+    """
+    folders = ranks.broadcast(checkpoint.complete(root))
+    told: list[str] = []
+    for tried, folder in enumerate(reversed(folders)):
+        try:
+            found = _read(folder, ranks, run)
+            _verify(found, ranks, tell)
+        except CheckpointDamaged as error:
+            told.append(str(error))
+            continue
+        if ranks.rank == 0:
+            for damaged, line in zip(reversed(folders[len(folders) - tried :]), told, strict=True):
+                tell(f"{line}: {damaged.name} is set aside, training goes on from {folder.name}")
+                _set_aside(damaged)
+        ranks.barrier()
+        return found
+    if folders:
+        raise ConfigError(
+            f"{'; '.join(told)}: no checkpoint is left to resume from; allowed: a copy of one put back, or a new run "
+            "(--fresh)"
+        )
+    return None
+
+
+def _read(folder: Path, ranks: Ranks, run: RunIdentity) -> Checkpoint:
+    """Its description, as rank 0 finds it. Raises ConfigError on every rank."""
+    found: Checkpoint | ConfigError | None = None
+    if ranks.rank == 0:
+        try:
+            found = checkpoint.read(folder)
+            run.check(folder, found.run)
+        except ConfigError as error:
+            found = error
+    found = ranks.broadcast(found)
+    if isinstance(found, ConfigError):
+        raise found
+    assert found is not None
+    return found
+
+
+def _verify(found: Checkpoint, ranks: Ranks, tell: Tell) -> None:
+    """Read every file once, each on one of the ranks. Raises CheckpointDamaged on every rank.
+
+    An export beside the checkpoint, in a folder of its own, is told and no reason not to resume.
+    """
+    by_size = sorted(found.files, key=lambda name: (-found.files[name].size, name))
+    mine = by_size[ranks.rank :: ranks.world]
+    problems = {
+        name: text for part in ranks.gather(damage(found.folder, found.files, mine)) for name, text in part.items()
+    }
+    needed = [f"{found.folder / name} {text}" for name, text in sorted(problems.items()) if Path(name).parent == Path()]
+    if needed:
+        raise CheckpointDamaged(needed[0] if len(needed) == 1 else f"{needed[0]}, and so with {len(needed) - 1} more")
+    if ranks.rank == 0:
+        for name, text in sorted(problems.items()):
+            tell(f"{found.folder / name} {text}: it is part of an export, and training goes on")
+        if not found.files:
+            log.info("%s is from before checkpoints had checksums: it is read as it is", found.folder)
+
+
+def _set_aside(folder: Path) -> None:
+    target = folder.with_name(folder.name + SET_ASIDE)
+    shutil.rmtree(target, ignore_errors=True)
+    folder.rename(target)
+    checkpoint.sync(folder.parent)
