@@ -11,6 +11,7 @@ from streamrl import cli, run_folder
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from tests.operations_table import documented
 
 # (override, what the line must say)
 BAD = [
@@ -84,12 +85,12 @@ def test_a_bad_file_is_refused_in_one_line(text, said, tmp_path):
 def test_a_missing_file_and_a_missing_model_are_told_by_the_command_itself(tmp_path):
     missing = _command("train", str(tmp_path / "none.yaml"))
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
-    assert "none.yaml: No such file or directory" in missing.stderr
+    documented("...: No such file or directory", missing.stderr, missing.returncode)
     file = tmp_path / "config.yaml"
     file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {tmp_path}/model}}\n")
     no_model = _command("train", str(file))
     assert (no_model.returncode, no_model.stderr.count("\n")) == (2, 1)
-    assert "model.path:" in no_model.stderr
+    documented("model.path: ... is no model; allowed: a Hugging Face folder ...", no_model.stderr, no_model.returncode)
     assert not (tmp_path / "runs" / "run").exists()
 
 
@@ -101,7 +102,7 @@ def test_bad_task_arguments_and_a_folder_in_use_are_told_before_anything_starts(
     file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {model}}}\n")
     bad = _command("train", str(file), "task.args.lenght=3")
     assert (bad.returncode, bad.stderr.count("\n")) == (2, 1), bad.stderr
-    assert "task.args.lenght" in bad.stderr
+    documented("task.args.lenght...", bad.stderr, bad.returncode)
     absent = _command("train", str(file), "replay.curriculum=nowhere:Hardest")
     assert absent.returncode == 2
     assert "replay.curriculum: 'nowhere:Hardest' cannot be loaded" in absent.stderr
@@ -110,7 +111,41 @@ def test_bad_task_arguments_and_a_folder_in_use_are_told_before_anything_starts(
     in_use = _command("train", str(file))
     os.close(claim)
     assert (in_use.returncode, in_use.stderr.count("\n")) == (2, 1), in_use.stderr
-    assert "is in use by another" in in_use.stderr
+    documented("run.name: ... is in use by another ...; allowed: another run.name", in_use.stderr, in_use.returncode)
+    assert "is in use by another `streamrl train`" in in_use.stderr
+
+
+def test_a_resume_with_a_key_that_changes_what_the_data_means_is_refused(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {model}}}\n")
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    config_file.save(config_file.load(file), tmp_path / "runs" / "run" / "config.yaml")
+    told = _command("train", str(file), "generate.sampling.temperature=0.5")
+    documented(
+        "...: ... differs from ... of the run in ...; allowed: the same value, --fresh, or another run.name",
+        told.stderr,
+        told.returncode,
+    )
+    assert told.stderr.count("\n") == 1
+
+
+def test_a_progress_timeout_within_the_time_of_a_group_is_refused(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"run: {{folder: {tmp_path}/runs}}\n")
+    told = _command("train", str(file), "run.progress_timeout=900", "replay.group_timeout=900")
+    documented(
+        "run.progress_timeout: ... would end a run that waits for a group within replay.group_timeout=...; "
+        "allowed: above ..., or null",
+        told.stderr,
+        told.returncode,
+    )
+    assert told.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ConfigError, match="and an evaluation of "):
+        config_file.load(file, ["run.progress_timeout=1000", "evaluate.every=5", "evaluate.timeout=120"])
 
 
 def test_wrong_usage_is_one_line_and_exit_code_2():

@@ -7,11 +7,12 @@ from pathlib import Path
 
 PACKAGE = Path("streamrl")
 LAYERS = [
-    {"types", "trainable", "routing", "config", "device", "lifeline"},
+    {"types", "trainable", "routing", "config", "device", "lifeline", "last_words"},
+    {"progress"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
     {"generate", "replay", "learner", "evaluate"},
-    {"run_folder", "supervisor", "lab"},
+    {"role_process", "run_folder", "supervisor", "lab"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -19,11 +20,24 @@ LOWEST = {
     "types": 0,
     "device": 0,
     "lifeline": 0,
+    "last_words": 0,
     "trainable": 1,
     "routing": 1,
     "config": 1,
 }  # order inside the lowest layer
-WITHOUT_TORCH = ("types", "trainable", "routing", "config", "lifeline", "stream", "replay", "tasks", "engine")
+WITHOUT_TORCH = (
+    "types",
+    "trainable",
+    "routing",
+    "config",
+    "lifeline",
+    "last_words",
+    "progress",
+    "stream",
+    "replay",
+    "tasks",
+    "engine",
+)
 WITHOUT_TORCH += ("generate", "evaluate")
 
 
@@ -37,7 +51,7 @@ def test_every_import_goes_to_a_lower_layer():
                 imported == part
                 or RANK[imported] < RANK[part]
                 or (RANK[part] == 0 and LOWEST[imported] < LOWEST[part])
-                or (part == "supervisor" and imported == "run_folder")
+                or (part == "supervisor" and imported in ("run_folder", "role_process"))
             )
             assert allowed, f"{file} imports streamrl.{imported}"
 

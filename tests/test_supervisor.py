@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from streamrl.config import Config
-from streamrl.observe.events import read_events
-from streamrl.supervisor import Role, Supervisor
+from streamrl.observe.events import EventLog, read_events
+from streamrl.role_process import Role
+from streamrl.supervisor import Supervisor
+from tests.operations_table import GOES_ON, documented
 
 STEPS = 3
 ROLE = """
@@ -19,20 +24,38 @@ import json, os, signal, sys, time
 from pathlib import Path
 from streamrl.observe.events import EventLog
 
+if '"deaf"' in sys.argv[4]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 name, events_path, run_folder, lives = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
 lived = Path(run_folder) / f"{name}.lives"
 number = int(lived.read_text()) if lived.exists() else 0
 lived.write_text(str(number + 1))
 life = lives[min(number, len(lives) - 1)]
+time.sleep(life.get("waits first", 0.0))
+if "says" in life:
+    print(life["says"], flush=True)
 events = EventLog(events_path, name)
 if life.get("ready", True):
     events.emit("ready")
+for event, fields in life.get("tells", {}).items():
+    events.emit(event, **fields)
+for path, content in life.get("leaves", {}).items():
+    (run_folder / path).parent.mkdir(exist_ok=True)
+    (run_folder / path).write_text(content)
 time.sleep(life.get("seconds", 0.3))
+if "fails at" in life:
+    try:
+        with events.span("learner.step", step=life["fails at"]):
+            raise ValueError("a micro batch of group 1")
+    except ValueError:
+        sys.exit(1)
 for step in range(life.get("steps", 0)):
     with events.span("learner.step", step=step):
         pass
     with open(run_folder / "metrics.jsonl", "a") as metrics:
         metrics.write(json.dumps({"step": step + 1, "reward/mean": 0.0, "pass_rate": 0.0}) + "\\n")
+while life.get("deaf"):
+    time.sleep(1)
 if life["end"] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 elif life["end"] == "failed":
@@ -41,6 +64,8 @@ elif life["end"] == "waits":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     while not (run_folder / "over").exists():
         time.sleep(0.05)
+elif life["end"] == "well":
+    pass
 else:
     (run_folder / "over").touch()
 """
@@ -52,21 +77,24 @@ DONE_LATE = DONE | {"seconds": 4}
 def supervise(tmp_path) -> Callable[..., tuple[int, Path]]:
     """`supervise(replay=, generator=, learner=)`: runs scripted lives of the roles; (exit code, run folder)."""
 
-    def run(restarts: int = 3, **lives: list[dict]) -> tuple[int, Path]:
+    def run(
+        restarts: int = 3, start_timeout: float = 30, stop_timeout: float = 5, workers: int = 1, **lives: list[dict]
+    ) -> tuple[int, Path]:
         config = Config.model_validate(
             {
                 "run": {
                     "folder": tmp_path,
                     "steps": STEPS,
                     "restarts": restarts,
-                    "start_timeout": 30,
-                    "stop_timeout": 5,
+                    "start_timeout": start_timeout,
+                    "stop_timeout": stop_timeout,
                 },
+                "generate": {"workers": workers},
                 "observe": {"console": False},
             }
         )
         folder = config.run_folder
-        (folder / "events").mkdir(parents=True)
+        (folder / "events").mkdir(parents=True, exist_ok=True)
         (folder / "role.py").write_text(ROLE)
         supervisor = Supervisor(config, folder)
         for role in supervisor.roles:
@@ -110,7 +138,7 @@ def test_the_learner_is_started_again_when_it_is_killed(supervise):
 def test_a_learner_that_dies_twice_without_a_step_in_between_ends_the_run_with_its_log(supervise, capsys):
     code, folder = supervise(learner=[{"end": "killed", "steps": 1}, DIES, DONE])
     assert (code, starts(folder, "learner-0")) == (1, 2)
-    assert "learner-0 ended with signal SIGKILL; last lines of" in capsys.readouterr().err
+    documented("learner-0 ended with signal ...; last lines of ...", capsys.readouterr().err, code)
 
 
 def test_restarts_are_counted(supervise, capsys):
@@ -119,7 +147,142 @@ def test_restarts_are_counted(supervise, capsys):
     assert "learner-0 ended with" in capsys.readouterr().err
 
 
+def test_a_role_that_dies_is_started_again_and_the_log_says_so(supervise, caplog):
+    code, _ = supervise(generator=[DIES, WAITS], learner=[DONE_LATE])
+    assert code == 0
+    documented("... ended with ..., and is started again (...)", caplog.text, GOES_ON)
+
+
 def test_a_role_that_never_was_ready_is_not_started_again(supervise, capsys):
     code, folder = supervise(learner=[{"end": "failed", "ready": False}, DONE])
     assert (code, starts(folder, "learner-0")) == (1, 1)
-    assert "learner-0 ended with exit code 1" in capsys.readouterr().err
+    documented("... ended with exit code ...; last lines of ...", capsys.readouterr().err, code)
+
+
+def test_a_role_that_is_not_ready_in_time_ends_the_run(supervise, capsys):
+    code, _ = supervise(start_timeout=2, replay=[WAITS | {"ready": False}])
+    documented("... was not ready in run.start_timeout=... s; last lines of ...", capsys.readouterr().err, code)
+
+
+def test_a_clock_that_is_set_while_the_run_goes_on_changes_nothing(supervise, monkeypatch):
+    """The roles' events have times of before the jump; the supervisor reads what was told since the start."""
+    jumped = time.time() + 3600
+    monkeypatch.setattr("time.time", lambda: jumped)
+    code, folder = supervise(start_timeout=10, learner=[{"end": "killed", "steps": 1}, DONE])
+    assert (code, starts(folder, "learner-0")) == (0, 2)
+
+
+def test_what_a_former_run_has_told_is_not_told_by_this_one(supervise, capsys, tmp_path):
+    events = EventLog(tmp_path / "run" / "events" / "replay-0.jsonl", "replay-0")
+    events.emit("ready")
+    events.close()
+    code, _ = supervise(start_timeout=2, replay=[WAITS | {"ready": False}])
+    assert (code, "replay-0 was not ready" in capsys.readouterr().err) == (1, True)
+
+
+def test_a_reason_for_which_a_role_gave_up_ends_the_run_as_it_stands_and_nothing_is_started_again(supervise, capsys):
+    code, folder = supervise(replay=[{"end": "failed", "tells": {"gave_up": {"reason": "no learner step in 5 s"}}}])
+    assert (code, starts(folder, "replay-0")) == (1, 1)
+    assert capsys.readouterr().err.splitlines() == ["streamrl: no learner step in 5 s"]
+
+
+FRAME = "Traceback\n" + "of torchrun\n" * 30 + "ChildFailedError: rank 0 exited with 2"
+
+
+def test_what_the_learner_refuses_is_the_last_line_and_exit_code_2_though_torchrun_ends_with_1(supervise, capsys):
+    says = f"INFO building\nstreamrl: model.path: a.safetensors is missing\nstreamrl: the same of rank 1\n{FRAME}"
+    code, _ = supervise(learner=[{"end": "failed", "ready": False, "says": says}])
+    assert code == 2
+    assert capsys.readouterr().err.splitlines() == ["streamrl: model.path: a.safetensors is missing"]
+
+
+def test_what_the_learner_failed_of_is_the_last_line_and_not_torchruns_frame(supervise, capsys):
+    says = f"streamrl failed: IndexError: 7 is out of range\nstreamrl failed: RuntimeError: peer is gone\n{FRAME}"
+    code, folder = supervise(learner=[{"end": "failed", "ready": False, "says": says}])
+    seen = capsys.readouterr().err
+    assert seen.splitlines() == [
+        f"streamrl: learner-0 ended with exit code 1: IndexError: 7 is out of range; see {folder}/logs/learner-0.log"
+    ]
+    documented("learner-0 ended with exit code 1: ...; see ...", seen, code)
+
+
+def test_the_learners_refusal_explains_a_server_that_fails_over_the_same_folder_first(supervise, capsys):
+    says = "streamrl: model.path: a.safetensors is missing"
+    learner = {"end": "failed", "ready": False, "says": says, "waits first": 2.0}
+    code, _ = supervise(generator=[{"end": "failed", "ready": False, "seconds": 0.0}], learner=[learner])
+    assert (code, capsys.readouterr().err.splitlines()) == (2, [says])
+
+
+def test_a_step_that_failed_is_no_step(supervise, capsys):
+    code, folder = supervise(learner=[DIES, {"end": "failed", "fails at": 0}, DONE])
+    assert (code, starts(folder, "learner-0")) == (1, 2)
+
+
+def blames(groups: list[int]) -> dict:
+    """A learner in whose hands a micro batch of these groups fails."""
+    blame = {"quarantine/blame_0_0.json": json.dumps({"step": 0, "groups": [[group, 0] for group in groups]})}
+    return {"end": "failed", "fails at": 0, "leaves": blame}
+
+
+def test_a_learner_that_finds_out_which_group_fails_in_its_hands_is_started_again_until_it_is_left_out(supervise):
+    """No restart is left for anything else, and no step comes in between."""
+    kept = {"quarantine/group_1_0.bin": "the group"}
+    lives = [blames([0, 1, 2]), blames([1]), DONE | {"leaves": kept}]
+    code, folder = supervise(restarts=0, learner=lives)
+    assert (code, starts(folder, "learner-0")) == (0, 3)
+
+
+def test_a_learner_that_finds_out_the_same_again_only_dies_again(supervise):
+    code, folder = supervise(learner=[blames([1]), blames([1]), blames([1]), blames([1]), DONE])
+    assert (code, starts(folder, "learner-0")) == (1, 3)
+
+
+FINISHED = {"learner.finished": {"version": f"{STEPS}.0"}}
+
+
+def test_a_learner_that_is_killed_when_the_service_has_heard_of_its_end_does_not_fail_the_run(supervise):
+    replay = {"end": "well", "tells": FINISHED | {"replay.stop": {"code": 0}}, "seconds": 4}
+    code, folder = supervise(replay=[replay], learner=[{"end": "killed", "steps": STEPS}], generator=[WAITS])
+    assert (code, starts(folder, "learner-0")) == (0, 1)
+
+
+def test_a_service_that_dies_when_the_learner_has_finished_and_gone_does_not_fail_the_run(supervise):
+    replay = {"end": "killed", "tells": FINISHED, "seconds": 4}
+    code, folder = supervise(replay=[replay], learner=[{"end": "killed", "steps": STEPS}])
+    assert (code, starts(folder, "replay-0"), starts(folder, "learner-0")) == (0, 1, 1)
+
+
+def test_ctrl_c_is_answered_while_hundreds_of_roles_are_being_started(supervise, monkeypatch, capsys):
+    """The third start is interrupted: none of the others comes."""
+    start, started = Role.start, []
+
+    def slowly(role: Role) -> None:
+        start(role)
+        started.append(role.name)
+        if len(started) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Role, "start", slowly)
+    code, _ = supervise(workers=40)
+    assert started == ["replay-0", "generator-0", "generator-1"]
+    documented("interrupted; the same command resumes ...", capsys.readouterr().err, code)
+
+
+def test_who_is_still_starting_at_ctrl_c_and_hears_no_signal_is_not_waited_for(supervise, monkeypatch, capsys):
+    monkeypatch.setattr("streamrl.supervisor.KILL_GRACE", 0.5)
+    deaf = WAITS | {"ready": False, "deaf": True}
+    start = Role.start
+
+    def interrupted(role: Role) -> None:
+        start(role)
+        if role.name == "learner-0":
+            deadline = time.monotonic() + 30
+            while not list(role.log.parents[1].glob("generator-0.lives")):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Role, "start", interrupted)
+    code, _ = supervise(stop_timeout=600, generator=[deaf], learner=[WAITS | {"ready": False}])
+    assert code == 130
+    assert "was killed" not in capsys.readouterr().err

@@ -271,6 +271,9 @@ class LearnerConfig(Section):
     bad_groups: int = Field(
         8, ge=0, description="groups in a row that cannot be trained, after which the run stops; 0: never"
     )
+    empty_steps: int = Field(
+        8, ge=0, description="steps in a row without a trained token after which the run stops; 0: never"
+    )
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
     tick: float = Field(1.0, gt=0, description="seconds between the ranks' looks at the stop signal while they wait")
     collective_timeout: float = Field(600.0, gt=0, description="seconds that one collective may take")

@@ -37,7 +37,13 @@ class RunConfig(Section):
     start_timeout: float = Field(300.0, gt=0, description="seconds that a role may take to be ready")
     stop_timeout: float = Field(60.0, gt=0, description="seconds that a role may take to end, then it is killed")
     silence_timeout: float = Field(
-        600.0, gt=0, description="seconds without a learner step after which a run has failed"
+        600.0, gt=0, description="seconds that a role waits for another one of which it hears nothing, then it fails"
+    )
+    progress_timeout: float | None = Field(
+        None,
+        gt=0,
+        description="seconds without a learner step after which every role ends with an error; above "
+        "replay.group_timeout; null: twice the longest that one step may rightly wait",
     )
 
 
@@ -88,6 +94,16 @@ class Config(Section):
     def workers(self) -> int:
         """Generator workers of all pools, numbered from 0 through the pools in their order."""
         return sum(pool.workers for pool in self.generate.each_pool)
+
+    @property
+    def progress_timeout(self) -> float:
+        """Seconds without a learner step after which a role gives the run up: `run.progress_timeout`, or its default.
+
+        Long enough for a start, for a group that needs all of its time, and for the evaluations between two steps.
+        """
+        if self.run.progress_timeout is not None:
+            return self.run.progress_timeout
+        return 2 * (max(self.replay.group_timeout, self.run.start_timeout) + self.evaluate.longest)
 
     def of_worker(self, index: int) -> Config:
         """The configuration as generator worker `index` sees it: `generate` is its own pool's, for it alone.
@@ -180,6 +196,17 @@ class Config(Section):
                 f"publish.every: {self.publish.every} would deadlock: {needed} groups train before a publish, "
                 f"but replay.max_staleness={self.replay.max_staleness:g} allows {self.replay.slots}; "
                 f"allowed: up to {self.replay.slots // self.replay.groups_per_step}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _progress_may_wait_for_a_group(self) -> Config:
+        needed = self.replay.group_timeout + self.evaluate.longest
+        if self.run.progress_timeout is not None and self.run.progress_timeout <= needed:
+            evaluated = f" and an evaluation of {self.evaluate.longest:g} s" if self.evaluate.every else ""
+            raise ValueError(
+                f"run.progress_timeout: {self.run.progress_timeout:g} would end a run that waits for a group within "
+                f"replay.group_timeout={self.replay.group_timeout:g}{evaluated}; allowed: above {needed:g}, or null"
             )
         return self
 

@@ -84,7 +84,13 @@ class ServiceLink:
         self._stuck_since: float | None = None
         self._unheard = False  # a word of ours could not even be queued
         self._progress = time.monotonic()  # when a group was last put into the outbox, or answered for
+        self._heard = time.monotonic()
         self._dealer = self._connect()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the service was heard last, or since the beginning."""
+        return time.monotonic() - self._heard
 
     @property
     def tickets(self) -> tuple[TicketKey, ...]:
@@ -157,6 +163,7 @@ class ServiceLink:
         if message is None:
             await self._follow()
             return None
+        self._heard = time.monotonic()
         if self._dealer.missed > self._missed:
             self._missed = self._dealer.missed
             await self.greet()

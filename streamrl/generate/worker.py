@@ -19,6 +19,7 @@ import asyncio
 import logging
 import signal
 import sys
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,11 @@ from streamrl.generate.served import INITIAL, ServedModel
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, event_path
+from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
-from streamrl.stream.messages import Applied, Message, Publish, PublishFailed, ServerState, Stop, Tickets
+from streamrl.stream.messages import Applied, Message, Progress, Publish, PublishFailed, ServerState, Stop, Tickets
 from streamrl.stream.peer import PeerRefused
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.registry import build_tasks
@@ -78,7 +80,7 @@ def main(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator 
 async def run_worker(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator | None = None) -> int:
     """Worker `index` of the run, whose own `config` this is, from its server's start to its end.
 
-    Returns 0, or 1 when the server failed. Raises PeerRefused where the run is not this worker's.
+    Returns 0, or 1 when the server failed, or the run. Raises PeerRefused where the run is not this worker's.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -98,10 +100,10 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
     except PeerRefused as refusal:
         events.emit("worker.failed", reason=str(refusal))
         raise
-    except (ServerFailed, EngineError, KeysUnusable, TimeoutError) as failure:
+    except (ServerFailed, EngineError, KeysUnusable, RunFailedError, TimeoutError) as failure:
         if stop.is_set():
             return 0  # told to end while it waited
-        events.emit("worker.failed", reason=str(failure))
+        events.emit("gave_up" if isinstance(failure, RunFailedError) else "worker.failed", reason=str(failure))
         print(f"generator-{index}: {failure}", file=sys.stderr)
         return 1
     finally:
@@ -149,10 +151,15 @@ class Worker:
         self._pinning = Pinning(config, run_folder, evaluator, tokenizer=self._tokenizer, events=events)
         self._link = ServiceLink(config, run_folder, self.name, address=address, servers=self._states, events=events)
         self._publishes: dict[str, asyncio.Queue[Publish]] = {name: asyncio.Queue() for name in fleet.names}
+        self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set or the service says Stop. Raises ServerFailed, EngineError or StreamTimeout."""
-        await self._probe("start")
+        """Until `stop` is set or the service says Stop.
+
+        Raises ServerFailed, EngineError, StreamTimeout, or RunFailedError where the run is given up.
+        """
+        if await _unless(stop, self._probe("start")):
+            return
         self._pinning.begin(self._fleet.names[0], INITIAL)
         await self._link.greet()
         addresses = [served.address for served in self._fleet.servers.values()]
@@ -186,6 +193,7 @@ class Worker:
                     together.create_task(self._update(name))
                 together.create_task(self._fleet.keep(self._link.greet))
                 together.create_task(self._drain(stop))
+                together.create_task(self._give_up())
                 together.create_task(
                     self._pinning.serve(lambda name: self._fleet.servers[name].policy, self._states, self._link.say)
                 )
@@ -213,8 +221,10 @@ class Worker:
                 self._publishes[server].put_nowait(message)
             case Publish():
                 together.create_task(self._refuse(message))
-            case Stop(reason=reason):
-                raise Stopped(reason)
+            case Progress():
+                self._watch.step(time.monotonic())
+            case Stop(reason=reason, failed=failed):
+                raise RunFailedError(reason) if failed else Stopped(reason)
             case _:
                 log.warning("unexpected %s from the replay service", type(message).__name__)
 
@@ -243,6 +253,12 @@ class Worker:
         await stop.wait()
         await self._link.drain(DRAIN_SHARE * self._config.run.stop_timeout)
         raise Stopped("drained after a signal")
+
+    async def _give_up(self) -> None:
+        """When nobody has told of a learner step for too long: the learner, or the service, does not come back."""
+        while not self._watch.is_over(time.monotonic()):
+            await asyncio.sleep(self._config.generate.heartbeat)
+        raise RunFailedError(self._watch.line(f"the replay service was heard {self._link.silence:.0f} s ago"))
 
     def _inference(
         self, policy: Policy, *, greedy: bool = False, deadline: float | None = None, priority: int | None = None
@@ -342,7 +358,7 @@ class Worker:
 
 
 def _cause(failures: ExceptionGroup[Exception]) -> Exception:
-    """What to report of several failures: that of the server's process, which explains the others, or the first."""
-    chosen = failures.subgroup(ServerFailed) or failures
-    first = chosen.exceptions[0]
+    """What to report of several failures: that of the run or of the server's process, which explain the others."""
+    chosen: ExceptionGroup[Any] = failures.subgroup(RunFailedError) or failures.subgroup(ServerFailed) or failures
+    first: Exception = chosen.exceptions[0]
     return _cause(first) if isinstance(first, ExceptionGroup) else first

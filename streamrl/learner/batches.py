@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from streamrl.stream.messages import (
     Bye,
     Evaluated,
     Finished,
+    GaveUp,
     Hello,
     Message,
     Next,
@@ -31,6 +33,8 @@ from streamrl.stream.sockets import ReceivedBatch, StreamTimeout
 from streamrl.trainable import Limits
 from streamrl.types import Batch, Ledger, PolicyVersion
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
@@ -39,6 +43,7 @@ class Delivery:
     kind: Literal["batch", "nothing", "stop"]
     batch: Batch | None = None
     stats: dict[str, float] = field(default_factory=dict)  # metrics that only the service knows
+    failure: str | None = None  # of a stop: why the run is given up; None where it is over in good order
 
 
 class BatchSource(Protocol):
@@ -115,6 +120,7 @@ class ServiceBatches:
         self._quarantined: list[Quarantined] = []  # of the steps that may be delivered again
         self._welcomed = False
         self._stopped = False
+        self._failure: str | None = None  # why the run was given up, if it was
         self._asked: int | None = None
         self._asked_at = self._since = time.monotonic()  # the last time, the first time
         self._complete: PolicyVersion | None = None
@@ -151,7 +157,7 @@ class ServiceBatches:
         self._peer.beat()
         received = None if self._stopped else self._hear(timeout)
         if self._stopped:
-            return Delivery("stop")
+            return Delivery("stop", failure=self._failure)
         if isinstance(received, ReceivedBatch) and received.batch.step == step:
             self._delivered = received.ledger
             return Delivery("batch", received.batch, _metrics(received.stats))
@@ -190,6 +196,13 @@ class ServiceBatches:
             self._hear(self._config.learner.tick)
         return self._late
 
+    def gave_up(self, reason: str) -> None:
+        """Tell the service, if it is there, that the run ends with an error: everyone else then ends too."""
+        try:
+            self._peer.send(GaveUp(reason=reason[:MAX_REASON]))
+        except StreamTimeout as error:
+            log.warning("nobody heard that the run is given up: %s", error)
+
     def close(self) -> None:
         self._peer.close()
 
@@ -210,7 +223,7 @@ class ServiceBatches:
         elif isinstance(received, Evaluated):
             self._late.append(received)
         elif isinstance(received, Stop):
-            self._stopped = True
+            self._stopped, self._failure = True, received.reason if received.failed else None
         return received
 
     def _check_silence(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
@@ -188,7 +188,7 @@ class _Safetensors:
         self._folder = folder
         self._files: dict[str, Any] = {}
         for path in paths:
-            file = stack.enter_context(safe_open(path, framework="pt"))
+            file = stack.enter_context(_opened(path, key))
             self._files |= dict.fromkeys(file.keys(), file)
 
     def refuse_others(self, shape: ModelShape) -> None:
@@ -218,6 +218,16 @@ class _Safetensors:
             return stored[:, first:last]
         rows = stored[first:last]
         return pad(rows, (0, 0) * (rows.dim() - 1) + (0, piece[0] - len(rows)))
+
+
+def _opened(path: Path, key: str) -> Any:
+    """A safetensors file. Raises WeightsMismatchError for one that is not there, or not whole."""
+    if not path.is_file():
+        raise WeightsMismatchError(f"{key}: {path} is missing, {_INDEX} names it; allowed: a complete folder")
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise WeightsMismatchError(f"{key}: {path} is no whole safetensors file: {error}") from error
 
 
 def save_folder(weights: Iterator[tuple[str, Tensor]], source: Path, target: Path) -> None:

@@ -12,29 +12,40 @@ once a `learner.tick`, so that no collective runs into its timeout.
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from streamrl import last_words
 from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.device import UnsupportedAcceleratorError
 from streamrl.learner import bad_batch
 from streamrl.learner.batch_metrics import batch_metrics
 from streamrl.learner.batches import BatchSource, Delivery, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
+from streamrl.learner.empty_steps import EmptySteps
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
+from streamrl.observe import ending
 from streamrl.observe.descriptors import raise_limit
-from streamrl.observe.events import EventLog, event_path
-from streamrl.observe.metrics import MetricsWriter
+from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.observe.sinks import open_sinks
+from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.publisher import Publisher
 from streamrl.stream.peer import PeerRefused
 from streamrl.types import Batch, PolicyVersion
 
 log = logging.getLogger(__name__)
+
+FOR_GOOD = (BadStepsError, BadGroupsError, RunFailedError)
+# A learner that is started again would end the same way: the run ends with the reason.
 
 
 class StopSignal:
@@ -51,23 +62,41 @@ class StopSignal:
 def main(config: Config, run_folder: Path) -> int:
     """One rank, from start or resume to the end of the run. Returns 0, also when it was asked to stop.
 
-    Returns 1 when the run cannot go on (`learner.bad_steps`), which the event `gave_up` tells the supervisor.
+    Returns 1 when the run cannot go on (`FOR_GOOD`), which the event `gave_up` tells whoever started it.
     """
+    if reason := _former_end(run_folder):
+        return _failed(reason)
     raise_limit()
     stop = StopSignal()
-    trainer = Trainer(config, run_folder)
+    trainer: Trainer | None = None
     try:
+        trainer = Trainer(config, run_folder)
         trainer.restore_or_start()
         if trainer.rank != 0:
             _follow(trainer)
+        elif _is_over(config, run_folder, trainer):
+            trainer.broadcast("end")
         else:
             _lead(config, run_folder, trainer, stop)
-    except (BadStepsError, BadGroupsError, CheckpointError) as error:
-        log.error("%s", error)
-        return 1
+        return 0
+    except ConfigError:
+        raise
+    except UnsupportedAcceleratorError as error:
+        raise ConfigError(str(error)) from error
+    except (*FOR_GOOD, CheckpointError, TimeoutError) as error:
+        return _failed(str(error))
+    except Exception as error:  # torchrun's frame, which comes next, would say that it failed, and not why
+        log.exception("rank %s failed", os.environ.get("RANK", "0"))
+        return _failed(f"{type(error).__name__}: {error}")
     finally:
-        trainer.close()
-    return 0
+        if trainer is not None:
+            trainer.close()
+
+
+def _failed(reason: str) -> int:
+    """Say why, so that whoever started this rank finds it in its log. Returns the exit code."""
+    print(last_words.failure(reason), file=sys.stderr, flush=True)
+    return 1
 
 
 def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) -> None:
@@ -83,8 +112,9 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) 
         LeadLoop(
             config, run_folder, trainer, source, stop=stop, metrics=metrics, events=events, publisher=publisher
         ).run()
-    except (BadStepsError, BadGroupsError) as error:
+    except FOR_GOOD as error:
         events.emit("gave_up", reason=str(error))
+        source.gave_up(str(error))
         raise
     except PeerRefused as error:
         events.emit("learner.refused", reason=str(error))
@@ -122,18 +152,26 @@ class LeadLoop:
         self.stop = stop
         self._offered: PolicyVersion | None = None  # the version that was published last
         self._quarantine = Quarantine(trainer, source, run_folder, events, config.learner.bad_groups)
+        self._empty = EmptySteps(config.learner.empty_steps, _trained_before(run_folder))
+        self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
 
     def run(self) -> None:
-        """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish and save."""
+        """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish and save.
+
+        Raises one of FOR_GOOD where the run is given up.
+        """
+        failure: str | None = None
         self._begin()
         if self._publish_is_due():
             self._publish()
         self.events.emit("ready", version=str(self.trainer.version))
+        self._watch = ProgressWatch(self.config, time.monotonic(), patience=self.config.stream.reply_timeout)
         saved = self.trainer.version.step
         while self.trainer.version.step < self.config.run.steps:
             began = time.monotonic()
             delivery = self._wait()
             if delivery.kind == "stop":
+                failure = delivery.failure
                 break
             row = self._train(delivery, began)
             if self._publish_is_due():
@@ -141,12 +179,18 @@ class LeadLoop:
             row["time/step"] = time.monotonic() - began
             self.metrics.write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
             self._tell_saved()
+            self._watch.step(time.monotonic())
+            if (failure := self._empty.verdict(complete=False)) is not None:
+                break
             if self.config.checkpoint.every and self._due(self.config.checkpoint.every):
                 self._save()
                 saved = self.trainer.version.step
         if self.trainer.version.step > saved:
             self._save()
-        self._end()
+        failure = failure or self._empty.verdict(complete=self._is_last())
+        self._end(failed=failure is not None)
+        if failure is not None:
+            raise RunFailedError(failure)
 
     def _begin(self) -> None:
         """Wait until the source knows this learner, and this learner what has been published."""
@@ -161,6 +205,8 @@ class LeadLoop:
                 delivery = self.source.next(step, self.config.learner.tick)
                 if self.stop.given:
                     delivery = Delivery("stop")
+                if delivery.kind == "nothing" and self._watch.is_over(time.monotonic()):
+                    delivery = Delivery("stop", failure=self._watch.line(f"step {step} has no batch"))
                 if delivery.kind != "nothing":
                     return delivery
                 self.trainer.broadcast("wait")
@@ -177,6 +223,7 @@ class LeadLoop:
         with self.events.span("learner.step", step=batch.step):
             trained = self._train_step(batch)
         self._quarantine.trained(batch.step)
+        self._empty.add(batch)
         self.source.trained(self.trainer.version, trained.get("offpolicy/ess"))
         return {
             "step": self.trainer.version.step,
@@ -226,14 +273,17 @@ class LeadLoop:
             assert oldest is not None  # the one that was just saved, at the latest
             self.source.saved(saved.version, oldest)
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool) -> None:
         """Tell the ranks, let the last version arrive, tell the service whether the run is complete.
 
-        What evaluations tell after the last step is added to the rows of their versions.
+        What evaluations tell after the last step is added to the rows of their versions. That the run has `failed`
+        is told by who opened the source.
         """
         self.trainer.broadcast("end")
         self._tell_saved(wait=True)  # after "end": the other ranks wait for nothing but their part of it
-        complete = self.trainer.version.step >= self.config.run.steps
+        if failed:
+            return
+        complete = self._is_last()
         if complete and self.publisher is not None:
             self.publisher.wait(self.config.publish.timeout + self.config.evaluate.longest)
         for late in self.source.end(self.trainer.version if complete else None):
@@ -255,6 +305,34 @@ class LeadLoop:
 
     def _is_last(self) -> bool:
         return self.trainer.version.step >= self.config.run.steps
+
+
+def _was_restarted() -> bool:
+    """By torchrun, which does so for whatever reason a rank has ended."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _former_end(run_folder: Path) -> str | None:
+    """Why the learner before this one gave the run up, where it is started again all the same."""
+    path = event_path(run_folder, "learner")
+    if not _was_restarted() or not path.exists():
+        return None
+    reason: str | None = None
+    for event in read_events(path):
+        if event["event"] in ("process.start", "gave_up"):
+            reason = event.get("reason")
+    return reason
+
+
+def _is_over(config: Config, run_folder: Path, trainer: Trainer) -> bool:
+    """The learner before this one had finished, and died on its way out: the service is gone, and rightly so."""
+    steps = config.run.steps
+    return _was_restarted() and trainer.version.step >= steps and ending.is_over(run_folder, steps)
+
+
+def _trained_before(run_folder: Path) -> int:
+    """Tokens that the steps of former starts have trained."""
+    return sum(row.get("tokens/trained") or 0 for row in read_metrics(run_folder))
 
 
 def run_recorded(config: Config, run_folder: Path, source: BatchSource) -> Trainer:

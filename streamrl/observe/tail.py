@@ -20,8 +20,9 @@ class Tail:
 
     def skip(self) -> None:
         """Pass over what is there now."""
-        for _ in self.lines():
-            continue
+        if self._path.exists():
+            status = self._path.stat()
+            self._file_id, self._position = status.st_ino, status.st_size
 
     def lines(self) -> Iterator[bytes]:
         """The new lines, each with its end."""
@@ -68,6 +69,11 @@ class Records:
     def __init__(self, run_folder: Path) -> None:
         self._folder = run_folder / "events"
         self._tails: dict[Path, Tail] = {}
+
+    def skip(self) -> None:
+        """Pass over what is there now."""
+        for path in self._folder.glob("*.jsonl"):
+            self._tails.setdefault(path, Tail(path)).skip()
 
     def read(self) -> Iterator[dict[str, Any]]:
         """What is new, one file after another. A role that starts later is found."""

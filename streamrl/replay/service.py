@@ -24,6 +24,7 @@ from types import FrameType
 from streamrl.config import Config
 from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, event_path
+from streamrl.progress import ProgressWatch
 from streamrl.replay.admission import Admission, foreign, impossible
 from streamrl.replay.buffer import DuplicateGroup, GroupRefused
 from streamrl.replay.delivery import Delivery
@@ -31,6 +32,7 @@ from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import JournalDamaged, JournalFull
 from streamrl.replay.listening import listen
 from streamrl.replay.peers import Peers
+from streamrl.replay.standstill import Herald, why_no_step
 from streamrl.replay.workers import Worker, Workers, assign
 from streamrl.stream.address import address_path, tell_address
 from streamrl.stream.codec import decode_group, ticket_of
@@ -44,6 +46,7 @@ from streamrl.stream.messages import (
     Credit,
     Evaluated,
     Finished,
+    GaveUp,
     Heartbeat,
     Hello,
     Introduce,
@@ -118,6 +121,8 @@ class Service:
         self._roster: Roster | None = None  # as the publisher knows it
         self._admission = Admission(config.generate.group_size)
         self._delivery = Delivery(self._durable, self._workers, events)
+        self._watch = ProgressWatch(config, time.monotonic())
+        self._herald = Herald(config.progress_timeout)
         self._accepted: deque[tuple[int, str, Accepted]] = deque()  # (mark, worker, answer that waits for it)
         self._final: PolicyVersion | None = None
         self._deadline = float("inf")  # of the last publish, then of the Byes
@@ -204,7 +209,7 @@ class Service:
         if message is None:
             ticket_of(frames[0])  # raises where it is no group
         if self._exit is not None:
-            self._router.send(identity, Stop(reason="the run is over"))
+            self._router.send(identity, Stop(reason="the run is over", failed=self._exit == 1))
         elif not isinstance(message, Bye):
             self._ask(identity, now)
 
@@ -218,7 +223,7 @@ class Service:
         if (problem := foreign(hello, self._durable.run)) is not None:
             self._refuse_peer(identity, hello, problem, now)
         elif self._exit is not None:
-            self._router.send(identity, Stop(reason="the run is over"))
+            self._router.send(identity, Stop(reason="the run is over", failed=self._exit == 1))
         elif hello.role == "generator":
             self._on_worker_hello(identity, hello, now)
         elif hello.role == "publisher":
@@ -243,6 +248,8 @@ class Service:
         if hello.ledger is not None and (problem := impossible(hello.ledger, step, self._buffer, run)) is not None:
             self._refuse_peer(identity, hello, f"{hello.name} starts at version {hello.version}, but {problem}", now)
             return
+        if self._herald.is_new_life(hello.version):
+            self._watch.step(now)
         self._durable.begin(hello.version, hello.ledger, hello.limits)
         self._workers.follow(hello.version.incarnation)
         for server in self._workers.servers:
@@ -290,6 +297,8 @@ class Service:
                     self._delivery.quarantined(step)
                     self._events.emit("group.quarantined", step=step, group_id=group_id, attempt=attempt, reason=reason)
             case Progress(version=version, ess=ess):
+                self._watch.step(now)
+                self._herald.step(message)
                 self._events.emit("learner.progress", version=version)
                 self._buffer.progress(version, ess)
             case Saved(version=version, oldest=oldest):
@@ -298,6 +307,8 @@ class Service:
             case Finished(version=version):
                 self._events.emit("learner.finished", version=version)
                 self._final, self._deadline = version, now + self._config.publish.timeout
+            case GaveUp(reason=reason):
+                self._give_up(reason)
             case Bye():
                 self._delivery.forget()
                 self._peers.learner = None
@@ -383,8 +394,13 @@ class Service:
             _, name, answer = self._accepted.popleft()
             if receiver := self._workers.named(name):
                 self._tell(receiver, answer)
+        if (progress := self._herald.due(now)) is not None:
+            for worker in self._workers.live:
+                self._tell(worker, progress)
         if self._final is not None and self._exit is None:
             self._on_finished(self._final, now)
+        elif self._exit is None and self._watch.is_over(now):
+            self._give_up(self._watch.line(why_no_step(self._workers, self._peers, self._delivery, self._durable.full)))
 
     def _on_lost_tickets(self, now: float) -> None:
         for ticket in self._buffer.expire(now):
@@ -467,6 +483,11 @@ class Service:
     def _to_publisher(self, message: Message) -> bool:
         return self._peers.publisher is not None and self._router.send(self._peers.publisher, message)
 
+    def _give_up(self, reason: str) -> None:
+        """End the run: whoever starts this service again would see it end the same way."""
+        self._events.emit("gave_up", reason=reason)
+        self._stop(reason, 1)
+
     def _stop(self, reason: str, code: int) -> None:
         """Tell every peer that it is over."""
         self._exit = code
@@ -475,7 +496,7 @@ class Service:
         peers = [worker.identity for worker in self._workers.known]
         for identity in (*peers, self._peers.learner, self._peers.publisher):
             if identity is not None:
-                self._router.send(identity, Stop(reason=reason[:4096]))
+                self._router.send(identity, Stop(reason=reason[:MAX_REASON], failed=code == 1))
 
 
 def _only_message(frames: list[memoryview]) -> Message:

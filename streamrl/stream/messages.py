@@ -5,8 +5,8 @@ number (`stream/sockets.py`). Groups and batches carry further frames (`stream/c
 type of every field, so that whatever it returns can be used without a second look.
 
     worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Bye
-    service   ─▶ worker    Tickets Accepted Refused Publish Introduce Stop
-    learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished Bye
+    service   ─▶ worker    Tickets Accepted Refused Publish Progress Introduce Stop
+    learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished GaveUp Bye
     service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
     service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
@@ -127,10 +127,14 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """The run is over: end, after a Bye. `refused`: it goes on, and this peer cannot take part: end with an error."""
+    """The run is over: end, after a Bye; with an error where the run has `failed`.
+
+    `refused`: it goes on, and this peer cannot take part: end with an error.
+    """
 
     reason: Reason
     refused: bool = False
+    failed: bool = False
 
 
 class Credit(Message, frozen=True, kw_only=True):
@@ -251,7 +255,10 @@ class Quarantined(Message, frozen=True, kw_only=True):
 
 
 class Progress(Versioned, frozen=True, kw_only=True):
-    """The learner has made `version`: its step is trained. `ess` is its metric offpolicy/ess."""
+    """The learner has made `version`: its step is trained. `ess` is its metric offpolicy/ess.
+
+    The service passes it on to the workers, who know by it that the run goes on.
+    """
 
     ess: Fraction | None = None
 
@@ -266,9 +273,15 @@ class Finished(Versioned, frozen=True, kw_only=True):
     """The run is complete with `version`: the last step is trained."""
 
 
+class GaveUp(Message, frozen=True, kw_only=True):
+    """The learner ends the run for a reason that a restart would not mend."""
+
+    reason: Reason
+
+
 _EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
 _WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated)
-_LEARNER = (Welcome, Next, Quarantined, Progress, Saved, Finished, BatchHeader, Announce, Publish, Roster)
+_LEARNER = (Welcome, Next, Quarantined, Progress, Saved, Finished, GaveUp, BatchHeader, Announce, Publish, Roster)
 _DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_EVERYONE, *_WORKER, *_LEARNER)}
 _ENCODER = msgspec.msgpack.Encoder()
 

@@ -35,7 +35,7 @@ from streamrl.config.replay import StreamConfig
 from streamrl.stream.arenas import COPIED, Arenas, keep_pages
 from streamrl.stream.codec import decode_batch, encode_group
 from streamrl.stream.door import Door
-from streamrl.stream.keys import client_keys, needs_curve, service_keys
+from streamrl.stream.keys import KeysUnusable, client_keys, needs_curve, service_keys
 from streamrl.stream.messages import BatchHeader, Buffer, MalformedMessage, Message, decode, encode
 from streamrl.types import Batch, Group, Ledger
 
@@ -346,7 +346,11 @@ def bind(socket: zmq.Socket, address: str) -> None:
 def _connected(socket: Any, address: str, stream: StreamConfig, keys: Path | None, name: str) -> Any:
     configure(socket, stream)
     if needs_curve(stream, address):
-        mine = client_keys(keys)
+        try:
+            mine = client_keys(keys)
+        except KeysUnusable:
+            socket.close()  # else the end of its context would wait for it
+            raise
         socket.setsockopt(zmq.CURVE_SECRETKEY, mine.secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, mine.public)
         socket.setsockopt(zmq.CURVE_SERVERKEY, mine.service_public)

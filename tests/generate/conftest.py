@@ -76,14 +76,24 @@ class Run:
 def start_run(model_folders: tuple[Path, Path], tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(*, steps: int = STEPS, publish: object = (), journal: object = (), **generate: object) -> Run:
+    def start(
+        *,
+        steps: int = STEPS,
+        publish: object = (),
+        journal: object = (),
+        run: object = (),
+        replay: object = (),
+        stream: object = (),
+        **generate: object,
+    ) -> Run:
         config = Config.model_validate(
             {
-                "run": {"name": "run", "folder": tmp_path, "steps": steps, "start_timeout": DEADLINE},
+                "run": {"name": "run", "folder": tmp_path, "steps": steps, "start_timeout": DEADLINE, **dict(run)},
                 "model": {"path": model_folders[0]},
                 "task": {"name": "copy"},
                 "generate": {"group_size": 4, "groups_in_flight": 8, "sampling": {"max_new_tokens": 8}, **generate},
-                "replay": {"groups_per_step": 4, "max_staleness": 1},
+                "replay": {"groups_per_step": 4, "max_staleness": 1, **dict(replay)},
+                "stream": dict(stream),
                 "publish": {"keep_every": 1, "bucket": 1 << 16, "timeout": 30, **dict(publish)},
                 "journal": dict(journal),
             }

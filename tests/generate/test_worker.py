@@ -27,6 +27,7 @@ from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import Announce, Finished, Hello, Progress, Publish
 from streamrl.stream.sockets import Dealer
 from streamrl.types import PolicyVersion
+from tests.operations_table import documented
 
 DEADLINE = 200.0  # seconds; the start of a server on busy cores
 STEPS = 6
@@ -157,9 +158,8 @@ def test_a_worker_whose_last_server_is_given_up_ends_with_the_last_lines_of_its_
     segments = {path for child in launch.children(recursive=True) for path in _shared_memory(child.pid)}
     assert any(path.name.startswith("sglang_") for path in segments)
     launch.send_signal(signal.SIGKILL)
-    assert run.worker.wait(60) == 1
-    assert "last lines of" in run.log("generator")
-    assert "server-0.log" in run.log("generator")
+    code = run.worker.wait(60)
+    documented("last lines of ...server-0.log...", run.log("generator"), code)
     assert not [path for path in segments if path.exists()]
 
 
@@ -199,3 +199,51 @@ def test_a_server_that_waits_for_a_source_that_died_is_started_again(
         publisher.close()
         events.close()
     assert {span.version.incarnation for sample in batch.samples for span in sample.spans} == {1}
+
+
+def progressing(run: Any) -> None:
+    """A step, and the workers have heard of it."""
+    run.dealer.send(Progress(version=PolicyVersion(1)))
+    deadline = time.monotonic() + DEADLINE
+    while not run.events("replay", "learner.progress"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+IMPATIENT = {"progress_timeout": 4.0}
+
+
+def test_a_worker_whose_learner_never_comes_back_ends_with_the_services_reason(
+    start_run: Callable[..., Any], fresh_server: Server
+) -> None:
+    run = start_run(attach=(fresh_server.address,), probes=0, run=IMPATIENT, replay={"group_timeout": 3.0})
+    run.batch(0)
+    progressing(run)
+    run.dealer.close()
+    assert (run.worker.wait(DEADLINE), run.service.wait(DEADLINE)) == (1, 1)
+    line = run.log("generator").splitlines()[-1]
+    assert line.startswith("generator-0: no learner step in run.progress_timeout=4 s: ")
+    assert [event["reason"] for event in run.events("replay", "gave_up")] == [line.removeprefix("generator-0: ")]
+
+
+def test_a_worker_that_hears_of_no_step_for_too_long_ends_with_one_line(
+    start_run: Callable[..., Any], fresh_server: Server
+) -> None:
+    """The service is killed and nobody starts it again."""
+    run = start_run(
+        attach=(fresh_server.address,),
+        probes=0,
+        run=IMPATIENT,
+        replay={"group_timeout": 3.0},
+        stream={"reply_timeout": 2.0},
+    )
+    run.batch(0)
+    progressing(run)
+    time.sleep(2.0)  # LATEST of the timeout, and the way to the worker
+    run.service.kill()
+    code = run.worker.wait(DEADLINE)
+    documented(
+        "no learner step in run.progress_timeout=... s: the replay service was heard ... s ago",
+        run.log("generator").splitlines()[-1],
+        code,
+    )

@@ -18,6 +18,7 @@ from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import save_folder
 from streamrl.learner.logprobs import Targets
 from streamrl.learner.mapping import WeightsMismatchError
+from tests.operations_table import documented
 
 MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]
 
@@ -208,4 +209,26 @@ def test_an_embedding_of_another_size_than_the_configuration_says_is_refused(mod
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 120}))
     with pytest.raises(WeightsMismatchError, match=r"embed_tokens.weight is \[131, 64\], the model needs \[120, 64\]"):
+        trainer_of(make_config(folder))
+
+
+def test_a_shard_that_is_missing_or_cut_off_is_refused_by_its_name(model_folder, trainer_of, tmp_path):
+    folder = tmp_path / "sharded"
+    shutil.copytree(model_folder("llama"), folder)
+    first, last = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    last_names = sorted(weights)[-2:]
+    save_file({name: weights[name] for name in weights.keys() - set(last_names)}, folder / first)
+    save_file({name: weights[name] for name in last_names}, folder / last)
+    index = {"weight_map": {name: last if name in last_names else first for name in weights}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    content = (folder / last).read_bytes()
+    (folder / last).write_bytes(content[: len(content) // 2])
+    with pytest.raises(WeightsMismatchError) as refused:
+        trainer_of(make_config(folder))
+    documented("model.path: ... is no whole safetensors file: ...", str(refused.value), 2)
+    assert last in str(refused.value)
+    (folder / last).unlink()
+    with pytest.raises(WeightsMismatchError, match=rf"{last} is missing, model.safetensors.index.json names it"):
         trainer_of(make_config(folder))

@@ -16,6 +16,7 @@ from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.types import Batch, Group
+from tests.operations_table import GOES_ON, documented
 
 POISON = VOCABULARY + 7
 
@@ -68,7 +69,7 @@ def poisoned(batch: Batch, index: int = 1) -> Batch:
     return spoiled(batch, index, output_ids=np.full_like(output, POISON))
 
 
-def test_a_token_out_of_the_vocabulary_costs_its_group_alone(run: Any, tmp_path: Path) -> None:
+def test_a_token_out_of_the_vocabulary_costs_its_group_alone(run: Any, tmp_path: Path, caplog: Any) -> None:
     batch = make_batch()
     learner = run()
     sifted, _ = learner.step(poisoned(batch))
@@ -78,6 +79,7 @@ def test_a_token_out_of_the_vocabulary_costs_its_group_alone(run: Any, tmp_path:
     ((step, group, reason),) = learner.source.told
     assert (step, group) == (0, (1, 0))
     assert f"not below the vocabulary of {VOCABULARY}" in reason
+    documented("group ... cannot be trained and is quarantined: ...; it is kept in ...", caplog.text, GOES_ON)
     kept = bad_batch.load(tmp_path / "quarantine" / "group_1_0.bin")
     assert kept.groups[0].samples[-1].output_ids[0] == POISON
     (event,) = [e for e in read_events(learner.events.path) if e["event"] == "learner.quarantined"]
@@ -190,8 +192,12 @@ def test_too_many_in_a_row_end_the_run_and_a_good_one_between_does_not(run: Any)
     bad = poisoned(poisoned(make_batch(), 1), 2)
     learner.step(bad)
     learner.step(replace(poisoned(make_batch(1), 1), step=1))
-    with pytest.raises(BadGroupsError, match=r"3 groups in a row could not be trained \(learner.bad_groups: 3\)"):
+    with pytest.raises(BadGroupsError) as failed:
         learner.step(replace(poisoned(poisoned(poisoned(make_batch(2), 0), 1), 2), step=2))
+    documented(
+        "... groups in a row could not be trained (learner.bad_groups: ...); they are kept in ...", str(failed.value), 1
+    )
+    assert str(failed.value).startswith("3 groups in a row")
 
 
 def test_a_step_of_which_nothing_is_left_is_made_without_an_update(run: Any) -> None:

@@ -10,14 +10,20 @@ import pytest
 from learner_parts import make_batch
 
 from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.device import UnsupportedAcceleratorError
+from streamrl.learner import role
 from streamrl.learner.batches import Delivery
 from streamrl.learner.checkpoint import Checkpoint
+from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.role import LeadLoop
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter, read_metrics
+from streamrl.progress import RunFailedError
 from streamrl.stream.messages import Evaluated
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion
+from tests.operations_table import documented
 
 STATS = {"tokens/generated": 0, "idle/generator": 0.0, "buffer/groups": 0, "buffer/bytes": 0}
 
@@ -185,3 +191,102 @@ def test_an_evaluation_that_ends_behind_the_last_step_is_added_to_the_row_of_its
     source.evaluated = [Evaluated(version=PolicyVersion(step), metrics={"eval/step": step}) for step in (2, 3)]
     run(tmp_path, source, PolicyVersion(0), steps=3)
     assert [row.get("eval/step") for row in read_metrics(tmp_path)] == [None, 2.0, 3.0]
+
+
+class Starved(Source):
+    """Gives the first batches, then nothing, for ever."""
+
+    def next(self, step: int, timeout: float) -> Delivery:
+        return super().next(step, timeout) if step < 3 else Delivery("nothing")
+
+
+def test_a_learner_that_gets_no_batch_for_too_long_saves_what_it_has_and_gives_up(tmp_path, monkeypatch):
+    times = iter(range(0, 1_000_000, 100))
+    monkeypatch.setattr("streamrl.learner.role.time.monotonic", lambda: float(next(times)))
+    source = Starved(None)
+    with pytest.raises(RunFailedError) as failed:
+        run(tmp_path, source, PolicyVersion(0), steps=9)
+    documented("no learner step in run.progress_timeout=... s: step ... has no batch", str(failed.value), 1)
+    assert ("saved", 3, 2) in source.told
+    assert "end" not in [word[0] for word in source.told]
+
+
+class Stopped(Source):
+    def next(self, step: int, timeout: float) -> Delivery:
+        return super().next(step, timeout) if step < 1 else Delivery("stop", failure="no generator worker is there")
+
+
+def test_a_learner_that_hears_that_the_run_is_given_up_saves_what_it_has_and_fails_with_the_same_reason(tmp_path):
+    source = Stopped(None)
+    with pytest.raises(RunFailedError, match=r"^no generator worker is there$"):
+        run(tmp_path, source, PolicyVersion(0), steps=9)
+    assert ("saved", 1, 1) in source.told
+
+
+def test_a_learner_that_torchrun_starts_again_though_it_gave_up_ends_at_once_with_the_same_reason(
+    tmp_path, monkeypatch, capsys
+):
+    events = EventLog(event_path(tmp_path, "learner"), "learner-0")
+    events.emit("gave_up", reason="8 steps in a row made no update")
+    events.close()
+    monkeypatch.setattr(role, "Trainer", None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert role.main(Config(), tmp_path) == 1
+    assert capsys.readouterr().err == "streamrl failed: 8 steps in a row made no update\n"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # a start by hand: what led to it may have been mended
+    assert role.main(Config(), tmp_path) == 1
+    assert "TypeError" in capsys.readouterr().err
+
+
+class Broken(Trainer):
+    """Fails on its way to its first step."""
+
+    error: Exception = RuntimeError("")
+    closed = False
+
+    def __init__(self, config, run_folder) -> None:
+        super().__init__(PolicyVersion(0))
+
+    def restore_or_start(self) -> None:
+        raise self.error
+
+    def close(self) -> None:
+        type(self).closed = True
+
+
+def test_whatever_ends_a_rank_its_last_line_says_why(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(role, "Trainer", Broken)
+    for error, line in (
+        (IndexError("7 is\nout of range"), "streamrl failed: IndexError: 7 is out of range"),
+        (CheckpointError("step_3 was not written"), "streamrl failed: step_3 was not written"),
+    ):
+        Broken.error, Broken.closed = error, False
+        assert role.main(Config(), tmp_path) == 1
+        assert capsys.readouterr().err.splitlines()[-1] == line
+        assert Broken.closed
+
+
+def test_what_is_a_matter_of_configuration_is_refused_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(role, "Trainer", Broken)
+    for error in (ConfigError("model.path: none"), UnsupportedAcceleratorError("ROCm 6.4")):
+        Broken.error = error
+        with pytest.raises(ConfigError, match=str(error)):
+            role.main(Config(), tmp_path)
+
+
+def test_a_learner_that_was_killed_when_everything_was_done_has_nothing_to_do(tmp_path, monkeypatch):
+    """The service has recorded the end and is gone: to wait for it would turn a finished run into a failed one."""
+    for step, code in ((3, 0), (2, 1)):
+        events = EventLog(event_path(tmp_path, "replay"), "replay-0")
+        events.emit("learner.finished", version=PolicyVersion(step))
+        events.emit("replay.stop", reason="the run is complete", code=0)
+        events.close()
+
+        class Done(Broken):
+            def restore_or_start(self) -> None:
+                self.version = PolicyVersion(3, 1)
+
+        monkeypatch.setattr(role, "Trainer", Done)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        config = Config.model_validate({"run": {"steps": 3, "start_timeout": 0.1}})
+        assert role.main(config, tmp_path) == code

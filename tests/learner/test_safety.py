@@ -11,6 +11,7 @@ from streamrl.config.learner import OptimizerSettings
 from streamrl.learner import bad_batch
 from streamrl.learner.safety import BadStepsError, UpdateGuard
 from streamrl.learner.stragglers import SlowestRank
+from tests.operations_table import documented
 
 
 def guard(bad_steps: int = 0, **settings) -> UpdateGuard:
@@ -57,8 +58,9 @@ def test_the_run_ends_after_so_many_steps_in_a_row_without_an_update_and_says_wh
         watched.end_step()
     watched.judge(0, math.inf)
     text = r"3 steps in a row .*learner.bad_steps: 3.*: 2 not finite, 1 spike; the last gradient norm was inf"
-    with pytest.raises(BadStepsError, match=text):
+    with pytest.raises(BadStepsError, match=text) as failed:
         watched.end_step()
+    documented("... steps in a row made no update (learner.bad_steps: ...); refused updates: ...", str(failed.value), 1)
 
 
 def test_one_update_of_a_step_makes_it_a_good_one():

@@ -52,6 +52,7 @@ from streamrl.stream.messages import (
 )
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import PolicyVersion
+from tests.operations_table import GOES_ON, documented
 
 
 def test_a_whole_run_with_two_workers_a_learner_and_a_publisher(
@@ -159,7 +160,7 @@ def test_a_group_with_bad_content_costs_its_attempt_not_the_service(
 
 
 def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
-    start: Callable[..., Running], make_group: MakeGroup
+    start: Callable[..., Running], make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = start()
     worker, learner = running.worker(), running.learner()
@@ -184,6 +185,7 @@ def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
     assert isinstance(answer(worker, make_group, ticket), Accepted)
     assert running.service.malformed == 2 * len(junk)  # and the stranger's, less the learner's rightful Next
     assert len(running.told("replay.malformed")) == 3
+    documented("malformed message from ... refused: ...", caplog.text, GOES_ON)
 
 
 def test_damaged_messages_of_every_kind_leave_the_service_serving(

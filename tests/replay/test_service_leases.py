@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import pytest
 from service_parts import WAIT, MakeGroup, Running, answer, hear, hear_tickets
 
 from streamrl.stream.messages import Accepted, Bye, Credit, Heartbeat, Introduce, Next, Refused, Tickets
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Ticket
+from tests.operations_table import GOES_ON, documented
 
 
 def beat_until_tickets(dealer: Dealer, count: int) -> list[Ticket]:
@@ -146,7 +148,7 @@ def test_a_group_that_is_sent_twice_is_accepted_twice_and_kept_once(
 
 
 def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
-    start: Callable[..., Running], make_group: MakeGroup
+    start: Callable[..., Running], make_group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = start(replay={"lease": 0.3, "max_attempts": 2}, generate={"group_size": 3, "heartbeat": 0.1})
     worker, learner = running.worker(capacity=99), running.learner()
@@ -166,6 +168,7 @@ def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
     assert [sample.is_placeholder for sample in poisoned.samples] == [True] * 3
     assert received.stats["selection"]["selection/placeholders"] == 1
     assert [event["attempt"] for event in running.told("group.placeholders")] == [1]
+    documented("group ... is given up after attempt ...: placeholders", caplog.text, GOES_ON)
 
 
 def test_a_gap_in_a_workers_words_is_answered_by_introduce(start: Callable[..., Running]) -> None:

@@ -1,0 +1,33 @@
+"""How a run ended, by what its replay service has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from streamrl.observe.events import event_path, read_events
+
+
+def is_last_step(event: dict[str, Any], steps: int) -> bool:
+    """Does this event of the replay service say that the learner has finished a run of so many steps?
+
+    The learner says so when its last checkpoint is complete on disk: nothing of the run depends on it any more.
+    """
+    return event["event"] == "learner.finished" and int(str(event["version"]).partition(".")[0]) >= steps
+
+
+def is_over(run_folder: Path, steps: int) -> bool:
+    """Has the replay service recorded the end of a complete run, and nothing since?"""
+    path = event_path(run_folder, "replay")
+    return path.exists() and _is_over(read_events(path), steps)
+
+
+def _is_over(events: Iterable[dict[str, Any]], steps: int) -> bool:
+    finished = ended = False
+    for event in events:
+        if event["event"] == "process.start":
+            finished = ended = False
+        finished = finished or is_last_step(event, steps)
+        ended = ended or (finished and event["event"] == "replay.stop" and event["code"] == 0)
+    return ended

@@ -1,0 +1,78 @@
+"""The failures of docs/operations.md: the rows of its tables, and how a test shows that a row's line is what is seen.
+
+A row is one line of a table whose columns are `failure | the line | code | what to do | test`. In the line `...` stands
+for what differs from case to case; the code is that of the process that ends, `-` where the run goes on. The test
+that the row names calls `documented` with the row's line, what was seen, and the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "operations.md"
+COLUMNS = ["failure", "the line", "code", "what to do", "test"]
+GOES_ON = None  # the exit code of a failure that ends nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One failure."""
+
+    failure: str
+    line: str
+    code: int | None
+    cure: str
+    test: str  # tests/path.py::name
+
+    @property
+    def literal(self) -> str:
+        """What of the line is the same each time."""
+        return self.line.replace("...", "")
+
+    def is_in(self, text: str) -> bool:
+        """Does a line of the text have it? What stands before and behind it, such as a time, is left open."""
+        pattern = re.compile(".*".join(map(re.escape, self.line.split("..."))))
+        return any(pattern.search(line) for line in text.splitlines())
+
+
+def rows() -> list[Row]:
+    """The rows of all such tables, in their order. Raises ValueError for one that cannot be read."""
+    found: list[Row] = []
+    inside = False
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells == COLUMNS:
+            inside = True
+        elif not cells:
+            inside = False
+        elif inside and not set("".join(cells)) <= set("-:"):
+            found.append(_row(cells))
+    return found
+
+
+def _row(cells: list[str]) -> Row:
+    try:
+        failure, line, code, cure, test = cells
+        return Row(failure, _code(line), None if code == "-" else int(code), cure, _code(test))
+    except ValueError as error:
+        raise ValueError(f"{PAGE.name}: {cells}: {error}") from error
+
+
+def _code(cell: str) -> str:
+    """What stands between backticks."""
+    if not (cell.startswith("`") and cell.endswith("`") and len(cell) > 2):
+        raise ValueError(f"{cell!r} is to stand between backticks")
+    return cell[1:-1].replace("\\|", "|")
+
+
+def documented(line: str, seen: str, code: int | None) -> None:
+    """Assert that the page has a row with this line, this code and the present test, and that the line was seen."""
+    here = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")[0].partition("[")[0]
+    mine = [row for row in rows() if row.line == line and row.test == here]
+    assert mine, f"{PAGE.name} has no row with the line {line!r} and the test {here}"
+    assert mine[0].code == code, f"{PAGE.name} says {mine[0].code} for {line!r}, the exit code was {code}"
+    assert mine[0].is_in(seen), f"{line!r} was not seen in:\n{seen}"
