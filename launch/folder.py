@@ -22,6 +22,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.observe.events import event_path, parse_record
 from streamrl.observe.metrics import read_metrics
+from streamrl.places import RECORD, absolute, load_run
 from streamrl.stream.keys import bearer_token, service_keys
 
 POLL = 0.5  # seconds between two looks for what another node does
@@ -36,9 +37,10 @@ def prepare(config: Config) -> Path:
 
 def wait(config: Config) -> Path:
     """The run folder, once it holds `config`. Raises ConfigError after `run.start_timeout` seconds."""
-    record = config.run_folder / "config.yaml"
+    record = config.run_folder / RECORD
+    config = absolute(config)
     deadline = time.monotonic() + config.run.start_timeout
-    while not record.exists() or config_file.changed(config_file.load(record), config):
+    while not record.exists() or config_file.changed(load_run(record.parent), config):
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{record}: not there, or of another configuration, after run.start_timeout="

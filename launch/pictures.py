@@ -15,9 +15,9 @@ from rich.console import Console as Terminal
 from rich.terminal_theme import DIMMED_MONOKAI
 
 from launch.screenshot import Browser
-from streamrl.config import file as config_file
 from streamrl.lab.report import command as report
 from streamrl.observe.console import Console
+from streamrl.places import load_run
 
 COLUMNS = 104  # of the console's terminal
 CONSOLE_WIDTH, REPORT_WIDTH, REPORT_HEIGHT = 900, 1400, 1500  # pixels
@@ -31,7 +31,7 @@ pre {{ margin: 0; font: 14px/1.25 monospace }}</style><pre>{code}</pre>
 def console_page(run_folder: Path) -> str:
     """What the console shows of a run, as a page."""
     terminal = Terminal(width=COLUMNS, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    config = config_file.load(run_folder / "config.yaml")
+    config = load_run(run_folder)
     terminal.print(Console(config, run_folder, Terminal(file=io.StringIO())).table())
     return terminal.export_html(theme=DIMMED_MONOKAI, code_format=PAGE)
 

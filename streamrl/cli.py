@@ -14,6 +14,8 @@ from streamrl import __version__
 from streamrl.config import Config, flags
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.senseless import warnings
+from streamrl.places import RECORD, absolute, load_run, run_folder_of
 from streamrl.replay.segments import JournalDamaged
 
 
@@ -53,10 +55,16 @@ def _train(options: argparse.Namespace) -> int:
 def _run(config: Config, *, fresh: bool = False) -> int:
     """One run on this machine, from start or resume to its end."""
     from streamrl import run_folder, supervisor
+    from streamrl.preflight import machine
 
+    config = absolute(config)
+    machine.check_machine(config)
     claim = run_folder.lock(config)
     try:
-        return supervisor.Supervisor(config, run_folder.prepare(config, fresh=fresh)).run()
+        folder = run_folder.prepare(config, fresh=fresh)
+        for line in (*warnings(config), *machine.crowding(config)):
+            print(f"streamrl: warning: {line}", file=sys.stderr)
+        return supervisor.Supervisor(config, folder).run()
     finally:
         os.close(claim)
 
@@ -95,50 +103,52 @@ def _eval(options: argparse.Namespace) -> int:
         raise ConfigError("eval takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
     if options.version is not None and (options.run_folder is None or options.model is not None):
         raise ConfigError("--version: names the weights of a run; allowed: with --run-folder and without --model")
-    source = options.config or _run_folder(options.run_folder) / "config.yaml"
-    config = config_file.load(source, options.override)
+    if options.config is not None:
+        config = config_file.load(options.config, options.override)
+    else:
+        config = load_run(run_folder_of(options.run_folder), options.override)
     from streamrl.lab import evaluation
 
     return evaluation.main(config, options.run_folder, options.version, options.model, options.output)
 
 
 def _audit(options: argparse.Namespace) -> int:
-    run_folder = _run_folder(options.run)
+    run_folder = run_folder_of(options.run)
     from streamrl.lab import audit
 
     return audit.main(run_folder, options.tolerance)
 
 
 def _retrain(options: argparse.Namespace) -> int:
-    run_folder = _run_folder(options.run)
+    run_folder = run_folder_of(options.run)
     from streamrl.lab import retrain
 
     return retrain.main(run_folder, options.output, options.steps, options.set)
 
 
 def _journal(options: argparse.Namespace) -> int:
-    run_folder = _run_folder(options.run)
+    run_folder = run_folder_of(options.run)
     from streamrl.lab import journal
 
     return journal.main(run_folder, options.verify, options.export)
 
 
 def _trace(options: argparse.Namespace) -> int:
-    run_folder = _run_folder(options.run)
+    run_folder = run_folder_of(options.run)
     from streamrl.lab import trace
 
     return trace.main(run_folder, options.output)
 
 
 def _top(options: argparse.Namespace) -> int:
-    run_folder = _run_folder(options.run)
+    run_folder = run_folder_of(options.run)
     from streamrl.lab import top
 
     return top.main(run_folder, once=options.once, every=options.every, port=options.port)
 
 
 def _report(options: argparse.Namespace) -> int:
-    run_folders = [_run_folder(run) for run in options.run]
+    run_folders = [run_folder_of(run) for run in options.run]
     from streamrl.lab.report import command
 
     return command.main(run_folders, options.output, options.ratios)
@@ -156,9 +166,9 @@ def _simulate(options: argparse.Namespace) -> int:
     from streamrl.lab.simulate import command
 
     if options.validate is not None:
-        config = options.run if options.run.is_file() else _run_folder(options.run) / "config.yaml"
+        config = options.run if options.run.is_file() else run_folder_of(options.run) / RECORD
         return command.main_validate(config, options.override, options.validate, options.steps, options.json)
-    run_folder = _run_folder(options.run)
+    run_folder = run_folder_of(options.run)
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 
@@ -199,18 +209,12 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
         config = config_file.load(options.config, options.override)
         folder = run_folder.prepare(config, fresh=False)
     else:
-        folder = _run_folder(options.run_folder)
-        config = config_file.load(folder / "config.yaml")
+        folder = run_folder_of(options.run_folder)
+        config = load_run(folder)
     if options.lifeline:
         end_with({*options.lifeline, os.getppid()}, grace=config.run.stop_timeout)  # the parent may be torchrun
     run_folder.claim(folder, name, timeout=config.run.start_timeout)
     return config, folder
-
-
-def _run_folder(path: Path) -> Path:
-    if not (path / "config.yaml").exists():
-        raise ConfigError(f"{path}: no run folder (config.yaml is missing); allowed: a folder that `train` made")
-    return path
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

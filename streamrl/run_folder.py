@@ -14,21 +14,21 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
-from streamrl.evaluate.evaluator import build_evaluated
-from streamrl.replay.curriculum import make_curriculum
+from streamrl.config.senseless import warnings
+from streamrl.places import RECORD, absolute, load_run
 from streamrl.stream.identity import run_identity
-from streamrl.tasks.registry import build_tasks
 
 CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
-    "run.id", "run.steps", "run.restarts", "run.start_timeout", "run.stop_timeout", "run.silence_timeout",
-    "run.progress_timeout",
-    "replay.address", "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
+    "run.id", "run.folder", "run.steps", "run.restarts", "run.start_timeout", "run.stop_timeout",
+    "run.silence_timeout", "run.progress_timeout", "replay.address",
+    "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
     "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
     "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
@@ -44,45 +44,37 @@ RESUMABLE = (
 def prepare(config: Config, *, fresh: bool) -> Path:
     """Make the run folder, or check that an existing one may be resumed with `config`. Returns it.
 
-    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. Raises
-    ConfigError for a changed key that would alter what the recorded data means, and for a missing model.
+    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. Raises ConfigError for
+    what cannot run (`preflight/`), and for a changed key that would alter what the recorded data means.
     """
-    if not (config.model.path / "config.json").exists():
-        raise ConfigError(
-            f"model.path: {config.model.path} is no model; allowed: a Hugging Face folder (config.json, safetensors, "
-            f"tokenizer); `python -m launch.tiny_model {config.model.path}` makes a tiny one"
-        )
-    try:
-        build_tasks(config.task, config.run.seed)
-        if config.evaluate.every:
-            build_evaluated(config)
-        make_curriculum(config.replay.curriculum, config.run.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    config = absolute(config)
+    preflight.check(config)
     folder = config.run_folder
     if fresh and folder.exists():
         _set_aside(folder)
-    record = folder / "config.yaml"
+    record = folder / RECORD
     if record.exists():
-        decays = (
-            config.learner.optimizer.decay != "constant"
-        )  # over run.steps, so that these are part of the data's meaning
-        for path in config_file.changed(config_file.load(record), config):
-            if not path.startswith(RESUMABLE) or (path == "run.steps" and decays):
-                old = config_file.value_at(config_file.load(record), path)
-                raise ConfigError(
-                    f"{path}: {config_file.value_at(config, path)} differs from {old} of the run in {folder}; "
-                    f"allowed: the same value, --fresh, or another run.name"
-                )
+        _check_resumable(load_run(folder), config)
     try:
         for name in ("events", "journal", "checkpoints", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         run_identity(folder, config.run.id)  # before its configuration: a folder with that alone is an old one
         config_file.save(config, record)
-        (folder / "environment.json").write_text(json.dumps(_environment(), indent=1) + "\n")
+        (folder / "environment.json").write_text(json.dumps(_environment(config), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"run.folder: {folder}: {error.strerror}; allowed: a folder that can be written") from None
     return folder
+
+
+def _check_resumable(recorded: Config, config: Config) -> None:
+    """Refuse a changed key that would alter what the recorded data means. Raises ConfigError."""
+    decays = config.learner.optimizer.decay != "constant"  # over run.steps, which then are part of the data's meaning
+    for path in config_file.changed(recorded, config):
+        if not path.startswith(RESUMABLE) or (path == "run.steps" and decays):
+            raise ConfigError(
+                f"{path}: {config_file.value_at(config, path)} differs from {config_file.value_at(recorded, path)} of "
+                f"the run in {config.run_folder}; allowed: the same value, --fresh, or another run.name"
+            )
 
 
 def lock(config: Config) -> int:
@@ -137,8 +129,8 @@ def _set_aside(folder: Path) -> None:
     folder.rename(target)
 
 
-def _environment() -> dict[str, object]:
-    """Packages, commit, host and command line of this start."""
+def _environment(config: Config) -> dict[str, object]:
+    """Packages, commit, host and command line of this start, and what it was warned of."""
     packages = (
         "streamrl",
         "torch",
@@ -162,4 +154,5 @@ def _environment() -> dict[str, object]:
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),
         "command": sys.argv,
+        "warnings": warnings(config),
     }

@@ -16,7 +16,9 @@ TaskName = Literal[
     "geo3k",
 ]  # fmt: skip
 
-TaskPath = Annotated[str, Field(pattern=r"^[\w./-]+:[A-Za-z_]\w*$", description="package.module:Class of yours")]
+TaskPath = Annotated[
+    str, Field(pattern=r"^([\w./-]+|/[^:\n]+\.py):[A-Za-z_]\w*$", description="package.module:Class of yours")
+]
 
 
 class TaskShare(Section):

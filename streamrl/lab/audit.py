@@ -21,8 +21,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from transformers.utils import logging as transformers_logging
 
 from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.observe.metrics import read_metrics
+from streamrl.places import load_run
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.replay.journal import JournalDamaged, recorded_batches
@@ -67,7 +67,7 @@ class Findings:
 def main(run_folder: Path, tolerance: float | None = None) -> int:
     """Audit a run and print the findings. Returns 0 when every check held, 1 otherwise."""
     transformers_logging.disable_progress_bar()
-    config = config_file.load(run_folder / "config.yaml")
+    config = load_run(run_folder)
     limits = LIMITS[config.model.dtype]
     if tolerance is not None:
         limits = replace(limits, largest=tolerance)

@@ -27,7 +27,6 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import FileSystemReader
 
 from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LoraConfig
 from streamrl.lab.output import check_new_folder
@@ -35,6 +34,7 @@ from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner.fit import check_fit
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.lifeline import end_tree
+from streamrl.places import load_run
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's, in the folder that holds its checkpoints
 DESCRIPTION = "huggingface"  # inside a checkpoint: config.json and the tokenizer
@@ -159,7 +159,7 @@ def _step(checkpoint: Path, model: Path | None) -> Source:
         model = checkpoint / DESCRIPTION
     run = checkpoint.resolve().parents[1]
     if model is None and (run / "config.yaml").is_file():
-        model = config_file.load(run / "config.yaml").model.path
+        model = load_run(run).model.path
     if model is None or not (model / "config.json").is_file():
         said = f"{run} has no config.yaml" if model is None else f"{model} has no config.json"
         raise ConfigError(f"SOURCE: {checkpoint}: {said}; allowed: --model with the Hugging Face folder of the run")

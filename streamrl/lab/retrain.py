@@ -24,6 +24,7 @@ from streamrl.lab.output import check_new_folder
 from streamrl.learner.batches import RecordedBatches
 from streamrl.learner.role import run_recorded
 from streamrl.observe.metrics import read_metrics
+from streamrl.places import load_run
 from streamrl.publish.kept import kept_versions
 from streamrl.replay.journal import recorded_batches
 
@@ -55,10 +56,8 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
     """
     if "RANK" not in os.environ:
         check_new_folder("--output", output)
-    recorded = config_file.load(run_folder / "config.yaml")
-    config = config_file.load(
-        run_folder / "config.yaml", [*changes, f"run.folder={output.parent}", f"run.name={output.name}"]
-    )
+    recorded = load_run(run_folder)
+    config = load_run(run_folder, [*changes, f"run.folder={output.absolute().parent}", f"run.name={output.name}"])
     changed = [key for key in config_file.changed(recorded, config) if key not in OUTPUT]
     _check(run_folder, recorded, config, changed)
     if config.learner.ranks > 1 and "RANK" not in os.environ:

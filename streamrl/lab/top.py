@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.observe.console import fields
 from streamrl.observe.events import now
 from streamrl.observe.live import Glance, Live, shares
 from streamrl.observe.prometheus import Exporter
 from streamrl.observe.roofline import HOLDERS
+from streamrl.places import load_run
 
 BAR = 32
 # Characters of a role's bar.
@@ -49,7 +49,7 @@ def main(run_folder: Path, *, once: bool = False, every: float = 1.0, port: int 
 
     `every`: seconds between two looks. `port`: serve the Prometheus endpoint there meanwhile.
     """
-    config = config_file.load(run_folder / "config.yaml")
+    config = load_run(run_folder)
     terminal, live = Terminal(), Live(run_folder)
     with _exporter(run_folder, port), contextlib.suppress(KeyboardInterrupt):
         live.read()

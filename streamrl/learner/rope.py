@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # a model's shape is read by processes without torch, which ask for no frequencies
+    from torch import Tensor
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -45,6 +45,8 @@ class RopeScaling:
 
     def _llama3(self, frequencies: Tensor) -> Tensor:
         """Slow frequencies are divided, fast ones stay, between them a mixture (Llama 3.1's model code)."""
+        import torch
+
         lengths = 2 * math.pi / frequencies  # tokens of one turn
         kept = (self.original_length / lengths - self.slow) / (self.fast - self.slow)
         mixed = (1 - kept) * frequencies / self.factor + kept * frequencies
@@ -53,6 +55,8 @@ class RopeScaling:
 
     def _yarn(self, frequencies: Tensor, theta: float) -> Tensor:
         """The same with a ramp over the dimensions instead of the frequencies (arXiv 2309.00071, section 3.2)."""
+        import torch
+
         dimensions = 2 * len(frequencies)
         first, last = (self._dimension(turns, dimensions, theta) for turns in (self.fast, self.slow))
         if self.whole:
@@ -81,6 +85,8 @@ class Rope:
 
     def frequencies(self, head_dim: int) -> Tensor:
         """Inverse frequencies, float32 [head_dim / 2], on the CPU: the angle of one position in radians."""
+        import torch
+
         plain = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
         return plain if self.scaling is None else self.scaling.scale(plain, self.theta)
 

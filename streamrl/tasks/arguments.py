@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from streamrl.config.file import allowed
 
 ARGUMENTS = "task.args"
+
+
+Place = Callable[[Path], Path]
+# Gives a relative path its absolute place.
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """Marks an argument whose text may name something on disk: the record of a run has it with an absolute path.
+
+    Example: `reward: Annotated[str | None, OnDisk("code")]`. Arguments of type Path need no mark.
+    """
+
+    kind: Literal["folder", "data", "code"]  # a folder; files or a folder, or else a hub name; path/file.py:NAME
+
+    def placed(self, text: str, place: Place) -> str:
+        """The text with its path, if it has one, where `place` says.
+
+        >>> OnDisk("code").placed("rewards.py:exact", lambda path: Path("/work") / path)
+        '/work/rewards.py:exact'
+        """
+        where, separator, name = text.rpartition(":")
+        match self.kind:
+            case "code":
+                return f"{place(Path(where))}:{name}" if separator and where.endswith(".py") else text
+            case "data":
+                is_path = "://" not in text and (Path(text).suffix in DATA_FORMATS or Path(text).exists())
+                return str(place(Path(text))) if is_path else text
+            case "folder":
+                return str(place(Path(text)))
+
+
+DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Endings of data files, and what the datasets library calls their formats."""
 
 
 class TaskArguments(BaseModel):
@@ -45,6 +81,21 @@ def parse_arguments(model: type[Arguments], values: Mapping[str, Any]) -> Argume
         f"{path}: {given} is not allowed ({field.description}); allowed: {allowed(field)}; "
         f"nearest known key: {ARGUMENTS}.{key}"
     )
+
+
+def placed(model: type[TaskArguments], values: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """`task.args` with absolute paths, as they would stand in a configuration; others are left as they are."""
+    found = dict(values)
+    for key, field in model.model_fields.items():
+        given = found.get(key)
+        if not isinstance(given, str):
+            continue
+        marks = [mark for mark in field.metadata if isinstance(mark, OnDisk)]
+        if field.annotation in (Path, Path | None):
+            marks = [OnDisk("folder")]
+        for mark in marks:
+            found[key] = mark.placed(given, place)
+    return found
 
 
 def unknown_key(path: str, value: Any, known: Iterable[str]) -> str:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from streamrl.tasks import answers, countdown
-from streamrl.tasks.arguments import ARGUMENTS
+from streamrl.tasks.arguments import ARGUMENTS, OnDisk
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score, said_text
 from streamrl.tasks.images import image_references, with_images
 from streamrl.tasks.math_reward import MathReward
@@ -44,7 +44,9 @@ class QuestionsArguments(RowsArguments):
     form: answers.Form = Field("whole", description="where the answer stands in the model's text")
     judge: Literal["math", "text", "countdown"] = Field("math", description="how an answer is compared")
     numbers: str = Field("nums", description="column of the numbers of countdown")
-    reward: str | None = Field(None, description="function of yours that scores, instead of all of the above")
+    reward: Annotated[str | None, OnDisk("code")] = Field(
+        None, description="function of yours that scores, instead of all of the above"
+    )
     reward_right: float = Field(1.0, description="reward of a right answer")
     reward_partial: float = Field(1.0, description="reward of a right answer with text behind it, or in a cut text")
     reward_wrong: float = Field(0.0, description="reward of a wrong answer in the right form")

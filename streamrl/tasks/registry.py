@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Literal
 
 from streamrl.config.task import TaskConfig, TaskShare
-from streamrl.tasks.arguments import parse_arguments
+from streamrl.tasks.arguments import OnDisk, Place, TaskArguments, parse_arguments, placed
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.named import load_named
 
 # A task's libraries are loaded only where the task is used: those of reasoning_gym and data sets take a second each.
+
+
+_ARGUMENTS = {
+    "copy": "strings:StringsArguments",
+    "successor": "strings:StringsArguments",
+    "lookup": "strings:StringsArguments",
+    "reasoning_gym": "reasoning_gym:ReasoningGymArguments",
+    "tools": "tools:ToolsArguments",
+    "remote": "remote:RemoteArguments",
+    "agent": "agent:AgentArguments",
+}
+# Where the arguments of each task are; those of all others, which ask questions of a data set, are one class.
 
 
 def build_tasks(config: TaskConfig, seed: int) -> dict[str, Environment]:
@@ -52,6 +65,35 @@ def build_task(config: TaskConfig | TaskShare, seed: int, split: Literal["train"
         case path:
             own = _own_class(path)
             return own(parse_arguments(own.Arguments, config.args), seed, split)
+
+
+def arguments_of(name: str) -> type[TaskArguments]:
+    """What the `task.args` of a task are checked against. Raises ValueError for a class that cannot be loaded."""
+    if ":" in name:
+        own: type[TaskArguments] = _own_class(name).Arguments
+        return own
+    module, _, kind = _ARGUMENTS.get(name, "questions:QuestionsArguments").partition(":")
+    arguments: type[TaskArguments] = getattr(importlib.import_module(f"streamrl.tasks.{module}"), kind)
+    return arguments
+
+
+def placed_name(name: str, place: Place) -> str:
+    """The name of a task, with an absolute path where it names a class in a file."""
+    return OnDisk("code").placed(name, place)
+
+
+def placed_arguments(share: TaskConfig | TaskShare, place: Place) -> dict[str, Any]:
+    """The arguments of a task, with absolute paths; those of a task inside it, too.
+
+    Raises ValueError for a class that cannot be loaded.
+    """
+    found = placed(arguments_of(share.name), share.args, place)
+    inner = found.get("task")
+    if isinstance(inner, dict) and isinstance(name := inner.get("name"), str):
+        args = inner.get("args") or {}
+        within = placed_arguments(TaskShare.model_construct(name=name, args=args), place)
+        found["task"] = {**inner, "name": placed_name(name, place)} | ({"args": within} if args else {})
+    return found
 
 
 def _own_class(path: str) -> Any:

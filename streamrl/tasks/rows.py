@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import datasets
 import numpy as np
 from pydantic import Field
 
-from streamrl.tasks.arguments import ARGUMENTS, TaskArguments, not_among
+from streamrl.tasks.arguments import ARGUMENTS, DATA_FORMATS, OnDisk, TaskArguments, not_among
 from streamrl.tasks.order import digest
-
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 _LOADING = (OSError, ValueError, datasets.exceptions.DatasetsError)
 # What `load_dataset` raises for a source that is absent, gated, broken, or out of reach.
@@ -26,15 +24,21 @@ _BATCH = 1000
 class RowsArguments(TaskArguments):
     """Where the rows come from, and which of them are held out."""
 
-    path: str = Field(description="file or pattern of files (.jsonl, .json, .parquet, .csv), or a data set's hub name")
+    path: Annotated[str, OnDisk("data")] = Field(
+        description="file or pattern of files (.jsonl, .json, .parquet, .csv), or a data set's hub name"
+    )
     subset: str | None = Field(None, description="configuration of a hub data set; null: its default")
     split: str = Field("train", description="split of a hub data set")
-    test_path: str | None = Field(None, description="file whose rows are held out, instead of a part of the others")
+    test_path: Annotated[str | None, OnDisk("data")] = Field(
+        None, description="file whose rows are held out, instead of a part of the others"
+    )
     test_split: str | None = Field(None, description="split of a hub data set that is held out, instead of a part")
     held_out_count: int | None = Field(None, ge=1, description="different prompts that are held out; null: held_out")
     evaluation_only: bool = Field(False, description="all rows are held out: for evaluation, never trained")
     distinct: bool = Field(False, description="each question once, however often the data set repeats it")
-    cache: str | None = Field(None, description="folder for the converted data; null: that of the datasets library")
+    cache: Annotated[str | None, OnDisk("folder")] = Field(
+        None, description="folder for the converted data; null: that of the datasets library"
+    )
 
     @property
     def images_folder(self) -> Path:
@@ -44,7 +48,7 @@ class RowsArguments(TaskArguments):
     @property
     def is_file(self) -> bool:
         """Whether `path` is a file, or several, and no data set with splits of its own."""
-        return Path(self.path).suffix in _FORMATS
+        return Path(self.path).suffix in DATA_FORMATS
 
 
 class Rows:
@@ -106,15 +110,16 @@ def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets
     datasets.disable_progress_bars()
     suffix = Path(path).suffix
     try:
-        if suffix in _FORMATS:
-            data = datasets.load_dataset(_FORMATS[suffix], data_files=path, split="train", cache_dir=arguments.cache)
+        if suffix in DATA_FORMATS:
+            form = DATA_FORMATS[suffix]
+            data = datasets.load_dataset(form, data_files=path, split="train", cache_dir=arguments.cache)
         else:
             data = datasets.load_dataset(path, arguments.subset, split=split, cache_dir=arguments.cache)
         return _undecoded(data)
     except _LOADING as error:
         raise ValueError(
             f"{ARGUMENTS}.{key}: {path!r} cannot be loaded ({' '.join(str(error).split())[:200]}); allowed: a "
-            f"file of type {', '.join(_FORMATS)} or a data set's hub name; nearest known key: {ARGUMENTS}.{key}"
+            f"file of type {', '.join(DATA_FORMATS)} or a data set's hub name; nearest known key: {ARGUMENTS}.{key}"
         ) from None
 
 

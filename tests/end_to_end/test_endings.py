@@ -42,7 +42,7 @@ def test_a_missing_shard_is_one_line_of_the_learners_and_exit_code_2(make_run: C
     index = {"weight_map": {name: last if name == lost else first for name in weights}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     run = make_run().start(f"model.path={model}")
-    run.wait_for(lambda: (run.folder / "replay.address").exists())
+    run.wait_for((run.folder / "replay.address").exists)
     code, output = run.finish()
     documented(
         "model.path: ... is missing, model.safetensors.index.json names it; allowed: a complete folder",

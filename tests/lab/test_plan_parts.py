@@ -15,8 +15,9 @@ from streamrl.lab.plan.generators import pools
 from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
 from streamrl.lab.plan.machines import GIB
 from streamrl.lab.plan.parameters import layers_of, of_server_rank, of_stage, whole_adapters, whole_model
-from streamrl.lab.plan.traffic import STAGED, group_bytes, zero_group
-from streamrl.routing import fold
+from streamrl.lab.plan.traffic import STAGED
+from streamrl.preflight.wire import group_bytes, zero_group
+from streamrl.routing import OUTPUT, PROMPT, fold
 from streamrl.stream.codec import encode_group
 from tests.lab.plan_recipes import H100, LORA, MOE, QWEN, SHAPES, UNEVEN, planned, recipe, shape_of
 
@@ -190,18 +191,18 @@ def test_the_cache_holds_what_the_weights_leave():
 def test_a_group_is_as_large_as_the_codec_makes_it():
     config, shape = recipe(QWEN, "generate.sampling.max_new_tokens=100", "generate.group_size=3")
     frames = encode_group(zero_group(3, 512, 100), 1 << 30)
-    assert group_bytes(config, shape, H100).longest == sum(len(frame) for frame in frames)
+    assert group_bytes(config, shape, H100.prompt).longest == sum(len(frame) for frame in frames)
 
 
 def test_the_router_replay_travels_with_its_tokens():
     config, shape = recipe(
-        MOE, "generate.sampling.max_new_tokens=100", "generate.group_size=1", "task.overlong.buffer=0"
+        MOE, "generate.sampling.max_new_tokens=100", "generate.group_size=2", "task.overlong.buffer=0"
     )
-    bytes_of = group_bytes(config, shape, H100)
+    bytes_of = group_bytes(config, shape, H100.prompt)
     width = shape.layers * 8
     columns = fold(np.zeros((512 + 100 - 1, width), np.int16), 512, 100)
-    without = sum(len(frame) for frame in encode_group(zero_group(1, 512, 100), 1 << 30))
-    assert bytes_of.longest == without + sum(column.nbytes for column in columns.values())
+    without = sum(len(frame) for frame in encode_group(zero_group(2, 512, 100), 1 << 30))
+    assert bytes_of.longest == without + columns[PROMPT].nbytes + 2 * columns[OUTPUT].nbytes
 
 
 def test_broadcasts_take_as_long_as_there_are_servers_and_memory_as_turns():

@@ -14,68 +14,17 @@ from pydantic import ValidationError
 from streamrl.config import Config
 from streamrl.config.file import ConfigError, value_at
 from streamrl.config.generate import GenerateConfig
-from streamrl.lab.plan.generators import Pool, context_length, longest_sequence, pool_of
+from streamrl.lab.plan.generators import Pool, longest_sequence, pool_of
 from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
 from streamrl.lab.plan.machines import GIB, Machines
-from streamrl.lab.plan.parameters import has_experts
-from streamrl.lab.plan.traffic import GroupBytes
-from streamrl.learner.fit import check_fit
 from streamrl.learner.shape import ModelShape
+from streamrl.preflight.model import check_model
 
 LARGER = (1, 2, 4, 8)
 """Times that a size of the layout is tried."""
 
 MOST_CHANGES = 3
 """Keys that are changed at once, at the most: what needs more is another configuration."""
-
-
-def check_model(config: Config, shape: ModelShape) -> None:
-    """Refuse a layout, adapters or servers that the model cannot be cut into. Raises ConfigError."""
-    check_fit(shape, config.learner.layout)
-    lora = config.learner.lora
-    experts = any(has_experts(shape, layer) for layer in range(shape.layers))
-    if lora.rank and experts and {"linear_fc1", "linear_fc2"}.intersection(lora.targets):
-        raise ConfigError(
-            "learner.lora.targets: linear_fc1 and linear_fc2 are layers of experts in this model, which get no "
-            "adapters; allowed: linear_qkv, linear_proj"
-        )
-    for pool in config.generate.each_pool:
-        if shape.heads % pool.tensor_parallel:
-            raise ConfigError(
-                f"generate.tensor_parallel: {pool.tensor_parallel} does not divide {shape.heads} attention heads; "
-                f"allowed: a divisor of {shape.heads}"
-            )
-
-
-def check_lengths(config: Config, shape: ModelShape, machines: Machines) -> None:
-    """Refuse answers that a server or a micro batch has no room for. Raises ConfigError."""
-    budget = config.learner.tokens_per_micro_batch
-    for pool in config.generate.each_pool:
-        answer, context = pool.sampling.max_new_tokens, context_length(pool, shape)
-        if context > shape.max_length:
-            raise ConfigError(
-                f"generate.server_args: context_length={context} is above the model's max_position_embeddings="
-                f"{shape.max_length}; allowed: up to {shape.max_length}"
-            )
-        if answer >= context:
-            raise ConfigError(
-                f"generate.sampling.max_new_tokens: {answer} leaves no prompt in a context of {context} tokens; "
-                f"allowed: below {context}, less the prompt"
-            )
-        if answer >= budget:
-            raise ConfigError(
-                f"learner.tokens_per_micro_batch: {budget} cannot hold an answer of generate.sampling.max_new_tokens="
-                f"{answer}; allowed: at least {min(answer + machines.prompt, context)}"
-            )
-
-
-def check_wire(config: Config, group: GroupBytes) -> None:
-    """Refuse groups that no message holds. Raises ConfigError."""
-    if group.longest > config.stream.max_message:
-        raise ConfigError(
-            f"stream.max_message: a group of {config.generate.group_size} answers that are cut has {group.longest} "
-            f"bytes, allowed are {config.stream.max_message}; allowed: at least {group.longest}, or fewer samples"
-        )
 
 
 def check_servers(

@@ -13,6 +13,7 @@ from streamrl.lab.plan.learner_memory import ITEM
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.parameters import of_server_rank, whole_adapters
 from streamrl.learner.shape import ModelShape
+from streamrl.preflight.lengths import context_length
 
 SMALL_CACHE = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 """SGLang's kv_cache_dtype of one byte, or less."""
@@ -86,12 +87,6 @@ def server_args(pool: GenerateConfig, machines: Machines) -> dict[str, Any]:
     """SGLang's arguments of the pool that a plan reads, under Python's names."""
     given = {key.replace("-", "_"): value for key, value in pool.server_args.items()}
     return given if machines.has_gpus else {**CPU_ARGUMENTS, **given}
-
-
-def context_length(pool: GenerateConfig, shape: ModelShape) -> int:
-    """Tokens that a sequence may have at most at a server."""
-    given = {key.replace("-", "_"): value for key, value in pool.server_args.items()}.get("context_length")
-    return int(given) if given else shape.max_length
 
 
 def longest_sequence(pool: GenerateConfig, shape: ModelShape, machines: Machines) -> int:

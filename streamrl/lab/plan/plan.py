@@ -16,15 +16,17 @@ from streamrl.lab.plan.placement import Host, place
 from streamrl.lab.plan.speed import Expected, expected
 from streamrl.lab.plan.traffic import (
     STAGED,
-    GroupBytes,
     Link,
     PublishTime,
-    group_bytes,
     links,
     publish_times,
     published_bytes,
 )
 from streamrl.learner.shape import ModelShape
+from streamrl.preflight.lengths import check_lengths
+from streamrl.preflight.model import check_model
+from streamrl.preflight.prompts import Longest
+from streamrl.preflight.wire import GroupBytes, check_wire, group_bytes
 from streamrl.replay.order import make_order
 
 FULL = 0.9
@@ -74,10 +76,10 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
 
     `figures`: a file as `streamrl simulate --fleet` takes it; None: the speed is not known.
     """
-    fit.check_model(config, shape)
-    fit.check_lengths(config, shape, machines)
-    group = group_bytes(config, shape, machines)
-    fit.check_wire(config, group)
+    check_model(config, shape)
+    check_lengths(config, shape, Longest(tokens=machines.prompt, whose="a prompt (--prompt)"))
+    group = group_bytes(config, shape, machines.prompt)
+    check_wire(config, group)
     found = pools(config, shape, machines)
     fit.check_servers(config, list(zip(config.generate.each_pool, found, strict=True)), shape, machines)
     rank = fullest_rank(config, shape, machines)

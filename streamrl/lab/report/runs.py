@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.lab.report.notes import Note, Notes
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.timeline import Timeline
+from streamrl.places import load_run
 
 ENDS = 5
 # steps at the start and at the end whose means are compared
@@ -92,7 +92,7 @@ def _read(folder: Path, name: str) -> Run:
     run = Run(
         name=name,
         folder=folder,
-        config=config_file.load(folder / "config.yaml"),
+        config=load_run(folder),
         environment=json.loads(environment.read_text()) if environment.exists() else {},
         rows=list(read_metrics(folder)),
     )

@@ -20,7 +20,6 @@ from statistics import median
 from typing import Any
 
 from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.simulate.figures import WARM_UP
 from streamrl.lab.simulate.fit import least, positive_line
@@ -28,6 +27,7 @@ from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup, dev
 from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
+from streamrl.places import load_run
 from streamrl.replay.history import read_journal
 from streamrl.replay.records import Completed
 from streamrl.replay.segments import load_frames
@@ -107,7 +107,7 @@ def _read(folder: Path) -> _Run:
     rows = list(read_metrics(folder))
     if len(rows) <= WARM_UP + 1:
         raise ConfigError(f"{folder}: {len(rows)} learner steps are too few to calibrate; allowed: above {WARM_UP + 1}")
-    config = config_file.load(folder / "config.yaml", ["generate.attach=[]"])
+    config = load_run(folder, ["generate.attach=[]"])
     return _Run(folder, config, _records(folder), list(recorded_groups(folder)), rows)
 
 

@@ -22,6 +22,7 @@ from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, validate
 from streamrl.observe.metrics import read_metrics
+from streamrl.places import load_run
 
 MODELLED = (
     "run.steps", "run.seed", "generate.workers", "generate.servers", "generate.pools", "generate.group_size",
@@ -44,14 +45,13 @@ def main(
 ) -> int:
     """Calibrate, by `others` besides, simulate every setting, print one row for each. Returns 0."""
     check_file("--json", output)
-    source = run_folder / "config.yaml"
     choices = [tuple(overrides) + each for each in varied(vary)]
-    own = config_file.load(source, ["generate.attach=[]"])
-    settings = [_checked(source, own, choice) for choice in choices if choice]
+    own = load_run(run_folder, ["generate.attach=[]"])
+    settings = [_checked(run_folder, own, choice) for choice in choices if choice]
     recorded = list(read_metrics(run_folder))
     _check_lengths(run_folder, own, settings)
     model = calibrate([run_folder, *others])
-    length = config_file.load(source, ["generate.attach=[]", f"run.steps={len(recorded)}"])
+    length = load_run(run_folder, ["generate.attach=[]", f"run.steps={len(recorded)}"])
     results = {"as recorded": figures(recorded), "the model of it": simulated(length, model)}
     for choice, config in zip([choice for choice in choices if choice], settings, strict=True):
         results[" ".join(choice)] = simulated(config, model)
@@ -131,9 +131,9 @@ def varied(vary: Sequence[str]) -> list[tuple[str, ...]]:
     return list(itertools.product(*axes))
 
 
-def _checked(source: Path, own: Config, overrides: Sequence[str]) -> Config:
+def _checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
     """The configuration of a setting. Raises ConfigError for a key that the model does not know."""
-    config = config_file.load(source, ["generate.attach=[]", *overrides])
+    config = load_run(run_folder, ["generate.attach=[]", *overrides])
     for key in config_file.changed(own, config):
         if not key.startswith(MODELLED):
             raise ConfigError(f"{key}: its effect is not modelled; allowed: {', '.join(MODELLED)}")

@@ -15,6 +15,7 @@ from streamrl.engine.server import ServerFailed
 from streamrl.lab.sweep.plan import Job, Sweep, override
 from streamrl.lab.sweep.servers import SharedServers
 from streamrl.observe.metrics import read_metrics
+from streamrl.places import RECORD, absolute, load_run
 
 Train = Callable[[Config], int]
 # One run from start, or resume, to its end, with the exit code of `streamrl train`.
@@ -55,10 +56,10 @@ def run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train) -> list[str]:
 
 def is_done(job: Job) -> bool:
     """Whether the run has all its steps, with the same configuration as now."""
-    record = job.config.run_folder / "config.yaml"
-    if not record.exists() or steps_of(job) < job.config.run.steps:
+    folder = job.config.run_folder
+    if not (folder / RECORD).exists() or steps_of(job) < job.config.run.steps:
         return False
-    return set(config_file.changed(config_file.load(record), job.config)) <= set(OF_THE_SWEEP)
+    return set(config_file.changed(load_run(folder), absolute(job.config))) <= set(OF_THE_SWEEP)
 
 
 def steps_of(job: Job) -> int:

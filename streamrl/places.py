@@ -1,0 +1,114 @@
+"""Where a run's files are, whatever folder a command is started in: the record of a run has absolute paths alone.
+
+    runs/quick, models/tiny, data/sums.jsonl  ──absolute, when the run is made──▶  /work/models/tiny, ...
+
+A relative path on a command line or in a configuration is meant from the folder in which the command is started. A
+record from before there were absolute paths is read from the folder that its run lies in: where RUN is
+/work/runs/quick and the record says `runs`, `models/tiny` is /work/models/tiny.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.config.section import Section
+from streamrl.config.task import TaskConfig, TaskShare
+from streamrl.tasks.arguments import Place
+from streamrl.tasks.registry import placed_arguments, placed_name
+
+RECORD = "config.yaml"
+"""Of a run folder: its whole configuration."""
+
+
+def absolute(config: Config) -> Config:
+    """The same configuration with absolute paths, relative ones being meant from the present folder."""
+    return _placed(config, lambda path: Path(os.path.abspath(path)), tasks=True)
+
+
+def load_run(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run, with absolute paths. Raises ConfigError as `load` does."""
+    config = config_file.load(run_folder / RECORD, overrides)
+    folder = config_file.load(run_folder / RECORD).run.folder if overrides else config.run.folder
+    recorded, actual = _apart(folder, Path(os.path.abspath(run_folder)).parent)
+
+    def place(path: Path) -> Path:
+        if path.is_absolute() and (path.exists() or not path.is_relative_to(recorded)):
+            return path
+        moved = actual / path.relative_to(recorded) if path.is_relative_to(recorded) else Path(os.path.abspath(path))
+        here = Path(os.path.abspath(path))
+        return here if here.exists() and not moved.exists() else moved
+
+    return _placed(config, place, tasks=recorded != actual or not folder.is_absolute())
+
+
+def resume_command(config: Config, run_folder: Path) -> str:
+    """What resumes a run, from any folder: modules of the user's own are found from the one that it was started in."""
+    command = f"streamrl train {Path(os.path.abspath(run_folder)) / RECORD}"
+    return f"cd {os.getcwd()} && {command}" if _has_own_modules(config) else command
+
+
+def _apart(recorded: Path, actual: Path) -> tuple[Path, Path]:
+    """What is left of two paths of one folder without their common end.
+
+    >>> _apart(Path("out/runs"), Path("/work/out/runs"))
+    (PosixPath('.'), PosixPath('/work'))
+    """
+    while recorded.name and recorded.name == actual.name:
+        recorded, actual = recorded.parent, actual.parent
+    return recorded, actual
+
+
+def _placed(config: Config, place: Place, *, tasks: bool) -> Config:
+    found = _of_section(config, place, tasks=tasks)
+    assert isinstance(found, Config)
+    return found
+
+
+def _of_section(section: Section, place: Place, *, tasks: bool) -> Section:
+    """A copy with every path in it placed; in the arguments of tasks, too, where `tasks` says so."""
+    changes: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Path):
+            changes[name] = place(value)
+        elif isinstance(value, Section):
+            changes[name] = _of_section(value, place, tasks=tasks)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            changes[name] = tuple(_of_section(each, place, tasks=tasks) for each in value)
+    if tasks and isinstance(section, TaskConfig | TaskShare):
+        changes |= _of_task(section, place)
+    return section.model_copy(update=changes)
+
+
+def _of_task(share: TaskConfig | TaskShare, place: Place) -> dict[str, Any]:
+    """Name and arguments of a task. One that cannot be read is left as it is: whoever builds it says what is wrong."""
+    try:
+        return {"name": placed_name(share.name, place), "args": placed_arguments(share, place)}
+    except ValueError:
+        return {}
+
+
+def _has_own_modules(config: Config) -> bool:
+    shares = (*config.task.shares, *config.evaluate.tasks)
+    names = [config.replay.curriculum, *(share.name for share in shares)]
+    names += [value for share in shares for value in share.args.values() if isinstance(value, str)]
+    return any(_is_module(name) for name in names)
+
+
+def _is_module(name: str) -> bool:
+    """Example: `my_tasks.sums:Sums`, and not `/work/my_tasks.py:Sums`."""
+    module, separator, attribute = name.partition(":")
+    return bool(separator) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def run_folder_of(path: Path) -> Path:
+    """`path`, where it is a run folder. Raises ConfigError."""
+    if not (path / RECORD).is_file():
+        raise ConfigError(f"{path}: no run folder (config.yaml is missing); allowed: a folder that `train` made")
+    return path

@@ -1,0 +1,93 @@
+"""What this machine must have where `train` starts all processes of a run here: packages, memory, cores, GPUs.
+
+A cluster's roles are started one by one, and each machine has what its role needs: none of this is asked there, but
+for the packages of the role.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.engine.hardware import has_cuda
+
+GIB = 1 << 30
+
+SERVER = 0.5
+RANK = 0.25
+WORKER = 0.1
+"""GiB of host memory that a rank of a server, a rank of the learner and a worker take at the least, without a model:
+what their libraries hold for themselves. Measured for a tiny model: 1.4, 0.4 and 0.15."""
+
+CROWDED = 4
+"""Processes that want a core of their own for each core: above it most of the time goes into waiting for a turn."""
+
+
+def check_generator(config: Config) -> None:
+    """Refuse a generator that would start a server which is not installed. Raises ConfigError."""
+    if any(not pool.attach for pool in config.generate.each_pool) and not _is_installed("sglang"):
+        raise ConfigError(
+            "generate.attach: [] starts SGLang servers, and SGLang is not installed here; allowed: an installation "
+            "(`streamrl doctor` says how), or addresses of running servers"
+        )
+
+
+def check_learner() -> None:
+    """Refuse a learner without Megatron-Core. Raises ConfigError."""
+    if not _is_installed("megatron"):
+        raise ConfigError(
+            "learner: Megatron-Core is not installed here; allowed: an installation (`streamrl doctor` says how)"
+        )
+
+
+def check_machine(config: Config) -> None:
+    """Refuse a run whose processes this machine cannot hold. Raises ConfigError."""
+    check_generator(config)
+    check_learner()
+    servers, workers, ranks = _processes(config)
+    if ranks > (gpus := _gpus()) > 0:
+        raise ConfigError(f"learner.ranks: {ranks} need a GPU each, and this machine has {gpus}; allowed: up to {gpus}")
+    needed, memory = servers * SERVER + workers * WORKER + ranks * RANK, psutil.virtual_memory().total / GIB
+    if needed > memory:
+        key, count = ("generate.workers", workers) if servers * SERVER > ranks * RANK else ("learner.ranks", ranks)
+        raise ConfigError(
+            f"{key}: {count} are too many here: {servers} ranks of servers, {workers} workers and {ranks} ranks of the "
+            f"learner take {needed:.0f} GiB at the least, and this machine has {memory:.0f}; allowed: fewer, or "
+            "several machines (docs/launch.md)"
+        )
+
+
+def crowding(config: Config) -> Iterator[str]:
+    """A line where so many processes share so few cores that the run will crawl."""
+    servers, _, ranks = _processes(config)
+    cores, busy = len(os.sched_getaffinity(0)), servers + ranks
+    if not _gpus() and busy > CROWDED * cores:
+        yield (
+            f"learner.ranks, generate.workers: {ranks} ranks and {servers} servers share the {cores} cores of this "
+            "machine: most of their time goes into waiting for one"
+        )
+
+
+def _processes(config: Config) -> tuple[int, int, int]:
+    """Ranks of own servers, workers, ranks of the learner."""
+    own = [pool for pool in config.generate.each_pool if not pool.attach]
+    servers = sum(pool.workers * pool.servers * pool.tensor_parallel for pool in own)
+    return servers, config.workers, config.learner.ranks
+
+
+def _gpus() -> int:
+    """CUDA devices that are visible here; 0 on a CPU machine."""
+    if not has_cuda():
+        return 0
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(chosen.split(",")) if chosen else len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

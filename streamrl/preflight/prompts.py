@@ -1,0 +1,85 @@
+"""The longest prompt of a run's tasks, in tokens: what an answer has to fit beside.
+
+Every prompt of a data set is looked at, of an endless task a number of them. Only those with the most bytes are
+tokenised: a token of these tokenisers has a byte at least, so that a long prompt cannot hide behind a short text.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.config.file import ConfigError
+from streamrl.generate.tokenizer import Tokenizer
+from streamrl.tasks.environment import Environment, Prompt, said_text
+
+MOST = 50_000
+"""Prompts of one task that are looked at: those of a longer data set are a sample of it, spread over all of it."""
+
+ENDLESS = 256
+"""Prompts of a task without an end that are looked at."""
+
+SECONDS = 10.0
+"""Time for one task: then those that were looked at must do. A start of a server takes longer."""
+
+TOKENISED = 64
+"""Prompts of one task that are tokenised, those with the most bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Longest:
+    """The longest prompt. Example: `Longest(tokens=7, whose="prompt 12 of copy")`."""
+
+    tokens: int
+    whose: str  # for a message
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """That of the model. Raises ConfigError where the folder has none."""
+    try:
+        return Tokenizer(folder)
+    except Exception as error:  # the tokenizers library raises Exception itself for a file that it cannot read
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.path: {folder}: no tokenizer ({reason}); allowed: with tokenizer.json") from None
+
+
+def longest_prompt(tasks: Mapping[str, Environment], tokenizer: Tokenizer) -> Longest:
+    """Of all tasks. Raises ConfigError for a prompt that a task or the model's chat template cannot make."""
+    found = [_longest(name, task, tokenizer) for name, task in tasks.items()]
+    return max(found, key=lambda longest: longest.tokens)
+
+
+def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longest:
+    longest = Longest(tokens=0, whose=f"a prompt of {name}")
+    for prompt in heapq.nlargest(TOKENISED, _prompts(name, task), key=_bytes):
+        whose = f"prompt {prompt.index} of {name}"
+        try:
+            tokens = len(tokenizer.prompt_ids(prompt.content))
+        except ValueError as error:
+            raise ConfigError(f"model.path: {whose} cannot be tokenised: {error}") from None
+        if tokens > longest.tokens:
+            longest = Longest(tokens=tokens, whose=whose)
+    return longest
+
+
+def _prompts(name: str, task: Environment) -> Iterator[Prompt]:
+    """The first one, and further ones as long as there is time."""
+    count = ENDLESS if task.size is None else task.size
+    deadline = time.monotonic() + SECONDS
+    for index in range(0, count, -(-count // MOST)):
+        try:
+            yield task.prompt(index)
+        except Exception as error:  # whatever code of the user's raises
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(f"task.name: prompt {index} of {name} cannot be made: {reason}") from error
+        if time.monotonic() > deadline:
+            return
+
+
+def _bytes(prompt: Prompt) -> int:
+    """Of the text, without what a chat template writes around it."""
+    texts = [prompt.text] if prompt.text is not None else [said_text(message) for message in prompt.messages or ()]
+    return sum(len(text.encode()) for text in texts)
