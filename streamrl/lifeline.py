@@ -6,6 +6,7 @@ kill -9, to any descendant, with nothing inherited and nothing polled.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import select
@@ -14,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterable
 
 import psutil
+
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,16 @@ def end_with(pids: Iterable[int], grace: float) -> None:
             os._exit(1)
 
     watch(pids, on_death)
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process at once when `parent`, which started it, ends: also in the middle of a C call.
+
+    What runs code of the user's can be ended in no other way. `parent`: its main thread is what counts.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel knew
+        os._exit(1)
 
 
 def end_tree(pid: int, timeout: float, *, include_root: bool = True) -> None:

@@ -35,9 +35,8 @@ RESUMABLE = (
     "replay.host", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
     "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "checkpoint.",
-    "publish.transport", "publish.folder", "publish.bucket",
-    "publish.timeout",
-    "publish.keep_every", "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape",
+    "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
+    "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "task.scoring.",
 )  # fmt: skip
 
 

@@ -23,6 +23,19 @@ _VERSION_TEXT = re.compile(r"(\d+)\.(\d+)")
 PASSED = 1.0 - 1e-9
 # From which reward on an answer is wholly right.
 
+FAILURES = {
+    "too_long": "longer, with their prompts, than learner.tokens_per_micro_batch",
+    "too_large": "of groups larger than stream.max_message",
+    "deadline": "not done at replay.group_timeout",
+    "server": "not answered by the server, or not as it should be",
+    "malformed": "whose numbers contradict each other, or with tokens older than the ticket allows",
+    "scorer": "not judged: the scorer had no time or no process left, or raised on every answer of the group",
+    "task": "of prompts on which the task itself failed",
+    "lost": "given up by the replay service: lost too often, or for too long",
+    "quarantined": "of groups that the learner could not train",
+}
+# Why samples have failed, and which ones each reason is about: samples ...
+
 
 def all_trained(length: int) -> np.ndarray:
     """The loss mask bool [length] of an answer that is trained whole: read-only, and shared by all that are."""
@@ -100,12 +113,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reward: float
     reward_parts: dict[str, float] = {}
     finish_reason: str = "stop"  # stop | length | abort | placeholder
+    failure: str = ""  # of a placeholder: one of FAILURES, empty where that is not known; of others empty
     extras: dict[str, np.ndarray] = {}
     # further numbers of each output token, any dtype, [T, ...]: routed experts, top log-probs, sampling masks
 
     @classmethod
-    def placeholder(cls, prompt_ids: np.ndarray | None = None) -> Sample:
-        """A sample that stands for a failed one: no output, reward 0."""
+    def placeholder(cls, prompt_ids: np.ndarray | None = None, failure: str = "") -> Sample:
+        """A sample that stands for a failed one: no output, reward 0. `failure`: one of FAILURES."""
         return cls(
             prompt_ids=np.empty(0, np.int32) if prompt_ids is None else prompt_ids,
             output_ids=np.empty(0, np.int32),
@@ -114,6 +128,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             spans=(),
             reward=0.0,
             finish_reason="placeholder",
+            failure=failure,
         )
 
     @property
@@ -264,8 +279,13 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def emptied(self) -> Group:
-        """The same group without its content: as many placeholders, which train nothing."""
-        return msgspec.structs.replace(self, samples=(Sample.placeholder(),) * len(self.samples), arena=None)
+        """The group as the learner's quarantine leaves it: as many placeholders, which train nothing."""
+        return self.as_placeholders("quarantined")
+
+    def as_placeholders(self, failure: str) -> Group:
+        """The same group without its content. `failure`: one of FAILURES."""
+        samples = (Sample.placeholder(failure=failure),) * len(self.samples)
+        return msgspec.structs.replace(self, samples=samples, arena=None)
 
     @property
     def pass_rate(self) -> float:

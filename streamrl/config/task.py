@@ -42,6 +42,17 @@ class OverlongConfig(Section):
     penalty: float = Field(1.0, gt=0, description="reward that an answer loses at the cut")
 
 
+class ScoringConfig(Section):
+    """How often a scorer may fail."""
+
+    window: int = Field(64, ge=1, description="answers of a task, in one worker, over which failed scorers are counted")
+    most_failed: float = Field(
+        1.0,
+        gt=0,
+        description="share of them whose scorer failed at which the run ends; above 1: never",
+    )
+
+
 class TaskConfig(Section):
     """What is asked and how it is scored."""
 
@@ -52,6 +63,7 @@ class TaskConfig(Section):
         None, description="YAML list of agent_type, agent_args, weight, evaluation_only; read into mix"
     )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
+    scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="how often a scorer may fail")
 
     @property
     def shares(self) -> tuple[TaskShare, ...]:

@@ -3,7 +3,8 @@
     prompts, task by task in turn ──▶ in_flight of them at once ──▶ n answers and a greedy one ──▶ Question
 
 It knows no server: whoever calls it gives an inference handle. An answer that fails, that comes after the deadline,
-or that holds a token of another version is left out and counted; only a server that cannot be reached ends the walk.
+that nobody could judge, or that holds a token of another version is left out and counted; only a server that cannot be
+reached ends the walk.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
 from streamrl.tasks.registry import build_task
+from streamrl.tasks.scoring import says_nothing
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -133,9 +135,9 @@ class Walk:
         except Exception as error:  # the policy for foreign tasks: the prompt is left out, not the evaluation
             log.warning("prompt %d was not evaluated: %s: %s", prompt.index, type(error).__name__, error)
             return [], [*handle.failures, f"{type(error).__name__}: {error}"]
-        judged = []
+        judged, broken = [], says_nothing(rollouts)
         for rollout in rollouts:
-            if reason := self._refusal(rollout.completion):
+            if reason := (rollout.failure if rollout.masked or broken else None) or self._refusal(rollout.completion):
                 handle.failures.append(reason)
             elif rollout.completion.finish_reason != "abort":
                 judged.append(_judged(rollout))

@@ -1,25 +1,39 @@
-"""From a ticket to its group: the task asks the policy and scores, every sample is checked or replaced."""
+"""From a ticket to its group: the task asks the policy and scores, every sample is checked or replaced.
+
+rollout ─▶ answered, judged, well formed, packable ─▶ Sample
+        └▶ Sample.placeholder(failure=...), one of types.FAILURES ─▶ counted in the learner's metrics
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-
-from msgspec.structs import replace
+from collections import Counter
+from dataclasses import dataclass
 
 from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference
 from streamrl.generate.routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.stream.contiguous import arena_of
-from streamrl.tasks.environment import FAILED, Environment, Rollout
+from streamrl.tasks.environment import Environment, Rollout
+from streamrl.tasks.failures import describe
 from streamrl.tasks.overlong import Overlong
+from streamrl.tasks.scoring import Scoring, judgements, says_nothing
 from streamrl.types import Group, Sample, Ticket, all_trained
 
 log = logging.getLogger(__name__)
 
 SCORING_TIME = 10.0
 # seconds behind the deadline of the requests in which a task scores what came in time; then its samples have failed.
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a task gave for a group, or why it gave nothing."""
+
+    rollouts: tuple[Rollout, ...] = ()
+    failure: str = ""  # of all samples where there are no rollouts: one of types.FAILURES
 
 
 async def run_group(
@@ -32,21 +46,26 @@ async def run_group(
     temperature: float,
     overlong: Overlong,
     events: EventLog,
+    scoring: Scoring | None = None,
 ) -> Group:
     """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
 
     A sample of more than `longest` tokens, prompt included, has failed too: no micro batch of the learner holds it.
-    `temperature` is that of the sampling; `overlong` is what a long answer loses of its reward.
-    At the deadline of `inference` the samples that are finished are kept, the others have failed, and the event
-    tells how many tokens each had `reached`. Raises EngineError when the server cannot be reached: that is the
-    worker's matter, not the sample's.
+    `temperature` is that of the sampling; `overlong` is what a long answer loses of its reward; `scoring` counts the
+    answers whose scorer failed. At the deadline of `inference` the samples that are finished are kept, the others have
+    failed, and the event tells how many tokens each had `reached`.
+
+    Raises EngineError when the server cannot be reached, which is the worker's matter, not the sample's, and
+    ScorerBroken where the scorer has failed too often.
     """
     fields = {"group_id": ticket.group_id, "attempt": ticket.attempt, "prompt_index": ticket.prompt_index}
     with events.span("group", **fields) as outcome:
         started = now()
-        rollouts = [overlong.penalised(each) for each in await _rollouts(ticket, task, inference, group_size)]
-        samples = tuple(_sample(rollout, ticket, longest, inference.failures) for rollout in rollouts)
-        samples = shared_prompt_routing(samples) or (Sample.placeholder(),) * group_size
+        given = await _outcome(ticket, task, inference, group_size)
+        rollouts = [overlong.penalised(each) for each in given.rollouts]
+        masked = says_nothing(rollouts)
+        samples = tuple(_sample(rollout, ticket, longest, inference.failures, masked) for rollout in rollouts)
+        samples = shared_prompt_routing(samples) or (Sample.placeholder(failure=given.failure),) * group_size
         group = Group(
             group_id=ticket.group_id,
             attempt=ticket.attempt,
@@ -59,21 +78,28 @@ async def run_group(
             worker=events.role,
             temperature=temperature,
         )
-        failed = sum(sample.is_placeholder for sample in samples)
-        unscored = sum(FAILED in sample.reward_parts for sample in samples)
-        outcome |= {"tokens": group.tokens, "failed": failed, "unscored": unscored}
+        failed = Counter(sample.failure for sample in samples if sample.is_placeholder)
+        unscored = [rollout.failure for rollout in rollouts if rollout.failure is not None]
+        outcome |= {"tokens": group.tokens, "failed": failed.total(), "unscored": len(unscored)}
+        if failed or unscored:
+            outcome["failures"] = dict(failed)
+            outcome["reasons"] = sorted({*inference.failures, *unscored})[:3]
         if failed:
-            outcome["reasons"] = sorted(set(inference.failures))[:3]
             outcome["reached"] = [
                 len(rollout.completion.output_ids)
                 for rollout, sample in zip(rollouts, samples, strict=False)  # no rollouts where the task failed
                 if sample.is_placeholder
             ]
+    if scoring is not None:
+        judged = inference.failures[-1:] if given.failure == "task" else judgements(rollouts)
+        for failure in scoring.new(each for each in judged if each is not None):
+            events.emit("scorer.failed", task=ticket.task, group_id=ticket.group_id, reason=failure)
+        scoring.count(ticket.task, judged)
     return group
 
 
-async def _rollouts(ticket: Ticket, task: Environment, inference: EngineInference, group_size: int) -> list[Rollout]:
-    """As many as were asked for, or none where the task failed."""
+async def _outcome(ticket: Ticket, task: Environment, inference: EngineInference, group_size: int) -> Outcome:
+    """As many rollouts as were asked for, or why there are none."""
     deadline = None if inference.deadline is None else inference.deadline + SCORING_TIME
     try:
         async with asyncio.timeout_at(deadline):
@@ -84,16 +110,19 @@ async def _rollouts(ticket: Ticket, task: Environment, inference: EngineInferenc
         raise
     except Exception as error:  # the policy for foreign tasks: the group is lost, not the run
         log.exception("group %d: the task failed on prompt %d", ticket.group_id, ticket.prompt_index)
-        inference.failures.append(f"{type(error).__name__}: {error}")
-        return []
-    return rollouts
+        inference.failures.append(describe(error))
+        overdue = deadline is not None and asyncio.get_running_loop().time() >= deadline
+        return Outcome(failure="deadline" if overdue else "task")
+    return Outcome(tuple(rollouts))
 
 
-def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str]) -> Sample:
-    """A rollout as a sample, or a placeholder where it is none that can be trained on."""
+def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str], masked: bool) -> Sample:
+    """A rollout as a sample, or a placeholder where it is none that can be trained on. `masked`: the whole group is."""
     answer = rollout.completion
     if answer.finish_reason == "abort":
-        return Sample.placeholder(answer.prompt_ids)
+        return Sample.placeholder(answer.prompt_ids, answer.failure or "server")
+    if rollout.masked or masked:
+        return Sample.placeholder(answer.prompt_ids, "scorer")
     sample = Sample(
         prompt_ids=answer.prompt_ids,
         output_ids=answer.output_ids,
@@ -108,10 +137,13 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str])
     try:
         sample.check(f"group {ticket.group_id}")
         _check_age(sample, ticket)
-        _check_length(sample, ticket, longest)
     except ValueError as error:
         failures.append(str(error))
-        return Sample.placeholder(answer.prompt_ids)
+        return Sample.placeholder(answer.prompt_ids, "malformed")
+    if (tokens := len(sample.prompt_ids) + len(sample.output_ids)) > longest:
+        where = f"group {ticket.group_id}"
+        failures.append(f"{where}: a sequence of {tokens} tokens, learner.tokens_per_micro_batch={longest}")
+        return Sample.placeholder(answer.prompt_ids, "too_long")
     return sample
 
 
@@ -121,16 +153,3 @@ def _check_age(sample: Sample, ticket: Ticket) -> None:
         raise ValueError(
             f"group {ticket.group_id}: tokens of version {sample.oldest}, its ticket needs {ticket.issued_version}"
         )
-
-
-def _check_length(sample: Sample, ticket: Ticket, longest: int) -> None:
-    tokens = len(sample.prompt_ids) + len(sample.output_ids)
-    if tokens > longest:
-        raise ValueError(
-            f"group {ticket.group_id}: a sequence of {tokens} tokens, learner.tokens_per_micro_batch={longest}"
-        )
-
-
-def as_placeholders(group: Group) -> Group:
-    """The same group without its content: every sample a placeholder."""
-    return replace(group, samples=(Sample.placeholder(),) * len(group.samples))

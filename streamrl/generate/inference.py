@@ -7,6 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -197,12 +198,14 @@ class EngineInference:
     def _completion(
         self, prompt_ids: np.ndarray, answer: Answer | None, text: str, arrays: tuple[np.ndarray, np.ndarray]
     ) -> Completion:
+        why = "deadline" if self._remaining() == 0.0 else "server"
         if answer is not None:
             try:
-                return completion(prompt_ids, answer, text, arrays)
+                made = completion(prompt_ids, answer, text, arrays)
+                return replace(made, failure=why) if made.finish_reason == "abort" else made
             except ValueError as error:
                 self.failures.append(str(error))
-        return Completion.failed(prompt_ids)
+        return Completion.failed(prompt_ids, why)
 
 
 def completion(prompt_ids: np.ndarray, answer: Answer, text: str, arrays: tuple[np.ndarray, np.ndarray]) -> Completion:

@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.generate.group import as_placeholders
 from streamrl.generate.outbox import Outbox
 from streamrl.observe.events import EventLog
 from streamrl.stream.address import told_address
@@ -222,7 +221,7 @@ class ServiceLink:
         except ValueError as error:
             self._events.emit("group.too_large", group_id=group.group_id, reason=str(error))
             log.warning("group %d is replaced by placeholders: %s", group.group_id, error)
-            self._outbox.put(as_placeholders(group))
+            self._outbox.put(group.as_placeholders("too_large"))
             return True
         if sent:
             self._outbox.sent(group)

@@ -10,7 +10,7 @@
     SIGTERM ─▶ no more tickets ─▶ the open ones are finished, as far as time allows ─▶ Bye ─▶ the servers end ─▶ exit 0
 
 A worker whose last server is given up ends with the last lines of that server's log; whoever started the worker
-decides whether it is started again.
+decides whether it is started again. One whose scorer fails on every answer gives up (`task.scoring`), and the run ends.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from streamrl.stream.messages import Applied, Message, Progress, Publish, Publis
 from streamrl.stream.peer import PeerRefused
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.registry import build_tasks
+from streamrl.tasks.scoring import ScorerBroken, Scoring
 from streamrl.types import Ticket
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,10 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
         events.emit("gave_up" if isinstance(failure, RunFailedError) else "worker.failed", reason=str(failure))
         print(f"generator-{index}: {failure}", file=sys.stderr)
         return 1
+    except ScorerBroken as broken:  # it would be as broken after a restart
+        events.emit("gave_up", reason=str(broken))
+        print(f"generator-{index}: {broken}", file=sys.stderr)
+        return 1
     finally:
         await fleet.close()
         events.close()
@@ -148,16 +153,14 @@ class Worker:
         self._load = Load()
         self._tokenizer = Tokenizer(config.model.path)
         self._tasks = build_tasks(config.task, config.run.seed)
+        self._scoring = Scoring(config.task.scoring)
         self._pinning = Pinning(config, run_folder, evaluator, tokenizer=self._tokenizer, events=events)
         self._link = ServiceLink(config, run_folder, self.name, address=address, servers=self._states, events=events)
         self._publishes: dict[str, asyncio.Queue[Publish]] = {name: asyncio.Queue() for name in fleet.names}
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set or the service says Stop.
-
-        Raises ServerFailed, EngineError, StreamTimeout, or RunFailedError where the run is given up.
-        """
+        """Until `stop` is set or the service says Stop. Raises what `run_worker` catches."""
         if await _unless(stop, self._probe("start")):
             return
         self._pinning.begin(self._fleet.names[0], INITIAL)
@@ -243,6 +246,7 @@ class Worker:
                 temperature=self._config.generate.sampling.temperature,
                 overlong=Overlong.of(self._config),
                 events=self._events,
+                scoring=self._scoring,
             )
         finally:
             self._fleet.leave(key)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
-from streamrl.types import Batch, Sample
+from streamrl.tasks.environment import FAILED
+from streamrl.types import FAILURES, Batch, Sample
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """The `reward/`, `staleness/`, `length/` and `tokens/trained` metrics of one batch.
+    """The `reward/`, `samples/`, `staleness/`, `length/` and `tokens/trained` metrics of one batch.
 
     Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length.
     """
@@ -20,6 +23,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
+        "reward/failed": sum(FAILED in sample.reward_parts for sample in samples),
         "pass_rate": float(np.mean([sample.passed for sample in samples] or [False])),
         "signal_rate": float(np.mean([group.has_signal for group in batch.groups])),
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
@@ -29,7 +33,15 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "length/mean": float(lengths.mean()),
         "length/p95": float(np.percentile(lengths, 95, method="higher")),
         "quarantined": len(batch.quarantined),
+        **failed_samples(batch),
     }
+
+
+def failed_samples(batch: Batch) -> dict[str, float]:
+    """How many samples of a batch have failed, and for each reason how many of them; a reason without any is absent."""
+    reasons = Counter(sample.failure for sample in batch.samples if sample.is_placeholder)
+    told = {f"samples/failed_{reason}": reasons[reason] for reason in FAILURES if reasons[reason]}
+    return {"samples/all": len(batch.samples), "samples/failed": reasons.total(), **told}
 
 
 def token_ages(sample: Sample, step: int) -> np.ndarray:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from streamrl.config import Config
 from streamrl.observe.events import read_events
+from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import Glance, Live, sentence
 from streamrl.observe.summary import print_summary
 
@@ -155,6 +156,8 @@ def one_line(rows: list[dict[str, Any]], config: Config, glance: Glance) -> str:
     words = [f"step {known['step']}", reward, known["tokens/s"], f"staleness {known['staleness']}", known["waiting"]]
     if (limits := glance.roofline) is not None:
         words.append(f"limit {limits.limit:,.0f}/s by the {limits.limited_by}")
+    if "failed" in known:
+        words.append(f"failed {known['failed']}")
     return " | ".join(words)
 
 
@@ -167,6 +170,8 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
     yield "pass rate", f"{_latest(rows, 'pass_rate'):.2f}, groups with signal {_latest(rows, 'signal_rate'):.2f}"
     generated, trained = _latest(rows, "tokens/generated_per_s"), _latest(rows, "tokens/trained_per_s")
     yield "tokens/s", f"generated {generated:,.0f}/s, trained {trained:,.0f}/s"
+    if (failed := failed_samples(rows[-_WINDOW:])) is not None:
+        yield "failed", failed
     largest = max(row.get("staleness/max") or 0 for row in rows)
     allowed = math.ceil(config.replay.bound)
     mean = _latest(rows, "staleness/mean")

@@ -15,6 +15,7 @@ from typing import Any
 
 from streamrl.observe.disk import NO_ROOM, append
 from streamrl.observe.sinks import Sink
+from streamrl.types import FAILURES
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time", "s", "end of the step, since the epoch"),
     Metric("reward/mean", "", "mean reward of the samples"),
     Metric("reward/std", "", "standard deviation of the samples' rewards"),
+    Metric("reward/failed", "samples", "answers on which the scorer raised: trained with the task's lowest reward"),
     Metric("pass_rate", "share", "samples that are wholly right"),
     Metric("signal_rate", "share", "groups whose rewards differ, which alone carry a gradient"),
     Metric("tokens/generated", "tokens", "output tokens of the groups that arrived since the last batch"),
@@ -83,6 +85,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("straggler/max_over_median", "", "longest time of a rank's passes over the median of the ranks"),
     Metric("length/mean", "tokens", "mean output length of a sample"),
     Metric("length/p95", "tokens", "95th percentile of the output length"),
+    Metric("samples/all", "samples", "samples of the step, the failed ones among them"),
+    Metric("samples/failed", "samples", "those that are not trained: placeholders in their place, by reason below"),
+    *(Metric(f"samples/failed_{reason}", "samples", f"those {meaning}") for reason, meaning in FAILURES.items()),
     Metric("quarantined", "groups", "groups of the step that the learner could not train: placeholders in their place"),
     Metric("time/step", "s", "the whole step, from asking for the batch"),
     Metric("time/wait", "s", "waiting for the batch"),

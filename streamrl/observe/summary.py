@@ -12,6 +12,7 @@ from rich.table import Table
 
 from streamrl.config import Config
 from streamrl.observe.events import read_events
+from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import shares
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.roofline import held_up, roofline
@@ -106,6 +107,8 @@ def _figures(rows: list[dict[str, Any]]) -> Table:
     )
     oldest = max(row.get("staleness/max") or 0 for row in rows)
     table.add_row("staleness", f"mean {_mean(rows, 'staleness/mean'):.2f}, max {oldest:g} learner steps")
+    if (failed := failed_samples(rows)) is not None:
+        table.add_row("failed", failed)
     for name, text in _selection(rows):
         table.add_row(name, text)
     table.add_row("idle", f"learner {_mean(rows, 'idle/learner'):.0%}, generators {_mean(rows, 'idle/generator'):.0%}")

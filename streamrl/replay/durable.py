@@ -105,7 +105,7 @@ class DurableBuffer:
             attempt=ticket.attempt,
             task=ticket.task,
             prompt_index=ticket.prompt_index,
-            samples=(Sample.placeholder(),) * self._config.generate.group_size,
+            samples=(Sample.placeholder(failure="lost"),) * self._config.generate.group_size,
         )
         frames = encode_group(group, self._config.stream.max_message)
         self.note()

@@ -38,7 +38,7 @@ from streamrl.stream.messages import (
     parse,
     read_kind,
 )
-from streamrl.types import Arena, Batch, Group, Sample, VersionSpan, all_trained, is_all_trained
+from streamrl.types import FAILURES, Arena, Batch, Group, Sample, VersionSpan, all_trained, is_all_trained
 
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
 _DTypeName = Literal["|b1", "|i1", "|u1", "<i2", "<u2", "<f2", "<i4", "<u4", "<f4", "<i8", "<u8", "<f8"]
@@ -46,6 +46,7 @@ _DTYPES = {name: np.dtype(name) for name in get_args(_DTypeName)}
 _MOST = 2**31 - 1  # of a step, and of the tokens of a sample
 OLDEST = 4  # protocol version of the oldest groups that can be read: journals keep them as they came
 Length = Annotated[int, Meta(ge=0, le=_MOST)]
+_Failure = Annotated[str, Meta(pattern=f"^({'|'.join(FAILURES)})$")]
 
 
 class _Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -70,6 +71,7 @@ class _GroupHeader(
     temperature: Annotated[float, Meta(gt=0)]
     prompts: list[Length]  # lengths of the distinct prompts
     columns: list[_Column]
+    failures: dict[Length, _Failure] = {}  # of placeholders, by the place of the sample
     # from here on an entry for each sample
     prompt: list[Length]  # index into the distinct prompts
     tokens: list[Length]  # T
@@ -127,6 +129,7 @@ def encode_group(
         temperature=group.temperature,
         prompts=[len(prompt) for prompt in prompts],
         columns=columns,
+        failures={place: sample.failure for place, sample in enumerate(samples) if sample.failure},
         prompt=places,
         tokens=[len(sample.output_ids) for sample in samples],
         spans=[sample.spans for sample in samples],
@@ -336,6 +339,7 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
                 reward=header.rewards[index],
                 reward_parts=header.parts[index],
                 finish_reason=header.finish_reasons[index],
+                failure=header.failures.get(index, ""),
                 extras=extras[index],
             )
         )
@@ -363,6 +367,9 @@ def _check_table(header: _GroupHeader) -> None:
     for name in fields:
         if len(getattr(header, name)) != count:
             raise ValueError(f"{name} has {len(getattr(header, name))} entries for {count} samples")
+    for place in header.failures:
+        if place >= count or header.finish_reasons[place] != "placeholder":
+            raise ValueError(f"a failure of sample {place}, which is no placeholder")
     if max(header.prompt) >= len(header.prompts):
         raise ValueError(f"a sample has prompt {max(header.prompt)} of {len(header.prompts)}")
     if max(itertools.chain.from_iterable(header.extras), default=-1) >= len(header.columns):

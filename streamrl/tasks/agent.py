@@ -29,7 +29,6 @@ from streamrl.tasks.environment import (
     Rollout,
     Score,
     check_reward,
-    unscored,
 )
 from streamrl.tasks.openai_server import MODEL, OpenAIServer
 from streamrl.tasks.openai_session import Session
@@ -73,6 +72,7 @@ class Agent(Environment):
         """Raises ValueError for a function that cannot be imported."""
         self._arguments = arguments
         self._task = task
+        self.lowest_reward, self.infrastructure = task.lowest_reward, task.infrastructure
         self._run: AgentFunction = self._command if arguments.function is None else _imported(arguments.function)
         self._places = asyncio.Semaphore(arguments.parallel)
         self._server: OpenAIServer | None = None
@@ -118,9 +118,9 @@ class Agent(Environment):
         completion = session.completion
         if completion is None:
             failed = Completion.failed(inference.prompt_ids(prompt.content))
-            return unscored(prompt, failed, failure or AgentFailed("the agent asked the policy nothing"))
+            return self.unscored(prompt, failed, failure or AgentFailed("the agent asked the policy nothing"))
         if failure is not None or completion.finish_reason == "abort":
-            return unscored(prompt, completion, failure or AgentFailed("a call was not answered"))
+            return self.unscored(prompt, completion, failure or AgentFailed("a call was not answered"))
         return await self._judged(prompt, session, completion, answer)
 
     async def _judged(self, prompt: Prompt, session: Session, completion: Completion, answer: str | None) -> Rollout:
@@ -129,7 +129,7 @@ class Agent(Environment):
             score = await self._task.score(prompt, last if answer is None else replace(last, text=answer))
             check_reward(score)
         except Exception as error:  # the policy for foreign scorers: count, log, go on
-            return unscored(prompt, completion, error)
+            return self.unscored(prompt, completion, error)
         parts = {**score.parts, "calls": float(len(session.turns))}
         return Rollout(completion=completion, reward=score.reward, parts=parts)
 

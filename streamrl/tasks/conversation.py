@@ -105,7 +105,7 @@ class Conversation:
         A conversation whose last turn was cut off has failed as a whole.
         """
         if not self.turns or self.ended:
-            return Completion.failed(self._prompt_ids)
+            return Completion.failed(self._prompt_ids, self.turns[-1].failure if self.turns else "task")
         return Completion(
             text=self._text,
             prompt_ids=self._prompt_ids,

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 import numpy as np
 
 from streamrl.tasks.arguments import TaskArguments
+from streamrl.tasks.failures import INFRASTRUCTURE, describe, is_masked
 from streamrl.types import PolicyVersion, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ EXACT = "exact"
 # The reward part that every task gives: 1.0 for a wholly right answer, else 0.0. The pass rate is its mean.
 
 FAILED = "failed"
-# The reward part that is 1.0 for a rollout whose scorer raised; absent from all others.
+# The reward part that is 1.0 for a rollout on which the scorer raised; absent from all others.
 
 
 class Message(TypedDict):
@@ -75,9 +76,10 @@ class Completion:
     finish_reason: str  # stop | length | abort
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each output token, [T, ...]
     loss_mask: np.ndarray | None = None  # bool [T], False where the policy did not write the token; None: it wrote all
+    failure: str = ""  # of an aborted one: why (`types.FAILURES`)
 
     @classmethod
-    def failed(cls, prompt_ids: np.ndarray) -> Completion:
+    def failed(cls, prompt_ids: np.ndarray, failure: str = "server") -> Completion:
         """An answer that was not given: no tokens, finish reason `abort`."""
         return cls(
             text="",
@@ -86,6 +88,7 @@ class Completion:
             logprobs=np.empty(0, np.float32),
             spans=(),
             finish_reason="abort",
+            failure=failure,
         )
 
 
@@ -99,12 +102,13 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
-    """A completion with its reward; `failure` says why the scorer could not judge it (the reward is then 0)."""
+    """A completion with its reward."""
 
     completion: Completion
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None
+    failure: str | None = None  # why the scorer did not judge it: the exception, and its place in the user's code
+    masked: bool = False  # the failure says nothing of the answer, which is not trained; else it has the lowest reward
 
 
 class Inference(Protocol):
@@ -164,13 +168,19 @@ class Environment(ABC):
     size: int | None = None
     """Prompts of one epoch; None: no prompt comes back."""
 
+    lowest_reward: float = 0.0
+    """Reward of an answer on which the scorer raises: nothing that an answer can do may be worth less."""
+
+    infrastructure: tuple[type[Exception], ...] = INFRASTRUCTURE
+    """Exceptions of the scorer that say nothing of the answer: its sample is masked. All others are the answer's."""
+
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
         """The prompt of `index` >= 0: the same one for the same task, seed and split, on any machine."""
 
     @abstractmethod
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
-        """Judge one answer. May raise: the sample then gets reward 0 and is counted."""
+        """Judge one answer. May raise: the sample then gets the lowest reward, or is masked, and is counted."""
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
         """One turn: `n` answers, each scored on its own. Errors of `inference` propagate, those of a scorer do not."""
@@ -186,8 +196,16 @@ class Environment(ABC):
             score = await self.score(prompt, completion)
             check_reward(score)
         except Exception as error:  # the policy for foreign scorers: count, log, go on
-            return unscored(prompt, completion, error)
+            return self.unscored(prompt, completion, error)
         return Rollout(completion=completion, reward=score.reward, parts=score.parts)
+
+    def unscored(self, prompt: Prompt, completion: Completion, error: Exception) -> Rollout:
+        """The rollout of an answer whose scorer raised `error`: the lowest reward and the part FAILED, or masked."""
+        failure, masked = describe(error), is_masked(error, self.infrastructure)
+        log.warning("prompt %d: scoring %.80r failed: %s", prompt.index, completion.text, failure)
+        if masked:
+            return Rollout(completion=completion, reward=0.0, failure=failure, masked=True)
+        return Rollout(completion=completion, reward=self.lowest_reward, parts={FAILED: 1.0}, failure=failure)
 
     async def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
         """Let go of what the environment holds (processes, files). May be called twice."""
@@ -203,10 +221,3 @@ def check_reward(score: Score) -> None:
     """Raise ValueError unless the reward is a finite number."""
     if not math.isfinite(score.reward):
         raise ValueError(f"reward is {score.reward}, a finite number is needed")
-
-
-def unscored(prompt: Prompt, completion: Completion, error: Exception) -> Rollout:
-    """The rollout of an answer whose scorer raised `error`: reward 0, counted by the part FAILED."""
-    failure = f"{type(error).__name__}: {error}"
-    log.warning("prompt %d: scoring %.80r failed: %s", prompt.index, completion.text, failure)
-    return Rollout(completion=completion, reward=0.0, parts={FAILED: 1.0}, failure=failure)

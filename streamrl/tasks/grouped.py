@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import combinations
 
-from streamrl.tasks.environment import Completion, Environment, Prompt, Rollout, Score, check_reward, unscored
+from streamrl.tasks.environment import Completion, Environment, Prompt, Rollout, Score, check_reward
 
 UNOPPOSED = 0.5
 # The reward of an answer that has no other to be held against.
@@ -22,7 +22,7 @@ class Grouped(Environment):
 
     @abstractmethod
     async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> Sequence[Score]:
-        """One score for each answer, in order. May raise: every sample of the group gets 0 and is counted."""
+        """One score for each answer, in order. May raise: the group is masked and counted."""
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         (score,) = await self.score_group(prompt, [completion])
@@ -38,7 +38,7 @@ class Grouped(Environment):
             for score in scores:
                 check_reward(score)
         except Exception as error:  # the policy for foreign scorers: count, log, go on
-            return [unscored(prompt, completion, error) for completion in completions]
+            return [self.unscored(prompt, completion, error) for completion in completions]
         following = iter(scores)
         return [
             _rollout(each, Score(reward=0.0) if each.finish_reason == "abort" else next(following))
@@ -54,7 +54,7 @@ class Contrastive(Grouped):
 
     @abstractmethod
     async def preference(self, prompt: Prompt, first: Completion, second: Completion) -> float:
-        """How likely `first` is the better one, 0..1; 1/2: neither. May raise: the whole group gets 0."""
+        """How likely `first` is the better one, 0..1; 1/2: neither. May raise: the whole group is masked."""
 
     async def score_group(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Score]:
         """Raises ValueError for a preference that is none."""

@@ -10,7 +10,6 @@ one, so that none outlives it.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import resource
@@ -19,17 +18,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from streamrl.lifeline import die_with
+from streamrl.tasks.failures import INFRASTRUCTURE, ScorerLate, ScorerLost, ScorerRaised, ScorerUnready, describe
+
 MEMORY = 4 << 30
 # Bytes of address space of a judge: enough for sympy, and a tower of powers ends as a MemoryError.
 
 _LINE = 1 << 20
 # Bytes of the longest line from a judge; its replies are far shorter.
-
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-
-
-class ScoringFailed(RuntimeError):
-    """An answer that could not be judged: the judge hung, broke, or cannot do with the question."""
 
 
 class Judges:
@@ -75,7 +71,8 @@ class Judges:
     async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         """A judge's reply to a question of JSON types (others become text).
 
-        Raises ScoringFailed; the judge that hung is killed.
+        Raises ScorerRaised where it raises, ScorerLate where it hangs, ScorerLost where it ends, and ScorerUnready
+        where none can be started. One that hangs is killed.
         """
         async with self._places:
             judge = await self._take()
@@ -86,7 +83,7 @@ class Judges:
                 raise
             self._idle.append(judge)
         if "error" in reply:
-            raise ScoringFailed(reply["error"])
+            raise ScorerRaised(reply["error"], masked=reply["masked"])
         return reply
 
     async def close(self) -> None:
@@ -112,7 +109,10 @@ class Judges:
         try:
             ready = await self._exchange(judge, None, self._start_timeout)  # once its libraries are loaded
             if "error" in ready:
-                raise ScoringFailed(ready["error"])
+                raise ScorerUnready(ready["error"])
+        except (ScorerLate, ScorerLost) as error:
+            await self._end(judge)
+            raise ScorerUnready(f"{error}, before it was ready") from None
         except BaseException:
             await self._end(judge)
             raise
@@ -129,11 +129,11 @@ class Judges:
                 await judge.stdin.drain()
                 line = await judge.stdout.readline()
         except TimeoutError:
-            raise ScoringFailed(f"judging took more than {timeout:g} s") from None
+            raise ScorerLate(f"judging took more than {timeout:g} s") from None
         except ConnectionError as error:
-            raise ScoringFailed(f"the judge has ended: {error}") from None
+            raise ScorerLost(f"the judge has ended: {error}") from None
         if not line:
-            raise ScoringFailed("the judge has ended")
+            raise ScorerLost("the judge has ended")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
@@ -148,12 +148,11 @@ def judge_lines(prepare: Callable[[Sequence[str]], Callable[..., dict[str, Any]]
     """The main of a judge: answers each line of standard input until it ends.
 
     `prepare` is called once with the arguments behind PARENT and MEMORY, and loads what the judge needs; what it
-    returns is called with the keys of each question. What either raises is the reply.
+    returns is called with the keys of each question. What either raises is the reply; where its function has an
+    attribute `infrastructure`, these are the exceptions that say nothing of the answer.
     """
     parent, memory, *arguments = sys.argv[1:]
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also in the middle of a C call
-    if os.getppid() != int(parent):
-        return
+    die_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the worker decides
     resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
@@ -165,5 +164,6 @@ def judge_lines(prepare: Callable[[Sequence[str]], Callable[..., dict[str, Any]]
             judge = judge or prepare(arguments)
             reply = {} if question is None else judge(**question)
         except Exception as error:  # whatever a library or a user's code does with a strange answer, it is a reply
-            reply = {"error": f"{type(error).__name__}: {error}"[:200]}
+            kinds = getattr(judge, "infrastructure", INFRASTRUCTURE)
+            reply = {"error": describe(error), "masked": isinstance(error, kinds)}
         print(json.dumps(reply), file=replies)

@@ -32,7 +32,7 @@ class MathReward(Judges):
         )
 
     async def is_right(self, text: str, gold: str) -> bool:
-        """Whether the answer in `text` equals `gold`. Raises ScoringFailed; the judge that hung is killed."""
+        """Whether the answer in `text` equals `gold`. Raises as `ask` does."""
         return await self.verdict(text, gold) is True
 
     async def verdict(self, text: str, gold: str) -> bool | None:

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from streamrl.tasks import answers, countdown
 from streamrl.tasks.arguments import ARGUMENTS, OnDisk
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score, said_text
+from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.images import image_references, with_images
 from streamrl.tasks.math_reward import MathReward
 from streamrl.tasks.order import item_at
@@ -51,6 +52,9 @@ class QuestionsArguments(RowsArguments):
     reward_partial: float = Field(1.0, description="reward of a right answer with text behind it, or in a cut text")
     reward_wrong: float = Field(0.0, description="reward of a wrong answer in the right form")
     reward_unparsed: float = Field(0.0, description="reward of a text without an answer that can be read")
+    reward_failed: float | None = Field(
+        None, description="reward of an answer on which the scorer raises; null: the lower one of the two before"
+    )
     score_processes: int = Field(2, ge=1, description="processes that judge answers")
     score_timeout: float = Field(5.0, gt=0, description="seconds that judging one answer may take")
     score_memory: int = Field(4 << 30, ge=1 << 28, description="bytes of address space of a judging process")
@@ -65,6 +69,11 @@ class QuestionsArguments(RowsArguments):
                 "allowed: right >= partial >= the other two"
             )
         return self
+
+    @property
+    def lowest_reward(self) -> float:
+        """Of an answer on which the scorer raises."""
+        return min(self.reward_wrong, self.reward_unparsed) if self.reward_failed is None else self.reward_failed
 
     @property
     def asked(self) -> dict[str, str]:
@@ -89,6 +98,9 @@ class Questions(Environment):
     def __init__(self, arguments: QuestionsArguments, seed: int, split: str) -> None:
         self._arguments = arguments
         self._seed = seed
+        self.lowest_reward = arguments.lowest_reward
+        if arguments.reward is None:
+            self.infrastructure = (ScorerUnready,)  # where mathematics hangs or ends, it is the answer that did it
         if arguments.reward is not None:
             _check_reward(arguments.reward, arguments.start_timeout)
         asked = list(arguments.asked.values())

@@ -24,8 +24,8 @@ from streamrl.tasks.environment import (
     Rollout,
     Score,
     check_reward,
-    unscored,
 )
+from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised
 from streamrl.tasks.remote_protocol import (
     About,
     AskObservation,
@@ -62,6 +62,9 @@ class Remote(TurnByTurn):
     def __init__(self, arguments: RemoteArguments, local: Environment | None, split: str) -> None:
         """`local` gives the prompts where the server is a reward model."""
         self._local = local
+        self.infrastructure = (*INFRASTRUCTURE, RemoteFailed)
+        if local is not None:
+            self.lowest_reward = local.lowest_reward
         self._split = split
         self._caller = _Caller(arguments)
         self._about: About | None = About() if local is not None else None
@@ -76,6 +79,7 @@ class Remote(TurnByTurn):
         """Raises RemoteFailed where the server gives no prompt."""
         if self._about is None:
             self._about = await self._caller.call("about", None, About)
+            self.lowest_reward = self._about.lowest_reward
         if self._local is None:
             prompt = await self._fetched(prompt.index)
         if self._about.max_turns == 1:
@@ -97,8 +101,15 @@ class Remote(TurnByTurn):
         try:
             scores = await self._judged(prompt, [_turns([completion]) for completion in completions])
         except RemoteFailed as error:
-            return [unscored(prompt, completion, error) for completion in completions]
-        return [_rollout(prompt, each, score) for each, score in zip(completions, scores, strict=True)]
+            return [self.unscored(prompt, completion, error) for completion in completions]
+        return [self._rollout_of(prompt, each, score) for each, score in zip(completions, scores, strict=True)]
+
+    def _rollout_of(self, prompt: Prompt, completion: Completion, score: RemoteScore) -> Rollout:
+        try:
+            judged = _score(score)
+        except (ScorerRaised, ValueError) as error:
+            return self.unscored(prompt, completion, error)
+        return Rollout(completion=completion, reward=judged.reward, parts=judged.parts)
 
     async def close(self) -> None:
         await self._caller.close()
@@ -178,17 +189,9 @@ def _turns(completions: Sequence[Completion]) -> tuple[Turn, ...]:
 
 
 def _score(score: RemoteScore) -> Score:
-    """Raises ValueError where the server's scorer raised, or gave no finite number."""
+    """Raises ScorerRaised where the server's scorer raised, and ValueError where it gave no finite number."""
     if score.failure is not None:
-        raise ValueError(score.failure)
+        raise ScorerRaised(score.failure, masked=score.masked)
     checked = Score(reward=score.reward, parts=score.parts)
     check_reward(checked)
     return checked
-
-
-def _rollout(prompt: Prompt, completion: Completion, score: RemoteScore) -> Rollout:
-    try:
-        judged = _score(score)
-    except ValueError as error:
-        return unscored(prompt, completion, error)
-    return Rollout(completion=completion, reward=judged.reward, parts=judged.parts)

@@ -23,6 +23,7 @@ class About(msgspec.Struct, frozen=True):
     """What kind of task it is."""
 
     max_turns: int = 1
+    lowest_reward: float = 0.0  # of an answer on which its scorer raises
 
 
 class RemotePrompt(msgspec.Struct, frozen=True):
@@ -85,11 +86,12 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class RemoteScore(msgspec.Struct, frozen=True):
-    """`Score` on the wire; `failure` where the scorer raised."""
+    """`Score` on the wire; `failure` where the scorer raised, `masked` where that says nothing of the answer."""
 
     reward: float
     parts: dict[str, float] = {}
     failure: str | None = None
+    masked: bool = False
 
 
 class Judged(msgspec.Struct, frozen=True):

@@ -21,6 +21,7 @@ from aiohttp import web
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.tasks.environment import Completion, Environment, Prompt
+from streamrl.tasks.failures import describe, is_masked
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.remote_protocol import (
     LARGEST,
@@ -48,7 +49,8 @@ class ServedTask:
         self._task = splits["train"]
 
     async def about(self, _: bytes) -> About:
-        return About(self._task.max_turns if isinstance(self._task, TurnByTurn) else 1)
+        turns = self._task.max_turns if isinstance(self._task, TurnByTurn) else 1
+        return About(turns, self._task.lowest_reward)
 
     async def prompt(self, body: bytes) -> RemotePrompt:
         asked = msgspec.json.decode(body, type=AskPrompt)
@@ -68,13 +70,14 @@ class ServedTask:
             judging = (self._judged(self._task, prompt, _completions(turns)) for turns in asked.answers)
             return Judged(tuple(await asyncio.gather(*judging)))
         rollouts = await self._task.score_all(prompt, [_completions(turns)[-1] for turns in asked.answers])
-        return Judged(tuple(RemoteScore(each.reward, each.parts, each.failure) for each in rollouts))
+        return Judged(tuple(RemoteScore(each.reward, each.parts, each.failure, each.masked) for each in rollouts))
 
     async def _judged(self, task: TurnByTurn, prompt: Prompt, turns: Sequence[Completion]) -> RemoteScore:
         try:
             score = await task.score_turns(prompt, turns)
         except Exception as error:  # the policy for foreign scorers: it is told to the caller, who counts it
-            return RemoteScore(0.0, failure=f"{type(error).__name__}: {error}"[:500])
+            masked = is_masked(error, task.infrastructure)
+            return RemoteScore(task.lowest_reward, failure=describe(error), masked=masked)
         return RemoteScore(score.reward, score.parts)
 
     async def close(self) -> None:

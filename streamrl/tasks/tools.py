@@ -51,6 +51,7 @@ class Tools(TurnByTurn):
     def __init__(self, arguments: ToolsArguments, task: Environment) -> None:
         """Raises ValueError where code would have no walls around it, and that is not allowed."""
         self._task = task
+        self.lowest_reward, self.infrastructure = task.lowest_reward, task.infrastructure
         self._role = arguments.role
         self.max_turns = arguments.max_turns
         self._tools: dict[str, Callable[[str], Awaitable[str]]] = {}

@@ -19,7 +19,6 @@ from streamrl.tasks.environment import (
     Rollout,
     Score,
     check_reward,
-    unscored,
 )
 
 Observation = str | Sequence[Message]
@@ -40,7 +39,7 @@ class TurnByTurn(Environment):
 
     @abstractmethod
     async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
-        """What the policy is told after its last turn; None ends the conversation. May raise: the sample gets 0."""
+        """What the policy is told after its last turn; None ends the conversation. May raise, as `score` may."""
 
     async def turn_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> float:
         """What the last turn alone is worth; all turns are added up."""
@@ -48,7 +47,7 @@ class TurnByTurn(Environment):
 
     @abstractmethod
     async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
-        """What the whole conversation is worth, besides its turns. May raise: the sample gets 0 and is counted."""
+        """What the whole conversation is worth, besides its turns. May raise, as `score` may."""
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         """The judgement of a conversation of one turn."""
@@ -77,7 +76,7 @@ class TurnByTurn(Environment):
                     continue
                 score = await self.score_turns(prompt, conversation.turns)
             except Exception as error:  # the policy for foreign environments: count, log, go on
-                return unscored(prompt, conversation.completion, error)
+                return self.unscored(prompt, conversation.completion, error)
             return Rollout(completion=conversation.completion, reward=score.reward, parts=score.parts)
 
     async def _goes_on(self, prompt: Prompt, conversation: Conversation) -> bool:

@@ -3,7 +3,7 @@
     def reward(text: str, answer: str, row: dict, finish_reason: str) -> float | dict[str, float]: ...
 
 A mapping gives the reward under `reward`, and whatever else it names as parts for the metrics. The function may
-raise, hang, exit or eat memory: that costs its sample.
+raise: its answer has the lowest reward then. It may hang, exit or eat memory: that costs its sample.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class UserReward(Judges):
         )
 
     async def score(self, text: str, answer: str, row: dict[str, Any], finish_reason: str) -> Score:
-        """What the function says. Raises ScoringFailed, also for a function that gives no number."""
+        """What the function says. Raises as `ask` does, ScorerRaised also for a function that gives no number."""
         reply = await self.ask({"text": text, "answer": answer, "row": row, "finish_reason": finish_reason})
         return Score(reward=reply["reward"], parts=reply["parts"])
 
@@ -70,6 +70,8 @@ def prepare(arguments: Sequence[str]) -> Callable[..., dict[str, Any]]:
         reward = float(values.pop("reward"))
         return {"reward": reward, "parts": {str(key): float(value) for key, value in values.items()}}
 
+    if hasattr(function, "infrastructure"):  # the user's word on which exceptions say nothing of the answer
+        judge.infrastructure = function.infrastructure  # type: ignore[attr-defined]
     return judge
 
 

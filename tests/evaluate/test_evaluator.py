@@ -10,9 +10,9 @@ import pytest
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
-from streamrl.evaluate.evaluator import build_evaluated, evaluate
+from streamrl.evaluate.evaluator import Walk, build_evaluated, evaluate
 from streamrl.evaluate.results import Evaluation, Question
-from streamrl.tasks.environment import Completion
+from streamrl.tasks.environment import Completion, Environment, Prompt, Score
 from streamrl.tasks.registry import build_task
 from tests.evaluate.scripted_policy import V7, ScriptedPolicy
 
@@ -133,3 +133,33 @@ def test_what_the_evaluation_is_asked_for_twice_or_cannot_give_is_refused() -> N
 def test_pass_at_k_is_told_for_the_powers_of_two_unless_named() -> None:
     assert Config.model_validate({"evaluate": {"samples": 12}}).evaluate.ks == (1, 2, 4, 8)
     assert Config.model_validate({"evaluate": {"samples": 12, "k": [12, 5]}}).evaluate.ks == (1, 5, 12)
+
+
+class Failing(Environment):
+    """Raises on the answers that its prompt lists, by their number."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, text="a=", answer="a")
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        self.calls += 1
+        if prompt.index == 0 or self.calls % 4 == 0:
+            raise TimeoutError("service") if self.calls % 8 == 4 else KeyError("x")
+        return Score(reward=1.0)
+
+
+def test_an_answer_that_nobody_could_judge_is_left_out_and_one_on_which_the_scorer_raised_is_wrong() -> None:
+    settings = Config.model_validate({"evaluate": {"samples": 8, "greedy": False, "in_flight": 1}}).evaluate
+    walk = Walk(settings, {"own": Failing()}, {"own": 2}, ScriptedPolicy(CHANCES), V7)
+    asyncio.run(walk.run())
+    broken, judged = walk.questions["own"]
+    assert (broken.answers, broken.missing) == ((), 8)  # it raised on every answer
+    assert any("KeyError" in reason for reason in broken.reasons)
+    assert judged.missing == 1
+    assert [answer.reward for answer in judged.answers].count(0.0) == 1
+    assert judged.right == 6

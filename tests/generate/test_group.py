@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from streamrl.config.generate import GenerateConfig
-from streamrl.config.task import OverlongConfig
+from streamrl.config.task import OverlongConfig, ScoringConfig
 from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, completion
@@ -22,6 +22,7 @@ from streamrl.observe.events import EventLog, read_events
 from streamrl.stream.codec import encode_group
 from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.overlong import Overlong
+from streamrl.tasks.scoring import ScorerBroken, Scoring
 from streamrl.tasks.turns import TurnByTurn
 from streamrl.types import Group, PolicyVersion, Ticket, VersionSpan
 
@@ -80,6 +81,7 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
         overlong: int = 0,
         seconds: float | None = None,
         cut: bool = False,
+        scoring: Scoring | None = None,
         **generate: Any,
     ):
         config = GenerateConfig.model_validate({"sampling": {"max_new_tokens": 6}, **generate})
@@ -95,12 +97,12 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
                 inference = EngineInference(policy, Tokenizer(model_folders[0]), config, load, deadline=deadline)
                 penalty = Overlong(OverlongConfig(buffer=overlong), longest=6)
                 limits = {"longest": longest, "temperature": config.sampling.temperature, "overlong": penalty}
-                return await run_group(ticket(step), task, inference, SIZE, **limits, events=events)
+                return await run_group(ticket(step), task, inference, SIZE, **limits, events=events, scoring=scoring)
             finally:
                 await client.close()
 
         group = asyncio.run(go())
-        (end,) = [event for event in read_events(events.path) if event.get("phase") == "end"]
+        *_, end = [event for event in read_events(events.path) if event.get("phase") == "end"]
         return group, load, end
 
     return run
@@ -108,7 +110,8 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
 
 def test_a_sequence_that_no_micro_batch_holds_is_a_placeholder(run):
     group, _, end = run(Task(), longest=3)
-    assert all(sample.is_placeholder for sample in group.samples)
+    assert [sample.failure for sample in group.samples] == ["too_long"] * SIZE
+    assert end["failures"] == {"too_long": SIZE}
     assert "learner.tokens_per_micro_batch=3" in end["reasons"][0]
 
 
@@ -186,7 +189,7 @@ def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is
 
     group, _, end = run(Late(), seconds=60, cut=True, single_requests=single, stream_every=every)
     group.check()
-    assert [sample.is_placeholder for sample in group.samples] == [False, False, True, True]
+    assert [sample.failure for sample in group.samples] == ["", "", "deadline", "deadline"]
     assert end["failed"] == 2
     assert "not finished at the deadline" in end["reasons"]
     told = single or every > 0  # answers of one request that come at once are known at their end alone
@@ -201,7 +204,7 @@ def test_a_task_that_hangs_costs_its_group_not_the_worker(run, monkeypatch):
 
     monkeypatch.setattr("streamrl.generate.group.SCORING_TIME", 0.5)
     group, _, end = run(Hangs(), seconds=1.0)
-    assert all(sample.is_placeholder for sample in group.samples)
+    assert [sample.failure for sample in group.samples] == ["deadline"] * SIZE
     assert any("TimeoutError" in reason for reason in end["reasons"])
 
 
@@ -209,6 +212,7 @@ def test_a_prompt_that_the_server_refuses_becomes_placeholders(run):
     group, load, end = run(Task("abcdefgh" * 20_000))
     group.check()
     assert [sample.finish_reason for sample in group.samples] == ["placeholder"] * SIZE
+    assert [sample.failure for sample in group.samples] == ["server"] * SIZE
     assert end["failed"] == SIZE
     assert "status 400" in end["reasons"][0]
     assert load.generated == 0
@@ -224,13 +228,13 @@ def test_a_prompt_that_the_server_refuses_becomes_placeholders(run):
 def test_a_task_that_fails_costs_its_group_not_the_run(run, task, reason):
     group, _, end = run(task)
     group.check()
-    assert all(sample.is_placeholder for sample in group.samples)
+    assert [sample.failure for sample in group.samples] == ["task"] * SIZE
     assert any(reason in text for text in end["reasons"])
 
 
 def test_tokens_older_than_the_ticket_allows_are_never_trained(run):
     group, _, end = run(Task(), step=1)
-    assert all(sample.is_placeholder for sample in group.samples)
+    assert [sample.failure for sample in group.samples] == ["malformed"] * SIZE
     assert "tokens of version 0.0, its ticket needs 1.0" in end["reasons"][0]
 
 
@@ -257,3 +261,49 @@ def test_an_answer_that_contradicts_itself_is_refused(spans, logprob_of, reason)
     arrays = np.empty(2, np.int32), np.empty(2, np.float32)
     with pytest.raises(ValueError, match=reason):
         completion(np.array([1], np.int32), Answer([7, 8], meta), "text", arrays)
+
+
+class Raises(Task):
+    """Scores all answers but the first `judged` ones, and raises on those."""
+
+    lowest_reward = -1.0
+
+    def __init__(self, error: Exception, judged: int) -> None:
+        super().__init__()
+        self.error, self.left = error, judged
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        self.left -= 1
+        if self.left >= 0:
+            return Score(reward=1.0)
+        raise self.error
+
+
+def test_an_answer_on_which_the_scorer_raises_is_trained_with_the_lowest_reward(run):
+    group, _, end = run(Raises(KeyError("x"), judged=1))
+    assert [sample.reward for sample in group.samples] == [1.0, -1.0, -1.0, -1.0]
+    assert [sample.failure for sample in group.samples] == [""] * SIZE
+    assert (end["failed"], end["unscored"]) == (0, SIZE - 1)
+    assert "KeyError: 'x'" in end["reasons"][0]
+    assert "test_group.py:" in end["reasons"][0]
+
+
+def test_an_answer_whose_scorer_fails_by_infrastructure_is_masked(run):
+    group, _, end = run(Raises(TimeoutError("service"), judged=1))
+    assert [sample.failure for sample in group.samples] == ["", "scorer", "scorer", "scorer"]
+    assert (end["failures"], end["unscored"]) == ({"scorer": 3}, 3)
+
+
+def test_a_scorer_that_raises_on_every_answer_of_a_group_masks_it(run):
+    group, _, end = run(Raises(KeyError("x"), judged=0))
+    assert [sample.failure for sample in group.samples] == ["scorer"] * SIZE
+    assert (end["failures"], end["unscored"]) == ({"scorer": SIZE}, SIZE)
+
+
+def test_a_scorer_that_fails_too_often_raises_the_users_own_exception_and_line_and_tells_it_once(run, tmp_path):
+    scoring = Scoring(ScoringConfig(window=2 * SIZE, most_failed=1.0))
+    run(Raises(KeyError("x"), judged=0), scoring=scoring)
+    with pytest.raises(ScorerBroken, match=r"failed on 8 of its last 8 .*KeyError: 'x' \(.*test_group\.py:\d+\)$"):
+        run(Raises(KeyError("x"), judged=0), scoring=scoring)
+    told = [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "scorer.failed"]
+    assert [(event["task"], "KeyError: 'x'" in event["reason"]) for event in told] == [("copy", True)]

@@ -234,7 +234,7 @@ def test_a_group_that_is_larger_than_a_message_goes_as_placeholders(
         link.open(ticket(0))
         link.finish(make_group(0, tokens=10_000))
         group = await service.hear(Group)
-        assert [sample.is_placeholder for sample in group.samples] == [True, True]
+        assert [sample.failure for sample in group.samples] == ["too_large", "too_large"]
         service.say(Accepted(group_id=0, attempt=0))
 
     at_work(script, max_message=1 << 12)

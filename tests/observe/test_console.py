@@ -13,8 +13,9 @@ from streamrl.config import Config
 from streamrl.observe import console as console_module
 from streamrl.observe.console import Console, one_line, sparkline, who_waits
 from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.live import Glance
 from streamrl.observe.metrics import MetricsWriter
-from streamrl.observe.summary import probes
+from streamrl.observe.summary import print_summary, probes
 from streamrl.observe.tail import Tail
 
 CONFIG = Config.model_validate(
@@ -198,3 +199,21 @@ def test_the_summary_compares_what_was_dropped_with_what_was_trained(tmp_path, w
     text = " ".join(screen.export_text().split())
     assert "4 of 20 groups; mean length 20, of the trained 10; pass rate 1, of the trained 0.5" in text
     assert "1 groups became placeholders" in text
+
+
+def test_failed_samples_are_shown_by_reason_on_the_screen_in_the_line_and_in_the_summary(tmp_path, writer):
+    failed = {"samples/all": 64, "samples/failed": 5, "samples/failed_too_long": 4, "samples/failed_scorer": 1}
+    rows = [row(1) | {"samples/all": 64, "samples/failed": 0}, row(2) | failed | {"reward/failed": 3}]
+    for each in rows:
+        writer.write(each)
+    words = "5 of 128 samples not trained: too_long 4, scorer 1; the scorer raised on 3"
+    assert f"failed {words}" in one_line(rows, CONFIG, Glance())
+    screen = terminal(interactive=True)
+    console = Console(CONFIG, tmp_path, screen)
+    console.refresh()
+    console.close()
+    assert words in screen.export_text()
+    printed = terminal(interactive=False)
+    print_summary(CONFIG, tmp_path, printed)
+    assert words in printed.export_text()
+    assert "failed" not in one_line(rows[:1], CONFIG, Glance())

@@ -165,7 +165,7 @@ def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
     good, poisoned = received.batch.groups
     assert (good.group_id, poisoned.group_id) == (0, 1)
     assert not any(sample.is_placeholder for sample in good.samples)
-    assert [sample.is_placeholder for sample in poisoned.samples] == [True] * 3
+    assert [sample.failure for sample in poisoned.samples] == ["lost"] * 3
     assert received.stats["selection"]["selection/placeholders"] == 1
     assert [event["attempt"] for event in running.told("group.placeholders")] == [1]
     documented("group ... is given up after attempt ...: placeholders", caplog.text, GOES_ON)

@@ -294,3 +294,24 @@ def test_a_group_that_no_service_would_accept_is_refused_before_it_is_sent(make_
     broken = replace(group.samples[0], logprobs=np.zeros(50, np.float64))
     with pytest.raises(ValueError, match=r"group 3 sample 0\.logprobs is float64"):
         encode_group(replace(group, samples=(broken,)), MAX)
+
+
+def test_the_reason_of_a_failed_sample_travels_and_one_that_nobody_knows_is_refused(make_group: MakeGroup) -> None:
+    group = make_group(samples=3)
+    failed = replace(group, samples=(group.samples[0], Sample.placeholder(failure="too_long"), Sample.placeholder()))
+    header, arena = encode_group(failed, MAX)
+    assert [sample.failure for sample in decode_group(header, arena).samples] == ["", "too_long", ""]
+
+    def refused(failures: dict[int, str], reason: str) -> None:
+        with pytest.raises(MalformedMessage, match=reason):
+            decode_group(_changed(header, lambda fields: fields.update(failures=failures)), arena)
+
+    refused({1: "a whim"}, "failures")
+    refused({0: "too_long"}, "a failure of sample 0, which is no placeholder")
+    refused({3: "too_long"}, "a failure of sample 3, which is no placeholder")
+
+
+def test_a_group_from_before_failures_had_reasons_is_read(make_group: MakeGroup) -> None:
+    group = replace(make_group(samples=2), samples=(make_group().samples[0], Sample.placeholder()))
+    header, arena = encode_group(group, MAX)
+    assert decode_group(_changed(header, lambda fields: fields.pop("failures")), arena).samples[1].failure == ""

@@ -17,7 +17,7 @@ import pytest
 
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import EXACT, FAILED, Completion
-from streamrl.tasks.judges import ScoringFailed
+from streamrl.tasks.failures import ScorerRaised
 from streamrl.tasks.math_reward import MathReward
 from streamrl.tasks.questions import PARSED
 from streamrl.tasks.registry import build_task
@@ -108,7 +108,7 @@ def test_answers_are_judged_as_mathematics_and_a_hanging_one_costs_its_sample(ro
 def test_a_right_answer_that_cannot_be_read_is_a_failure_not_a_wrong_answer():
     async def ask():
         async with MathReward(processes=1, timeout=5.0, start_timeout=60.0) as judge:
-            with pytest.raises(ScoringFailed, match="is not mathematics"):
+            with pytest.raises(ScorerRaised, match="is not mathematics"):
                 await judge.is_right("4", gold="")
             assert await judge.is_right("4", gold="4")
             os.kill(judge.pids[0], signal.SIGKILL)

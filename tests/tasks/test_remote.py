@@ -80,21 +80,23 @@ def test_a_reward_model_scores_the_prompts_of_a_local_task(scripted):
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason"),
+    ("reply", "reason", "masked"),
     [
-        ({"scores": [{"reward": 1.0}]}, "1 scores for 2 answers"),
-        ({"scores": "no"}, "not a reply"),
-        ({"scores": [{"reward": 0.0, "failure": "KeyError: x"}] * 2}, "KeyError: x"),
+        ({"scores": [{"reward": 1.0}]}, "1 scores for 2 answers", True),
+        ({"scores": "no"}, "not a reply", True),
+        ({"scores": [{"reward": 0.0, "failure": "KeyError: x"}] * 2}, "KeyError: x", False),
+        ({"scores": [{"reward": 0.0, "failure": "ScorerLate: x", "masked": True}] * 2}, "ScorerLate: x", True),
     ],
 )
-def test_a_reply_that_does_not_fit_costs_the_samples_their_reward(scripted, reply, reason):
+def test_a_reply_that_does_not_fit_costs_the_samples_their_reward(scripted, reply, reason, masked):
     async def score(request: web.Request) -> web.Response:
         return web.json_response(reply)
 
     app = web.Application()
     app.router.add_post("/score", score)
     rollouts = play(app, "", scripted([["a"], ["b"]]), n=2, task={"name": "copy"})
-    assert [rollout.parts for rollout in rollouts] == [{FAILED: 1.0}] * 2
+    assert [rollout.parts for rollout in rollouts] == [{} if masked else {FAILED: 1.0}] * 2
+    assert [rollout.masked for rollout in rollouts] == [masked] * 2
     assert reason in rollouts[0].failure
 
 
@@ -121,7 +123,7 @@ def test_a_server_that_is_not_there_costs_samples_and_tells_its_address(scripted
         return await task.rollout_group(scripted([["a"]]), task.prompt(0), 1)
 
     (rollout,) = asyncio.run(local())
-    assert rollout.parts == {FAILED: 1.0}
+    assert (rollout.parts, rollout.masked) == ({}, True)
     assert "http://127.0.0.1:1/score: 2 tries" in rollout.failure
     task = remote("http://127.0.0.1:1", tries=2)
     with pytest.raises(RemoteFailed, match="about: 2 tries"):

@@ -11,6 +11,7 @@ from typing import Any
 
 from streamrl.lab.report.runs import Row, Run
 from streamrl.observe.metrics import METRICS
+from streamrl.types import FAILURES
 
 POINTS = 600
 # of one curve. Of a longer run each point is the mean of the steps that it stands for, with their extremes beside it.
@@ -56,6 +57,13 @@ PANELS = (
         "Groups since the last batch",
         "groups",
         ("selection/generated/groups", "selection/dropped/groups"),
+    ),
+    Panel("Selection", "Answers on which the scorer raised", "samples", ("reward/failed",)),
+    Panel(
+        "Selection",
+        "Samples that were not trained",
+        "samples",
+        ("samples/failed", *(f"samples/failed_{reason}" for reason in FAILURES)),
     ),
     Panel(
         "Selection",

@@ -19,6 +19,7 @@ EVENTS: dict[str, tuple[Grade, str]] = {
     "publish.failed": ("bad", "{server} did not take version {version}: {reason}"),
     "publish.waited": ("plain", "a publish waited {seconds} s: {reason}"),
     "evaluated": ("good", "version {version} was evaluated"),
+    "scorer.failed": ("bad", "the scorer of {task} failed: {reason}"),
     "group.refused": ("bad", "group {group_id} was refused: {reason}"),
     "group.too_large": ("bad", "group {group_id} was too large: {reason}"),
     "group.placeholders": ("warning", "group {group_id} was given up"),

@@ -363,7 +363,7 @@ def _placeholders(ticket: Ticket, size: int) -> Group:
         attempt=ticket.attempt,
         task=ticket.task,
         prompt_index=ticket.prompt_index,
-        samples=(Sample.placeholder(),) * size,
+        samples=(Sample.placeholder(failure="lost"),) * size,
     )
 
 

@@ -1,0 +1,77 @@
+"""What a scorer that fails says of its answer, and where in the user's code it failed.
+
+    it raises on the answer                            ─▶ the task's lowest reward, trained and counted
+    it has no time, no process or no service left      ─▶ the sample is masked, and counted
+    it raises on every answer of a group               ─▶ the group is masked, and counted
+
+Masking an answer that its scorer cannot bear would pay the policy for it; a low reward for an answer that nobody has
+judged would teach chance. So a task says which of its exceptions are of which kind: `Environment.infrastructure`.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+MOST_CHARACTERS = 300  # of a failure's text
+
+
+class ScorerLate(TimeoutError):
+    """User code that ran over its deadline: its process was ended."""
+
+
+class ScorerLost(ConnectionError):
+    """The process that ran user code has ended: by itself, by a signal, or for want of memory."""
+
+
+class ScorerUnready(RuntimeError):
+    """No process could be made ready to run user code."""
+
+
+class ScorerRaised(RuntimeError):
+    """What user code raised in another process. Its text is that exception and its place."""
+
+    def __init__(self, text: str, *, masked: bool) -> None:
+        """`masked`: it says nothing of the answer."""
+        super().__init__(text)
+        self.masked = masked
+
+
+INFRASTRUCTURE: tuple[type[Exception], ...] = (TimeoutError, ConnectionError, ScorerUnready)
+# What says nothing of an answer, unless a task says otherwise; ScorerLate and ScorerLost are among them.
+
+
+def describe(error: BaseException) -> str:
+    """The exception, its text and its place in the user's code, on one line.
+
+    >>> describe(KeyError("answer"))  # raised in a reward function
+    "KeyError: 'answer' (rewards.py:12)"
+    """
+    if isinstance(error, ScorerRaised):
+        return str(error)
+    place = _place(error)
+    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    return f"{text[:MOST_CHARACTERS]} ({place})" if place else text[:MOST_CHARACTERS]
+
+
+def is_masked(error: Exception, infrastructure: tuple[type[Exception], ...]) -> bool:
+    """Whether a failure says nothing of the answer, where these classes of exceptions do not."""
+    return error.masked if isinstance(error, ScorerRaised) else isinstance(error, infrastructure)
+
+
+def _place(error: BaseException) -> str | None:
+    """FILE:LINE of the innermost frame that is neither of streamrl nor of a library; None where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_file() and not path.is_relative_to(_PACKAGE) and not _is_library(path):
+            here = Path.cwd()
+            return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{frame.lineno}"
+    return None
+
+
+def _is_library(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in _LIBRARIES)

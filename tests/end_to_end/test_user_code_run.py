@@ -1,0 +1,90 @@
+"""Runs whose task is the user's own, and misbehaves: what the run does, and what its user is told."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.lab.report.curves import panels
+from streamrl.observe.events import read_events
+from streamrl.observe.metrics import read_metrics
+
+TASK = """
+    import itertools, os, time
+
+    from streamrl.tasks.environment import Environment, Prompt, Score
+
+
+    class Task(Environment):
+        lowest_reward = -1.0
+
+        def __init__(self, arguments, seed, split):
+            self.calls = itertools.count()
+
+        def prompt(self, index):
+            return Prompt(index=index, text="abcdefgh"[index % 8] + "=", answer="a")
+
+
+    class Always(Task):
+        async def score(self, prompt, completion):
+            return Score(reward={}[prompt.answer])
+
+
+    class Sometimes(Task):
+        async def score(self, prompt, completion):
+            if next(self.calls) % 4 == 1:
+                raise ValueError("not like this")
+            return Score(reward=len(completion.output_ids) / 8)
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Callable[[str], str]:
+    """`task(CLASS)`: the override that names a class of TASK."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(TASK))
+    return lambda name: f"task.name={tmp_path}/mine.py:{name}"
+
+
+def line_of(task: str, text: str) -> int:
+    """The line of the user's file that has `text`."""
+    path = Path(task.removeprefix("task.name=").rpartition(":")[0])
+    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+
+
+def test_a_reward_that_always_raises_ends_the_run_with_the_users_own_exception_and_line(
+    make_run: Callable[..., Any], task: Callable[[str], str]
+) -> None:
+    always = task("Always")
+    run = make_run().start(always, "task.scoring.window=32")
+    code, output = run.finish()
+    assert code == 1, output
+    last = output.strip().splitlines()[-1]
+    assert "the scorer of Always failed on 32 of its last 32 answers" in last
+    assert last.endswith(
+        f"KeyError: 'a' ({always.removeprefix('task.name=').rpartition(':')[0]}:{line_of(always, '{}[')})"
+    )
+
+
+def test_a_reward_that_sometimes_raises_is_counted_in_metrics_console_summary_and_report(
+    make_run: Callable[..., Any], task: Callable[[str], str]
+) -> None:
+    run = make_run().start(task("Sometimes"))
+    code, output = run.finish()
+    assert code == 0, output
+    rows = list(read_metrics(run.folder))
+    failed = sum(row["reward/failed"] for row in rows)
+    assert 0 < failed < sum(row["samples/all"] for row in rows) == 8 * 4 * 4
+    assert min(row["reward/mean"] for row in rows) < max(row["reward/mean"] for row in rows)
+    assert f"the scorer raised on {failed:.0f} of 128 answers" in output  # the summary
+    assert output.count("the scorer raised on") >= 2  # and the lines before it
+    (told,) = [
+        event for event in read_events(run.folder / "events/generator-0.jsonl") if event["event"] == "scorer.failed"
+    ]
+    assert "ValueError: not like this" in told["reason"]
+    curves = {name: {"y": [row.get(name) for row in rows]} for name in ("reward/failed", "samples/failed")}
+    shown = panels([{"curves": {"metrics": curves}}])
+    assert [panel["title"] for panel in shown] == ["Answers on which the scorer raised"]
