@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -157,3 +159,23 @@ def forward_logprobs(model_folders: tuple[Path, Path]) -> Callable[..., torch.Te
         return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0]
 
     return forward
+
+
+@pytest.fixture
+def exhaust() -> Iterator[Callable[[], None]]:
+    """`exhaust()`: no descriptor can be had any more, until the end of the test."""
+    taken: list[int] = []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def take() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
+        while len(taken) < 256:
+            try:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+            except OSError:
+                return
+
+    yield take
+    for descriptor in taken:
+        os.close(descriptor)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limit)

@@ -150,7 +150,11 @@ class DurableBuffer:
         """No step before `oldest` is delivered again: forget it, and delete the segments that only it needed."""
         self.buffer.saved(oldest)
         if self.commit(now) and self._journal is not None:
-            deleted = self._journal.compact(self.buffer.oldest_place())
+            try:
+                deleted = self._journal.compact(self.buffer.oldest_place())
+            except JournalFull as error:
+                log.warning("%s; older segments stay until the next checkpoint", error)
+                return
             if deleted:
                 self._events.emit("journal.compacted", segments=len(deleted), oldest=oldest)
 

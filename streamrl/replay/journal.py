@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from streamrl.config.replay import JournalConfig
 from streamrl.observe.descriptors import NO_DESCRIPTOR, Reserve
@@ -44,6 +45,8 @@ _PIECES = os.sysconf("SC_IOV_MAX")
 _AHEAD = 4 << 20
 # Bytes behind which the disk is told to begin, while the rest is still copied to the kernel: told more often it makes
 # many small writes, and told nothing it idles until the fsync.
+
+T = TypeVar("T")
 
 
 class JournalFull(OSError):
@@ -135,24 +138,22 @@ class Journal:
         if place.segment == self._segment.number and (frames := self._frames.get(place.offset)):
             header, arena = frames
             return bytes(header), bytes(arena)
-        try:
-            return self._reserve.attempt(lambda: load_frames(self._folder, place, group))
-        except OSError as error:
-            if error.errno in NO_DESCRIPTOR:
-                raise _no_descriptor(error, segment_path(self._folder, place.segment)) from error
-            raise
+        path = segment_path(self._folder, place.segment)
+        return self._opened(lambda: load_frames(self._folder, place, group), path)
 
     def compact(self, oldest: int | None) -> list[Path]:
         """Delete the segments below number `oldest`, the lowest that a group still stands in (None: in none).
 
         The segment in use and the one before it stay: on that one recovery falls back where the snapshot of
-        the newest cannot be read. Returns what was deleted, nothing with `journal.keep=all`.
+        the newest cannot be read. Returns what was deleted, nothing with `journal.keep=all`. Raises JournalFull
+        where the folder cannot be opened now.
         """
         if self._config.keep == "all":
             return []
-        recoverable = [number for number, _ in segments(self._folder)][-2:]
+        found = self._opened(lambda: segments(self._folder), self._folder)
+        recoverable = [number for number, _ in found][-2:]
         limit = min(recoverable) if oldest is None else min(oldest, *recoverable)
-        deleted = [path for number, path in segments(self._folder) if number < limit]
+        deleted = [path for number, path in found if number < limit]
         for path in deleted:
             path.unlink()
         return deleted
@@ -165,12 +166,16 @@ class Journal:
     def _begin(self, number: int, snapshot: bytes) -> _Segment:
         """A new segment. Raises JournalFull, OSError."""
         opening = Opening(time=time.time(), segment=number, run=self._run)
+        return self._opened(lambda: _Segment(self._folder, opening, snapshot), segment_path(self._folder, number))
+
+    def _opened(self, call: Callable[[], T], path: Path) -> T:
+        """What a `call` that opens files returns. Raises what it raises, and JournalFull where none can be opened."""
         try:
-            return self._reserve.attempt(lambda: _Segment(self._folder, opening, snapshot))
+            return self._reserve.attempt(call)
         except OSError as error:
-            if error.errno in NO_DESCRIPTOR:
-                raise _no_descriptor(error, segment_path(self._folder, number)) from error
-            raise
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+            raise JournalFull(error.errno, f"the journal cannot open a file: {error.strerror}", str(path)) from error
 
     def _append(self, chunks: list[Chunk]) -> None:
         if not self._records:
@@ -178,10 +183,6 @@ class Journal:
         self._records += 1
         self._chunks += chunks
         self.size += sum(len(chunk) for chunk in chunks)
-
-
-def _no_descriptor(error: OSError, path: Path) -> JournalFull:
-    return JournalFull(error.errno, f"the journal cannot open a file: {error.strerror}", str(path))
 
 
 class _Segment:

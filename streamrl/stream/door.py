@@ -41,8 +41,9 @@ HANDSHAKE_SECONDS = 5.0
 LOOK = 0.02
 # seconds between two looks: what comes in one of them may go beyond a bound. A look takes a tenth of the time at most.
 
-EVENTS = 512
-# events of the monitor between two looks.
+EVENTS = 64
+# events of the monitor between two looks: as many connections may come beyond `STRANGERS`, and as many as libzmq's
+# queue of events holds.
 
 _SPARE = 1 << 20
 # bytes that a connection may leave unread beside its messages: commands of ZeroMQ and what it has just read.
@@ -112,9 +113,8 @@ class Door:
                 ready = dict(poller.poll(wait if self.connections else None))
                 if questions in ready:
                     questions.send_multipart(self._answer(questions.recv_multipart()))
-                if events in ready:
-                    self._hear(events)
-                if (begun := time.monotonic()) >= due:
+                is_crowded = events in ready and self._hear(events)
+                if (begun := time.monotonic()) >= due or is_crowded:
                     self._look()
                     due = begun + max(LOOK, 10 * (time.monotonic() - begun))
         except zmq.ContextTerminated:
@@ -130,12 +130,13 @@ class Door:
         status = [b"200", b"OK"] if known else [b"400", b"not a key of this run"]
         return [version, request, *status, b"", b""]
 
-    def _hear(self, events: zmq.Socket) -> None:
+    def _hear(self, events: zmq.Socket) -> bool:
+        """What came and went. True: there may be more of it."""
         for _ in range(EVENTS):
             try:
                 event, value = _EVENT.unpack(events.recv_multipart(zmq.NOBLOCK)[0])
             except zmq.Again:
-                return
+                return False
             if event & _FAILED:
                 self._count()
             elif event == zmq.EVENT_ACCEPTED:
@@ -144,6 +145,7 @@ class Door:
                 self._tell("accept", "a connection was not taken, file descriptors have run out")
             else:
                 self.connections.closed(value)
+        return True
 
     def _accepted(self, descriptor: int) -> None:
         try:
