@@ -1,7 +1,10 @@
 """The processes that `benchmarks/faults.py` kills, beside the real replay service: without model, but for real.
 
     python -m benchmarks.fault_roles worker RUN 0     the worker's own line to the service; its server answers at once
-    python -m benchmarks.fault_roles learner RUN      the learner's own batch source; it counts instead of training
+    python -m benchmarks.fault_roles learner RUN      the learner's own batch source, quarantine and packing; no model
+
+One group in POISONED has a token that no model knows. A learner of an even incarnation says what it can train, and
+the service refuses such a group at the door; one of an odd incarnation does not, and has to quarantine it.
 
 The learner writes down every group that it trains, and what its checkpoint contains is its ledger and nothing
 else, as with the real one: whatever the record shows behind the last checkpoint did not happen.
@@ -19,6 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,13 +31,17 @@ import numpy as np
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.generate.link import ServiceLink
+from streamrl.learner.batch_metrics import batch_metrics
 from streamrl.learner.batches import ServiceBatches
+from streamrl.learner.packing import Packing, plan_step
+from streamrl.learner.quarantine import Quarantine
 from streamrl.lifeline import end_with
 from streamrl.observe.events import EventLog, event_path
 from streamrl.stream.address import replay_address
 from streamrl.stream.identity import run_identity
 from streamrl.stream.messages import Announce, Applied, Bye, Hello, Message, Publish, Roster, ServerState, Stop, Tickets
 from streamrl.stream.peer import Peer
+from streamrl.trainable import Limits
 from streamrl.types import Batch, Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
 
 TOKENS = 32  # of an answer: the time goes into the protocol, not into the bytes
@@ -43,6 +51,10 @@ STEP_SECONDS = 0.01  # that a learner step takes
 CHECKPOINT_EVERY = 10  # learner steps
 KEPT = 2  # checkpoints
 AGAIN = 1.0  # seconds after which a publish that nobody answered is tried again
+VOCABULARY = 1 << 30  # of the model that there is not
+POISON = VOCABULARY + 7  # a token id
+POISONED = 100
+RANKS = 2  # data-parallel ones that the packing plans for
 GRACE = 10.0  # seconds to end cleanly after whoever started this has gone
 
 
@@ -63,6 +75,7 @@ class Trained(msgspec.Struct, frozen=True, tag=True):
     digests: tuple[int, ...]  # of the tokens: tells two generations of one group apart
     oldest: int  # step of the oldest token
     placeholders: int  # samples
+    quarantined: tuple[int, ...] = ()  # group ids
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -97,7 +110,8 @@ async def run_worker(config: Config, run_folder: Path, index: int) -> None:
 
     async def answer(ticket: Ticket, version: Callable[[], PolicyVersion]) -> Group:
         await asyncio.sleep(random.expovariate(1 / SECONDS) * (10 if random.randrange(STRAGGLER) == 0 else 1))
-        return make_group(ticket, version(), config.generate.group_size, f"generator-{index}")
+        group = make_group(ticket, version(), config.generate.group_size, f"generator-{index}")
+        return poisoned(group) if random.randrange(POISONED) == 0 else group
 
     await serve_tickets(config, run_folder, index, answer)
 
@@ -159,7 +173,7 @@ def make_group(ticket: Ticket, version: PolicyVersion, size: int, worker: str, t
     samples = tuple(
         Sample(
             prompt_ids=np.arange(4, dtype=np.int32),
-            output_ids=generator.integers(0, 1 << 30, tokens, dtype=np.int32),
+            output_ids=generator.integers(0, VOCABULARY, tokens, dtype=np.int32),
             logprobs=-generator.random(tokens, dtype=np.float32),
             loss_mask=np.ones(tokens, np.bool_),
             spans=(VersionSpan(version, 0, tokens),),
@@ -176,6 +190,42 @@ def make_group(ticket: Ticket, version: PolicyVersion, size: int, worker: str, t
         finished=time.time(),
         worker=worker,
     )
+
+
+def poisoned(group: Group) -> Group:
+    """The same group, well formed, with a token in its last sample that no model has an embedding of."""
+    *samples, last = group.samples
+    ids = last.output_ids.copy()
+    ids[-1] = POISON
+    return msgspec.structs.replace(group, samples=(*samples, msgspec.structs.replace(last, output_ids=ids)), arena=None)
+
+
+class PackingPlanner:
+    """The learner's own planning and packing of a step, for data-parallel ranks that there are not.
+
+    What makes the packing fail makes the learner here fail too.
+    """
+
+    def __init__(self, config: Config) -> None:
+        learner = config.learner
+        self.limits = Limits(vocabulary=VOCABULARY, tokens=learner.tokens_per_micro_batch)
+        self._packing = Packing(ranks=RANKS, budget=self.limits.tokens, share_prompts=learner.share_prompts)
+        self._mini_batches = learner.mini_batches
+
+    def plan(self, batch: Batch) -> None:
+        """Raises what `plan_step` raises, and RuntimeError where a trained token has no place, or a second one."""
+        self._plan(batch, self._packing)
+
+    def rehearse(self, batch: Batch) -> None:
+        self._plan(batch, replace(self._packing, apart=True))
+
+    def _plan(self, batch: Batch, packing: Packing) -> None:
+        rewards = [sample.reward for sample in batch.samples]  # in the place of advantages, which need torch
+        planned = plan_step(batch, rewards, packing, min(self._mini_batches, len(batch.groups)))
+        places = [row.place for ranks in planned for rows in ranks for row in rows]
+        trained = sum(group.trained_tokens for group in batch.groups)
+        if not np.array_equal(np.sort(np.concatenate(places)), np.arange(trained)):
+            raise RuntimeError(f"step {batch.step}: the rows do not hold each of the {trained} trained tokens once")
 
 
 class Publisher(threading.Thread):
@@ -230,7 +280,11 @@ def run_learner(config: Config, run_folder: Path) -> None:
     version = PolicyVersion(PolicyVersion.parse(saved.version).step if saved else 0, starts)
     record = open_record(record_path(run_folder))
     write_line(record, Start(version=str(version), checkpoint=saved.time if saved else 0.0))
-    source = ServiceBatches(config, run_folder, version, saved.ledger if saved else None)
+    planner = PackingPlanner(config)
+    limits = planner.limits if version.incarnation % 2 == 0 else None
+    source = ServiceBatches(config, run_folder, version, saved.ledger if saved else None, limits)
+    events = EventLog(event_path(run_folder, "learner"), "learner-0")
+    quarantine = Quarantine(planner, source, run_folder, events, config.learner.bad_groups)
     publisher = Publisher(config, run_folder, version)
     publisher.start()
     kept = saved.kept if saved else ()
@@ -246,8 +300,11 @@ def run_learner(config: Config, run_folder: Path) -> None:
         if delivery.batch is None:
             publisher.newest = version  # groups that were lost are generated again, by servers that need weights
             continue
+        batch = quarantine.sift(delivery.batch, lambda command: None)
         time.sleep(random.expovariate(1 / STEP_SECONDS))
-        write_line(record, _trained(delivery.batch))
+        batch_metrics(batch)
+        write_line(record, _trained(batch))
+        quarantine.trained(batch.step)
         version = PolicyVersion(version.step + 1, version.incarnation)
         source.trained(version, 1.0)
         if version.step % CHECKPOINT_EVERY == 0:
@@ -257,6 +314,7 @@ def run_learner(config: Config, run_folder: Path) -> None:
     publisher.ending.set()
     publisher.join()
     source.close()
+    events.close()
 
 
 def _trained(batch: Batch) -> Trained:
@@ -268,6 +326,7 @@ def _trained(batch: Batch) -> Trained:
         digests=tuple(_digest(group) for group in batch.groups),
         oldest=min((group.oldest.step for group in batch.groups if group.oldest is not None), default=batch.step),
         placeholders=sum(sample.is_placeholder for sample in batch.samples),
+        quarantined=tuple(sorted(batch.quarantined)),
     )
 
 

@@ -3,6 +3,9 @@
     python -m benchmarks.faults --kills 200   scripted workers and learner (benchmarks/fault_roles.py), the real service
     python -m benchmarks.faults --real        the quickstart, with SGLang and Megatron-Core: benchmarks/faults_real.py
 
+The scripted learner has no model. All else of it is the real one's: each batch goes through its quarantine, its plan
+and its packing, and some groups are poison.
+
 While the service is down the end of its journal is sometimes cut off or a bit of it flipped, beyond what a
 kill can do: as a disk does that has lost what it had confirmed. What was lost with it is generated again, so that
 the guarantees hold all the same; only that a step which is trained again has the same groups is asked of a journal
@@ -32,6 +35,7 @@ import numpy as np
 from benchmarks.fault_roles import Start, Trained, read_checkpoint, read_record, record_path
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.observe.events import event_path, read_events
 from streamrl.replay.order import make_order
 from streamrl.types import Ledger
 
@@ -83,6 +87,8 @@ class Verdict:
     again: int = 0  # steps that were trained again after a restart
     compared: int = 0  # of these, with a journal that had been whole since the checkpoint
     placeholders: int = 0  # samples
+    quarantined: int = 0  # groups in the surviving history
+    refused: int = 0  # at the door of the service
     staleness: int = 0  # largest
     kills: Counter[str] = field(default_factory=Counter)
     damages: Counter[str] = field(default_factory=Counter)
@@ -191,9 +197,18 @@ class Chaos:
 
 def judge(folder: Path, config: Config, damaged: list[float], verdict: Verdict) -> Verdict:
     """Compare the learner's record with what its last checkpoint says and what the order promises."""
-    record, checkpoint = read_record(folder), read_checkpoint(folder)
-    history = surviving(record)
+    checkpoint = read_checkpoint(folder)
     ledger = (checkpoint.ledger if checkpoint else None) or Ledger()
+    log = event_path(folder, "replay")
+    verdict.refused = sum(event["event"] == "group.refused" for event in read_events(log)) if log.exists() else 0
+    return judge_record(read_record(folder), ledger, config, damaged, verdict)
+
+
+def judge_record(
+    record: list[Start | Trained], ledger: Ledger, config: Config, damaged: list[float], verdict: Verdict
+) -> Verdict:
+    """The same of a record and the ledger of the last checkpoint. `damaged`: when something was, since the epoch."""
+    history = surviving(record)
     ids = [group_id for step in history for group_id in step.group_ids]
     prompts = Counter(prompt for step in history for prompt in step.prompts)
     settled = {*range(ledger.below), *ledger.above}
@@ -213,6 +228,7 @@ def judge(folder: Path, config: Config, damaged: list[float], verdict: Verdict) 
     verdict.broken = sum(bound is not None and step.step - step.oldest > bound for step in history)
     verdict.staleness = max((step.step - step.oldest for step in history), default=0)
     verdict.placeholders = sum(step.placeholders for step in history)
+    verdict.quarantined = sum(len(step.quarantined) for step in history)
     return verdict
 
 
@@ -275,7 +291,7 @@ def make_config(folder: Path, order: str, keep: str) -> Config:
                 "max_attempts": 50,
             },
             "journal": {"keep": keep, "segment": 1 << 20},
-            "learner": {"tick": 0.05},
+            "learner": {"tick": 0.05, "tokens_per_micro_batch": 512},
         }
     )
 
@@ -312,6 +328,7 @@ def _print(verdict: Verdict) -> None:
     print(
         f"{verdict.steps} steps in the weights, {verdict.again} trained again, {verdict.compared} from a whole journal"
     )
+    print(f"poison: refused at the door {verdict.refused}, quarantined by the learner {verdict.quarantined}")
     print(f"placeholder samples {verdict.placeholders}, largest staleness {verdict.staleness}")
     if verdict.recoveries:
         p50, largest = np.percentile(verdict.recoveries, 50), max(verdict.recoveries)
