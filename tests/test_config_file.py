@@ -115,10 +115,8 @@ def test_bad_task_arguments_and_a_folder_in_use_are_told_before_anything_starts(
     assert "is in use by another `streamrl train`" in in_use.stderr
 
 
-def test_a_resume_with_a_key_that_changes_what_the_data_means_is_refused(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+def test_a_resume_with_a_key_that_changes_what_the_data_means_is_refused(tmp_path, model_folders):
+    model = model_folders[0]
     file = tmp_path / "config.yaml"
     file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {model}}}\n")
     (tmp_path / "runs" / "run").mkdir(parents=True)

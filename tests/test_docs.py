@@ -231,16 +231,6 @@ def test_a_page_gets_the_blank_lines_that_python_markdown_needs(written: str, re
     assert reference().spaced(written) == read
 
 
-def test_the_last_lines_of_the_page_of_operations_are_those_that_the_code_writes():
-    page = (ROOT / "docs" / "operations.md").read_text()
-    table = page.partition("## The run has ended")[2].partition("##")[0]
-    first = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
-    quoted = re.findall(r"`([^`]+)`", " ".join(first))
-    written = "\n".join(file.read_text() for file in ROOT.glob("streamrl/**/*.py"))
-    assert len(quoted) >= 6
-    assert not [text for text in quoted if text not in written]
-
-
 def test_the_page_of_devices_says_what_the_device_layer_says():
     tree = ast.parse((ROOT / "streamrl" / "device.py").read_text())
     raised = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Raise)]

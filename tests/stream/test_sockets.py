@@ -249,6 +249,10 @@ def test_a_message_above_the_limit_is_refused_at_the_sender_and_closes_a_foreign
     foreign.setsockopt(zmq.LINGER, 0)
     foreign.connect(router.address)
     foreign.send(b"x" * ((1 << 20) + 1))
+    received = router.receive(10.0)
+    assert received is not None
+    assert received.problem == "a message of 1048577 bytes, stream.max_message allows 1048576"
+    foreign.send(b"x" * (2 << 20))
     assert router.receive(0.5) is None
     dealer.send(Credit(capacity=1))  # and the others are served
     assert router.receive(10.0) is not None
