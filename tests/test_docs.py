@@ -23,7 +23,15 @@ MADE = {"configuration.md", "commands.md"}  # by docs/reference.py, when the sit
 KEYS = {path for path, _ in config_file.fields()}
 SECTIONS = {path.rsplit(".", depth)[0] for path in KEYS for depth in (1, 2, 3)} - KEYS
 MAPPINGS = tuple(f"{path}." for path, field in config_file.fields() if config_file.allowed(field) == "a mapping")
-NO_KEYS = {"journal.damage", "learner.quarantined", "publish.apply", "publish.waited", "replay.slots"}
+NO_KEYS = {
+    "checkpoint.damaged",
+    "journal.damage",
+    "learner.quarantined",
+    "replay.refused",
+    "publish.apply",
+    "publish.waited",
+    "replay.slots",
+}
 # Events, and what follows from keys: named as keys are.
 
 FILES = (".py", ".md", ".json", ".yaml", ".sh", ".sbatch", ".safetensors")

@@ -1,4 +1,4 @@
-"""A role of a run is one process at a time, whatever became of its supervisor."""
+"""A role of a run is one process at a time, whatever became of its supervisor; and its folder is one run."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import time
 
 import pytest
 
+from benchmarks.random_models import write_model
+from streamrl.config import Config
+from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
-from streamrl.run_folder import claim
+from streamrl.run_folder import claim, prepare
+from streamrl.stream.identity import AnotherRun, run_identity
 from tests.operations_table import documented
 
 HOLDER = """
@@ -54,3 +58,48 @@ def test_a_role_is_free_once_the_process_that_had_it_is_killed(holder, tmp_path)
     assert not claimed.is_set()
     holder.send_signal(signal.SIGKILL)
     assert claimed.wait(10)
+
+
+@pytest.fixture
+def config(tmp_path):
+    tree = {"run": {"folder": tmp_path / "runs", "name": "one"}, "model": {"path": write_model(tmp_path / "model")}}
+    return Config.model_validate(tree)
+
+
+def with_id(config, run):
+    return config.model_copy(update={"run": config.run.model_copy(update={"id": run})})
+
+
+def test_roles_that_prepare_the_folder_at_once_on_a_shared_file_system_agree_on_the_run(config, tmp_path):
+    config_file.save(config, tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "launch.folder", "prepare", str(tmp_path / "config.yaml")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    roles = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    said = [role.communicate(timeout=120) for role in roles]
+    assert [role.returncode for role in roles] == [0] * 4, said
+    assert not run_identity(config.run_folder).adopted
+    assert not any("adopted" in err for _, err in said)
+
+
+def test_a_new_folder_is_a_new_run_and_a_resumed_one_the_same(config):
+    first = run_identity(prepare(config, fresh=False))
+    assert run_identity(prepare(config, fresh=False)) == first
+    second = run_identity(prepare(config, fresh=True))
+    assert second.id != first.id
+    assert run_identity(config.run_folder.with_name("one.1")) == first
+
+
+def test_a_run_from_before_the_id_is_adopted_when_it_is_resumed(config, caplog):
+    (prepare(config, fresh=False) / "run.json").unlink()
+    for _ in range(2):
+        assert run_identity(prepare(config, fresh=False)).adopted
+    assert [record.getMessage() for record in caplog.records if "adopted as run" in record.getMessage()] == [
+        f"{config.run_folder} is from before runs had ids: it is adopted as run {run_identity(config.run_folder).id}"
+    ]
+
+
+def test_the_configured_id_is_that_of_the_folder_or_refused(config):
+    assert run_identity(prepare(with_id(config, "mine"), fresh=False)).id == "mine"
+    prepare(config, fresh=False)
+    with pytest.raises(AnotherRun, match=r"run.id: yours differs from mine of .*run.json"):
+        prepare(with_id(config, "yours"), fresh=False)

@@ -21,6 +21,7 @@ from streamrl.replay.records import (
 )
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, load_frames, scan, segments
 from streamrl.stream.codec import decode_group
+from streamrl.stream.identity import AnotherRun
 from streamrl.types import Batch, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -113,15 +114,20 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
     A step that was consumed anew replaces what it was before and all later ones; a step that was only delivered
     again has no second record. Where old segments were compacted away the history begins with the first step whose
     groups are all there. Two passes: the first notes where the groups stand, the second reads one batch at a time,
-    so that memory holds one batch. Raises JournalDamaged for a step or a group that is missing.
+    so that memory holds one batch. Raises JournalDamaged for a step or a group that is missing, AnotherRun for
+    segments of several runs.
     """
-    contents, places = Contents(), dict[int, tuple[Place, tuple[int, int]]]()
+    contents, runs = Contents(), set[str | None]()
+    places: dict[int, tuple[Place, tuple[int, int]]] = {}
     for entry in read_journal(folder):
         if isinstance(entry.record, Opening):
+            runs.add(entry.record.run)
             continue
         contents.add(entry.record)
         if isinstance(entry.record, Completed):
             places[entry.record.group_id] = entry.place, (entry.record.group_id, entry.record.attempt)
+    if len(runs - {None}) > 1:
+        raise AnotherRun(f"{folder} has segments of the runs {', '.join(sorted(filter(None, runs)))}; allowed: of one")
     steps = contents.steps
     first = min((version.step for version in contents.began), default=0)
     due = None if _is_compacted(folder) else first

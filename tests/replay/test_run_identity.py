@@ -14,7 +14,7 @@ from streamrl.config import Config
 from streamrl.learner.batches import ServiceBatches
 from streamrl.observe.events import EventLog
 from streamrl.replay.durable import DurableBuffer
-from streamrl.replay.history import read_journal
+from streamrl.replay.history import read_journal, recorded_batches
 from streamrl.replay.records import Record, Snapshot
 from streamrl.replay.segments import MAGIC, Opening, encode_record
 from streamrl.replay.service import Service
@@ -124,6 +124,8 @@ def test_one_segment_of_another_run_among_its_own_is_refused(tmp_path: Path, eve
     shutil.copy(tmp_path / "b" / "journal" / "000001.journal", tmp_path / "a" / "journal")
     with pytest.raises(AnotherRun, match=r"000001.journal is of run b"):
         DurableBuffer(make_config(run={"id": "a"}), tmp_path / "a", events)
+    with pytest.raises(AnotherRun, match="has segments of the runs a, b; allowed: of one"):  # retrain, audit
+        next(recorded_batches(tmp_path / "a" / "journal"))
 
 
 class FormerOpening(Record, frozen=True, kw_only=True, tag="Opening"):
