@@ -5,7 +5,7 @@ python -m launch.role --run-folder RUN --grace 120 -- python -m streamrl.cli gen
 exit code 0   the run is complete
           2   the configuration is refused
          75   the run goes on: told to end, or the run was interrupted; start this role again (EX_TEMPFAIL)
-      other   it failed, more often than --restarts
+      other   it failed, more often than --restarts, or the run was given up: some role has said so, with the reason
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import psutil
 
 from launch.folder import is_complete
 from streamrl.lifeline import end_tree
+from streamrl.observe.tail import Records
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Role:
         self._environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible(gpus)} if gpus else {})}
         self._child: subprocess.Popen[bytes] | None = None
         self._told = self._ending = False
+        self._records = Records(run_folder)
 
     def run(self) -> int:
         """Until it ends for good. Returns the exit code."""
@@ -63,6 +65,9 @@ class Role:
                 return REFUSED
             if self._told:
                 return GOES_ON
+            if reason := self._given_up():
+                log.error("not started again: %s", reason)
+                return code if code > 0 else 1
             log.warning("it ended with %d; started again %d of %d times", code, restart, self._restarts)
             if restart < self._restarts:
                 self._pause()
@@ -76,10 +81,15 @@ class Role:
     def _once(self) -> int:
         if self._told:
             return GOES_ON
+        self._records.skip()
         self._child = subprocess.Popen(self._command, env=self._environment, start_new_session=True)
         if self._told:  # the signal came while it started
             self._end()
         return self._child.wait()
+
+    def _given_up(self) -> str | None:
+        """Why some role has given the run up since the start: started again, this one would find nobody."""
+        return next((event["reason"] for event in self._records.read() if event["event"] == "gave_up"), None)
 
     def _end(self) -> None:
         if self._child is not None and not self._ending:

@@ -16,7 +16,7 @@ from launch.role import Role, visible
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
-from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.events import EventLog, event_path, read_events
 
 LISTENER = """
 import signal, sys, time
@@ -58,6 +58,47 @@ def test_a_role_that_fails_is_started_again_as_often_as_allowed(run, monkeypatch
     count = _python(f"open({str(run / 'starts')!r}, 'a').write('x'); raise SystemExit(3)")
     assert Role(run, count, restarts=2, grace=5).run() == 3
     assert (run / "starts").read_text() == "xxx"
+
+
+GIVES_UP = """
+from pathlib import Path
+from streamrl.observe.events import EventLog, event_path, read_events
+open({0!r}, "a").write("x")
+EventLog(event_path(Path({1!r}), "replay"), "replay-0").emit("gave_up", reason="no learner step in 5 s")
+raise SystemExit(1)
+"""
+
+
+def test_a_role_of_a_run_that_was_given_up_is_not_started_again(run, monkeypatch, caplog):
+    monkeypatch.setattr(role, "PAUSE", 0.0)
+    events = EventLog(event_path(run, "learner"), "learner-0")
+    events.emit("gave_up", reason="of a former start, since mended")
+    events.close()
+    gives_up = Role(run, _python(GIVES_UP.format(str(run / "starts"), str(run))), restarts=3, grace=5)
+    assert gives_up.run() == 1
+    assert (run / "starts").read_text() == "x"
+    assert "not started again: no learner step in 5 s" in caplog.text
+
+
+def test_a_replay_service_under_the_launcher_ends_with_1_after_the_time_without_progress(tmp_path):
+    """The whole command of a cluster's script: started once, in spite of its three restarts."""
+    config = Config.model_validate(
+        {
+            "run": {"name": "run", "folder": tmp_path, "start_timeout": 0.1, "progress_timeout": 2.0},
+            "replay": {"group_timeout": 1.0},
+        }
+    )
+    path = tmp_path / "run"
+    for name in ("events", "logs", "journal"):
+        (path / name).mkdir(parents=True)
+    config_file.save(config, path / "config.yaml")
+    command = [sys.executable, "-m", "launch.role", "--run-folder", str(path), "--restarts", "3", "--"]
+    command += [sys.executable, "-m", "streamrl.cli", "replay", "--run-folder", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1
+    assert "not started again: no learner step in run.progress_timeout=2 s: no learner is there" in done.stderr
+    events = list(read_events(event_path(path, "replay")))
+    assert sum(event["event"] == "process.start" for event in events) == 1
 
 
 def test_sigterm_reaches_the_role_and_it_is_not_started_again(run):

@@ -25,8 +25,6 @@ QUICK: dict[str, dict[str, Any]] = {
     "generate": {"heartbeat": 0.1},  # a worker that is silent for ten of them is lost
 }
 
-PATIENT = QUICK | {"generate": {"heartbeat": 60.0}, "replay": {"group_timeout": 1.0, "lease": 60.0}}
-
 
 def test_a_service_whose_learner_never_comes_ends(start: Callable[..., Running], caplog: Any) -> None:
     running = start(**QUICK)
@@ -52,7 +50,7 @@ def test_a_run_without_generators_ends_with_the_reason_for_everybody(
 
 
 def test_workers_that_deliver_nothing_end_the_run(start: Callable[..., Running], caplog: Any) -> None:
-    running = start(**PATIENT)
+    running = start(**QUICK | {"generate": {"heartbeat": 20.0}})
     worker, learner = running.worker(), running.learner()
     hear_tickets(worker, 4)
     learner.send(Next(step=0))
@@ -69,7 +67,7 @@ def test_workers_that_deliver_nothing_end_the_run(start: Callable[..., Running],
 def test_a_learner_that_hangs_in_its_step_ends_the_run(
     start: Callable[..., Running], make_group: MakeGroup, caplog: Any
 ) -> None:
-    running = start(**PATIENT)
+    running = start(**QUICK | {"generate": {"heartbeat": 20.0}})
     worker, learner = running.worker(), running.learner()
     for ticket in hear_tickets(worker, 4)[:2]:
         answer(worker, make_group, ticket)
