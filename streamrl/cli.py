@@ -54,14 +54,15 @@ def _train(options: argparse.Namespace) -> int:
 
 def _run(config: Config, *, fresh: bool = False) -> int:
     """One run on this machine, from start or resume to its end."""
-    from streamrl import run_folder, supervisor
+    from streamrl import preflight, run_folder, supervisor
     from streamrl.preflight import machine
 
     config = absolute(config)
     machine.check_machine(config)
+    preflight.check(config)
     claim = run_folder.lock(config)
     try:
-        folder = run_folder.prepare(config, fresh=fresh)
+        folder = run_folder.make(config, fresh=fresh)
         for line in (*warnings(config), *machine.crowding(config)):
             print(f"streamrl: warning: {line}", file=sys.stderr)
         return supervisor.Supervisor(config, folder).run()
@@ -84,11 +85,20 @@ def _replay(options: argparse.Namespace) -> int:
 def _generator(options: argparse.Namespace) -> int:
     from streamrl.evaluate.in_run import RunEvaluator
     from streamrl.generate import worker
+    from streamrl.preflight import machine
 
-    return worker.main(*_role(options, f"generator-{options.index}"), options.index, RunEvaluator)
+    config, folder = _role(options, f"generator-{options.index}")
+    try:
+        machine.check_generator([config.of_worker(options.index).generate])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return worker.main(config, folder, options.index, RunEvaluator)
 
 
 def _learner(options: argparse.Namespace) -> int:
+    from streamrl.preflight import machine
+
+    machine.check_learner()
     from streamrl.learner import role
 
     return role.main(*_role(options, f"learner-{os.environ.get('RANK', '0')}"))

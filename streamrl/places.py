@@ -10,6 +10,9 @@ record from before there were absolute paths is read from the folder that its ru
 from __future__ import annotations
 
 import os
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,10 +50,21 @@ def load_run(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
     return _placed(config, place, tasks=recorded != actual or not folder.is_absolute())
 
 
-def resume_command(config: Config, run_folder: Path) -> str:
-    """What resumes a run, from any folder: modules of the user's own are found from the one that it was started in."""
-    command = f"streamrl train {Path(os.path.abspath(run_folder)) / RECORD}"
-    return f"cd {os.getcwd()} && {command}" if _has_own_modules(config) else command
+def train_again(config: Config, run_folder: Path) -> str:
+    """The command line that resumes a run, from any folder; the user's own modules are found from this one alone."""
+    command = shlex.join([program(), "train", str(Path(os.path.abspath(run_folder)) / RECORD)])
+    return f"{from_here()}{command}" if _has_own_modules(config) else command
+
+
+def from_here() -> str:
+    """What goes before a command that is meant from the present folder."""
+    return f"cd {shlex.quote(os.getcwd())} && "
+
+
+def program() -> str:
+    """How `streamrl` is called where this process was: by its name, or by its path where no shell finds it."""
+    beside = Path(sys.executable).with_name("streamrl")
+    return str(beside) if shutil.which("streamrl") is None and beside.exists() else "streamrl"
 
 
 def _apart(recorded: Path, actual: Path) -> tuple[Path, Path]:

@@ -41,13 +41,22 @@ RESUMABLE = (
 
 
 def prepare(config: Config, *, fresh: bool) -> Path:
-    """Make the run folder, or check that an existing one may be resumed with `config`. Returns it.
+    """Check a configuration and make its run folder, or check that an existing one may be resumed. Returns it.
 
-    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. Raises ConfigError for
-    what cannot run (`preflight/`), and for a changed key that would alter what the recorded data means.
+    Raises ConfigError for what cannot run (`preflight/`), before anything is written, and as `make` does.
     """
     config = absolute(config)
     preflight.check(config)
+    return make(config, fresh=fresh)
+
+
+def make(config: Config, *, fresh: bool) -> Path:
+    """Make the run folder of a checked configuration, or check that an existing one may be resumed. Returns it.
+
+    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. Raises ConfigError for
+    a changed key that would alter what the recorded data means.
+    """
+    config = absolute(config)
     folder = config.run_folder
     if fresh and folder.exists():
         _set_aside(folder)

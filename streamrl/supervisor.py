@@ -31,6 +31,7 @@ from streamrl.observe.console import Console
 from streamrl.observe.ending import is_last_step
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.prometheus import Exporter
+from streamrl.places import train_again
 from streamrl.role_process import Role
 from streamrl.stream.address import address_path
 
@@ -94,7 +95,8 @@ class Supervisor:
             events.merge(self.run_folder)
         plot.reward_curve(self.run_folder)
         if self.interrupts:
-            print(f"streamrl: interrupted; the same command resumes {self.run_folder}", file=sys.stderr)
+            again = train_again(self.config, self.run_folder)
+            print(f"streamrl: interrupted; this resumes the run: {again}", file=sys.stderr)
             return 130
         console.summary()
         return 0

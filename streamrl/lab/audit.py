@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from streamrl.config import Config
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
+from streamrl.preflight.model import check_folder
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.replay.journal import JournalDamaged, recorded_batches
@@ -68,6 +69,7 @@ def main(run_folder: Path, tolerance: float | None = None) -> int:
     """Audit a run and print the findings. Returns 0 when every check held, 1 otherwise."""
     transformers_logging.disable_progress_bar()
     config = load_run(run_folder)
+    check_folder(config)
     limits = LIMITS[config.model.dtype]
     if tolerance is not None:
         limits = replace(limits, largest=tolerance)

@@ -28,6 +28,7 @@ from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.served import ServedModel
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.lab.output import check_new_folder
+from streamrl.preflight.machine import check_generator
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter
 from streamrl.tasks.environment import Environment
@@ -54,6 +55,7 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     check_new_folder("--output", output)
     weights = choose_weights(config, run_folder, version, model)
     served = serving_config(config, weights)
+    check_generator(served.generate.each_pool)
     try:
         tasks = build_evaluated(served)
     except ValueError as error:

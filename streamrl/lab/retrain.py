@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
@@ -25,6 +26,8 @@ from streamrl.learner.batches import RecordedBatches
 from streamrl.learner.role import run_recorded
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
+from streamrl.preflight.lengths import check_lengths
+from streamrl.preflight.prompts import Longest
 from streamrl.publish.kept import kept_versions
 from streamrl.replay.journal import recorded_batches
 
@@ -60,6 +63,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
     config = load_run(run_folder, [*changes, f"run.folder={output.absolute().parent}", f"run.name={output.name}"])
     changed = [key for key in config_file.changed(recorded, config) if key not in OUTPUT]
     _check(run_folder, recorded, config, changed)
+    check_lengths(config, preflight.check_layout(config), Longest(tokens=1, whose="the shortest prompt"))
     if config.learner.ranks > 1 and "RANK" not in os.environ:
         _under_torchrun(config)
     if os.environ.get("RANK", "0") == "0":

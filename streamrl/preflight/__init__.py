@@ -12,7 +12,7 @@ from __future__ import annotations
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.evaluate.evaluator import build_evaluated
-from streamrl.learner.shape import read_shape
+from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.preflight.lengths import check_evaluated, check_lengths
 from streamrl.preflight.model import check_folder, check_model, check_weights
 from streamrl.preflight.prompts import longest_prompt, tokenizer_of
@@ -30,12 +30,19 @@ def check(config: Config) -> None:
         make_curriculum(config.replay.curriculum, config.run.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    shape = read_shape(config.model.path)
-    check_weights(config.model.path)
-    check_model(config, shape)
+    shape = check_layout(config)
     tokenizer = tokenizer_of(config.model.path)
     longest = longest_prompt(tasks, tokenizer)
     check_lengths(config, shape, longest)
     if evaluated:
         check_evaluated(config, shape, longest_prompt(evaluated, tokenizer))
     check_wire(config, group_bytes(config, shape, longest.tokens))
+
+
+def check_layout(config: Config) -> ModelShape:
+    """Those that ask the model alone, and no task. Returns its shape. Raises ConfigError."""
+    check_folder(config)
+    shape = read_shape(config.model.path)
+    check_weights(config.model.path)
+    check_model(config, shape)
+    return shape

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.generate import GenerateConfig
 from streamrl.engine.hardware import has_cuda
 
 GIB = 1 << 30
@@ -29,9 +30,9 @@ CROWDED = 4
 """Processes that want a core of their own for each core: above it most of the time goes into waiting for a turn."""
 
 
-def check_generator(config: Config) -> None:
-    """Refuse a generator that would start a server which is not installed. Raises ConfigError."""
-    if any(not pool.attach for pool in config.generate.each_pool) and not _is_installed("sglang"):
+def check_generator(pools: Sequence[GenerateConfig]) -> None:
+    """Refuse generators that would start servers which are not installed. Raises ConfigError."""
+    if any(not pool.attach for pool in pools) and not _is_installed("sglang"):
         raise ConfigError(
             "generate.attach: [] starts SGLang servers, and SGLang is not installed here; allowed: an installation "
             "(`streamrl doctor` says how), or addresses of running servers"
@@ -48,7 +49,7 @@ def check_learner() -> None:
 
 def check_machine(config: Config) -> None:
     """Refuse a run whose processes this machine cannot hold. Raises ConfigError."""
-    check_generator(config)
+    check_generator(config.generate.each_pool)
     check_learner()
     servers, workers, ranks = _processes(config)
     if ranks > (gpus := _gpus()) > 0:

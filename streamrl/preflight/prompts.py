@@ -60,6 +60,11 @@ def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longest:
             tokens = len(tokenizer.prompt_ids(prompt.content))
         except ValueError as error:
             raise ConfigError(f"model.path: {whose} cannot be tokenised: {error}") from None
+        if not tokens:
+            raise ConfigError(
+                f"model.path: the tokenizer makes no token of {whose}, and nothing would predict an answer's first "
+                "one; allowed: prompts in the model's vocabulary"
+            )
         if tokens > longest.tokens:
             longest = Longest(tokens=tokens, whose=whose)
     return longest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,9 +14,6 @@ from pydantic import Field
 
 from streamrl.tasks.arguments import ARGUMENTS, DATA_FORMATS, OnDisk, TaskArguments, not_among
 from streamrl.tasks.order import digest
-
-_LOADING = (OSError, ValueError, datasets.exceptions.DatasetsError)
-# What `load_dataset` raises for a source that is absent, gated, broken, or out of reach.
 
 _BATCH = 1000
 # Rows that are read at a time where all of them are looked at.
@@ -108,6 +106,7 @@ def value_at(row: dict[str, Any], column: str) -> Any:
 def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets.Dataset:
     """One split of the data set, memory-mapped."""
     datasets.disable_progress_bars()
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it logs is in what it raises
     suffix = Path(path).suffix
     try:
         if suffix in DATA_FORMATS:
@@ -116,9 +115,10 @@ def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets
         else:
             data = datasets.load_dataset(path, arguments.subset, split=split, cache_dir=arguments.cache)
         return _undecoded(data)
-    except _LOADING as error:
+    except Exception as error:  # absent, gated, broken, or out of reach: the library raises whatever it met
+        reason = "it holds no rows" if isinstance(error, StopIteration) else str(error.__cause__ or error)
         raise ValueError(
-            f"{ARGUMENTS}.{key}: {path!r} cannot be loaded ({' '.join(str(error).split())[:200]}); allowed: a "
+            f"{ARGUMENTS}.{key}: {path!r} cannot be loaded ({' '.join(reason.split())[:200]}); allowed: a "
             f"file of type {', '.join(DATA_FORMATS)} or a data set's hub name; nearest known key: {ARGUMENTS}.{key}"
         ) from None
 

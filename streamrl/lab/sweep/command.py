@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +10,13 @@ from typing import Literal
 
 from rich.console import Console
 
+from streamrl import preflight
+from streamrl.config.file import ConfigError
 from streamrl.lab.sweep import plots, results
 from streamrl.lab.sweep.plan import Job, Sweep, read
 from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs
+from streamrl.places import from_here, program
+from streamrl.preflight import machine
 
 WIDTH = 180  # columns of the table where there is no terminal
 
@@ -30,6 +35,8 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
     if part == "jobs":
         print("\n".join(command_lines(sweep, jobs)))
         return 0
+    if part == "all":
+        _check(jobs)
     if fresh:
         _set_aside(sweep.folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
@@ -38,12 +45,23 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
         if part == "all":
             failed = run_jobs(sweep, jobs, train)
     except (Interrupted, KeyboardInterrupt):
-        print(f"streamrl: interrupted; the same command goes on with {sweep.folder}", file=sys.stderr)
+        again = shlex.join([program(), "sweep", str(file), *overrides])
+        print(f"streamrl: interrupted; this goes on with it: {from_here()}{again}", file=sys.stderr)
         return INTERRUPTED
     incomplete = _conclude(sweep, jobs)
     if failed:
         print(f"streamrl: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed or incomplete else 0
+
+
+def _check(jobs: Sequence[Job]) -> None:
+    """Every point, before the first one runs: seeds change nothing of what is checked. Raises ConfigError."""
+    for job in {job.point.name: job for job in reversed(jobs)}.values():
+        try:
+            machine.check_machine(job.config)
+            preflight.check(job.config)
+        except ConfigError as error:
+            raise ConfigError(f"point {job.point.name}: {error}") from None
 
 
 def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
