@@ -305,11 +305,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep the run folder here (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--real", action="store_true", help="SGLang and Megatron-Core instead of scripted roles")
+    parser.add_argument("--only", nargs="+", default=[], help="with --real: kills, or scenarios of fault_scenarios.py")
     options = parser.parse_args()
     if options.real:
         from benchmarks import faults_real
 
-        return faults_real.run(options.folder)
+        return faults_real.run(options.folder, options.only, options.json)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary) / "run").absolute()
         (folder / "logs").mkdir(parents=True)
