@@ -244,11 +244,15 @@ class ServiceLink:
         return True
 
     async def _follow(self) -> None:
-        """A service that was started again may listen elsewhere."""
-        told = told_address(self._run_folder)
-        if told is None or told == self.address:
+        """A service that was started again may listen elsewhere; one that takes nothing gets a new connection.
+
+        A socket does not connect again by itself where what it heard was spoilt on the way.
+        """
+        told = told_address(self._run_folder) or self.address
+        if told != self.address:
+            log.info("the replay service has moved from %s to %s", self.address, told)
+        elif self._stuck_since is None:
             return
-        log.info("the replay service has moved from %s to %s", self.address, told)
         async with self._sending:
             self._dealer.close()
             self.address, self._missed = told, 0

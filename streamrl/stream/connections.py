@@ -43,6 +43,7 @@ class _Connection:
     peer: str
     taken: int = 0  # by the reader; written by its thread alone
     surplus: int = 0  # of `taken`, which counts generously
+    unread: int = 0  # at the last look
     let_in: bool = False
 
 
@@ -59,6 +60,7 @@ class Connections:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._connections: dict[int, _Connection] = {}  # in the order in which they came
+        self._left_behind = 0  # bytes of connections that are closed, which the reader may still find
         self.unread = 0  # bytes of all of them at the last look
         self.strangers = 0  # at the last look
 
@@ -74,12 +76,18 @@ class Connections:
 
     def accepted(self, descriptor: int, peer: str) -> None:
         """A new connection; one that had the descriptor before is closed."""
-        self._connections.pop(descriptor, None)
+        self.closed(descriptor)
         self._connections[descriptor] = _Connection(peer)
 
     def closed(self, descriptor: int) -> None:
         """May be said twice."""
-        self._connections.pop(descriptor, None)
+        connection = self._connections.pop(descriptor, None)
+        if connection is not None:
+            self._left_behind += connection.unread
+
+    def drained(self) -> None:
+        """The reader has everything that was whole. May be called from its thread."""
+        self._left_behind = 0
 
     def took(self, descriptor: int, sizes: Iterable[int]) -> None:
         """The reader has a message with frames of these sizes. May be called from its thread."""
@@ -98,19 +106,21 @@ class Connections:
             connection.let_in |= count.answered > bounds.welcome
             taken = connection.taken
             connection.surplus = max(connection.surplus, taken - count.received)
-            waiting = unread[descriptor] = count.received - taken + connection.surplus
+            waiting = count.received - taken + connection.surplus
+            connection.unread = unread[descriptor] = waiting
             if not connection.let_in and count.received > bounds.handshake:
                 cut[descriptor] = f"{count.received} bytes before its handshake was over; allowed: {bounds.handshake}"
             elif waiting > bounds.unread:
                 cut[descriptor] = f"a message or a queue of {waiting} bytes; allowed: {bounds.unread}"
             elif not connection.let_in:
                 strangers.append(descriptor)
-        self.strangers, self.unread = len(strangers), sum(unread.values())
+        behind = self._left_behind
+        self.strangers, self.unread = len(strangers), behind + sum(unread.values())
         for descriptor in strangers[: max(0, len(strangers) - bounds.strangers)]:
             cut[descriptor] = f"the oldest of {len(strangers)} without a handshake; allowed: {bounds.strangers}"
-        left = sum(waiting for descriptor, waiting in unread.items() if descriptor not in cut)
+        left = behind + sum(waiting for descriptor, waiting in unread.items() if descriptor not in cut)
         for descriptor in sorted(unread.keys() - cut.keys(), key=unread.__getitem__, reverse=True):
-            if left <= bounds.unread_in_all:
+            if left <= bounds.unread_in_all or not unread[descriptor]:
                 break
             cut[descriptor] = f"{unread[descriptor]} of {left} unread bytes; allowed in all: {bounds.unread_in_all}"
             left -= unread[descriptor]

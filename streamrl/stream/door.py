@@ -98,6 +98,10 @@ class Door:
         """The reader has a message of these frames, as it came. Called from its thread."""
         self.connections.took(frames[-1].get(zmq.SRCFD), map(len, frames))
 
+    def drained(self) -> None:
+        """The reader finds nothing more to read. Called from its thread."""
+        self.connections.drained()
+
     def close(self) -> None:
         """Before the socket: libzmq waits for whoever listens to its events, so that they have to end first."""
         self._socket.monitor(None, 0)

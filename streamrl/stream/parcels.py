@@ -22,7 +22,7 @@ from streamrl.config.replay import StreamConfig
 from streamrl.stream.door import Door
 from streamrl.stream.keys import ServiceKeys, client_keys, needs_curve
 from streamrl.stream.messages import Buffer
-from streamrl.stream.sockets import configure, read_frames
+from streamrl.stream.sockets import SERVICE_UNREAD, configure, read_frames
 
 PIECE = 4 << 20  # bytes; large enough that the question before it costs nothing
 
@@ -82,7 +82,7 @@ class ParcelServer:
             secured = ServiceKeys(secret, client_keys(keys).public)
             self.public_key = public.decode()
         self._socket.setsockopt(zmq.MAXMSGSIZE, QUESTION)
-        self._socket.setsockopt(zmq.RCVHWM, QUESTIONS)
+        self._socket.setsockopt(zmq.RCVHWM, SERVICE_UNREAD)
         self._door = Door(self._context, self._socket, QUESTION * QUESTIONS, stream.unread, secured)
         self._socket.bind(address)
 

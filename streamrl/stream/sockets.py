@@ -45,9 +45,9 @@ LINGER = 1000
 QUEUE = 64
 # messages that a peer has said and the network has not taken, or has heard and not read.
 
-SERVICE_UNREAD = 1
-# messages of one peer that wait for the service, beside the one that comes: each may be as large as is allowed. What
-# else a peer has to say waits in its own queue.
+SERVICE_UNREAD = 0
+# no limit of libzmq's for what waits for the service: the door has one, in bytes (`stream/door.py`). An engine of libzmq
+# that has to stop reading, and whose connection then ends, aborts the process at its next PING.
 
 SEALED = 64
 # bytes that CURVE adds to a frame at most, which libzmq counts.
@@ -58,8 +58,9 @@ FRAMES = 2
 SERVICE_QUEUE = 1024
 # messages that wait for one slow peer of the service, a few bytes each except for the learner's one batch.
 
-PING = 10_000
-# milliseconds between transport pings; a peer whose host vanished is noticed after three of them.
+ALIVE = 10
+# seconds between two questions of TCP whether the other end is there; a host that has vanished is noticed after three
+# of them. Not those of ZeroMQ, for the reason above.
 
 PEERS = 4096
 # identities whose numbers the service remembers; every process has one. Who is forgotten is heard with a gap.
@@ -118,8 +119,11 @@ def configure(socket: zmq.Socket, stream: StreamConfig) -> None:
     socket.copy_threshold = COPIED
     socket.setsockopt(zmq.LINGER, LINGER)
     socket.setsockopt(zmq.MAXMSGSIZE, stream.max_message + SEALED)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, PING)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * PING)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, ALIVE)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, ALIVE)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 2)
+    socket.setsockopt(zmq.TCP_MAXRT, 3000 * ALIVE)  # milliseconds, of what was said and not confirmed
 
 
 class Router:
@@ -169,6 +173,7 @@ class Router:
         try:
             identity = self._socket.recv(copy=False)
         except zmq.Again:
+            self._door.drained()
             return None
         peer = identity.bytes
         parts, further = read_frames(self._socket, self._door, FRAMES)

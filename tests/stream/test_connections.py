@@ -78,3 +78,13 @@ def test_a_new_connection_with_the_number_of_a_former_one_begins_from_nothing(co
     connections.closed(5)
     connections.closed(5)
     assert len(connections) == 0
+
+
+def test_what_a_closed_connection_left_counts_until_the_reader_has_found_all(connections: Connections) -> None:
+    accepted(connections, 5, 6)
+    connections.look({5: Count(900, 51), 6: Count(0, 51)})
+    connections.closed(5)
+    assert connections.look({6: Count(700, 51)}) == [(6, "700 of 1600 unread bytes; allowed in all: 1500")]
+    connections.drained()
+    accepted(connections, 7)
+    assert connections.look({7: Count(900, 51)}) == []
