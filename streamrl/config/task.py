@@ -43,7 +43,16 @@ class OverlongConfig(Section):
 
 
 class ScoringConfig(Section):
-    """How often a scorer may fail."""
+    """Where a task of the user's runs, for how long, and how often its scorer may fail."""
+
+    processes: int = Field(2, ge=1, description="processes in which a worker runs each task of yours")
+    timeout: float = Field(
+        30.0,
+        gt=0,
+        description="seconds that one call of a task of yours may take, without those that it waits for the policy; "
+        "a process that is blocked for longer is ended and replaced",
+    )
+    start_timeout: float = Field(120.0, gt=0, description="seconds that such a process may take to be ready")
 
     window: int = Field(64, ge=1, description="answers of a task, in one worker, over which failed scorers are counted")
     most_failed: float = Field(
@@ -63,13 +72,20 @@ class TaskConfig(Section):
         None, description="YAML list of agent_type, agent_args, weight, evaluation_only; read into mix"
     )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
-    scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="how often a scorer may fail")
+    scoring: ScoringConfig = Field(
+        default_factory=ScoringConfig, description="processes, deadlines and failures of scorers"
+    )
 
     @property
     def shares(self) -> tuple[TaskShare, ...]:
         """The tasks that are trained; one of them where no mix is given."""
         trained = tuple(share for share in self.mix if not share.evaluation_only)
         return trained or (TaskShare(name=self.name, args=self.args),)
+
+    @property
+    def trained(self) -> tuple[TaskShare, ...]:
+        """The tasks that tickets are issued for: those with a weight."""
+        return tuple(share for share in self.shares if share.weight > 0)
 
     @property
     def evaluated(self) -> tuple[TaskShare, ...]:

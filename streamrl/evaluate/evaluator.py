@@ -23,7 +23,7 @@ from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
-from streamrl.tasks.registry import build_task
+from streamrl.tasks.hosted import check_tasks, host_tasks
 from streamrl.tasks.scoring import says_nothing
 from streamrl.types import PolicyVersion
 
@@ -47,13 +47,17 @@ class Handles(Protocol):
         ...
 
 
-def build_evaluated(config: Config) -> dict[str, Environment]:
-    """The held-out split of every task that `evaluate` names, by label.
+async def host_evaluated(config: Config) -> dict[str, Environment]:
+    """The held-out split of every task that `evaluate` names, by label. Close them (`hosted.close_tasks`).
 
-    Raises ValueError with one line for arguments that do not fit.
+    Raises ValueError with one line for arguments that do not fit, and ScorerUnready.
     """
-    shares = config.evaluate.shares(config.task)
-    return {share.key: build_task(share, ORDER, split="probe") for share in shares}
+    return await host_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task.scoring)
+
+
+def check_evaluated(config: Config) -> None:
+    """Load every task that `evaluate` names once. Raises ValueError with one line for arguments that do not fit."""
+    check_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task.scoring)
 
 
 class Walk:
@@ -107,7 +111,7 @@ class Walk:
 
     async def _ask(self, task: Environment, index: int) -> Question:
         """One prompt: n answers and, where it is asked for, a greedy one."""
-        prompt = task.prompt(index)
+        prompt = await task.fetch(index)
         wanted = [(False, self._settings.samples)] + [(True, 1)] * self._settings.greedy
         found = await asyncio.gather(*(self._answers(task, prompt, greedy, n) for greedy, n in wanted))
         sampled, greedy = found[0][0], found[1][0] if len(found) > 1 else []

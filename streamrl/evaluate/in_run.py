@@ -13,8 +13,10 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
-from streamrl.evaluate.evaluator import Handles, build_evaluated, evaluate
+from streamrl.evaluate.evaluator import Handles, evaluate, host_evaluated
 from streamrl.evaluate.files import evaluated_steps, evaluation_folder, free_folder, write
+from streamrl.tasks.environment import Environment
+from streamrl.tasks.hosted import close_tasks
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -29,10 +31,10 @@ class RunEvaluator:
     """
 
     def __init__(self, config: Config, run_folder: Path) -> None:
-        """Raises ValueError with one line for evaluated tasks that do not fit."""
+        """The tasks are loaded with the first evaluation."""
         self._config = config
         self._run_folder = run_folder
-        self._tasks = build_evaluated(config)
+        self._tasks: dict[str, Environment] = {}
         self._last = max(evaluated_steps(run_folder), default=None)
 
     def is_due(self, version: PolicyVersion) -> bool:
@@ -47,6 +49,7 @@ class RunEvaluator:
         by any other error is over. Files that cannot be written are told in the log, and cost no metrics.
         """
         former, self._last = self._last, version.step
+        self._tasks = self._tasks or await host_evaluated(self._config)
         try:
             evaluation, questions = await evaluate(
                 self._config, self._tasks, handles, version, label=str(version), step=version.step
@@ -63,5 +66,4 @@ class RunEvaluator:
 
     async def close(self) -> None:
         """Let go of the tasks."""
-        for task in self._tasks.values():
-            await task.close()
+        await close_tasks(self._tasks)

@@ -17,7 +17,7 @@ from streamrl.generate.routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.stream.contiguous import arena_of
 from streamrl.tasks.environment import Environment, Rollout
-from streamrl.tasks.failures import describe
+from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready, describe
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import Scoring, judgements, says_nothing
 from streamrl.types import Group, Sample, Ticket, all_trained
@@ -91,7 +91,7 @@ async def run_group(
                 if sample.is_placeholder
             ]
     if scoring is not None:
-        judged = inference.failures[-1:] if given.failure == "task" else judgements(rollouts)
+        judged = inference.failures[-1:] if given.failure in ("task", "scorer") else judgements(rollouts)
         for failure in scoring.new(each for each in judged if each is not None):
             events.emit("scorer.failed", task=ticket.task, group_id=ticket.group_id, reason=failure)
         scoring.count(ticket.task, judged)
@@ -103,7 +103,7 @@ async def _outcome(ticket: Ticket, task: Environment, inference: EngineInference
     deadline = None if inference.deadline is None else inference.deadline + SCORING_TIME
     try:
         async with asyncio.timeout_at(deadline):
-            rollouts = await task.rollout_group(inference, task.prompt(ticket.prompt_index), group_size)
+            rollouts = await task.rollout_group(inference, await task.fetch(ticket.prompt_index), group_size)
         if len(rollouts) != group_size:
             raise ValueError(f"the task gave {len(rollouts)} rollouts, {group_size} were asked for")
     except EngineError:
@@ -112,7 +112,8 @@ async def _outcome(ticket: Ticket, task: Environment, inference: EngineInference
         log.exception("group %d: the task failed on prompt %d", ticket.group_id, ticket.prompt_index)
         inference.failures.append(describe(error))
         overdue = deadline is not None and asyncio.get_running_loop().time() >= deadline
-        return Outcome(failure="deadline" if overdue else "task")
+        nobody = isinstance(error, (ScorerLate, ScorerLost, ScorerUnready))
+        return Outcome(failure="deadline" if overdue else "scorer" if nobody else "task")
     return Outcome(tuple(rollouts))
 
 

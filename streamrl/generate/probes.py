@@ -5,7 +5,7 @@ from __future__ import annotations
 from streamrl.config import Config
 from streamrl.observe.events import EventLog
 from streamrl.tasks.environment import Inference, Prompt
-from streamrl.tasks.registry import build_task
+from streamrl.tasks.hosted import host_task
 
 
 async def answer_probes(config: Config, inference: Inference, events: EventLog, moment: str) -> None:
@@ -13,10 +13,10 @@ async def answer_probes(config: Config, inference: Inference, events: EventLog, 
 
     Its fields: `moment` (start | end), `index`, `prompt`, `expected`, `answer`, `reward`.
     """
-    task = build_task(config.task.shares[0], config.run.seed, split="probe")
+    task = await host_task(config.task.shares[0], config.run.seed, "probe", config.task.scoring)
     try:
         for index in range(config.generate.probes):
-            prompt = task.prompt(index)
+            prompt = await task.fetch(index)
             for rollout in await task.rollout_group(inference, prompt, 1):
                 events.emit(
                     "probe",

@@ -47,8 +47,10 @@ from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import Applied, Message, Progress, Publish, PublishFailed, ServerState, Stop, Tickets
 from streamrl.stream.peer import PeerRefused
+from streamrl.tasks.environment import Environment
+from streamrl.tasks.failures import ScorerLost, ScorerRaised, ScorerUnready
+from streamrl.tasks.hosted import close_tasks, host_tasks
 from streamrl.tasks.overlong import Overlong
-from streamrl.tasks.registry import build_tasks
 from streamrl.tasks.scoring import ScorerBroken, Scoring
 from streamrl.types import Ticket
 
@@ -93,7 +95,10 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
         if await _unless(stop, fleet.start()):
             return 0
         address = await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
-        worker = Worker(config, run_folder, index, fleet, address=address, events=events, evaluator=evaluator)
+        tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+        worker = Worker(
+            config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator
+        )
         try:
             await worker.run(stop)
         finally:
@@ -101,7 +106,7 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
     except PeerRefused as refusal:
         events.emit("worker.failed", reason=str(refusal))
         raise
-    except (ServerFailed, EngineError, KeysUnusable, RunFailedError, TimeoutError) as failure:
+    except (ServerFailed, EngineError, KeysUnusable, RunFailedError, ScorerUnready, TimeoutError) as failure:
         if stop.is_set():
             return 0  # told to end while it waited
         events.emit("gave_up" if isinstance(failure, RunFailedError) else "worker.failed", reason=str(failure))
@@ -142,9 +147,10 @@ class Worker:
         *,
         address: str,
         events: EventLog,
+        tasks: dict[str, Environment],
         evaluator: MakeEvaluator | None = None,
     ) -> None:
-        """`address` of the replay service. Raises ValueError for task arguments that do not fit."""
+        """`address` of the replay service. `tasks` by the names that tickets have for them; they are closed here."""
         self.name = f"generator-{index}"
         self._config = config
         self._index = index
@@ -152,7 +158,7 @@ class Worker:
         self._events = events
         self._load = Load()
         self._tokenizer = Tokenizer(config.model.path)
-        self._tasks = build_tasks(config.task, config.run.seed)
+        self._tasks = tasks
         self._scoring = Scoring(config.task.scoring)
         self._pinning = Pinning(config, run_folder, evaluator, tokenizer=self._tokenizer, events=events)
         self._link = ServiceLink(config, run_folder, self.name, address=address, servers=self._states, events=events)
@@ -177,8 +183,7 @@ class Worker:
             await self._probe("end")
 
     async def close(self) -> None:
-        for task in self._tasks.values():
-            await task.close()
+        await close_tasks(self._tasks)
         await self._pinning.close()
         self._link.close()
 
@@ -354,7 +359,7 @@ class Worker:
         try:
             async with asyncio.timeout(run.start_timeout if moment == "start" else DRAIN_SHARE * run.stop_timeout):
                 await answer_probes(self._config, inference, self._events, moment)
-        except (EngineError, TimeoutError) as error:
+        except (EngineError, TimeoutError, ScorerLost, ScorerRaised, ScorerUnready) as error:
             self._fleet.check()
             log.warning("probes at the %s were not answered: %s", moment, error or "not in time")
         finally:

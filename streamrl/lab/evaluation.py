@@ -21,7 +21,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
-from streamrl.evaluate.evaluator import build_evaluated, evaluate
+from streamrl.evaluate.evaluator import check_evaluated, evaluate, host_evaluated
 from streamrl.evaluate.files import evaluation_folder, free_folder, write
 from streamrl.evaluate.results import Evaluation, Question, TaskFigures
 from streamrl.generate.inference import EngineInference, Load
@@ -31,7 +31,8 @@ from streamrl.lab.output import check_new_folder
 from streamrl.preflight.machine import check_generator
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter
-from streamrl.tasks.environment import Environment
+from streamrl.tasks.failures import ScorerUnready
+from streamrl.tasks.hosted import close_tasks
 from streamrl.types import PolicyVersion
 
 
@@ -57,14 +58,14 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     served = serving_config(config, weights)
     check_generator(served.generate.each_pool)
     try:
-        tasks = build_evaluated(served)
+        check_evaluated(served)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
     try:
-        evaluation, questions = uvloop.run(_evaluate(served, tasks, weights))
+        evaluation, questions = uvloop.run(_evaluate(served, weights))
         write(folder, evaluation, questions)
-    except (ServerFailed, EngineError, OSError) as failure:
+    except (ServerFailed, EngineError, ScorerUnready, OSError) as failure:
         print(f"streamrl: {failure}", file=sys.stderr)
         return 1
     _print(evaluation, folder)
@@ -123,14 +124,12 @@ def _parse(version: str) -> PolicyVersion:
         raise ConfigError(f"--version: {error}") from None
 
 
-async def _evaluate(
-    config: Config, tasks: dict[str, Environment], weights: Weights
-) -> tuple[Evaluation, dict[str, list[Question]]]:
-    """Start a server, evaluate on it, end it. Raises ServerFailed, EngineError."""
+async def _evaluate(config: Config, weights: Weights) -> tuple[Evaluation, dict[str, list[Question]]]:
+    """Start a server, evaluate on it, end it. Raises ServerFailed, EngineError, ScorerUnready."""
     with tempfile.TemporaryDirectory(
         prefix="streamrl-eval-"
     ) as scratch:  # a run's own servers keep their logs and keys
-        served = ServedModel(config, Path(scratch), index=0)
+        served, tasks = ServedModel(config, Path(scratch), index=0), await host_evaluated(config)
         try:
             await served.start()
             sampling = config.evaluate.sampling(config.generate.sampling)
@@ -138,7 +137,7 @@ async def _evaluate(
             handles = partial(EngineInference, served.policy, Tokenizer(config.model.path), generate, Load())
             return await evaluate(config, tasks, handles, served.state.version, label=weights.label, step=weights.step)
         finally:
-            await asyncio.gather(served.close(), *(task.close() for task in tasks.values()))
+            await asyncio.gather(served.close(), close_tasks(tasks))
 
 
 def _print(evaluation: Evaluation, folder: Path) -> None:

@@ -9,33 +9,53 @@ prompts and machines that it is told of. Pure, but for reading the model's folde
 
 from __future__ import annotations
 
+import asyncio
+
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.evaluate.evaluator import build_evaluated
+from streamrl.evaluate.evaluator import host_evaluated
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.preflight.lengths import check_evaluated, check_lengths
 from streamrl.preflight.model import check_folder, check_model, check_weights
 from streamrl.preflight.prompts import longest_prompt, tokenizer_of
 from streamrl.preflight.wire import check_wire, group_bytes
 from streamrl.replay.curriculum import make_curriculum
-from streamrl.tasks.registry import build_tasks
+from streamrl.tasks.environment import Environment
+from streamrl.tasks.failures import ScorerUnready
+from streamrl.tasks.hosted import close_tasks, host_tasks
 
 
 def check(config: Config) -> None:
     """Make all of them. Raises ConfigError, with one line, for the first that fails."""
     check_folder(config)
+    asyncio.run(_check(config))
+
+
+async def _check(config: Config) -> None:
+    """What follows the folder: tasks of the user's are loaded in processes of their own, for as long as this takes."""
+    tasks: dict[str, Environment] = {}
+    evaluated: dict[str, Environment] = {}
     try:
-        tasks = build_tasks(config.task, config.run.seed)
-        evaluated = build_evaluated(config) if config.evaluate.every else {}
+        tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+        evaluated = await host_evaluated(config) if config.evaluate.every else {}
         make_curriculum(config.replay.curriculum, config.run.seed)
+        await _check_sizes(config, tasks, evaluated)
+    except ScorerUnready as error:
+        raise ConfigError(f"task.name: {error}; allowed: a class that can be loaded in that time") from None
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+    finally:
+        await asyncio.gather(close_tasks(tasks), close_tasks(evaluated))
+
+
+async def _check_sizes(config: Config, tasks: dict[str, Environment], evaluated: dict[str, Environment]) -> None:
+    """Raises ConfigError for what the model, a row of the learner or a message cannot hold."""
     shape = check_layout(config)
     tokenizer = tokenizer_of(config.model.path)
-    longest = longest_prompt(tasks, tokenizer)
+    longest = await longest_prompt(tasks, tokenizer)
     check_lengths(config, shape, longest)
     if evaluated:
-        check_evaluated(config, shape, longest_prompt(evaluated, tokenizer))
+        check_evaluated(config, shape, await longest_prompt(evaluated, tokenizer))
     check_wire(config, group_bytes(config, shape, longest.tokens))
 
 

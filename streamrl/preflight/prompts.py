@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.config.file import ConfigError
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import Environment, Prompt, said_text
+from streamrl.tasks.failures import describe
 
 MOST = 50_000
 """Prompts of one task that are looked at: those of a longer data set are a sample of it, spread over all of it."""
@@ -46,15 +47,15 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         raise ConfigError(f"model.path: {folder}: no tokenizer ({reason}); allowed: with tokenizer.json") from None
 
 
-def longest_prompt(tasks: Mapping[str, Environment], tokenizer: Tokenizer) -> Longest:
+async def longest_prompt(tasks: Mapping[str, Environment], tokenizer: Tokenizer) -> Longest:
     """Of all tasks. Raises ConfigError for a prompt that a task or the model's chat template cannot make."""
-    found = [_longest(name, task, tokenizer) for name, task in tasks.items()]
+    found = [await _longest(name, task, tokenizer) for name, task in tasks.items()]
     return max(found, key=lambda longest: longest.tokens)
 
 
-def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longest:
+async def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longest:
     longest = Longest(tokens=0, whose=f"a prompt of {name}")
-    for prompt in heapq.nlargest(TOKENISED, _prompts(name, task), key=_bytes):
+    for prompt in heapq.nlargest(TOKENISED, await _prompts(name, task), key=_bytes):
         whose = f"prompt {prompt.index} of {name}"
         try:
             tokens = len(tokenizer.prompt_ids(prompt.content))
@@ -70,18 +71,21 @@ def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longest:
     return longest
 
 
-def _prompts(name: str, task: Environment) -> Iterator[Prompt]:
-    """The first one, and further ones as long as there is time."""
+async def _prompts(name: str, task: Environment) -> list[Prompt]:
+    """The first one, and further ones as long as there is time; those with the most bytes of them."""
     count = ENDLESS if task.size is None else task.size
     deadline = time.monotonic() + SECONDS
+    found: list[Prompt] = []
     for index in range(0, count, -(-count // MOST)):
         try:
-            yield task.prompt(index)
+            found.append(await task.fetch(index))
         except Exception as error:  # whatever code of the user's raises
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ConfigError(f"task.name: prompt {index} of {name} cannot be made: {reason}") from error
+            raise ConfigError(f"task.name: prompt {index} of {name} cannot be made: {describe(error)}") from error
+        if len(found) > 2 * TOKENISED:
+            found = heapq.nlargest(TOKENISED, found, key=_bytes)
         if time.monotonic() > deadline:
-            return
+            break
+    return found
 
 
 def _bytes(prompt: Prompt) -> int:

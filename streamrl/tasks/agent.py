@@ -81,6 +81,9 @@ class Agent(Environment):
     def prompt(self, index: int) -> Prompt:
         return self._task.prompt(index)
 
+    async def fetch(self, index: int) -> Prompt:
+        return await self._task.fetch(index)
+
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         return await self._task.score(prompt, completion)
 

@@ -168,6 +168,10 @@ class Environment(ABC):
     size: int | None = None
     """Prompts of one epoch; None: no prompt comes back."""
 
+    runs_inline: ClassVar[bool] = False
+    """Said by a class of itself: no method of it computes, or waits without `await`, for more than milliseconds. Then
+    it runs in the worker's event loop; any other class of the user's runs in processes of its own."""
+
     lowest_reward: float = 0.0
     """Reward of an answer on which the scorer raises: nothing that an answer can do may be worth less."""
 
@@ -177,6 +181,10 @@ class Environment(ABC):
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
         """The prompt of `index` >= 0: the same one for the same task, seed and split, on any machine."""
+
+    async def fetch(self, index: int) -> Prompt:
+        """The prompt of `index`, wherever the task runs: what all who run tasks call."""
+        return self.prompt(index)
 
     @abstractmethod
     async def score(self, prompt: Prompt, completion: Completion) -> Score:

@@ -10,6 +10,7 @@ judged would teach chance. So a task says which of its exceptions are of which k
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from pathlib import Path
@@ -66,11 +67,25 @@ def is_masked(error: Exception, infrastructure: tuple[type[Exception], ...]) -> 
 def _place(error: BaseException) -> str | None:
     """FILE:LINE of the innermost frame that is neither of streamrl nor of a library; None where there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_file() and not path.is_relative_to(_PACKAGE) and not _is_library(path):
-            here = Path.cwd()
-            return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{frame.lineno}"
+        if (place := _of_the_user(Path(frame.filename), frame.lineno or 0)) is not None:
+            return place
     return None
+
+
+def place_in(dump: str) -> str | None:
+    """The place in the user's code of a stack that `faulthandler` wrote, innermost frame first; None without one."""
+    for file, line in re.findall(r'^  File "(.+)", line (\d+) in ', dump, re.MULTILINE):
+        if (place := _of_the_user(Path(file), int(line))) is not None:
+            return place
+    return None
+
+
+def _of_the_user(path: Path, line: int) -> str | None:
+    """FILE:LINE, from here where the file lies below; None for a file that is not the user's."""
+    if not path.is_file() or path.is_relative_to(_PACKAGE) or _is_library(path):
+        return None
+    here = Path.cwd()
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 
 def _is_library(path: Path) -> bool:

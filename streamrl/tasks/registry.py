@@ -5,10 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.arguments import OnDisk, Place, TaskArguments, parse_arguments, placed
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.named import load_named
+
+AROUND = ("tools", "remote", "agent")
+# Tasks that have their prompts, or their scorer, from another task, `task.args.task`.
 
 # A task's libraries are loaded only where the task is used: those of reasoning_gym and data sets take a second each.
 
@@ -30,11 +35,15 @@ def build_tasks(config: TaskConfig, seed: int) -> dict[str, Environment]:
 
     Raises ValueError as `build_task` does.
     """
-    return {share.key: build_task(share, seed, split="train") for share in config.shares if share.weight > 0}
+    return {share.key: build_task(share, seed, split="train") for share in config.trained}
 
 
-def build_task(config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"]) -> Environment:
+def build_task(
+    config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"], own: Environment | None = None
+) -> Environment:
     """The environment of `config`. No prompt of the probe split occurs in the train split of the same task.
+
+    `own` stands for the class of the user's that `config`, or the task inside it, names by a path; None: it is loaded.
 
     Raises ValueError, with one line that begins with the key: `task.args.KEY` for arguments that do not fit,
     `task.name` for a class of the user's that cannot be loaded.
@@ -60,11 +69,33 @@ def build_task(config: TaskConfig | TaskShare, seed: int, split: Literal["train"
             from streamrl.tasks.strings import StringsArguments
 
             return Lookup(parse_arguments(StringsArguments, config.args), seed, split)
-        case "tools" | "remote" | "agent":
-            return _around_another(config, seed, split)
+        case name if name in AROUND:
+            return _around_another(config, seed, split, own)
         case path:
-            own = _own_class(path)
-            return own(parse_arguments(own.Arguments, config.args), seed, split)
+            return own if own is not None else _own_task(path, config.args, seed, split)
+
+
+def own_share(config: TaskConfig | TaskShare) -> TaskShare | None:
+    """The task in it that is a class of the user's, named by a path; None where there is none.
+
+    >>> own_share(TaskShare(name="agent", args={"task": {"name": "mine.py:Mine"}})).name
+    'mine.py:Mine'
+    """
+    if ":" in config.name:
+        return TaskShare(name=config.name, args=config.args)
+    inside = config.args.get("task") if config.name in AROUND else None
+    if not isinstance(inside, dict) or "name" not in inside:
+        return None
+    try:
+        return own_share(TaskShare.model_validate(inside))
+    except ValidationError:  # which `build_task` refuses
+        return None
+
+
+def _own_task(path: str, args: dict[str, Any], seed: int, split: str) -> Environment:
+    own = _own_class(path)
+    task: Environment = own(parse_arguments(own.Arguments, args), seed, split)
+    return task
 
 
 def arguments_of(name: str) -> type[TaskArguments]:
@@ -108,21 +139,23 @@ def _own_class(path: str) -> Any:
     return own
 
 
-def _around_another(config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"]) -> Environment:
+def _around_another(
+    config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"], own: Environment | None
+) -> Environment:
     """A task that has its prompts, or its scorer, from another task."""
     match config.name:
         case "tools":
             from streamrl.tasks.tools import Tools, ToolsArguments
 
             tools = parse_arguments(ToolsArguments, config.args)
-            return Tools(tools, build_task(tools.task, seed, split))
+            return Tools(tools, build_task(tools.task, seed, split, own))
         case "remote":
             from streamrl.tasks.remote import Remote, RemoteArguments
 
             remote = parse_arguments(RemoteArguments, config.args)
-            return Remote(remote, build_task(remote.task, seed, split) if remote.task else None, split)
+            return Remote(remote, build_task(remote.task, seed, split, own) if remote.task else None, split)
         case _:
             from streamrl.tasks.agent import Agent, AgentArguments
 
             agent = parse_arguments(AgentArguments, config.args)
-            return Agent(agent, build_task(agent.task, seed, split))
+            return Agent(agent, build_task(agent.task, seed, split, own))

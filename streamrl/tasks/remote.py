@@ -75,6 +75,9 @@ class Remote(TurnByTurn):
             return self._local.prompt(index)
         return Prompt(index=index, text=f"prompt {index} of {self._caller.url}")
 
+    async def fetch(self, index: int) -> Prompt:
+        return self.prompt(index) if self._local is None else await self._local.fetch(index)
+
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
         """Raises RemoteFailed where the server gives no prompt."""
         if self._about is None:

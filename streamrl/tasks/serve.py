@@ -11,8 +11,9 @@ import hmac
 import ipaddress
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -20,9 +21,11 @@ from aiohttp import web
 
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.config.task import TaskShare
 from streamrl.tasks.environment import Completion, Environment, Prompt
 from streamrl.tasks.failures import describe, is_masked
-from streamrl.tasks.registry import build_task
+from streamrl.tasks.host_wire import OWN
+from streamrl.tasks.hosted import check_tasks, close_tasks, host_task
 from streamrl.tasks.remote_protocol import (
     LARGEST,
     About,
@@ -37,16 +40,27 @@ from streamrl.tasks.remote_protocol import (
 )
 from streamrl.tasks.turns import TurnByTurn
 
+SPLITS: tuple[Literal["train", "probe"], ...] = ("train", "probe")
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ServedTask:
-    """One task behind its four paths. Its two splits share nothing but their scorer."""
+    """One task behind its four paths, in processes of its own where it is the user's. `start` and `close` it."""
 
-    def __init__(self, splits: dict[str, Environment]) -> None:
-        """`splits`: train and probe."""
-        self._splits = splits
-        self._task = splits["train"]
+    def __init__(self, share: TaskShare, config: Config) -> None:
+        self._share = share
+        self._config = config
+        self._splits: dict[str, Environment] = {}
+
+    async def start(self) -> None:
+        """Load both splits, which share nothing but their scorer. Raises ValueError, ScorerUnready."""
+        for split in SPLITS:
+            self._splits[split] = await host_task(self._share, self._config.run.seed, split, self._config.task.scoring)
+
+    @property
+    def _task(self) -> Environment:
+        return self._splits["train"]
 
     async def about(self, _: bytes) -> About:
         turns = self._task.max_turns if isinstance(self._task, TurnByTurn) else 1
@@ -54,7 +68,9 @@ class ServedTask:
 
     async def prompt(self, body: bytes) -> RemotePrompt:
         asked = msgspec.json.decode(body, type=AskPrompt)
-        return RemotePrompt.of(self._splits[asked.split].prompt(asked.index))
+        prompt = await self._splits[asked.split].fetch(asked.index)
+        metadata = {name: value for name, value in prompt.metadata.items() if name != OWN}
+        return RemotePrompt.of(replace(prompt, metadata=metadata))
 
     async def observation(self, body: bytes) -> Told:
         asked = msgspec.json.decode(body, type=AskObservation)
@@ -81,20 +97,20 @@ class ServedTask:
         return RemoteScore(score.reward, score.parts)
 
     async def close(self) -> None:
-        for environment in self._splits.values():
-            await environment.close()
+        await close_tasks(self._splits)
 
 
 def application(config: Config, token: str | None = None) -> web.Application:
     """The server of all weighted tasks of `config`. Raises ValueError for task arguments that do not fit."""
     app = web.Application(client_max_size=LARGEST, middlewares=[_guarded(token)])
     for share in config.task.shares:
-        splits = {split: build_task(share, config.run.seed, split) for split in ("train", "probe")}
-        served = ServedTask(splits)
+        check_tasks([share], config.run.seed, "train", config.task.scoring)
+        served = ServedTask(share, config)
         app.router.add_get(f"/{share.key}/about", _handler(served.about))
         for method in (served.prompt, served.observation, served.score):
             app.router.add_post(f"/{share.key}/{method.__name__}", _handler(method))
-        app.on_cleanup.append(_closing(served))
+        app.on_startup.append(_calling(served.start))
+        app.on_cleanup.append(_calling(served.close))
     return app
 
 
@@ -120,11 +136,11 @@ def _guarded(token: str | None) -> Any:
     return guard
 
 
-def _closing(served: ServedTask) -> Callable[[web.Application], Awaitable[None]]:
-    async def close(_: web.Application) -> None:
-        await served.close()
+def _calling(method: Callable[[], Awaitable[None]]) -> Callable[[web.Application], Awaitable[None]]:
+    async def call(_: web.Application) -> None:
+        await method()
 
-    return close
+    return call
 
 
 def _completions(turns: Sequence[Turn]) -> list[Completion]:

@@ -63,7 +63,12 @@ class Tools(TurnByTurn):
 
     def prompt(self, index: int) -> Prompt:
         """The task's own, and what tools there are."""
-        prompt = self._task.prompt(index)
+        return self._with_tools(self._task.prompt(index))
+
+    async def fetch(self, index: int) -> Prompt:
+        return self._with_tools(await self._task.fetch(index))
+
+    def _with_tools(self, prompt: Prompt) -> Prompt:
         if prompt.text is not None:
             return replace(prompt, text=f"{self._described}\n{prompt.text}")
         first, *rest = prompt.messages or ()

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
-from streamrl.evaluate.evaluator import Walk, build_evaluated, evaluate
+from streamrl.evaluate.evaluator import Walk, evaluate, host_evaluated
 from streamrl.evaluate.results import Evaluation, Question
 from streamrl.tasks.environment import Completion, Environment, Prompt, Score
 from streamrl.tasks.registry import build_task
@@ -23,7 +23,7 @@ COPY = {"name": "copy", "args": {"length": 1, "alphabet": ALPHABET, "held_out": 
 
 def evaluated(policy: ScriptedPolicy, **settings: Any) -> tuple[Evaluation, dict[str, list[Question]]]:
     config = Config.model_validate({"task": COPY, "evaluate": settings})
-    tasks = build_evaluated(config)
+    tasks = asyncio.run(host_evaluated(config))
     return asyncio.run(evaluate(config, tasks, policy, V7, label="7.0", step=7))
 
 
@@ -48,7 +48,7 @@ def test_the_prompts_are_the_held_out_ones_each_once_whatever_the_seed_of_the_ru
     for seed in (1, 2):
         config = Config.model_validate({"run": {"seed": seed}, "task": COPY, "evaluate": {"prompts": 5}})
         _, questions = asyncio.run(
-            evaluate(config, build_evaluated(config), ScriptedPolicy(CHANCES), V7, label="7.0", step=7)
+            evaluate(config, asyncio.run(host_evaluated(config)), ScriptedPolicy(CHANCES), V7, label="7.0", step=7)
         )
         asked.append([question.prompt for question in questions["copy"]])
     assert asked[0] == asked[1]
@@ -117,7 +117,7 @@ def test_several_tasks_are_asked_in_turn_and_counted_apart() -> None:
         {"evaluate": {"tasks": [{**COPY, "label": "one"}, {**COPY, "label": "two"}], "prompts": 4, "in_flight": 1}}
     )
     evaluation, questions = asyncio.run(
-        evaluate(config, build_evaluated(config), ScriptedPolicy(CHANCES), V7, label="7.0", step=7)
+        evaluate(config, asyncio.run(host_evaluated(config)), ScriptedPolicy(CHANCES), V7, label="7.0", step=7)
     )
     assert [len(asked) for asked in questions.values()] == [4, 4]
     assert list(evaluation.tasks) == ["one", "two"]

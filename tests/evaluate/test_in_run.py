@@ -13,7 +13,7 @@ from streamrl import run_folder
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.engine.client import EngineError
-from streamrl.evaluate.evaluator import build_evaluated, evaluate
+from streamrl.evaluate.evaluator import evaluate, host_evaluated
 from streamrl.evaluate.files import evaluated_steps, evaluation_folder, read_summary, write
 from streamrl.evaluate.in_run import RunEvaluator
 from streamrl.generate.pinning import Pinning
@@ -81,7 +81,9 @@ def test_a_lost_server_leaves_the_evaluation_due_and_files_that_cannot_be_writte
 
 def test_an_evaluation_made_by_hand_is_never_written_over(tmp_path: Path) -> None:
     config = configured()
-    found = asyncio.run(evaluate(config, build_evaluated(config), ScriptedPolicy(CHANCES), V7, label="7.0", step=7))
+    found = asyncio.run(
+        evaluate(config, asyncio.run(host_evaluated(config)), ScriptedPolicy(CHANCES), V7, label="7.0", step=7)
+    )
     evaluator = RunEvaluator(config, tmp_path)
     write(evaluation_folder(tmp_path, "7.0"), *found)
     run(evaluator, V7)
@@ -212,7 +214,7 @@ def test_tasks_for_evaluation_alone_are_asked_whole_and_held_out_splits_in_part(
 
     def counts(**settings: Any) -> dict[str, int]:
         config = Config.model_validate({"task": {"mix": mix}, "evaluate": settings})
-        tasks = build_evaluated(config)
+        tasks = asyncio.run(host_evaluated(config))
         shares = config.evaluate.shares(config.task)
         return {share.key: config.evaluate.count(share, tasks[share.key].size) for share in shares}
 

@@ -1,0 +1,360 @@
+"""The processes that run a user's task for a worker: started when they are needed, ended when they are late, replaced.
+
+    HostPool ── one Host a process ── python -m streamrl.tasks.host_process
+
+    STARTING ─▶ READY ─▶ ENDED      (a place in the pool whose process has ended is filled by the next call)
+
+A process is ended that does not answer a Ping for `task.scoring.timeout` seconds: its event loop is blocked. Of the
+calls that it had open, the one whose code was running has failed; the others are made again in another process, unless
+they had a state there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import psutil
+
+from streamrl.config.task import ScoringConfig
+from streamrl.tasks.environment import Inference
+from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerRaised, ScorerUnready, place_in
+from streamrl.tasks.host_wire import (
+    HEAD,
+    MARK,
+    About,
+    Ask,
+    Call,
+    Cancel,
+    Done,
+    End,
+    Frame,
+    Ping,
+    Pong,
+    Raised,
+    Ready,
+    Refused,
+    Reply,
+    Task,
+    ToWorker,
+    frame,
+    reader,
+)
+
+log = logging.getLogger(__name__)
+
+TRIES = 3  # times that a call is made whose process was ended by another one
+
+CLOSE_TIME = 5.0  # seconds that the user's `close` may take
+
+ROUNDS = 8  # pings within the deadline: a worker that was itself held up does not take that for the process's fault
+
+DUMP_TIME = 0.2  # seconds for the stack of a blocked process to be written
+
+_READ = reader(ToWorker)
+
+
+class HostEnded(Exception):
+    """The process has ended, and not by this call."""
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A call that has no answer yet."""
+
+    answer: asyncio.Future[Done]
+    inference: Inference | None  # for one that may ask the policy
+    quiet: int = 0  # rounds without a request to the policy
+    asking: set[asyncio.Task[None]] = field(default_factory=set)
+    lost: Exception | None = None  # why the policy could not be reached
+
+
+class Host:
+    """One process. `close` it."""
+
+    def __init__(self, task: Task, name: str, settings: ScoringConfig) -> None:
+        """`name` of the task, for messages."""
+        self.about: asyncio.Future[About] = asyncio.get_running_loop().create_future()
+        self.ended = False
+        self.load = 0  # calls that wait for it, or for an answer
+        self._task, self._name, self._settings = task, name, settings
+        self._period = settings.timeout / ROUNDS
+        self._memory = os.memfd_create("streamrl-task")
+        os.ftruncate(self._memory, MARK.size)
+        self._mark = mmap.mmap(self._memory, MARK.size)
+        self._process: asyncio.subprocess.Process | None = None
+        self._calls: dict[int, _Open] = {}
+        self._numbers = itertools.count(1)
+        self._unanswered = 0  # rounds since a Ping
+        self._why: Exception | None = None  # it is ended by us
+        self._running = asyncio.create_task(self._run())
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def ask(self, call: Call, inference: Inference | None = None) -> Done:
+        """Make a call. Raises ScorerRaised, ScorerLate, ScorerLost, ScorerUnready, HostEnded, or what `inference` does.
+
+        Cancelled, the call is cancelled there too.
+        """
+        self.load += 1
+        try:
+            await asyncio.shield(self.about)
+            if self.ended:
+                raise HostEnded(f"the process of {self._name} has ended")
+            return await self._ask(call, inference)
+        finally:
+            self.load -= 1
+
+    async def _ask(self, call: Call, inference: Inference | None) -> Done:
+        number = next(self._numbers)
+        opened = self._calls[number] = _Open(asyncio.get_running_loop().create_future(), inference)
+        try:
+            self._send(msgspec.structs.replace(call, number=number))
+            return await opened.answer
+        except asyncio.CancelledError:
+            self._send(Cancel(number=number))
+            raise
+        finally:
+            del self._calls[number]
+            for task in opened.asking:
+                task.cancel()
+
+    async def close(self) -> None:
+        """End the process: by its own means, or by a signal."""
+        if not self._running.done() and self.about.done():
+            self._send(End())
+            await asyncio.wait((self._running,), timeout=CLOSE_TIME)
+        if not self._running.done():
+            await self._kill()
+            await asyncio.wait((self._running,))
+
+    async def _run(self) -> None:
+        """The process from its start to its end."""
+        try:
+            await self._start()
+            watching = asyncio.create_task(self._watch())
+            try:
+                while True:
+                    self._take(await self._receive())
+            finally:
+                watching.cancel()
+        except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError) as error:
+            log.debug("%s: %s", self._name, error)
+        finally:
+            await self._after()
+
+    async def _start(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "streamrl.tasks.host_process", str(os.getpid()), str(self._memory)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(self._memory,),
+        )
+        self._send(self._task)
+        try:
+            async with asyncio.timeout(self._settings.start_timeout):
+                first = await self._receive()
+        except TimeoutError:
+            limit = self._settings.start_timeout
+            self._why = ScorerUnready(f"{self._name} was not ready in task.scoring.start_timeout={limit:g} s")
+            await self._kill()
+            raise asyncio.IncompleteReadError(b"", None) from None
+        match first:
+            case Ready(about=about):
+                self.about.set_result(about)
+            case Refused(reason=reason):
+                self.about.set_exception(ValueError(reason))
+                self.about.exception()  # it is known, whether or not anybody waits
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Done(number=number) if (opened := self._calls.get(number)) and not opened.answer.done():
+                opened.answer.set_result(message)
+            case Raised(number=number) if (opened := self._calls.get(number)) and not opened.answer.done():
+                opened.answer.set_exception(opened.lost or ScorerRaised(message.text, masked=message.masked))
+            case Ask(number=number) if (opened := self._calls.get(number)) and opened.inference is not None:
+                task = asyncio.create_task(self._reply(opened, opened.inference, message))
+                opened.asking.add(task)
+                task.add_done_callback(opened.asking.discard)
+            case Pong():
+                self._unanswered = 0
+
+    async def _reply(self, opened: _Open, inference: Inference, ask: Ask) -> None:
+        """What the policy, or its tokenizer, says to hosted code."""
+        try:
+            reply = await _asked(inference, ask)
+        except ValueError as error:
+            reply = Reply(request=ask.request, refused=str(error))
+        except Exception as error:  # the policy is lost: the call ends with this, whatever hosted code makes of it
+            opened.lost = error
+            reply = Reply(request=ask.request, lost=f"{type(error).__name__}: {error}")
+        opened.quiet = 0
+        self._send(reply)
+
+    async def _watch(self) -> None:
+        """End the process when its event loop is blocked, and a call that asks the policy nothing for too long."""
+        while True:
+            await asyncio.sleep(self._period)
+            if self._unanswered > ROUNDS:
+                await self._end_late()
+                return
+            if self._unanswered == 0 and self._calls:
+                self._send(Ping())
+            is_blocked = self._unanswered > 1
+            if self._unanswered or self._calls:
+                self._unanswered += 1
+            for number, opened in list(self._calls.items()):
+                if not is_blocked:
+                    opened.quiet = 0 if opened.asking or opened.inference is None else opened.quiet + 1
+                if opened.quiet > ROUNDS and not opened.answer.done():
+                    opened.answer.set_exception(self._late(""))
+                    self._send(Cancel(number=number))
+
+    def _late(self, place: str) -> ScorerLate:
+        return ScorerLate(f"{self._name} took more than task.scoring.timeout={self._settings.timeout:g} s{place}")
+
+    async def _end_late(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGUSR1)  # it writes where it is
+        await asyncio.sleep(DUMP_TIME)
+        self._why = self._late(self._place())
+        log.warning("%s: process %d is ended", self._why, self._process.pid)
+        await self._kill()
+
+    async def _kill(self) -> None:
+        """The process, and whatever it has started."""
+        if self._process is None or self._process.returncode is not None:
+            return
+        started = await asyncio.to_thread(_descendants, self._process.pid)
+        if self._process.returncode is None:
+            self._process.kill()
+        for process in started:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    async def _after(self) -> None:
+        """The process has ended: tell everyone who waits for it."""
+        self.ended = True
+        code = None if self._process is None else await self._process.wait()
+        why = self._why or ScorerLost(f"the process of {self._name} has ended: {_exit_text(code)}{self._place()}")
+        (guilty,) = MARK.unpack_from(self._mark, 0)
+        if not self.about.done():
+            self.about.set_exception(why if isinstance(why, ScorerUnready) else ScorerUnready(str(why)))
+            self.about.exception()
+        for number, opened in self._calls.items():
+            if not opened.answer.done():
+                opened.answer.set_exception(why if number == guilty else HostEnded(str(why)))
+        self._mark.close()
+        os.close(self._memory)
+
+    def _place(self) -> str:
+        """Where the process was, if it has told."""
+        place = place_in(os.pread(self._memory, 1 << 16, MARK.size).decode(errors="replace"))
+        return f" ({place})" if place else ""
+
+    def _send(self, message: Frame) -> None:
+        pipe = None if self.ended or self._process is None else self._process.stdin
+        if pipe is not None and not pipe.is_closing():
+            pipe.write(frame(message))
+
+    async def _receive(self) -> Any:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        (size,) = HEAD.unpack(await self._process.stdout.readexactly(HEAD.size))
+        return _READ(await self._process.stdout.readexactly(size))
+
+
+class HostPool:
+    """The processes of one task. `close` it.
+
+    >>> pool = HostPool(Task(share={"name": "mine.py:Mine"}, timeout=30.0), "Mine", ScoringConfig())
+    >>> (await pool.about()).size
+    """
+
+    def __init__(self, task: Task, name: str, settings: ScoringConfig) -> None:
+        self._task, self._name, self._settings = task, name, settings
+        self._hosts: list[Host | None] = [None] * settings.processes
+
+    @property
+    def pids(self) -> list[int]:
+        """The living processes."""
+        return [host.pid for host in self._hosts if host is not None and not host.ended and host.pid is not None]
+
+    async def about(self) -> About:
+        """What the task is. Raises ValueError where it cannot be loaded, and ScorerUnready."""
+        return await asyncio.shield(self._host(0).about)
+
+    async def call(
+        self, call: Call, *, inference: Inference | None = None, place: int | None = None, again: bool = True
+    ) -> Done:
+        """Make a call in the process that has least to do, or always in the same one of a `place`.
+
+        again: it may be made again where another call has ended its process. Raises as `Host.ask` does.
+        """
+        reason = ""
+        for _ in range(TRIES if again else 1):
+            try:
+                return await self._host(place).ask(call, inference)
+            except HostEnded as ended:
+                reason = str(ended)
+            except ValueError as error:  # it could be loaded before
+                raise ScorerUnready(str(error)) from None
+        raise ScorerLost(reason or f"the process of {self._name} has ended")
+
+    async def close(self) -> None:
+        """End all processes. May be called twice."""
+        hosts: Sequence[Host] = [host for host in self._hosts if host is not None]
+        self._hosts = [None] * len(self._hosts)
+        await asyncio.gather(*(host.close() for host in hosts))
+
+    def _host(self, place: int | None) -> Host:
+        """The process of a place; without one an idle process, or else a new one, or the one with least to do."""
+        self._hosts = [None if host is None or host.ended else host for host in self._hosts]
+        if place is None:
+            loads = [-0.5 if host is None else host.load - (host.load == 0) for host in self._hosts]
+            place = loads.index(min(loads))
+        place %= len(self._hosts)
+        host = self._hosts[place]
+        if host is None:
+            host = self._hosts[place] = Host(self._task, self._name, self._settings)
+        return host
+
+
+async def _asked(inference: Inference, ask: Ask) -> Reply:
+    content: Any = ask.text if ask.text is not None else ask.messages if ask.messages is not None else ask.ids
+    tools: dict[str, Any] = {"tools": ask.tools} if ask.tools else {}
+    match ask.method:
+        case "generate":
+            completions = await inference.generate(
+                content, ask.n, images=ask.images, at_least=ask.at_least, **ask.sampling
+            )
+            return Reply(request=ask.request, completions=completions)
+        case "prompt_ids":
+            return Reply(request=ask.request, ids=inference.prompt_ids(content, **tools))
+        case "added_ids":
+            return Reply(request=ask.request, ids=inference.added_ids(ask.said, content, ask.last, **tools))
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _exit_text(code: int | None) -> str:
+    if code is None:
+        return "it could not be started"
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"

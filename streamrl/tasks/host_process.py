@@ -1,0 +1,376 @@
+"""A process that hosts a user's task: `python -m streamrl.tasks.host_process PARENT MARK`, started by `host_pool`.
+
+    reader thread ── Call ──▶ event loop: the user's code ── Done, Raised ──▶ worker
+        └── Reply ──▶ whoever asked the policy (`WorkerPolicy`)
+
+Whatever the user's code does (loop for ever, sleep, exit, crash), it does to this process alone. While it runs, the
+number of its call stands in the memory MARK, which outlives the process: so the worker knows who ended it. Behind
+the number stands the stack, where a signal asked for it or the process crashed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import faulthandler
+import functools
+import itertools
+import mmap
+import os
+import signal
+import sys
+import threading
+from collections.abc import Coroutine, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.config.task import TaskShare
+from streamrl.lifeline import die_with
+from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, Score
+from streamrl.tasks.failures import (
+    INFRASTRUCTURE,
+    ScorerLate,
+    ScorerLost,
+    ScorerUnready,
+    describe,
+    is_masked,
+)
+from streamrl.tasks.host_wire import (
+    HEAD,
+    MARK,
+    About,
+    Ask,
+    Call,
+    Cancel,
+    Done,
+    End,
+    Frame,
+    Judgement,
+    Ping,
+    Pong,
+    Raised,
+    Ready,
+    Refused,
+    Reply,
+    Task,
+    ToProcess,
+    frame,
+    reader,
+    travelling,
+)
+from streamrl.tasks.named import load_named
+from streamrl.tasks.registry import build_task
+from streamrl.tasks.turns import TurnByTurn
+from streamrl.types import PolicyVersion
+
+PROMPTS = 256  # that are kept, so that a prompt is not made again for each of its answers
+
+FIRST_VICTIM = "1000"  # for the kernel, where memory runs out: this process, and not the worker
+
+_CALL: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
+
+
+class PolicyLost(RuntimeError):
+    """The policy cannot be reached: the worker knows why, and ends the group itself."""
+
+
+class Channel:
+    """The two pipes. `send` may be called by any thread."""
+
+    def __init__(self, asked: int, told: int) -> None:
+        self._asked, self._told = os.fdopen(asked, "rb"), os.fdopen(told, "wb")
+        self._read = reader(ToProcess)
+        self._sending = threading.Lock()
+
+    def send(self, message: Frame) -> None:
+        written = frame(message)
+        with self._sending:
+            self._told.write(written)
+            self._told.flush()
+
+    def receive(self) -> Any:
+        """The next message; None where the worker has closed the pipe."""
+        head = self._asked.read(HEAD.size)
+        if len(head) < HEAD.size:
+            return None
+        (size,) = HEAD.unpack(head)
+        return self._read(self._asked.read(size))
+
+
+class WorkerPolicy:
+    """`Inference` for hosted code: the worker's, over the pipes."""
+
+    def __init__(self, host: Host, number: int) -> None:
+        """`number` of the call that it is for."""
+        self._host = host
+        self._number = number
+
+    async def generate(
+        self,
+        prompt: str | list[Message] | np.ndarray,
+        n: int,
+        *,
+        images: Sequence[str] = (),
+        at_least: PolicyVersion | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        text, messages, ids = _content(prompt)
+        options = {"images": list(images), "at_least": at_least, "sampling": sampling}
+        asked = self._ask("generate", text=text, messages=messages, ids=ids, n=n, **options)
+        return list(_checked(await asyncio.wrap_future(asked)).completions)
+
+    def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
+        text, messages, _ = _content(prompt)
+        return self._ids("prompt_ids", text=text, messages=messages, tools=list(tools))
+
+    def added_ids(
+        self,
+        said: Sequence[Message],
+        added: str | Sequence[Message],
+        last: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> np.ndarray:
+        text, messages, _ = _content(added)
+        return self._ids("added_ids", text=text, messages=messages, said=list(said), last=last, tools=list(tools))
+
+    def _ids(self, method: Any, **fields: Any) -> np.ndarray:
+        ids = _checked(self._ask(method, **fields).result()).ids  # the reader thread brings the reply
+        assert ids is not None
+        return ids
+
+    def _ask(self, method: Any, **fields: Any) -> concurrent.futures.Future[Reply]:
+        return self._host.ask(lambda request: Ask(number=self._number, request=request, method=method, **fields))
+
+
+class Host:
+    """What answers the worker's calls with an environment, or a function."""
+
+    def __init__(self, task: Task, channel: Channel, mark: mmap.mmap) -> None:
+        """Load the user's code. Raises whatever that raises."""
+        self._channel = channel
+        self._mark = mark
+        self._timeout = task.timeout
+        self._function = load_named(task.function, "function") if task.function else None
+        share = TaskShare.model_validate(task.share) if task.share else None
+        self._environment = build_task(share, task.seed, split=task.split) if share else None  # type: ignore[arg-type]
+        self._infrastructure = INFRASTRUCTURE if self._environment is None else self._environment.infrastructure
+        self._prompt = functools.lru_cache(PROMPTS)(self._environment.prompt) if self._environment else None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._requests = itertools.count(1)
+        self._replies: dict[int, concurrent.futures.Future[Reply]] = {}
+        self._ended = asyncio.Event()
+
+    @property
+    def about(self) -> About:
+        lost = (ScorerLate, ScorerLost, ScorerUnready)
+        masked = [kind.__name__ for kind in lost if issubclass(kind, self._infrastructure)]
+        environment = self._environment
+        if environment is None:
+            return About(masked=masked)
+        kind = type(environment)
+        return About(
+            inline=bool(vars(kind).get("runs_inline", False)),  # said of this very class, not of one that it is made of
+            size=environment.size,
+            lowest_reward=float(environment.lowest_reward),
+            max_turns=environment.max_turns if isinstance(environment, TurnByTurn) else 0,
+            plays=kind.rollout_group is not Environment.rollout_group,
+            judges_groups=kind.score_all is not Environment.score_all,
+            masked=masked,
+        )
+
+    async def run(self) -> None:
+        """Answer calls until the worker says End."""
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(self._marked)
+        threading.Thread(target=self._listen, args=(loop,), name="worker", daemon=True).start()
+        await self._ended.wait()
+        if self._environment is not None:
+            await self._environment.close()
+
+    def ask(self, make: Any) -> concurrent.futures.Future[Reply]:
+        """Send what `make(request)` gives. The reply comes by the reader thread."""
+        request = next(self._requests)
+        reply = self._replies[request] = concurrent.futures.Future()
+        self._channel.send(make(request))
+        return reply
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The reader thread. A reply goes past the loop, which may wait for it in a call that is not asynchronous."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # it asks for the stack of the main thread
+        while (message := self._channel.receive()) is not None:
+            if isinstance(message, Reply):
+                reply = self._replies.pop(message.request)
+                if not reply.cancelled():
+                    reply.set_result(message)
+            else:
+                loop.call_soon_threadsafe(self._take, message)
+        os._exit(0)  # the worker is gone
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Call(number=number):
+                context = contextvars.copy_context()
+                context.run(_CALL.set, number)
+                work = asyncio.get_running_loop().create_task(self._answer(message), context=context)
+                self._tasks[number] = work
+                work.add_done_callback(lambda _: self._tasks.pop(number, None))
+            case Cancel(number=number):
+                if (task := self._tasks.get(number)) is not None:
+                    task.cancel()
+            case Ping():
+                self._channel.send(Pong())
+            case End():
+                self._ended.set()
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            if call.method in ("rollout_group", "function"):
+                told = await self._play(call)
+            else:
+                told = await self._in_time(call)
+            self._channel.send(told)
+        except Exception as error:  # whatever the user's code raises, or gives that does not travel, the worker is told
+            masked = is_masked(error, self._infrastructure)
+            self._channel.send(Raised(number=call.number, text=describe(error), masked=masked))
+
+    async def _in_time(self, call: Call) -> Done:
+        """Raises ScorerLate for code that waits for longer than it may; code that blocks is ended by the worker."""
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                return await self._judge(call)
+        except TimeoutError:
+            if deadline.expired():
+                raise ScorerLate(f"{call.method} took more than task.scoring.timeout={self._timeout:g} s") from None
+            raise
+
+    async def _judge(self, call: Call) -> Done:
+        environment, number = self._own, call.number
+        if call.method == "prompt":
+            return Done(number=number, prompt=travelling(self._made(call)))
+        prompt, completions = self._made(call), call.completions
+        match call.method:
+            case "score":
+                return Done(number=number, judgements=[_judgement(await environment.score(prompt, completions[0]))])
+            case "score_all":
+                rollouts = await environment.score_all(prompt, completions)
+                return Done(number=number, judgements=[_of_rollout(rollout) for rollout in rollouts])
+            case "observation":
+                assert isinstance(environment, TurnByTurn)
+                text, messages, _ = _content(await environment.observation(prompt, completions))
+                return Done(number=number, text=text, messages=messages)
+            case _:
+                assert isinstance(environment, TurnByTurn)
+                return Done(number=number, judgements=[_judgement(await environment.score_turns(prompt, completions))])
+
+    async def _play(self, call: Call) -> Done:
+        """What takes as long as the policy takes: the worker has its eye on the time between its requests."""
+        if call.method == "function":
+            assert self._function is not None
+            return Done(number=call.number, value=await self._function(*call.arguments))
+        policy = WorkerPolicy(self, call.number)
+        rollouts = await self._own.rollout_group(policy, self._made(call), call.size)
+        return Done(number=call.number, rollouts=[_plain(rollout) for rollout in rollouts])
+
+    @property
+    def _own(self) -> Environment:
+        assert self._environment is not None
+        return self._environment
+
+    def _made(self, call: Call) -> Prompt:
+        assert self._prompt is not None
+        return call.prompt if call.prompt is not None else self._prompt(call.index)
+
+    def _marked(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, *, context: contextvars.Context | None = None
+    ) -> asyncio.Task[Any]:
+        """A task whose steps say for which call they run. Tasks that the user's code makes inherit its call."""
+        number = _CALL.get() if context is None else context.get(_CALL, 0)
+        steps = _stepping(coroutine, number, self._mark) if number else coroutine
+        return asyncio.Task(steps, loop=loop, context=context)
+
+
+class _Steps:
+    """A coroutine that marks each of its steps, from one `await` to the next."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, mark: mmap.mmap) -> None:
+        self._coroutine, self._number, self._mark = coroutine, number, mark
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            MARK.pack_into(self._mark, 0, self._number)
+            try:
+                waits = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
+            except StopIteration as end:
+                return end.value
+            finally:
+                MARK.pack_into(self._mark, 0, 0)
+            value = error = None
+            try:
+                value = yield waits
+            except BaseException as thrown:  # a cancellation, which is the coroutine's to handle
+                error = thrown
+
+
+async def _stepping(coroutine: Coroutine[Any, Any, Any], number: int, mark: mmap.mmap) -> Any:
+    return await _Steps(coroutine, number, mark)
+
+
+def _content(said: Any) -> tuple[str | None, list[Message] | None, np.ndarray | None]:
+    """What is said, as the field in which it travels."""
+    if isinstance(said, np.ndarray):
+        return None, None, said
+    return (said, None, None) if said is None or isinstance(said, str) else (None, list(said), None)
+
+
+def _checked(reply: Reply) -> Reply:
+    if reply.lost is not None:
+        raise PolicyLost(reply.lost)
+    if reply.refused is not None:
+        raise ValueError(reply.refused)
+    return reply
+
+
+def _judgement(score: Score) -> Judgement:
+    return Judgement(float(score.reward), {str(name): float(part) for name, part in score.parts.items()})
+
+
+def _of_rollout(rollout: Rollout) -> Judgement:
+    parts = {str(name): float(part) for name, part in rollout.parts.items()}
+    return Judgement(float(rollout.reward), parts, rollout.failure, rollout.masked)
+
+
+def _plain(rollout: Rollout) -> Rollout:
+    """Without types of the user's own."""
+    told = _of_rollout(rollout)
+    return Rollout(
+        completion=rollout.completion, reward=told.reward, parts=told.parts, failure=told.failure, masked=told.masked
+    )
+
+
+def main() -> None:
+    parent, memory = int(sys.argv[1]), int(sys.argv[2])
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the worker decides
+    Path("/proc/self/oom_score_adj").write_text(FIRST_VICTIM)
+    os.lseek(memory, MARK.size, os.SEEK_SET)
+    faulthandler.register(signal.SIGUSR1, file=memory, all_threads=False)
+    faulthandler.enable(file=memory, all_threads=False)
+    channel = Channel(os.dup(0), os.dup(1))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what the user's code prints is no frame: it goes into the worker's log
+    try:
+        host = Host(channel.receive(), channel, mmap.mmap(memory, MARK.size))
+        channel.send(Ready(about=host.about))
+    except Exception as error:  # whatever a module of the user's raises while it is loaded
+        channel.send(Refused(reason=str(error) if isinstance(error, ValueError) else describe(error)))
+        return
+    asyncio.run(host.run())
+
+
+if __name__ == "__main__":
+    main()

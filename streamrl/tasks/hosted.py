@@ -1,0 +1,173 @@
+"""A task of the user's as the worker sees it: the class runs in processes of its own (`host_pool.py`).
+
+    one turn         the worker asks the policy ─▶ `score` of each answer, or `score_all`, in any process
+    its own course   `rollout_group` in one process, from the first to the last turn; the policy is asked over the pipe
+
+What is not the user's runs in the worker's event loop, and so does a class that says of itself that it never blocks
+(`Environment.runs_inline`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from streamrl.config.task import ScoringConfig, TaskConfig, TaskShare
+from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
+from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerRaised, ScorerUnready
+from streamrl.tasks.host_pool import HostPool
+from streamrl.tasks.host_wire import OWN, About, Call, Judgement, Method, Task
+from streamrl.tasks.registry import build_task, own_share
+from streamrl.tasks.turns import Observation, TurnByTurn
+
+Split = Literal["train", "probe"]
+
+
+async def host_task(config: TaskConfig | TaskShare, seed: int, split: Split, settings: ScoringConfig) -> Environment:
+    """As `build_task`, with a class of the user's in processes of its own. `close` it.
+
+    Raises ValueError as `build_task` does, and ScorerUnready where no process can be made ready in time.
+    """
+    share = own_share(config)
+    if share is None:
+        return build_task(config, seed, split)
+    name = share.name.rpartition(":")[2]
+    task = Task(share=share.model_dump(), seed=seed, split=split, timeout=settings.timeout)
+    pool = HostPool(task, name, settings)
+    try:
+        about = await pool.about()
+        if about.inline:
+            await pool.close()
+            return build_task(config, seed, split)
+        return build_task(config, seed, split, HostedTurns(pool, about) if about.max_turns else Hosted(pool, about))
+    except BaseException:
+        await pool.close()
+        raise
+
+
+async def host_tasks(
+    shares: Iterable[TaskShare], seed: int, split: Split, settings: ScoringConfig
+) -> dict[str, Environment]:
+    """The environments of several tasks, by their labels. Raises as `host_task` does; then none is left."""
+    tasks: dict[str, Environment] = {}
+    try:
+        for share in shares:
+            tasks[share.key] = await host_task(share, seed, split, settings)
+    except BaseException:
+        await close_tasks(tasks)
+        raise
+    return tasks
+
+
+async def close_tasks(tasks: dict[str, Environment]) -> None:
+    """Close all of them."""
+    await asyncio.gather(*(task.close() for task in tasks.values()))
+
+
+def check_tasks(shares: Iterable[TaskShare], seed: int, split: Split, settings: ScoringConfig) -> None:
+    """Load every task once, a class of the user's in a process of its own, and let go of it.
+
+    Raises ValueError, with one line that begins with the key.
+    """
+
+    async def check() -> None:
+        await close_tasks(await host_tasks(shares, seed, split, settings))
+
+    try:
+        asyncio.run(check())
+    except ScorerUnready as error:
+        raise ValueError(f"task.name: {error}") from None
+
+
+class Hosted(Environment):
+    """A task of the user's whose class runs elsewhere."""
+
+    def __init__(self, pool: HostPool, about: About) -> None:
+        """`about`: what the class has told of itself."""
+        self.size, self.lowest_reward = about.size, about.lowest_reward
+        self.infrastructure = tuple(
+            kind for kind in (ScorerLate, ScorerLost, ScorerUnready) if kind.__name__ in about.masked
+        )
+        self.pool = pool
+        self._about = about
+
+    def prompt(self, index: int) -> Prompt:
+        """Raises TypeError: `await fetch(index)` asks the process."""
+        raise TypeError("a hosted task makes its prompts elsewhere: await fetch(index)")
+
+    async def fetch(self, index: int) -> Prompt:
+        done = await self.pool.call(Call(method="prompt", index=index))
+        assert done.prompt is not None
+        return replace(done.prompt, messages=None if done.prompt.messages is None else tuple(done.prompt.messages))
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Raises ScorerRaised for what the class raises."""
+        done = await self.pool.call(_call("score", prompt, [completion]))
+        return _score(done.judgements[0])
+
+    async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
+        if not self._about.judges_groups:
+            return await super().score_all(prompt, completions)
+        try:
+            done = await self.pool.call(_call("score_all", prompt, completions))
+        except Exception as error:  # the policy for foreign scorers: count, log, go on
+            return [self.unscored(prompt, completion, error) for completion in completions]
+        judged = zip(completions, done.judgements, strict=True)
+        return [_rollout(completion, judgement) for completion, judgement in judged]
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        if not self._about.plays:
+            return await super().rollout_group(inference, prompt, n)
+        call = _call("rollout_group", prompt, [], size=n)
+        return (await self.pool.call(call, inference=inference, again=False)).rollouts
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+class HostedTurns(Hosted, TurnByTurn):
+    """One of several turns. What it is told turn by turn, for a trainer elsewhere, is told in one process a prompt."""
+
+    def __init__(self, pool: HostPool, about: About) -> None:
+        super().__init__(pool, about)
+        self.max_turns = about.max_turns
+
+    async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
+        done = await self.pool.call(_call("observation", prompt, turns), place=prompt.index)
+        return done.messages if done.text is None else done.text
+
+    async def score_turns(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+        done = await self.pool.call(_call("score_turns", prompt, turns), place=prompt.index)
+        return _score(done.judgements[0])
+
+    async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
+        return await self.score_turns(prompt, turns)
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        return await self.score_turns(prompt, [completion])
+
+
+def _call(method: Method, prompt: Prompt, completions: Sequence[Completion], size: int = 0) -> Call:
+    """The prompt by its index where it is the task's own, and else as it is."""
+    told = [replace(each, extras={}) for each in completions]  # routed experts, say, are no scorer's matter
+    if (index := prompt.metadata.get(OWN)) is not None:
+        return Call(method=method, index=index, completions=told, size=size)
+    return Call(method=method, prompt=prompt, completions=told, size=size)
+
+
+def _score(judgement: Judgement) -> Score:
+    if judgement.failure is not None:
+        raise ScorerRaised(judgement.failure, masked=judgement.masked)
+    return Score(reward=judgement.reward, parts=judgement.parts)
+
+
+def _rollout(completion: Completion, judgement: Judgement) -> Rollout:
+    return Rollout(
+        completion=completion,
+        reward=judgement.reward,
+        parts=judgement.parts,
+        failure=judgement.failure,
+        masked=judgement.masked,
+    )

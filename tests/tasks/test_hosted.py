@@ -1,0 +1,481 @@
+"""Tasks of the user's in processes of their own: what they may do there, and what that costs whom."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.tasks.environment import FAILED, Completion, Environment, Rollout
+from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
+from streamrl.tasks.hosted import Hosted, check_tasks, host_task
+
+DEADLINE = 60.0  # seconds; starts of processes on busy cores
+TIMEOUT = 1.5  # task.scoring.timeout of these tests
+
+TASKS = """
+    import asyncio, ctypes, os, signal, time
+    from pathlib import Path
+
+    from streamrl.tasks.environment import Environment, Prompt, Rollout, Score
+    from streamrl.tasks.grouped import Grouped
+    from streamrl.tasks.strings import Strings
+    from streamrl.tasks.turns import TurnByTurn
+
+    HERE = Path(__file__).parent
+    (HERE / f"loaded.{os.getpid()}").touch()
+
+
+    class Own(Environment):
+        def __init__(self, arguments, seed, split):
+            self.seed, self.split = seed, split
+
+        def prompt(self, index):
+            double = lambda number: 2 * number  # what no pickle takes
+            return Prompt(index=index, text=f"{index}=", answer="a", metadata={"double": double})
+
+        async def score(self, prompt, completion):
+            match completion.text:
+                case "loop":
+                    while True: pass
+                case "sleep": time.sleep(1e9)
+                case "wait": await asyncio.sleep(1e9)
+                case "exit": os._exit(3)
+                case "crash": ctypes.string_at(0)
+                case "kill": os.kill(os.getpid(), signal.SIGKILL)
+                case "raise": raise KeyError("no such thing")
+                case "later":
+                    await asyncio.sleep(0.05)
+                    time.sleep(1e9)
+            return Score(reward=prompt.metadata["double"](prompt.index), parts={"pid": os.getpid()})
+
+        async def close(self):
+            (HERE / f"closed.{os.getpid()}").touch()
+
+
+    class Strict(Own):
+        infrastructure = ()
+        lowest_reward = -1.0
+
+
+    class Inline(Own):
+        runs_inline = True
+
+
+    class OfInline(Inline):
+        pass
+
+
+    class Together(Own):
+        everybody = asyncio.Barrier(8)
+
+        async def score(self, prompt, completion):
+            await self.everybody.wait()
+            return Score(reward=1.0)
+
+
+    class Judge(Grouped):
+        def __init__(self, arguments, seed, split): ...
+
+        prompt = Own.prompt
+
+        async def score_group(self, prompt, completions):
+            best = max(len(each.text) for each in completions)
+            return [Score(reward=float(len(each.text) == best)) for each in completions]
+
+
+    class Counting(TurnByTurn):
+        max_turns = 4
+
+        def __init__(self, arguments, seed, split):
+            self.said = {}
+
+        def prompt(self, index):
+            return Prompt(index=index, text="a=")
+
+        async def observation(self, prompt, turns):
+            said = self.said.setdefault(prompt.index, [])
+            said.append((os.getpid(), turns[-1].text))
+            return "a="
+
+        async def trajectory_reward(self, prompt, turns):
+            if turns[-1].text == "b":
+                time.sleep(1e9)
+            pids = {pid for pid, _ in self.said[prompt.index]}
+            return Score(reward=len(self.said[prompt.index]), parts={"pids": len(pids), "pid": pids.pop()})
+
+
+    class Asks(Own):
+        async def rollout_group(self, inference, prompt, n):
+            ids = inference.prompt_ids(prompt.content)
+            added = inference.added_ids((), "b", None)
+            completions = await inference.generate(ids, n, max_new_tokens=2)
+            if prompt.index == 1:
+                await asyncio.sleep(1e9)
+            if prompt.index == 2:
+                time.sleep(1e9)
+            rollouts = [Rollout(completion=each, reward=float(len(ids) + len(added))) for each in completions]
+            return rollouts
+
+
+    class BadPrompt(Own):
+        def prompt(self, index):
+            if index == 1:
+                time.sleep(1e9)
+            return Own.prompt(self, index)
+
+
+    class Broken(Own):
+        def __init__(self, arguments, seed, split):
+            raise RuntimeError("no data here")
+
+
+    class Slow(Own):
+        def __init__(self, arguments, seed, split):
+            time.sleep(1e9)
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Callable[..., Any]:
+    """`async with host(CLASS, **scoring) as task`: a class of TASKS, hosted."""
+    (tmp_path / "mine.py").write_text(textwrap.dedent(TASKS))
+
+    @asynccontextmanager
+    async def hosted(name: str, **scoring: Any) -> AsyncIterator[Any]:
+        settings = ScoringConfig.model_validate({"timeout": TIMEOUT, "start_timeout": DEADLINE, **scoring})
+        task = await host_task(TaskConfig(name=f"{tmp_path}/mine.py:{name}"), 1, "train", settings)
+        try:
+            yield task
+        finally:
+            await task.close()
+
+    return hosted
+
+
+def go(work: Coroutine[Any, Any, Any]) -> Any:
+    async def in_time() -> Any:
+        async with asyncio.timeout(2 * DEADLINE):
+            return await work
+
+    return asyncio.run(in_time())
+
+
+def completion(text: str) -> Completion:
+    ids = np.zeros(2, np.int32)
+    return Completion(
+        text=text, prompt_ids=ids, output_ids=ids, logprobs=ids.astype(np.float32), spans=(), finish_reason="stop"
+    )
+
+
+async def scored(task: Environment, *texts: str, index: int = 3) -> list[Rollout]:
+    return await task.score_all(await task.fetch(index), [completion(text) for text in texts])
+
+
+async def ticks(period: float = 0.02) -> None:
+    """Fails when the event loop stands still for as long as blocking code of the tasks would hold it."""
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(period)
+        assert time.monotonic() - before < TIMEOUT, "the event loop stood still"
+
+
+def line(tmp_path: Path, text: str) -> str:
+    lines = (tmp_path / "mine.py").read_text().splitlines()
+    return f"{tmp_path}/mine.py:{next(number for number, each in enumerate(lines, 1) if text in each)}"
+
+
+def test_a_class_of_the_users_is_loaded_in_processes_of_its_own_and_never_here(host, tmp_path):
+    async def play() -> tuple[int, float, float]:
+        async with host("Own") as task:
+            assert isinstance(task, Hosted)
+            (rollout,) = await scored(task, "fine")
+            return len(task.pool.pids), rollout.reward, rollout.parts["pid"]
+
+    processes, reward, pid = go(play())
+    assert processes == 1  # one after the other: no second one is needed
+    assert reward == 6.0  # its metadata, which does not travel, was there
+    loaded = {int(path.suffix[1:]) for path in tmp_path.glob("loaded.*")}
+    assert loaded == {int(pid)}
+    assert os.getpid() not in loaded
+    assert not psutil.pid_exists(int(pid))
+    assert (tmp_path / f"closed.{int(pid)}").exists()  # the user's `close` was called
+
+
+@pytest.mark.parametrize("text", ["loop", "sleep", "later"])
+def test_a_scorer_that_blocks_stops_nobody_and_costs_its_own_sample_alone(host, tmp_path, text):
+    async def play() -> tuple[list[Rollout], list[int], list[int]]:
+        async with host("Own", processes=1) as task:
+            before = task.pool.pids
+            ticking = asyncio.create_task(ticks())
+            rollouts = await scored(task, "fine", text, "fine", "fine")
+            assert not ticking.done()
+            ticking.cancel()
+            (after,) = await scored(task, "fine")
+            assert after.failure is None
+            return rollouts, before, task.pool.pids
+
+    rollouts, before, after = go(play())
+    assert [rollout.masked for rollout in rollouts] == [False, True, False, False]
+    assert [rollout.reward for rollout in rollouts if not rollout.masked] == [6.0] * 3
+    code = {"loop": "while True: pass", "sleep": 'case "sleep"', "later": "time.sleep(1e9)\n"}[text]
+    told = rollouts[1].failure or ""
+    assert told.startswith(f"ScorerLate: Own took more than task.scoring.timeout={TIMEOUT:g} s")
+    assert f"{tmp_path}/mine.py:" in told
+    if text != "later":
+        assert line(tmp_path, code) in told
+    assert before != after  # the process was ended, and replaced
+    assert not psutil.pid_exists(before[0])
+
+
+def test_a_scorer_that_waits_for_ever_is_ended_by_the_same_deadline_without_its_process(host):
+    async def play() -> tuple[list[Rollout], list[int], list[int]]:
+        async with host("Own", processes=1) as task:
+            before = task.pool.pids
+            return await scored(task, "wait", "fine"), before, task.pool.pids
+
+    (late, fine), before, after = go(play())
+    assert late.masked
+    assert "task.scoring.timeout" in (late.failure or "")
+    assert fine.reward == 6.0
+    assert before == after
+
+
+@pytest.mark.parametrize(("text", "how"), [("exit", "exit code 3"), ("crash", "SIGSEGV"), ("kill", "SIGKILL")])
+def test_a_process_that_dies_masks_the_answer_that_killed_it_and_is_replaced(host, text, how):
+    async def play() -> tuple[list[Rollout], Rollout]:
+        async with host("Own", processes=1) as task:
+            rollouts = await scored(task, "fine", text, "fine")
+            (after,) = await scored(task, "fine")
+            return rollouts, after
+
+    rollouts, after = go(play())
+    assert [rollout.masked for rollout in rollouts] == [False, True, False]
+    assert f"ScorerLost: the process of Own has ended: {'signal ' if how.startswith('SIG') else ''}{how}" in (
+        rollouts[1].failure or ""
+    )
+    assert (after.reward, after.failure) == (6.0, None)
+
+
+def test_what_the_class_raises_comes_with_its_line_and_a_task_may_say_that_a_late_or_lost_scorer_is_the_answers_fault(
+    host, tmp_path
+):
+    async def play() -> tuple[list[Rollout], list[Rollout]]:
+        async with host("Own") as task, host("Strict") as strict:
+            return await scored(task, "raise"), await scored(strict, "raise", "wait", "sleep", "exit")
+
+    (raised,), strict = go(play())
+    assert (raised.parts, raised.masked) == ({FAILED: 1.0}, False)
+    assert raised.failure == f"KeyError: 'no such thing' ({line(tmp_path, 'KeyError(')})"
+    assert [(rollout.reward, rollout.masked) for rollout in strict] == [(-1.0, False)] * 4
+
+
+def test_a_class_that_says_that_it_never_blocks_runs_here_and_one_made_of_it_does_not(host, tmp_path):
+    async def play() -> list[float]:
+        async with host("Inline") as inline, host("OfInline") as other:
+            return [(await scored(task, "fine"))[0].parts["pid"] for task in (inline, other)]
+
+    here, elsewhere = go(play())
+    assert here == os.getpid() != elsewhere
+
+
+def test_scorers_that_wait_run_together_in_the_event_loop_of_one_process(host):
+    async def play() -> list[Rollout]:
+        async with host("Together", processes=1) as task:
+            return await scored(task, *["x"] * 8)
+
+    assert [rollout.reward for rollout in go(play())] == [1.0] * 8
+
+
+def test_answers_that_are_judged_against_each_other_are_judged_in_one_call(host):
+    async def play() -> list[Rollout]:
+        async with host("Judge") as task:
+            return await scored(task, "a", "bbb", "cc")
+
+    assert [rollout.reward for rollout in go(play())] == [0.0, 1.0, 0.0]
+
+
+def test_an_environment_of_several_turns_keeps_its_state_in_one_process(host, scripted):
+    async def play() -> list[list[Rollout]]:
+        async with host("Counting", processes=2) as task:
+            prompts = [await task.fetch(index) for index in range(4)]
+            groups = (task.rollout_group(scripted([["a"]] * 8), prompt, 2) for prompt in prompts)
+            return await asyncio.gather(*groups)
+
+    groups = go(play())
+    for group in groups:
+        assert [rollout.parts["pids"] for rollout in group] == [1.0, 1.0]
+        assert max(rollout.reward for rollout in group) == 6.0  # three observations of each of its two samples
+    assert len({rollout.parts["pid"] for group in groups for rollout in group}) == 2  # both were used
+    first = groups[0][0].completion
+    assert first.loss_mask is not None
+    assert first.loss_mask.sum() == 4
+    assert len(first.output_ids) == len(first.logprobs) == len(first.loss_mask) > 4
+
+
+def test_a_group_of_several_turns_that_blocks_its_process_is_lost_and_the_next_one_is_not(host, scripted):
+    async def play() -> list[Rollout]:
+        async with host("Counting", processes=1) as task:
+            prompt = await task.fetch(0)
+            with pytest.raises(ScorerLate, match=r"Counting took more than .* \(.*mine\.py:\d+\)"):
+                await task.rollout_group(scripted([["b"]] * 4), prompt, 1)
+            return await task.rollout_group(scripted([["a"]] * 4), prompt, 1)
+
+    (rollout,) = go(play())
+    assert rollout.reward == 3.0  # its state began anew
+
+
+def test_a_course_of_its_own_asks_the_policy_and_its_tokenizer_over_the_pipe(host, scripted):
+    async def play() -> tuple[list[Rollout], list[np.ndarray], int]:
+        async with host("Asks") as task:
+            policy = scripted([["a", "b"], ["b"]])
+            prompt = await task.fetch(0)
+            ids = policy.prompt_ids(prompt.content)
+            return await task.rollout_group(policy, prompt, 2), policy.asked, len(ids)
+
+    rollouts, asked, length = go(play())
+    assert [rollout.completion.text for rollout in rollouts] == ["ab", "b"]
+    assert rollouts[0].reward == length + 1
+    assert [len(ids) for ids in asked] == [length] * 2
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_a_course_of_its_own_that_asks_nothing_for_too_long_is_ended(host, scripted, index):
+    async def play() -> None:
+        async with host("Asks", processes=1) as task:
+            await task.rollout_group(scripted([["a"]]), await task.fetch(index), 1)
+
+    with pytest.raises(ScorerLate, match=r"Asks took more than task\.scoring\.timeout"):
+        go(play())
+
+
+def test_an_error_of_the_policy_is_that_of_the_group_whatever_hosted_code_makes_of_it(host, scripted):
+    async def play() -> None:
+        policy = scripted([])
+
+        async def lost(*args: Any, **options: Any) -> None:
+            raise ConnectionError("server lost")
+
+        policy.generate = lost
+        async with host("Asks") as task:
+            await task.rollout_group(policy, await task.fetch(0), 1)
+
+    with pytest.raises(ConnectionError, match=r"^server lost$"):
+        go(play())
+
+
+def test_a_prompt_that_blocks_is_ended_too(host):
+    async def play() -> None:
+        async with host("BadPrompt", processes=1) as task:
+            await task.fetch(0)
+            with pytest.raises(ScorerLate, match=r"mine\.py:\d+"):
+                await task.fetch(1)
+            assert (await task.fetch(2)).text == "2="
+
+    go(play())
+
+
+def test_a_group_that_is_cancelled_at_its_deadline_leaves_a_process_that_is_replaced(host):
+    async def play() -> None:
+        async with host("Own", processes=1) as task:
+            (first,) = task.pool.pids
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await scored(task, "sleep")
+            (rollout,) = await scored(task, "fine")  # waits until the blocked process is ended
+            assert rollout.reward == 6.0
+            assert task.pool.pids != [first]
+
+    go(play())
+
+
+def test_a_class_that_cannot_be_loaded_is_refused_by_one_line(host, tmp_path):
+    share = TaskConfig(name=f"{tmp_path}/mine.py:Broken").shares
+    with pytest.raises(ValueError, match=r"^RuntimeError: no data here \(.*mine\.py:\d+\)$"):
+        check_tasks(share, 1, "train", ScoringConfig())
+    share = TaskConfig(name=f"{tmp_path}/mine.py:Nobody").shares
+    with pytest.raises(ValueError, match=r"^task\.name: .* cannot be loaded: ValueError: .* has no class 'Nobody'$"):
+        check_tasks(share, 1, "train", ScoringConfig())
+    assert not list(tmp_path.glob(f"loaded.{os.getpid()}"))
+
+
+def test_a_class_that_does_not_come_to_be_ready_is_given_up(host):
+    async def play() -> None:
+        async with host("Slow", start_timeout=2.0):
+            raise AssertionError
+
+    with pytest.raises(ScorerUnready, match=r"Slow was not ready in task\.scoring\.start_timeout=2 s"):
+        go(play())
+
+
+def test_a_process_that_nothing_can_replace_masks_what_waits_for_it(host, tmp_path):
+    async def play() -> list[Rollout]:
+        async with host("Own", processes=1) as task:
+            prompt = await task.fetch(0)
+            (tmp_path / "mine.py").unlink()
+            os.kill(task.pool.pids[0], signal.SIGKILL)
+            return await task.score_all(prompt, [completion("fine")])
+
+    (rollout,) = go(play())
+    assert rollout.masked
+    assert "ScorerUnready" in (rollout.failure or "")
+
+
+WORKER = """
+import asyncio, sys
+sys.path.insert(0, {tests!r})
+from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.tasks.hosted import host_task
+
+async def main():
+    task = await host_task(TaskConfig(name={name!r}), 1, "train", ScoringConfig(timeout=100))
+    prompt = await task.fetch(0)
+    print(*task.pool.pids, flush=True)
+    await asyncio.sleep(1e9) if {idle} else await task.score(prompt, completion("loop"))
+
+from test_hosted_parts import completion
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("idle", [True, False])
+def test_processes_end_when_their_worker_is_killed(tmp_path, idle):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(TASKS))
+    (tmp_path / "test_hosted_parts.py").write_text(
+        "import numpy as np\nfrom streamrl.tasks.environment import Completion\n"
+        "def completion(text):\n    ids = np.zeros(1, np.int32)\n"
+        "    return Completion(text=text, prompt_ids=ids, output_ids=ids, logprobs=ids.astype(np.float32), spans=(), "
+        "finish_reason='stop')\n"
+    )
+    code = WORKER.format(tests=str(tmp_path), name=f"{tmp_path}/mine.py:Own", idle=idle)
+    worker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert worker.stdout is not None
+        (pid,) = map(int, worker.stdout.readline().split())
+        time.sleep(0.5)  # into the loop
+        assert psutil.Process(pid).is_running()
+    finally:
+        worker.kill()
+        worker.wait()
+    deadline = time.monotonic() + DEADLINE
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_lost_process_is_what_a_dead_connection_is(host):
+    assert issubclass(ScorerLost, ConnectionError)  # so that a task that declares nothing masks both
+    assert issubclass(ScorerLate, TimeoutError)
