@@ -64,10 +64,11 @@ def record_of(folder: Path, config: Config) -> list[Start | Trained]:
 
 def last_ledger(folder: Path) -> Ledger:
     """That of the newest checkpoint; an empty one where there is none."""
-    folders = sorted((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    if not folders:
+    names = (path.name.removeprefix("step_") for path in (folder / "checkpoints").glob("step_*"))
+    steps = [int(name) for name in names if name.isdecimal()]  # others are set aside
+    if not steps:
         return Ledger()
-    description = json.loads((folders[-1] / "checkpoint.json").read_text())
+    description = json.loads((folder / "checkpoints" / f"step_{max(steps)}" / "checkpoint.json").read_text())
     return msgspec.convert(description["ledger"], Ledger, str_keys=True)
 
 

@@ -6,6 +6,7 @@ the learner yet or before the limits changed, is quarantined by the learner (`le
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -41,6 +42,8 @@ def untrainable(group: Group, limits: Limits) -> str | None:
         if len(sample.prompt_ids) + answer > limits.tokens:
             length = len(sample.prompt_ids) + answer
             return f"sample {index} has {length} tokens, learner.tokens_per_micro_batch={limits.tokens}"
+        if not _is_finite(sample):
+            return f"sample {index} has a trained token whose log-prob is not finite"
     return None
 
 
@@ -54,6 +57,13 @@ def answer_length(sample: Sample) -> int | None:
         return len(mask) - 1
     trained = np.flatnonzero(mask)
     return int(trained[-1]) if len(trained) else None
+
+
+def _is_finite(sample: Sample) -> bool:
+    """Every trained token has a finite log-prob: one that has not makes the loss of its whole step worthless."""
+    if math.isfinite(sample.logprobs.sum(dtype=np.float64)):  # the usual case, and much the cheaper one
+        return True
+    return bool(np.isfinite(sample.logprobs[sample.loss_mask]).all())
 
 
 def _known_ids(group: Group, vocabulary: int) -> bool:

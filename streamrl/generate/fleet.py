@@ -22,7 +22,7 @@ from streamrl.engine.server import ServerFailed
 from streamrl.generate.placement import Placement
 from streamrl.generate.requests import GroupPolicy, Place
 from streamrl.generate.router import ROUTER, RouterPolicy
-from streamrl.generate.served import INITIAL, ServedModel, engine_keys
+from streamrl.generate.served import INITIAL, ServedModel, engine_keys, keeps_cache
 from streamrl.observe.events import EventLog
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
@@ -58,8 +58,7 @@ class Fleet:
         self._lives: list[ServedModel] = [self._life(place) for place in range(config.generate.servers)]
         self._up: dict[str, ServedModel] = {}
         self._router = self._router_policy()
-        # Adapters have caches of their own, by their names.
-        self._keeps_cache = config.publish.interruption == "in_place" and not config.learner.lora.by_adapter
+        self._keeps_cache = keeps_cache(config)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from streamrl.config import Config
-from streamrl.engine.client import EngineClient, EngineError
+from streamrl.engine.client import Answer, EngineClient, EngineError
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
@@ -33,6 +35,29 @@ MISSES = 6
 SEED_STRIDE = 10_000  # between the seeds of a worker's servers: more than there are workers
 
 INITIAL = PolicyVersion(0)  # the version of the weights in model.path
+
+
+def keeps_cache(config: Config) -> bool:
+    """Whether servers keep over an update what the old weights computed. Adapters have caches of their own."""
+    return config.publish.interruption == "in_place" and not config.learner.lora.by_adapter
+
+
+class VersionedPolicy:
+    """A `Policy` whose requests reuse what the server's present version has computed, and nothing older.
+
+    A request that says by itself by which name (`cache`) goes as it is.
+    """
+
+    def __init__(self, policy: Policy, version: Callable[[], PolicyVersion]) -> None:
+        self._policy = policy
+        self._version = version
+
+    async def generate(self, *request: Any, **options: Any) -> list[Answer]:
+        options.setdefault("cache", str(self._version()))
+        return await self._policy.generate(*request, **options)
+
+    async def abort(self, request_id: str = "") -> None:
+        await self._policy.abort(request_id)
 
 
 class ServedModel:
@@ -61,6 +86,8 @@ class ServedModel:
         self._gate = RequestGate()
         self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None
         self.policy: Policy = GatedPolicy(self.client, self._gate)  # of this server alone, by its newest version
+        if keeps_cache(config):
+            self.policy = VersionedPolicy(self.policy, lambda: self.version)
         if self._adapters is not None:
             self.policy = AdapterPolicy(self.client, self._adapters)
 

@@ -116,6 +116,23 @@ def test_a_request_behind_an_update_in_place_is_exact_and_reuses_what_its_own_ve
     assert cached == [0, len(PROMPT) - 1, 0, len(PROMPT) - 1]
 
 
+def test_an_evaluation_of_a_version_reuses_nothing_of_the_one_before(
+    on_fleet, model_folders, forward_logprobs, cached: list[int]
+):
+    """An evaluation asks one server, without a group."""
+
+    async def work(fleet: Fleet, publish: Callable[[], Awaitable[None]]) -> list[Answer]:
+        (served,) = fleet.servers.values()
+        before = await served.policy.generate(PROMPT, SHORT, 1)
+        await publish()
+        return before + await served.policy.generate(PROMPT, SHORT, 1)
+
+    answers = on_fleet("memory", work)
+    for answer, folder in zip(answers, model_folders, strict=True):
+        assert errors(answer, load_file(folder / "model.safetensors"), forward_logprobs).max() < EXACT
+    assert cached == [0, 0]
+
+
 def test_of_a_request_in_flight_the_tokens_behind_the_update_are_stamped_inexact(
     on_fleet, model_folders, forward_logprobs
 ):

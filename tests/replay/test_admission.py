@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ def with_id(group: Group, token: int) -> Group:
     return tokens(group, output_ids=np.full(5, token, np.int32))
 
 
+def with_logprob(group: Group, value: float) -> Group:
+    return tokens(group, logprobs=np.array([-1, -1, value, -1, -1], np.float32))
+
+
 def long(group: Group, length: int) -> Group:
     """An answer of this many tokens behind the prompt of 7."""
     return tokens(
@@ -70,6 +75,8 @@ BAD: dict[str, tuple[Callable[[Group], Group], str]] = {
         "a token id is not below",
     ),
     "a sample longer than a row": (lambda group: long(group, 59), "65 tokens, learner.tokens_per_micro_batch=64"),
+    "a log-prob that is no number": (lambda group: with_logprob(group, math.nan), "log-prob is not finite"),
+    "an infinite log-prob": (lambda group: with_logprob(group, -math.inf), "log-prob is not finite"),
     "an empty prompt": (lambda group: tokens(group, prompt_ids=np.zeros(0, np.int32)), "has an empty prompt"),
     "a version from the future": (
         lambda group: of_version(group, PolicyVersion(7)),
@@ -95,6 +102,15 @@ def test_a_group_that_cannot_be_trained_is_refused_and_its_ticket_issued_again(
     (again,) = hear_tickets(running.worker_socket, 1)
     assert (again.group_id, again.attempt) == (ticket.group_id, ticket.attempt + 1)
     assert isinstance(answer(running.worker_socket, make_group, again), Accepted)
+
+
+def test_what_is_not_trained_needs_no_log_prob(running: Running, make_group: MakeGroup) -> None:
+    (ticket,) = hear_tickets(running.worker_socket, 1)
+    group = with_logprob(make_group(ticket.group_id, attempt=ticket.attempt, version=V0), math.nan)
+    running.worker_socket.send_group(tokens(group, loss_mask=np.array([True, True, False, True, True])))
+    while isinstance(message := running.worker_socket.receive(20), Tickets):
+        pass
+    assert isinstance(message, Accepted)
 
 
 def test_the_longest_sample_that_a_row_holds_is_taken(running: Running, make_group: MakeGroup) -> None:
