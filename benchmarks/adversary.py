@@ -161,7 +161,8 @@ def flood(circle: Circle, result: Result, quick: bool) -> None:
         row = Flood(name, sent, cost.memory, memory, cost.descriptors - before, descriptors, circle.steps - steps)
         result.floods.append(row)
         print(
-            f"{'  ' if row.holds else '! '}{name:24}{sent:34}memory +{row.memory / 2**20:6.1f} of {memory / 2**20:6.1f} MiB"
+            f"{'  ' if row.holds else '! '}{name:24}{sent:34}"
+            f"memory +{row.memory / 2**20:6.1f} of {memory / 2**20:6.1f} MiB"
             f"   descriptors +{row.descriptors:4d} of {descriptors:4d}   steps {row.steps}",
             flush=True,
         )

@@ -247,7 +247,7 @@ def _workers() -> Iterator[Kind]:
     far = PolicyVersion(1_000_000)
     words: dict[str, tuple[Message | bytes, str]] = {
         "a learner's word": (Next(step=0), "Next from a generator"),
-        "the service's own word": (Welcome_, "malformed"),
+        "the service's own word": (_WELCOME, "malformed"),
         "weights of a server that it has not": (Applied(server="nobody", version=V0), "nobody is not one of worker"),
         "a failure of a server that it has not": (
             PublishFailed(server="nobody", version=V0, reason="r"),
@@ -269,7 +269,7 @@ def _workers() -> Iterator[Kind]:
     yield Kind("weights that were never announced", "worker", "never (announced|published)", _unannounced(far))
 
 
-Welcome_ = b"\x82\xa1v\x05\xa4kind\xa7welcome"
+_WELCOME = b"\x82\xa1v\x05\xa4kind\xa7welcome"
 
 
 def _worker(word: Message | bytes) -> Callable[[Circle, str], str]:
@@ -332,9 +332,9 @@ def _answers() -> Iterator[Kind]:
         "a column of 2**248 bytes": (fields(columns=[["x", "<f8", [2**31 - 1] * 8]], extras=[[0]] * 4), refused),
         "a mask that is too short": (fields(masks=[[1]] * 4), refused + "group: loss mask covers"),
         "a finish reason that nobody knows": (fields(finish_reasons=["bored"] * 4), refused),
-        "spans with a gap": (lambda ticket, header, arena: (_spans(header, ticket, 1), arena), refused + "group: span"),
+        "spans with a gap": (lambda ticket, header, arena: (_spans(header, 1), arena), refused + "group: span"),
         "tokens from the future": (
-            lambda ticket, header, arena: (_spans(header, ticket, 0, 1_000_000), arena),
+            lambda ticket, header, arena: (_spans(header, 0, ahead=1_000_000), arena),
             refused + ".*never published",
         ),
         "another prompt": (shifted("prompt_index", 1), refused + "it answers"),
@@ -353,16 +353,13 @@ def _answers() -> Iterator[Kind]:
     yield Kind("the same group twice", "answer", "^Accepted, Accepted$", _twice)
 
 
-def _spans(header: bytes, ticket: Ticket, start: int, ahead: int = 0) -> bytes:
-    version = [ticket.issued_version.step + ahead, ticket.issued_version.incarnation]
-    tree = msgspec.msgpack.decode(header)
-    span = tree["spans"][0][0]
-    made = (
-        [version, start, tree["tokens"][0]]
-        if isinstance(span, list)
-        else {"version": version, "start": start, "end": tree["tokens"][0]}
-    )
-    return changed(header, spans=[[made]] * len(tree["tokens"]))
+def _spans(header: bytes, start: int, ahead: int = 0) -> bytes:
+    """Every sample's only span begins at token `start`, and its version is `ahead` steps newer."""
+    spans = msgspec.msgpack.decode(header)["spans"]
+    for (span,) in spans:
+        span["start"] = start
+        span["version"]["step"] += ahead
+    return changed(header, spans=spans)
 
 
 def _frames(circle: Circle, ticket: Ticket, size: int, name: str) -> Frames:

@@ -45,7 +45,7 @@ from streamrl.stream.messages import (
 from streamrl.types import PolicyVersion, Ticket
 
 WAIT = 20.0  # seconds for anything that must come
-PATIENCE = 0.3  # seconds in which an answer comes, if one comes
+PATIENCE = 1.0  # seconds in which an answer comes, if one comes
 SAMPLE = 0.002  # seconds between two looks at the service's memory and descriptors
 CHUNK = 1 << 14  # bytes that the proxy handles at a time
 ALTERED = 0.3  # seconds after which the proxy ends a connection that it has spoilt, if nobody else did

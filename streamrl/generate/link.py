@@ -80,7 +80,8 @@ class ServiceLink:
         self._settled = asyncio.Event()  # no ticket is open
         self._settled.set()
         self._sending = asyncio.Lock()  # nobody sends while the connection is replaced
-        self._stuck_since: float | None = None
+        self._is_stuck = False  # the present connection takes nothing more
+        self._stuck_since: float | None = None  # and nothing was heard since
         self._unheard = False  # a word of ours could not even be queued
         self._progress = time.monotonic()  # when a group was last put into the outbox, or answered for
         self._heard = time.monotonic()
@@ -233,14 +234,15 @@ class ServiceLink:
             try:
                 await send(self._dealer)
             except StreamTimeout as error:
-                self._unheard = True
+                self._unheard = self._is_stuck = True
                 if self._stuck_since is None:
                     self._stuck_since = time.monotonic()
                     log.warning("%s", error)
                 if time.monotonic() - self._stuck_since > self._config.run.silence_timeout:
                     raise
                 return False
-        self._stuck_since = None
+        if self._stuck_since is not None and self._heard > self._stuck_since:
+            self._stuck_since = None
         return True
 
     async def _follow(self) -> None:
@@ -251,11 +253,11 @@ class ServiceLink:
         told = told_address(self._run_folder) or self.address
         if told != self.address:
             log.info("the replay service has moved from %s to %s", self.address, told)
-        elif self._stuck_since is None:
+        elif not self._is_stuck:
             return
         async with self._sending:
             self._dealer.close()
-            self.address, self._missed = told, 0
+            self.address, self._missed, self._is_stuck = told, 0, False
             self._dealer = self._connect()
         await self.greet()
 
