@@ -233,7 +233,7 @@ def _too_large_frame(circle: Circle, address: str) -> str:
 def _hello(run: str | None = None, **fields: Any) -> Callable[[Circle, str], str]:
     def act(circle: Circle, address: str) -> str:
         with Member(address, circle.keys) as member:
-            given = {"role": "generator", "version": V0} | fields
+            given: dict[str, Any] = {"role": "generator", "version": V0} | fields
             member.say(Hello(run=run or circle.run, name=member.name, **given))
             return _seen(circle, member)
 

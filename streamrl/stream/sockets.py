@@ -46,8 +46,8 @@ QUEUE = 64
 # messages that a peer has said and the network has not taken, or has heard and not read.
 
 SERVICE_UNREAD = 0
-# no limit of libzmq's for what waits for the service: the door has one, in bytes (`stream/door.py`). An engine of libzmq
-# that has to stop reading, and whose connection then ends, aborts the process at its next PING.
+# no limit of libzmq's for what waits for the service: the door has one, in bytes (`stream/door.py`). An engine of
+# libzmq that has to stop reading, and whose connection then ends, aborts the process at its next PING.
 
 SEALED = 64
 # bytes that CURVE adds to a frame at most, which libzmq counts.
