@@ -118,6 +118,7 @@ BENCHMARKS = (
     Benchmark("parity"),
     Benchmark("learner", ratios=_learner),
     Benchmark("faults", quick=("--kills", "20")),
+    Benchmark("model_check"),
     Benchmark("pressure"),
     Benchmark("publish"),
     Benchmark("generation", ratios=_generation),

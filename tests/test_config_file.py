@@ -45,6 +45,10 @@ BAD = [
     ("generate.server_args={trust-remote-code: true}", ["generate.server_args: trust_remote_code", "model folder"]),
     ("run.name=a/b", ["run.name: a/b", "matching"]),
     ("run.name.x=3", ["run.name.x: run.name is bad and has no keys", "allowed: run.name=VALUE"]),
+    (
+        "replay={address: 'tcp://0.0.0.0:7100', host: 127.0.0.1}",
+        ["replay.host: 127.0.0.1 is this machine alone", "nobody could connect", "address=tcp://127.0.0.1:0"],
+    ),
     ("replay=3", ["replay: 3", "a mapping of address, "]),
     ("learner.optimizer.lr=[1,", ["learner.optimizer.lr: not YAML"]),
     ("replay.max_staleness", ["is not an override; allowed: key=value"]),

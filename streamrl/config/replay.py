@@ -15,6 +15,8 @@ MOST_GROUPS = 1 << 16
 """Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them."""
 
 _ENDPOINT = re.compile(r"tcp://(?:\[[\w:.%]+\]|[\w.*-]+):(?P<port>\d{1,5})|ipc://.+")
+_WILDCARD = re.compile(r"tcp://(0\.0\.0\.0|\*|\[::\]):")
+_LOOPBACK = re.compile(r"(127\.[\d.]+|localhost)$")
 
 
 class StreamConfig(Section):
@@ -118,6 +120,16 @@ class ReplayConfig(Section):
     )
     filter: FilterConfig = Field(default_factory=FilterConfig, description="groups that are dropped and replaced")
     adaptive: AdaptiveConfig = Field(default_factory=AdaptiveConfig, description="the adaptive bound")
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> ReplayConfig:
+        """A wildcard is encrypted, and told to others by the host's name: who is told loopback does not encrypt."""
+        if self.host is not None and _WILDCARD.match(self.address) and _LOOPBACK.match(self.host):
+            raise ValueError(
+                f"host: {self.host} is this machine alone, and address={self.address} is for others: nobody could "
+                "connect; allowed: a name that the others reach, or address=tcp://127.0.0.1:0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _address_can_be_bound(self) -> ReplayConfig:

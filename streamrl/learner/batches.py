@@ -139,6 +139,7 @@ class ServiceBatches:
             )
         if not self._welcomed and not self._stopped:
             self._peer.beat()
+            self._peer.insist()
             self._hear(timeout)
         return self._welcomed or self._stopped
 

@@ -4,7 +4,8 @@
       ▲ waits only while the former version is still going out
 
 A server that fails is left, tried again after a pause, and never holds the others or the training loop
-for longer than `publish.timeout`. A replay service that is started again hears anew what there is to publish.
+for longer than `publish.timeout`. A replay service that is started again hears again what there is to publish, and so
+does one that was silent for `stream.reply_timeout`: the list of the servers may be lost.
 """
 
 from __future__ import annotations
@@ -204,6 +205,7 @@ class Publisher:
                 with contextlib.closing(source):
                     while self._next_round():
                         self._hear(peer, 0.0)
+                        peer.insist()
                         self._round(peer, source)
                 peer.send(Bye())
         except Exception as failure:  # goes on in the training loop's thread

@@ -32,6 +32,13 @@ class Admission:
         """Servers may get this version from now on."""
         self._announced = version if self._announced is None else max(version, self._announced)
 
+    def unknown(self, version: PolicyVersion, buffer: Buffer) -> bool:
+        """Whether no learner of this run has told of a version. A service that was started again hears of the newest
+        by the publisher's Announce, and until then knows what its journal knows."""
+        known = [each for each in (self._announced, buffer.acknowledged) if each is not None]
+        incarnation = max((each.incarnation for each in (*known, buffer.began) if each is not None), default=0)
+        return version > max(known, default=PolicyVersion(0)) or version.incarnation > incarnation
+
     def problem(self, group: Group, buffer: Buffer) -> str | None:
         """Why a group cannot come in; None where it can."""
         if len(group.samples) != self._group_size:

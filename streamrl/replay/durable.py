@@ -9,7 +9,8 @@ disk only stops that number: the journal keeps what it could not write, and a co
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 from streamrl.config import Config
 from streamrl.observe.events import EventLog
 from streamrl.replay.buffer import Stored, make_buffer
-from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, recover
+from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, compact, recover
 from streamrl.replay.records import Completed, Snapshot
 from streamrl.replay.recovery import refuse_another_run
 from streamrl.stream.codec import decode_group, encode_group
@@ -45,10 +46,13 @@ class DurableBuffer:
     False
     """
 
-    def __init__(self, config: Config, run_folder: Path, events: EventLog) -> None:
+    def __init__(
+        self, config: Config, run_folder: Path, events: EventLog, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Recover the state that the last service left, then begin a segment.
 
-        Raises JournalFull, JournalDamaged, and ConfigError where the journal is another run's.
+        `clock`: the one by which all calls tell the time. Raises JournalFull, JournalFailed, JournalDamaged, and
+        ConfigError where the journal is another run's.
         """
         folder = run_folder / "journal"
         self.run = run_identity(run_folder, config.run.id)
@@ -69,11 +73,11 @@ class DurableBuffer:
         self._events = events
         self._journal: Journal | None = None
         if config.journal.keep != "none":
-            self._journal = Journal(folder, config.journal, self._snapshot(), self.run.id)
+            self._journal = self._open(folder, clock)
 
     @property
     def due_at(self) -> float:
-        """When `tend` has something to do, on the clock of time.monotonic."""
+        """When `tend` has something to do."""
         if self._journal is None:
             return float("inf")
         return self._retry if self.full else self._journal.due_at
@@ -149,14 +153,18 @@ class DurableBuffer:
     def saved(self, oldest: int, now: float) -> None:
         """No step before `oldest` is delivered again: forget it, and delete the segments that only it needed."""
         self.buffer.saved(oldest)
-        if self.commit(now) and self._journal is not None:
-            try:
-                deleted = self._journal.compact(self.buffer.oldest_place())
-            except JournalFull as error:
-                log.warning("%s; older segments stay until the next checkpoint", error)
-                return
-            if deleted:
-                self._events.emit("journal.compacted", segments=len(deleted), oldest=oldest)
+        self.commit(now)  # a full disk does not take it, and needs what follows all the more
+        try:
+            deleted = self._journal.compact(self.buffer.oldest_place()) if self._journal is not None else []
+        except JournalFull as error:
+            log.warning("%s; older segments stay until the next checkpoint", error)
+            return
+        if not deleted:
+            return
+        self._events.emit("journal.compacted", segments=len(deleted), oldest=oldest)
+        if self.full:
+            self._retry = now
+            self.commit(now)
 
     def tend(self, now: float) -> None:
         """Commit when it is time."""
@@ -207,6 +215,15 @@ class DurableBuffer:
         self.full = True
         log.error("%s; no more tickets until there is room, nothing is lost", error)
         self._events.emit("journal.full", reason=str(error))
+
+    def _open(self, folder: Path, clock: Callable[[], float]) -> Journal:
+        """Begin a segment. Where the disk is full, what no checkpoint needs makes room for it."""
+        try:
+            return Journal(folder, self._config.journal, self._snapshot(), self.run.id, clock)
+        except JournalFull:
+            if not compact(folder, self._config.journal, self.buffer.oldest_place()):
+                raise
+        return Journal(folder, self._config.journal, self._snapshot(), self.run.id, clock)
 
     def _snapshot(self) -> bytes:
         return msgspec.msgpack.encode(self.buffer.snapshot())

@@ -13,6 +13,7 @@ for itself, so that connections cannot take the last ones.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,17 @@ from streamrl.replay.segments import (
     segments,
 )
 
-__all__ = ["Journal", "JournalDamaged", "JournalFull", "Recovery", "read_journal", "recorded_batches", "recover"]
+__all__ = [
+    "Journal",
+    "JournalDamaged",
+    "JournalFailed",
+    "JournalFull",
+    "Recovery",
+    "compact",
+    "read_journal",
+    "recorded_batches",
+    "recover",
+]
 
 _PIECES = os.sysconf("SC_IOV_MAX")
 # buffers that one call to the operating system takes.
@@ -53,6 +64,10 @@ class JournalFull(OSError):
     """The disk takes no more, or no file can be opened. What was appended is still in memory; try again later."""
 
 
+class JournalFailed(OSError):
+    """The disk fails. What was committed before is all that can be relied upon: a new service goes on from there."""
+
+
 class Journal:
     """Appends to a new segment of `folder`. One writer at a time.
 
@@ -62,11 +77,22 @@ class Journal:
     ...     journal.commit()  # now the worker may be told
     """
 
-    def __init__(self, folder: Path, config: JournalConfig, snapshot: bytes, run: str | None = None) -> None:
-        """Begin a segment of `run` whose first record is the buffer's `snapshot`. Raises JournalFull, OSError."""
+    def __init__(
+        self,
+        folder: Path,
+        config: JournalConfig,
+        snapshot: bytes,
+        run: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin a segment of `run` whose first record is the buffer's `snapshot`.
+
+        Raises JournalFull, JournalFailed, OSError.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._config = config
+        self._clock = clock
         number = max((number for number, _ in segments(folder)), default=-1) + 1
         self._run = run
         self._reserve = Reserve()
@@ -84,7 +110,7 @@ class Journal:
 
     @property
     def due_at(self) -> float:
-        """When the next commit is due, on the clock of time.monotonic; infinite without anything to commit."""
+        """When the next commit is due; infinite without anything to commit."""
         if len(self._frames) >= self._config.commit_groups:
             return self._since
         return self._since + self._config.commit_seconds if self._records else float("inf")
@@ -112,8 +138,8 @@ class Journal:
     def commit(self) -> None:
         """Put on disk what was appended since the last commit: one write, one fsync.
 
-        Raises JournalFull when the disk takes no more, OSError when it fails otherwise; the segment then ends
-        with the last commit, and the next call tries to write the same again.
+        Raises JournalFull when the disk takes no more, JournalFailed when it fails otherwise; the segment then ends
+        with the last commit, and after JournalFull the next call tries to write the same again.
         """
         if not self._records:
             return
@@ -148,15 +174,7 @@ class Journal:
         the newest cannot be read. Returns what was deleted, nothing with `journal.keep=all`. Raises JournalFull
         where the folder cannot be opened now.
         """
-        if self._config.keep == "all":
-            return []
-        found = self._opened(lambda: segments(self._folder), self._folder)
-        recoverable = [number for number, _ in found][-2:]
-        limit = min(recoverable) if oldest is None else min(oldest, *recoverable)
-        deleted = [path for number, path in found if number < limit]
-        for path in deleted:
-            path.unlink()
-        return deleted
+        return self._opened(lambda: compact(self._folder, self._config, oldest), self._folder)
 
     def close(self) -> None:
         """Let go of the file; what is not committed is lost. May be called twice."""
@@ -179,10 +197,23 @@ class Journal:
 
     def _append(self, chunks: list[Chunk]) -> None:
         if not self._records:
-            self._since = time.monotonic()
+            self._since = self._clock()
         self._records += 1
         self._chunks += chunks
         self.size += sum(len(chunk) for chunk in chunks)
+
+
+def compact(folder: Path, config: JournalConfig, oldest: int | None) -> list[Path]:
+    """As `Journal.compact`, of a journal that nobody is writing."""
+    found = segments(folder)
+    if config.keep == "all" or not found:
+        return []
+    recoverable = [number for number, _ in found][-2:]
+    limit = min(recoverable) if oldest is None else min(oldest, *recoverable)
+    deleted = [path for number, path in found if number < limit]
+    for path in deleted:
+        path.unlink()
+    return deleted
 
 
 class _Segment:
@@ -203,16 +234,18 @@ class _Segment:
             raise
 
     def write(self, chunks: Sequence[Chunk]) -> None:
-        """Append and fsync, or leave the file as it was. Raises JournalFull, OSError."""
+        """Append and fsync, or leave the file as it was. Raises JournalFull, JournalFailed."""
         try:
             end = _write(self._file, chunks, self.size)
             os.fdatasync(self._file)
         except OSError as error:
             # After a failed fsync the kernel may have dropped the pages: all of it has to be written again.
-            os.ftruncate(self._file, self.size)
+            with contextlib.suppress(OSError):  # recovery cuts off what is left
+                os.ftruncate(self._file, self.size)
             if error.errno in NO_ROOM:
                 raise JournalFull(error.errno, f"the journal cannot grow: {error.strerror}", str(self._path)) from error
-            raise
+            what = f"the journal cannot be written: {error.strerror}; check the disk, what is committed is safe"
+            raise JournalFailed(error.errno, what, str(self._path)) from error
         self.size = end
 
     def close(self) -> None:

@@ -17,9 +17,11 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
+
+import zmq
 
 from streamrl.config import Config
 from streamrl.observe.descriptors import raise_limit
@@ -29,8 +31,9 @@ from streamrl.replay.admission import Admission, foreign, impossible
 from streamrl.replay.buffer import DuplicateGroup, GroupRefused
 from streamrl.replay.delivery import Delivery
 from streamrl.replay.durable import DurableBuffer
-from streamrl.replay.journal import JournalDamaged, JournalFull
+from streamrl.replay.journal import JournalDamaged
 from streamrl.replay.listening import listen
+from streamrl.replay.peer_time import PeerTime
 from streamrl.replay.peers import Peers
 from streamrl.replay.standstill import Herald, why_no_step
 from streamrl.replay.workers import Worker, Workers, assign
@@ -66,6 +69,7 @@ from streamrl.stream.messages import (
     Welcome,
     decode,
 )
+from streamrl.stream.sockets import Router
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -93,8 +97,9 @@ def main(config: Config, run_folder: Path) -> int:
     try:
         service = Service(config, run_folder, events)
         return service.run()
-    except (JournalFull, JournalDamaged, KeysUnusable) as error:
+    except (OSError, zmq.ZMQError, JournalDamaged, KeysUnusable) as error:
         log.error("%s", error)
+        log.debug("the replay service ends", exc_info=True)
         return 1
     finally:
         events.close()
@@ -105,23 +110,34 @@ def main(config: Config, run_folder: Path) -> int:
 class Service:
     """Listens from construction on; `run` serves until the end."""
 
-    def __init__(self, config: Config, run_folder: Path, events: EventLog) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_folder: Path,
+        events: EventLog,
+        *,
+        router: Router | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Recover, bind, and tell the address in `RUN/replay.address`.
 
-        Raises JournalFull, JournalDamaged, KeysUnusable, OSError, zmq.ZMQError; AnotherRun for another run's journal.
+        `router`: what it listens at instead of a socket of its own. Raises JournalFull, JournalDamaged, KeysUnusable,
+        OSError, zmq.ZMQError; AnotherRun for another run's journal.
         """
         self._config = config
         self._events = events
         self._run_folder = run_folder
-        self._durable = DurableBuffer(config, run_folder, events)
+        self._clock = clock
+        self._durable = DurableBuffer(config, run_folder, events, clock)
         self._buffer = self._durable.buffer
-        self._router = listen(config, run_folder)
+        self._router = router or listen(config, run_folder)
+        self._time = PeerTime(clock(), config.replay.lease)
         self._workers = Workers(config.generate.heartbeat)
         self._peers = Peers()
         self._roster: Roster | None = None  # as the publisher knows it
         self._admission = Admission(config.generate.group_size)
         self._delivery = Delivery(self._durable, self._workers, events)
-        self._watch = ProgressWatch(config, time.monotonic())
+        self._watch = ProgressWatch(config, self._time.now)
         self._herald = Herald(config.progress_timeout)
         self._accepted: deque[tuple[int, str, Accepted]] = deque()  # (mark, worker, answer that waits for it)
         self._final: PolicyVersion | None = None
@@ -139,16 +155,27 @@ class Service:
     def run(self) -> int:
         """Serve until the end and close everything. Returns the exit code."""
         try:
-            while not self._ended(time.monotonic()):
-                self._receive()
-                self._on_time(time.monotonic())
-                self._hand_out(time.monotonic())
-        finally:
-            refused, cut = self._router.refused, self._router.cut
-            self._close()
+            while self.turn():
+                continue
+        except BaseException:
+            self._durable.close()
+            self._router.close()
+            raise
+        refused, cut = self._router.refused, self._router.cut
+        self._close()
         code = 1 if self._exit is None else self._exit
         self._events.emit("replay.end", code=code, malformed=self.malformed, refused=refused, cut=cut)
         return code
+
+    def turn(self) -> bool:
+        """Hear, look at the clock, hand out: once. False at the end."""
+        if self._ended(self._time.now):
+            return False
+        emptied = self._receive()
+        now = self._time.look(self._clock(), emptied=emptied)
+        self._on_time(now)
+        self._hand_out(now)
+        return True
 
     def _ended(self, now: float) -> bool:
         if self._interrupted is not None:
@@ -161,26 +188,30 @@ class Service:
 
     def _close(self) -> None:
         address_path(self._run_folder).unlink(missing_ok=True)
-        self._durable.commit(time.monotonic())
+        self._durable.commit(self._clock())
         self._durable.close()
         self._router.close()
 
     # -- what peers say
 
-    def _receive(self) -> None:
-        """Hear what has come, at most `BURST` messages; wait for the first one until something is due."""
-        timeout = min(TICK, max(0.0, self._durable.due_at - time.monotonic()))
+    def _receive(self) -> bool:
+        """Hear what has come, at most `BURST` messages; wait for the first one until something is due.
+
+        True where that was all. After a pause the sockets, too, need a moment to find what has come.
+        """
+        timeout = TICK if self._time.catches_up else min(TICK, max(0.0, self._durable.due_at - self._clock()))
         for _ in range(BURST):
             received = self._router.receive(timeout)
             if received is None:
-                return
+                return True
             timeout = 0.0
             try:
                 if received.problem:
                     raise MalformedMessage(received.problem)
-                self._hear(received.peer, received.frames, received.missed, time.monotonic())
+                self._hear(received.peer, received.frames, received.missed, self._time.now)
             except MalformedMessage as error:
-                self._refuse_malformed(received.peer, error, time.monotonic())
+                self._refuse_malformed(received.peer, error, self._time.now)
+        return False
 
     def _hear(self, identity: bytes, frames: list[memoryview], missed: int, now: float) -> None:
         worker = self._workers.hear(identity, now)
@@ -219,7 +250,6 @@ class Service:
 
     def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         self._events.emit("replay.hello", peer=hello.role, name=hello.name, version=hello.version)
-        self._peers.introduced(identity)
         if (problem := foreign(hello, self._durable.run)) is not None:
             self._refuse_peer(identity, hello, problem, now)
         elif self._exit is not None:
@@ -227,12 +257,17 @@ class Service:
         elif hello.role == "generator":
             self._on_worker_hello(identity, hello, now)
         elif hello.role == "publisher":
+            self._peers.introduced(identity)
             self._peers.publisher, self._roster = identity, None
         else:
+            self._peers.introduced(identity)
             self._on_learner_hello(identity, hello, now)
 
     def _on_worker_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         """A worker comes, or comes back: what it still has stays its own, what a former process had is lost."""
+        if self._waits_for_its_name(identity, hello, now):
+            return
+        self._peers.introduced(identity)
         replaced = self._workers.join(hello.name, identity, hello.servers, now)
         self._buffer.adopt(hello.name, hello.tickets, now)
         if replaced:
@@ -241,6 +276,22 @@ class Service:
             self._events.emit("worker.replaced", worker=hello.name, tickets=len(gone))
         for server in hello.servers:
             self._acknowledge(server.version)
+
+    def _waits_for_its_name(self, identity: bytes, hello: Hello, now: float) -> bool:
+        """Whether another process has the worker's name: one that speaks keeps it, one that cannot be reached has died.
+
+        As long as neither is known the new one is nobody, is asked again who it is, and says Hello again.
+        """
+        holder = self._workers.rival(hello.name, identity, now)
+        if holder is None:
+            return False
+        if holder.outlives:
+            reason = (
+                f"a worker {hello.name} is at work already; allowed: one of each name, so another --index for this one"
+            )
+            self._refuse_peer(identity, hello, reason, now)
+            return True
+        return self._router.send(holder.identity, Introduce())
 
     def _on_learner_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         assert hello.version is not None  # the message's own check
@@ -267,6 +318,8 @@ class Service:
                 self._buffer.extend(worker.name, tickets, now)
             case Applied() | PublishFailed() if message.server not in worker.servers:
                 raise MalformedMessage(f"server {message.server} is not one of worker {worker.name}")
+            case Applied(version=version) if self._admission.unknown(version, self._buffer):
+                raise MalformedMessage(f"version {version}, which server {message.server} reports, was never announced")
             case Applied(server=server, version=version, pinned=pinned):
                 worker.applied(server, version, pinned=pinned)
                 self._acknowledge(version)
@@ -303,7 +356,7 @@ class Service:
                 self._buffer.progress(version, ess)
             case Saved(version=version, oldest=oldest):
                 self._events.emit("learner.saved", version=version, oldest=oldest)
-                self._durable.saved(oldest, now)
+                self._durable.saved(oldest, self._clock())
             case Finished(version=version):
                 self._events.emit("learner.finished", version=version)
                 self._final, self._deadline = version, now + self._config.publish.timeout
@@ -346,7 +399,7 @@ class Service:
             self._events.emit("group.duplicate", worker=worker.name, **answer)
         except GroupRefused as error:
             self._events.emit("group.refused", worker=worker.name, reason=str(error), **answer)
-            self._tell(worker, Refused(reason=str(error)[:4096], **answer))
+            self._tell(worker, Refused(reason=str(error)[:MAX_REASON], **answer))
             return
         else:
             event = "group.dropped" if stored is None else "group.accepted"
@@ -378,7 +431,7 @@ class Service:
             self._buffer.fail(worker.name, group_id, attempt, reason)
         except GroupRefused as error:
             reason = f"{reason}; {error}"
-        self._tell(worker, Refused(group_id=group_id, attempt=attempt, reason=reason[:4096]))
+        self._tell(worker, Refused(group_id=group_id, attempt=attempt, reason=reason[:MAX_REASON]))
 
     # -- what time brings
 
@@ -387,9 +440,9 @@ class Service:
             self._events.emit("worker.silent", worker=worker.name)
         if self._exit is None:
             self._on_lost_tickets(now)
-        if (waited := self._delivery.evaluations.look(self._workers.servers, now)) is not None:
+        if (waited := self._delivery.evaluations.look(self._workers.servers, self._clock())) is not None:
             self._events.emit("publish.waited", seconds=round(waited, 6), reason="every server was being evaluated")
-        self._durable.tend(now)
+        self._durable.tend(self._clock())
         while self._accepted and self._durable.is_durable(self._accepted[0][0]):
             _, name, answer = self._accepted.popleft()
             if receiver := self._workers.named(name):
@@ -444,7 +497,7 @@ class Service:
 
     def _deliver(self, learner: bytes, now: float) -> None:
         try:
-            ready = self._delivery.ready(now)
+            ready = self._delivery.ready(self._clock())
         except ValueError as error:
             self._stop(f"the learner lost its place: {error}", 1)
             return

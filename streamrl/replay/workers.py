@@ -18,6 +18,10 @@ SILENCE = 10
 # easily late on a machine that is loading weights, ten in a row are not.
 
 
+SETTLED = 0.5
+# seconds after which everything is heard that a dead worker had left in the service's queue.
+
+
 class BusyMeter:
     """The share of time with a request running, between heartbeats."""
 
@@ -49,6 +53,7 @@ class Worker:
     servers: dict[str, ServerState]
     failed: dict[str, PolicyVersion] = field(default_factory=dict)  # servers that missed a version
     capacity: int = 0
+    rival: tuple[bytes, float] | None = None  # another process of its name, and when that said Hello first
     lost: bool = False  # silent for too long; a word from it brings it back, and its tickets last as their leases do
     busy: BusyMeter = field(default_factory=BusyMeter)
 
@@ -57,6 +62,11 @@ class Worker:
         """The newest weights on a server that can be trusted with a ticket."""
         healthy = [state.version for name, state in self.servers.items() if name not in self.failed]
         return max(healthy, default=None)
+
+    @property
+    def outlives(self) -> bool:
+        """Has it spoken since its rival came?"""
+        return self.rival is not None and self.heard > self.rival[1] + SETTLED
 
     def applied(self, server: str, version: PolicyVersion, *, pinned: bool = False) -> None:
         """One of its servers reports its weights, and whether it keeps them for an evaluation.
@@ -120,6 +130,15 @@ class Workers:
         worker = Worker(name, identity, now, states)
         self._by_name[name] = self._by_identity[identity] = worker
         return before
+
+    def rival(self, name: str, identity: bytes, now: float) -> Worker | None:
+        """The worker of this name that another process still is, as far as is known; None: the name is free."""
+        holder = self._by_name.get(name)
+        if holder is None or holder.identity == identity or holder.lost:
+            return None
+        if holder.rival is None or holder.rival[0] != identity:
+            holder.rival = identity, now
+        return holder
 
     def hear(self, identity: bytes, now: float) -> Worker | None:
         """A word from this peer: its worker, which lives. None for a peer that is no worker."""

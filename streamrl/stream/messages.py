@@ -95,7 +95,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
     run: RunId  # that the peer belongs to
     role: Role
-    name: Name  # unique among the live peers of a role; a new peer of the same name replaces the old
+    name: Name  # unique among the live workers; learner and publisher replace a former one of the same role
     servers: tuple[ServerState, ...] = ()
     version: PolicyVersion | None = None  # needed from learner and publisher
     ledger: Ledger | None = None  # of a learner that starts from a checkpoint

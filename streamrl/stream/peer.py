@@ -2,6 +2,7 @@
 
     unknown there, or words were lost ──Introduce, or a gap──▶ the opening words again
     unanswered for stream.reply_timeout ──▶ RUN/replay.address again; a new address: connect, opening words
+    the same, and the peer insists ──▶ the opening words again
 
 Learner and publisher talk through it; a worker, in asyncio, has a link of its own (`generate/link.py`).
 """
@@ -93,6 +94,12 @@ class Peer:
         if (introduce or self._dealer.missed > missed) and self.heard - self._opened >= self._interval:
             self._open()
         return None if introduce else received
+
+    def insist(self) -> None:
+        """Say the opening words again where the service was silent for `stream.reply_timeout`: its last word may be
+        lost, and no later one shows that."""
+        if time.monotonic() - max(self.heard, self._opened) >= self._stream.reply_timeout:
+            self._open()
 
     def close(self) -> None:
         """May be called twice."""

@@ -150,7 +150,8 @@ class Router:
             bind(self._socket, address)
         except zmq.ZMQError as error:
             self.close()
-            raise zmq.ZMQError(error.errno, f"replay.address {address}: {error.strerror}") from error
+            said = f"{error.strerror}; allowed: an address of this machine with a free port (0 takes one)"
+            raise zmq.ZMQError(error.errno, f"replay.address {address}: {said}") from error
 
     @property
     def address(self) -> str:

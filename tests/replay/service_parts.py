@@ -16,6 +16,7 @@ from streamrl.replay.service import Service
 from streamrl.stream.address import replay_address
 from streamrl.stream.messages import (
     Accepted,
+    Announce,
     Credit,
     Hello,
     Introduce,
@@ -94,6 +95,16 @@ class Running:
 
     def publisher(self) -> Dealer:
         return self.peer(Hello(run=RUN, role="publisher", name="publisher-0", version=V0))
+
+    def announce(self, *versions: PolicyVersion, publisher: Dealer | None = None) -> None:
+        """A publisher, this one or another, tells of these versions, and is heard."""
+        publisher, heard = publisher or self.publisher(), len(self.told("publish.announced"))
+        for version in versions:
+            publisher.send(Announce(version=version))
+        deadline = time.monotonic() + WAIT
+        while len(self.told("publish.announced")) < heard + len(versions):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
     def told(self, event: str) -> list[dict[str, Any]]:
         return [record for record in read_events(self.events.path) if record["event"] == event]

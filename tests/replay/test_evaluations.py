@@ -111,7 +111,7 @@ def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_ot
         assert len(hear(learner, ReceivedBatch).batch.groups) == 2
         version = PolicyVersion(step + 1)
         learner.send(Progress(version=version))
-        publisher.send(Announce(version=version))
+        running.announce(version, publisher=publisher)
         free.send(Applied(server="free-server", version=version))
         for ticket in hear_tickets(free, 2):
             assert ticket.issued_version.step == step + 1
@@ -145,6 +145,7 @@ def test_the_end_waits_for_the_last_evaluation_and_tells_the_learner(start: Call
     running = start(publish={"timeout": 0.2}, evaluate={"every": 1, "timeout": 60.0})
     worker, learner = running.worker(), running.learner()
     hear_tickets(worker, 4)
+    running.announce(V20)
     worker.send(Applied(server="w-server", version=V20, pinned=True))
     learner.send(Finished(version=V20))
     assert learner.receive(0.8) is None  # longer than publish.timeout
@@ -165,6 +166,7 @@ def test_an_evaluation_that_does_not_come_back_holds_the_end_for_a_time_alone(
     running = start(publish={"timeout": 0.2}, evaluate={"every": 1, "timeout": 0.2 if ends == "never" else 240.0})
     worker, learner = running.worker(), running.learner()
     hear_tickets(worker, 4)
+    running.announce(V20)
     worker.send(Applied(server="w-server", version=V20, pinned=True))
     learner.send(Finished(version=V20))
     if ends != "never":

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -53,6 +57,16 @@ from streamrl.stream.messages import (
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import PolicyVersion
 from tests.operations_table import GOES_ON, documented
+
+FAILING_FSYNC = """
+fsync = os.fdatasync
+def fdatasync(file):
+    if pathlib.Path(sys.argv[2], "now").exists():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    fsync(file)
+import sys
+os.fdatasync = fdatasync
+"""
 
 
 def test_a_whole_run_with_two_workers_a_learner_and_a_publisher(
@@ -119,6 +133,7 @@ def test_nothing_is_issued_beyond_the_slots_until_a_server_has_the_weights(
     assert received.ledger is not None
     assert (received.ledger.below, set(received.ledger.pending)) == (2, {2, 3})
     assert worker.receive(0.3) is None  # consumed, and still charged
+    running.announce(V1)
     worker.send(Applied(server="w-server", version=V1))
     assert [(t.group_id, t.issued_version) for t in hear_tickets(worker, 2)] == [(4, V1), (5, V1)]
 
@@ -220,6 +235,7 @@ def test_the_publisher_knows_the_servers_and_hears_what_became_of_its_versions(s
     assert hear(publisher, Roster).servers == ()
     worker = running.worker()
     assert hear(publisher, Roster).servers == (ServerState(name="w-server", version=V0),)
+    publisher.send(Announce(version=V1))
     publisher.send(Publish(server="w-server", version=V1, manifest={"n": [1]}))
     assert hear(worker, Publish).manifest == {"n": [1]}
     worker.send(PublishFailed(server="w-server", version=V1, reason="no memory"))
@@ -290,6 +306,74 @@ def test_the_role_ends_cleanly_on_sigterm(start_process: Callable[..., ServicePr
         peer.close()
     assert service.process.wait(WAIT) == 0
     assert not (service.folder / "replay.address").exists()
+
+
+def test_a_version_that_was_never_announced_is_refused_and_frees_nothing(
+    start: Callable[..., Running], make_group: MakeGroup
+) -> None:
+    running = start(run={"steps": 9})
+    worker, learner = running.worker(), running.learner()
+    running.announce(V1)
+    for ticket in hear_tickets(worker, 4):
+        answer(worker, make_group, ticket)
+    for step in range(2):
+        learner.send(Next(step=step))
+        hear(learner, ReceivedBatch)
+    for version in (PolicyVersion(7), PolicyVersion(1, incarnation=9), PolicyVersion(0, incarnation=1)):
+        worker.send(Applied(server="w-server", version=version))
+    assert worker.receive(0.3) is None, "slots of a version that nobody has"
+    (told,) = running.told("replay.malformed")
+    assert told["reason"] == "version 7.0, which server w-server reports, was never announced"
+    assert running.service.malformed == 3
+    worker.send(Applied(server="w-server", version=V1))
+    assert [ticket.group_id for ticket in hear_tickets(worker, 2)] == [4, 5]
+    learner = running.learner(PolicyVersion(2, incarnation=1))
+    assert running.welcome.published == V1
+
+
+def test_an_address_in_use_ends_the_role_with_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as thief:
+        config = make_config(replay={"address": f"tcp://127.0.0.1:{thief.getsockname()[1]}"})
+        command = [sys.executable, "-c", ServiceProcess.SCRIPT, config.model_dump_json(), str(tmp_path)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert f"replay.address {config.replay.address}: Address already in use" in ended.stderr
+    assert "allowed: an address of this machine with a free port" in ended.stderr
+
+
+def test_a_disk_that_fails_ends_the_role_with_one_line_and_the_next_goes_on_from_what_is_on_it(
+    start_process: Callable[..., ServiceProcess], make_group: MakeGroup
+) -> None:
+    """EIO at an fsync cannot be provoked; what the kernel would say is said in its place."""
+    failing = "import errno, os, pathlib\n" + FAILING_FSYNC
+    service = start_process()
+    service.kill()
+    config, folder = service.config, service.folder
+    command = [sys.executable, "-c", failing + ServiceProcess.SCRIPT, config.model_dump_json(), str(folder)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    worker = Dealer(service.address, config.stream, name="w")
+    learner = Dealer(service.address, config.stream, name="learner-0")
+    try:
+        learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
+        worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="w-server", version=V0),)))
+        worker.send(Credit(capacity=4))
+        tickets = hear_tickets(worker, 4)
+        assert isinstance(answer(worker, make_group, tickets[0]), Accepted)
+        (folder / "now").touch()
+        worker.send_group(make_group(1))
+        _, told = process.communicate(timeout=WAIT)
+    finally:
+        process.kill()
+        worker.close()
+        learner.close()
+    assert process.returncode == 1
+    (line,) = [line for line in told.splitlines() if "malformed" not in line]
+    assert "the journal cannot be written: Input/output error; check the disk, what is committed is safe" in line
+    service.start()
+    (recovered,) = service.told("journal.recovered")[-1:]
+    assert recovered["step"] == 0
+    assert not service.told("journal.damage")
 
 
 def test_an_address_in_use_is_told_before_anything_is_started(start: Callable[..., Running]) -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
-from service_parts import WAIT, MakeGroup, Running, answer, hear, hear_tickets
+from service_parts import RUN, V0, WAIT, MakeGroup, Running, ServiceProcess, answer, hear, hear_tickets
 
-from streamrl.stream.messages import Accepted, Bye, Credit, Heartbeat, Introduce, Next, Refused, Tickets
+from streamrl.replay.service import BURST
+from streamrl.stream.messages import (
+    Accepted,
+    Bye,
+    Credit,
+    Heartbeat,
+    Hello,
+    Introduce,
+    Next,
+    Refused,
+    ServerState,
+    Stop,
+    Tickets,
+)
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Ticket
 from tests.operations_table import GOES_ON, documented
@@ -78,6 +94,7 @@ def test_a_worker_that_says_bye_or_comes_back_as_a_new_process_loses_its_tickets
     first = running.worker("w")
     running.learner()
     hear_tickets(first, 4)
+    first.close()
     second = running.worker("w")
     assert [t.attempt for t in hear_tickets(second, 4)] == [1] * 4
     second.send(Bye())
@@ -110,6 +127,7 @@ def test_a_worker_that_reconnects_keeps_the_tickets_that_it_names(
     running.learner()
     tickets = hear_tickets(before, 4)
     kept = tuple((t.group_id, t.attempt) for t in tickets[:3])
+    before.close()
     after = running.worker("w", tickets=kept)
     assert [(t.group_id, t.attempt) for t in hear_tickets(after, 1)] == [(3, 1)]
     for ticket in tickets[:3]:
@@ -169,6 +187,110 @@ def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
     assert received.stats["selection"]["selection/placeholders"] == 1
     assert [event["attempt"] for event in running.told("group.placeholders")] == [1]
     documented("group ... is given up after attempt ...: placeholders", caplog.text, GOES_ON)
+
+
+def test_a_second_worker_of_a_name_is_refused_while_the_first_speaks(start: Callable[..., Running]) -> None:
+    running = start()
+    first = running.worker("w")
+    running.learner()
+    tickets = {(ticket.group_id, ticket.attempt) for ticket in hear_tickets(first, 4)}
+    second = running.worker("w")
+    hear(first, Introduce)
+    deadline = time.monotonic() + WAIT
+    stop = None
+    while stop is None and time.monotonic() < deadline:  # both speak, as workers do
+        first.send(Heartbeat(tickets=tuple(tickets)))
+        second.send(Heartbeat())
+        message = second.receive(0.1)
+        if isinstance(message, Introduce):
+            second.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="w-server", version=V0),)))
+        stop = message if isinstance(message, Stop) else None
+    assert stop is not None
+    assert stop.refused
+    assert stop.reason == "a worker w is at work already; allowed: one of each name, so another --index for this one"
+    assert not running.told("worker.replaced")
+    assert not running.told("ticket.expired")
+
+
+def test_a_worker_that_fell_silent_is_replaced_by_the_one_that_waits_for_its_name(
+    start: Callable[..., Running],
+) -> None:
+    """Its host is cut off: the connection stands, and nothing comes over it."""
+    running = start(generate={"heartbeat": 0.1})
+    first = running.worker("w")
+    running.learner()
+    hear_tickets(first, 4)
+    second = running.worker("w")
+    deadline = time.monotonic() + WAIT
+    again: list[Ticket] = []
+    while not again and time.monotonic() < deadline:
+        second.send(Heartbeat())
+        message = second.receive(0.1)
+        if isinstance(message, Introduce):
+            second.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="w-server", version=V0),)))
+            second.send(Credit(capacity=4))
+        again += message.tickets if isinstance(message, Tickets) else ()
+    assert [ticket.attempt for ticket in again] == [1] * 4
+    assert len(running.told("worker.replaced")) == 1
+
+
+def test_what_was_said_while_the_service_sat_in_a_long_fsync_is_heard_before_leases_end(
+    start: Callable[..., Running], make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More words than the service hears at once wait for it, and those that extend the leases are the last."""
+    running = start(replay={"lease": 1.0}, journal={"commit_seconds": 0.0})
+    worker = running.worker()
+    running.learner()
+    tickets = hear_tickets(worker, 4)
+    fsync, slow = os.fdatasync, threading.Event()
+
+    def fdatasync(file: int) -> None:
+        if slow.is_set():
+            slow.clear()
+            time.sleep(2.0)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    slow.set()
+    worker.send_group(make_group(0))
+    while slow.is_set():
+        time.sleep(0.005)
+    for _ in range(BURST):
+        worker.send(Heartbeat())
+    named = tuple((ticket.group_id, ticket.attempt) for ticket in tickets[1:])
+    deadline = time.monotonic() + 4.0  # longer than the pause and a lease together
+    while time.monotonic() < deadline:
+        worker.send(Heartbeat(tickets=named))
+        time.sleep(0.1)
+    assert not running.told("ticket.expired")
+
+
+def test_a_stopped_service_hears_its_workers_before_their_leases_end(
+    start_process: Callable[..., ServiceProcess],
+) -> None:
+    """SIGSTOP for longer than a lease, then SIGCONT: its own absence counts against nobody."""
+    service = start_process(replay={"lease": 2.0})
+    peers = [Dealer(service.address, service.config.stream, name=name) for name in ("learner-0", "w")]
+    learner, worker = peers
+    try:
+        learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
+        worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
+        worker.send(Credit(capacity=4))
+        named = tuple((ticket.group_id, ticket.attempt) for ticket in hear_tickets(worker, 4))
+        for _ in range(3):
+            worker.send(Heartbeat(tickets=named))
+            time.sleep(0.3)
+            service.process.send_signal(signal.SIGSTOP)
+            time.sleep(2.5)
+            service.process.send_signal(signal.SIGCONT)
+            for _ in range(5):
+                worker.send(Heartbeat(tickets=named))
+                time.sleep(0.1)
+        assert not service.told("ticket.expired")
+        assert not service.told("worker.silent")
+    finally:
+        for peer in peers:
+            peer.close()
 
 
 def test_a_gap_in_a_workers_words_is_answered_by_introduce(start: Callable[..., Running]) -> None:

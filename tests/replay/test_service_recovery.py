@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 import threading
 import time
@@ -31,12 +33,12 @@ from service_parts import (
 from streamrl.config import Config
 from streamrl.generate.link import ServiceLink
 from streamrl.observe.events import EventLog
+from streamrl.replay import journal
 from streamrl.replay.journal import recorded_batches
 from streamrl.stream.address import replay_address
 from streamrl.stream.codec import encode_group
 from streamrl.stream.messages import (
     Accepted,
-    Announce,
     Applied,
     Credit,
     Heartbeat,
@@ -96,7 +98,7 @@ class ScriptedWorker:
             await link.beat(0.0, 0)
             if self._published[-1] > self._applied.step:
                 self._applied = PolicyVersion(self._published[-1])
-                await link.say(Applied(server=self._state.name, version=self._applied))
+                await link.greet()  # there is no publisher to announce a version: it comes with it
             await asyncio.sleep(0.02)
 
     async def _listen(self, link: ServiceLink) -> None:
@@ -291,6 +293,7 @@ def test_a_learner_that_starts_again_gets_the_steps_behind_its_checkpoint_in_the
     for step in range(2):
         learner.send(Next(step=step))
         ledgers.append(hear(learner, ReceivedBatch).ledger)
+    running.announce(V1)
     worker.send(Applied(server="w-server", version=V1))
     for again in (1, 0):
         learner = running.learner(PolicyVersion(again, incarnation=3 - again), ledgers[again])
@@ -312,8 +315,7 @@ def test_a_failed_publish_does_not_outlive_the_learner_that_published(
     for step in range(2):
         learner.send(Next(step=step))
         hear(learner, ReceivedBatch)
-    for version in (V1, PolicyVersion(2)):
-        publisher.send(Announce(version=version))
+    running.announce(V1, PolicyVersion(2), publisher=publisher)
     hear(publisher, Roster)
     worker.send(Applied(server="w-server", version=V1))
     hear(publisher, Applied)
@@ -336,6 +338,7 @@ def test_steps_before_the_oldest_checkpoint_leave_the_disk(
         learner.send(Next(step=step))
         assert ids(hear(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
         version = PolicyVersion(step + 1)
+        running.announce(version)
         worker.send(Applied(server="w-server", version=version))
         learner.send(Saved(version=version, oldest=step))
     deadline = time.monotonic() + WAIT
@@ -409,6 +412,72 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
     service.kill()
     recorded = [[group.group_id for group in batch.groups] for batch in recorded_batches(service.folder / "journal")]
     assert recorded == [[0, 1]]
+
+
+def test_a_full_disk_does_not_keep_the_segments_that_would_free_it(
+    start: Callable[..., Running], make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The journal's folder holds so many bytes; the checkpoint, which is elsewhere, needs next to none of them."""
+    room, pwritev, folder = [1 << 40], os.pwritev, tmp_path / "journal"
+
+    def limited(file: int, chunks: list[memoryview], offset: int) -> int:
+        held = sum(path.stat().st_size for path in folder.glob("*.journal"))
+        if held + sum(map(len, chunks)) > room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwritev(file, chunks, offset)
+
+    monkeypatch.setattr(os, "pwritev", limited)
+    running = start(run={"steps": 60}, journal={"keep": "resume", "segment": 1 << 12})
+    worker, learner = running.worker(), running.learner()
+    for step in range(20):
+        for ticket in hear_tickets(worker, 4 if step == 0 else 2):
+            answer(worker, make_group, ticket)
+        learner.send(Next(step=step))
+        assert ids(hear(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
+        running.announce(PolicyVersion(step + 1))
+        worker.send(Applied(server="w-server", version=PolicyVersion(step + 1)))
+    tickets = hear_tickets(worker, 2)
+    segments = len(list(folder.glob("*.journal")))
+    assert segments > 4
+    room[0] = sum(path.stat().st_size for path in folder.glob("*.journal"))
+    worker.send_group(make_group(tickets[0].group_id, version=tickets[0].issued_version))
+    deadline = time.monotonic() + WAIT
+    while not running.told("journal.full") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    learner.send(Saved(version=PolicyVersion(20), oldest=20))
+    hear(worker, Accepted)
+    assert len(running.told("journal.room")) == 1
+    assert len(list(folder.glob("*.journal"))) < segments
+
+
+def test_a_service_that_starts_on_a_full_disk_first_deletes_what_no_checkpoint_needs(
+    start: Callable[..., Running], make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed between the record that a checkpoint was saved and the end of the segments behind it."""
+    monkeypatch.setattr(journal.Journal, "compact", lambda *_: [])
+    first = start(run={"steps": 60}, journal={"keep": "resume", "segment": 1 << 12})
+    folder = first.folder / "journal"
+    worker, learner = first.worker(), first.learner()
+    for step in range(10):
+        for ticket in hear_tickets(worker, 4 if step == 0 else 2):
+            answer(worker, make_group, ticket)
+        learner.send(Next(step=step))
+        hear(learner, ReceivedBatch)
+        first.announce(PolicyVersion(step + 1))
+        worker.send(Applied(server="w-server", version=PolicyVersion(step + 1)))
+    learner.send(Saved(version=PolicyVersion(10), oldest=10))
+    first.close()
+    held, pwritev = sum(path.stat().st_size for path in folder.glob("*.journal")), os.pwritev
+
+    def limited(file: int, chunks: list[memoryview], offset: int) -> int:
+        if sum(path.stat().st_size for path in folder.glob("*.journal")) + sum(map(len, chunks)) > held:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwritev(file, chunks, offset)
+
+    monkeypatch.setattr(os, "pwritev", limited)
+    second = start(run={"steps": 60}, journal={"keep": "resume", "segment": 1 << 12})
+    assert second.service.address
+    assert sum(path.stat().st_size for path in folder.glob("*.journal")) < held
 
 
 def flip_a_byte(segment: Path, group: Group) -> None:
