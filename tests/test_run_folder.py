@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from benchmarks.random_models import write_model
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
@@ -61,8 +60,8 @@ def test_a_role_is_free_once_the_process_that_had_it_is_killed(holder, tmp_path)
 
 
 @pytest.fixture
-def config(tmp_path):
-    tree = {"run": {"folder": tmp_path / "runs", "name": "one"}, "model": {"path": write_model(tmp_path / "model")}}
+def config(model_folders, tmp_path):
+    tree = {"run": {"folder": tmp_path / "runs", "name": "one"}, "model": {"path": model_folders[0]}}
     return Config.model_validate(tree)
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.fault_roles import make_group, serve_tickets
-from benchmarks.random_models import VOCABULARY, write_model
 from streamrl import run_folder
 from streamrl.config import Config
 from streamrl.learner import checkpoint
@@ -29,16 +28,18 @@ from streamrl.types import Group, PolicyVersion, Ticket
 
 PATIENCE = 180.0  # seconds for anything that must come, on busy cores
 STEPS = 20
+VOCABULARY = 10  # of the tiny model
 
 
-def make_config(folder: Path, name: str) -> Config:
+def make_config(model: Path, folder: Path, name: str) -> Config:
     return Config.model_validate(
         {
             "run": {"folder": folder, "name": name, "steps": STEPS},
-            "model": {"path": folder / "model"},
+            "model": {"path": model},
             "generate": {"group_size": 2, "heartbeat": 0.2},
             "replay": {"groups_per_step": 2, "max_staleness": 1},
             "journal": {"segment": 4096},
+            "stream": {"curve": "off"},  # with keys of their own two runs do not even reach each other's words
             "learner": {"tick": 0.1, "tokens_per_micro_batch": 256},
             "checkpoint": {"every": 1},
             "publish": {"transport": "disk"},
@@ -85,12 +86,11 @@ class Run:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Iterator[Callable[[str], Run]]:
+def make_run(model_folders: Sequence[Path], tmp_path: Path) -> Iterator[Callable[[str], Run]]:
     runs: list[Run] = []
-    write_model(tmp_path / "model")
 
     def make(name: str) -> Run:
-        runs.append(Run(make_config(tmp_path, name)))
+        runs.append(Run(make_config(model_folders[0], tmp_path, name)))
         return runs[-1]
 
     yield make
