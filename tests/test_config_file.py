@@ -98,10 +98,8 @@ def test_a_missing_file_and_a_missing_model_are_told_by_the_command_itself(tmp_p
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_bad_task_arguments_and_a_folder_in_use_are_told_before_anything_starts(tmp_path):
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+def test_bad_task_arguments_and_a_folder_in_use_are_told_before_anything_starts(tmp_path, model_folders):
+    model = model_folders[0]
     file = tmp_path / "config.yaml"
     file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {model}}}\n")
     bad = _command("train", str(file), "task.args.lenght=3")

@@ -265,7 +265,7 @@ def test_ctrl_c_is_answered_while_hundreds_of_roles_are_being_started(supervise,
     monkeypatch.setattr(Role, "start", slowly)
     code, _ = supervise(workers=40)
     assert started == ["replay-0", "generator-0", "generator-1"]
-    documented("interrupted; the same command resumes ...", capsys.readouterr().err, code)
+    documented("interrupted; this resumes the run: ...", capsys.readouterr().err, code)
 
 
 def test_who_is_still_starting_at_ctrl_c_and_hears_no_signal_is_not_waited_for(supervise, monkeypatch, capsys):

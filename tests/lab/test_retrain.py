@@ -119,7 +119,7 @@ def test_another_order_of_the_same_sums_gives_the_same_weights_up_to_rounding(ke
         ("replay.groups_per_step=8", "replay.groups_per_step: 8 would change what the recorded data means; allowed: 2"),
         ("generate.sampling.temperature=0.5", "generate.sampling.temperature: 0.5 would change what the recorded"),
         ("run.seed=7", "run.seed: 7 would change what the recorded data means; allowed: 1"),
-        ("model.path=models/other", "model.path: models/other would change what the recorded data means"),
+        ("model.path=models/other", "models/other would change what the recorded data means"),
         ("learner.router_replay=true", "learner.router_replay: true needs routes that"),
         ("algo.wieght=none", "algo.wieght: unknown key (given none)"),
     ],

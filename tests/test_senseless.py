@@ -1,0 +1,81 @@
+"""What a configuration may say and hardly means is told in a line, recorded, and runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launch import tiny_model
+from streamrl import cli, run_folder
+from streamrl.config.file import load
+from streamrl.config.senseless import warnings
+from streamrl.preflight import machine
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["replay.window=16"], "replay.window: 16 has no effect without replay.order=windowed"),
+        (["replay.over_age=pass"], "replay.over_age: pass has no effect without replay.order=ready"),
+        (["algo.weight=none", "algo.weight_cap=5"], "algo.weight_cap: 5.0 has no effect without algo.weight=token"),
+        (["algo.mask_high=3"], "algo.mask_high: 3.0 has no effect without algo.mask=token"),
+        (["algo.norm_length=9"], "algo.norm_length: 9 has no effect without algo.aggregation=sequence_sum_norm"),
+        (["learner.lora.alpha=8"], "learner.lora.alpha: 8.0 has no effect without learner.lora.rank"),
+        (["learner.optimizer.lr=0.1"], "each update moves every weight by about 0.1"),
+        (["learner.optimizer.warmup_steps=200"], "learner.optimizer.warmup_steps: 200 is not over when the run is"),
+        (["replay.lease=1"], "replay.lease: 1 s outlasts fewer than 3 heartbeats"),
+        (["replay.groups_per_step=60000"], "replay.groups_per_step: 60000 groups are 1875 rounds of the 32"),
+        (["learner.ranks=128"], "learner.ranks: 128 hold 128 copies of the model, and an update has 64 samples"),
+    ],
+)
+def test_each_of_them_is_one_line_that_names_key_and_value(overrides, said):
+    (line,) = warnings(load(None, overrides))
+    assert said in line
+    assert "\n" not in line
+
+
+def test_the_shipped_configurations_mean_what_they_say():
+    others = ("experiments", "parts")
+    for file in (file for file in Path("configs").rglob("*.yaml") if file.parent.name not in others):
+        assert warnings(load(file)) == [], file
+
+
+def test_more_processes_than_the_cores_can_turn_to_are_told(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    assert list(machine.crowding(load(None, ["learner.ranks=2"]))) == []
+    (line,) = machine.crowding(load(None, ["learner.ranks=64"]))
+    assert "64 ranks and 1 servers share the 2 cores of this machine" in line
+
+
+def test_each_rank_needs_a_gpu_where_there_are_gpus(monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    machine.check_machine(load(None, ["learner.ranks=2"]))
+    with pytest.raises(ValueError, match=r"learner\.ranks: 4 need a GPU each.* has 2; allowed: up to 2"):
+        machine.check_machine(load(None, ["learner.ranks=4"]))
+
+
+def test_a_role_without_its_packages_says_so_in_one_line(monkeypatch, capsys, tmp_path):
+    missing: set[str] = set()
+    monkeypatch.setattr(machine, "_is_installed", lambda package: package not in missing)
+    file = tmp_path / "config.yaml"
+    file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {tmp_path}/model}}\n")
+    for package, command in (("sglang", "train"), ("megatron", "train"), ("megatron", "learner")):
+        missing |= {package}
+        assert cli.main([command, str(file)]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "is not installed here; allowed: an installation" in err
+        missing.clear()
+    machine.check_generator(load(None, ["generate.attach=[http://a:1]"]).generate.each_pool)
+
+
+def test_what_a_run_was_warned_of_is_recorded_with_it(tmp_path):
+    tiny_model.make(tmp_path / "model", 1)
+    keys = [f"run.folder={tmp_path}", f"model.path={tmp_path / 'model'}", "replay.window=16"]
+    folder = run_folder.prepare(load(None, keys), fresh=False)
+    (line,) = json.loads((folder / "environment.json").read_text())["warnings"]
+    assert line.startswith("replay.window: 16 has no effect")
