@@ -45,7 +45,18 @@ from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
-from streamrl.stream.messages import Applied, Message, Progress, Publish, PublishFailed, ServerState, Stop, Tickets
+from streamrl.stream.messages import (
+    MAX_REASON,
+    Applied,
+    GaveUp,
+    Message,
+    Progress,
+    Publish,
+    PublishFailed,
+    ServerState,
+    Stop,
+    Tickets,
+)
 from streamrl.stream.peer import PeerRefused
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerLost, ScorerRaised, ScorerUnready
@@ -176,6 +187,9 @@ class Worker:
         self._events.emit("ready", server=addresses[0], servers=addresses, version=version, pool=pool)
         try:
             await self._serve(stop)
+        except ScorerBroken as broken:
+            await self._link.say(GaveUp(reason=str(broken)[:MAX_REASON]))
+            raise
         finally:
             await self._link.bye()
         if not stop.is_set():  # else whoever sent the signal will not wait for long

@@ -17,7 +17,7 @@ class EmptySteps:
     >>> empty = EmptySteps(limit=8)
     >>> empty.add(batch)
     >>> empty.verdict(complete=False)
-    '8 steps in a row trained no token (learner.empty_steps: 8): of 256 samples 256 failed (placeholders)'
+    '8 steps in a row trained no token (learner.empty_steps: 8): of 256 samples 256 failed (too_long)'
     """
 
     def __init__(self, limit: int, trained: int = 0) -> None:
@@ -60,7 +60,7 @@ def _fate(sample: Sample, quarantined: bool) -> str:
     if quarantined:
         return "could not be trained (quarantined)"
     if sample.is_placeholder:
-        return "failed (placeholders)"
+        return f"failed ({sample.failure or 'placeholders'})"
     if not len(sample.output_ids):
         return "were empty"
     return f"ended with {sample.finish_reason} and have no token that is trained"

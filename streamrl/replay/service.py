@@ -331,6 +331,8 @@ class Service:
                 worker.missed(server, version, self._incarnation)
                 self._events.emit("publish.failed", server=server, version=version, reason=reason)
                 self._to_publisher(message)
+            case GaveUp(reason=reason):
+                self._give_up(reason)
             case Bye():
                 self._workers.leave(worker)
                 told = worker.capacity == 0  # it was told to end, and has drained

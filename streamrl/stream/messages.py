@@ -4,7 +4,7 @@ A message is one frame: a msgpack map `{"v": 5, "kind": "credit", ...fields}`, b
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
-    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Bye
+    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated GaveUp Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Progress Introduce Stop
     learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished GaveUp Bye
     service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
@@ -274,7 +274,7 @@ class Finished(Versioned, frozen=True, kw_only=True):
 
 
 class GaveUp(Message, frozen=True, kw_only=True):
-    """The learner ends the run for a reason that a restart would not mend."""
+    """The learner, or a worker, ends the run for a reason that a restart would not mend."""
 
     reason: Reason
 

@@ -115,6 +115,14 @@ def test_a_learner_that_gives_up_ends_everybody_with_its_reason(start: Callable[
     assert [event["reason"] for event in running.told("gave_up")] == ["8 steps in a row made no update"]
 
 
+def test_a_worker_whose_scorer_is_broken_ends_everybody_with_its_reason(start: Callable[..., Running]) -> None:
+    running = start()
+    worker, learner = running.worker(), running.learner()
+    worker.send(GaveUp(reason="ZeroDivisionError: reward.py, line 7"))
+    assert hear(learner, Stop) == Stop(reason="ZeroDivisionError: reward.py, line 7", failed=True)
+    assert running.end() == 1
+
+
 def test_a_new_life_of_the_learner_is_as_good_as_a_step_and_the_same_once_more_is_not() -> None:
     herald = Herald(timeout=10.0)
     lives = [PolicyVersion(4, incarnation=1), PolicyVersion(5, incarnation=1), PolicyVersion(4, incarnation=2)]
