@@ -8,7 +8,6 @@ The agent is told its base URL and its question; it calls as often as it likes, 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import shlex
@@ -19,7 +18,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from streamrl.config.task import TaskShare
+from streamrl.config.task import ScoringConfig, TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.environment import (
     Completion,
@@ -30,11 +29,17 @@ from streamrl.tasks.environment import (
     Score,
     check_reward,
 )
+from streamrl.tasks.failures import ScorerLate
+from streamrl.tasks.host_pool import HostPool
+from streamrl.tasks.host_wire import Call, Task
 from streamrl.tasks.openai_server import MODEL, OpenAIServer
 from streamrl.tasks.openai_session import Session
+from streamrl.tasks.user_reward import check_target
 
 AgentFunction = Callable[[str, dict[str, Any]], Awaitable[str | None]]
-"""Of (base URL, question): the agent's own answer, or None where the policy's last turn is the answer."""
+"""Of (base URL, question): the agent's own answer, or None where the policy's last turn is the answer.
+
+A function of the user's runs in processes of its own: what blocks there, blocks no endpoint."""
 
 OUTPUT = 1 << 16  # characters of a command's standard output that are its answer
 
@@ -44,7 +49,11 @@ class AgentArguments(TaskArguments):
 
     task: TaskShare = Field(description="the task that gives the questions, and judges the agent's answers")
     command: str | None = Field(None, description="command line of the agent; it gets the question on standard input")
-    function: str | None = Field(None, description="package.module:function of the agent, instead of a command")
+    function: str | None = Field(
+        None, description="package.module:function or path/file.py:function of the agent, instead of a command"
+    )
+    processes: int = Field(2, ge=1, description="processes in which the function runs")
+    start_timeout: float = Field(120.0, gt=0, description="seconds that such a process may take to be ready")
     timeout: float = Field(120.0, gt=0, description="seconds that the agent may take for one question")
     most_calls: int = Field(16, ge=1, description="calls of one session")
     parallel: int = Field(64, ge=1, description="agents at once")
@@ -69,11 +78,12 @@ class Agent(Environment):
     """
 
     def __init__(self, arguments: AgentArguments, task: Environment) -> None:
-        """Raises ValueError for a function that cannot be imported."""
+        """Raises ValueError for a function that cannot be loaded, which is tried in a process of its own."""
         self._arguments = arguments
         self._task = task
         self.lowest_reward, self.infrastructure = task.lowest_reward, task.infrastructure
-        self._run: AgentFunction = self._command if arguments.function is None else _imported(arguments.function)
+        self._run: AgentFunction = self._command if arguments.function is None else self._function
+        self._pool = None if arguments.function is None else _pool(arguments, arguments.function)
         self._places = asyncio.Semaphore(arguments.parallel)
         self._server: OpenAIServer | None = None
         self._starting = asyncio.Lock()
@@ -89,13 +99,26 @@ class Agent(Environment):
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
         server = await self._endpoint()
+        if self._pool is not None:
+            await self._pool.about()  # its start is none of the agent's time
         return list(await asyncio.gather(*(self._play(server, inference, prompt) for _ in range(n))))
 
     async def close(self) -> None:
         if self._server is not None:
             await self._server.close()
             self._server = None
+        if self._pool is not None:
+            await self._pool.close()
         await self._task.close()
+
+    async def _function(self, base_url: str, question: dict[str, Any]) -> str | None:
+        """Call the user's function. A process that it blocks for longer than the agent's time is ended."""
+        assert self._pool is not None
+        try:
+            done = await self._pool.call(Call(method="function", arguments=[base_url, question]), again=False)
+        except ScorerLate as late:
+            raise AgentFailed(str(late)) from None
+        return None if done.value is None else str(done.value)
 
     async def _endpoint(self) -> OpenAIServer:
         async with self._starting:
@@ -168,12 +191,16 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
     await process.wait()
 
 
-def _imported(path: str) -> AgentFunction:
-    module, _, name = path.partition(":")
+def _pool(arguments: AgentArguments, function: str) -> HostPool:
+    """The processes of a function, which start with its first call. Raises ValueError where it cannot be loaded."""
     try:
-        function: AgentFunction = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        check_target(function, arguments.start_timeout)
+    except ValueError as error:
         raise ValueError(
-            f"{ARGUMENTS}.function: {path!r} cannot be imported ({error}); allowed: package.module:function"
+            f"{ARGUMENTS}.function: {function!r} cannot be loaded ({error}); allowed: package.module:function or "
+            "path/file.py:function"
         ) from None
-    return function
+    settings = ScoringConfig(
+        processes=arguments.processes, timeout=arguments.timeout, start_timeout=arguments.start_timeout
+    )
+    return HostPool(Task(function=function, timeout=arguments.timeout), function.rpartition(":")[2], settings)

@@ -30,14 +30,6 @@ _ARGUMENTS = {
 # Where the arguments of each task are; those of all others, which ask questions of a data set, are one class.
 
 
-def build_tasks(config: TaskConfig, seed: int) -> dict[str, Environment]:
-    """The environments of all weighted tasks of a run, train split, by the names that tickets have for them.
-
-    Raises ValueError as `build_task` does.
-    """
-    return {share.key: build_task(share, seed, split="train") for share in config.trained}
-
-
 def build_task(
     config: TaskConfig | TaskShare, seed: int, split: Literal["train", "probe"], own: Environment | None = None
 ) -> Environment:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from streamrl.lab.report.curves import panels
@@ -38,6 +39,16 @@ TASK = """
         async def score(self, prompt, completion):
             if next(self.calls) % 4 == 1:
                 raise ValueError("not like this")
+            return Score(reward=len(completion.output_ids) / 8)
+
+
+    class Blocks(Task):
+        async def score(self, prompt, completion):
+            match next(self.calls) % 24:
+                case 11: time.sleep(1e9)
+                case 17: os._exit(1)
+                case 23:
+                    while True: pass
             return Score(reward=len(completion.output_ids) / 8)
 """
 
@@ -88,3 +99,34 @@ def test_a_reward_that_sometimes_raises_is_counted_in_metrics_console_summary_an
     curves = {name: {"y": [row.get(name) for row in rows]} for name in ("reward/failed", "samples/failed")}
     shown = panels([{"curves": {"metrics": curves}}])
     assert [panel["title"] for panel in shown] == ["Answers on which the scorer raised"]
+
+
+def test_a_scorer_that_blocks_or_dies_stops_no_heartbeat_no_deadline_and_no_evaluation(
+    make_run: Callable[..., Any], task: Callable[[str], str]
+) -> None:
+    scoring = ("task.scoring.timeout=2", "task.scoring.processes=1")
+    lease = ("replay.lease=8", "generate.heartbeat=0.5")  # a worker that stands still for 1e9 seconds loses its tickets
+    run = make_run().start(task("Blocks"), *scoring, *lease, "evaluate.every=4", "evaluate.prompts=4")
+    code, output = run.finish()
+    assert code == 0, output
+    rows = list(read_metrics(run.folder))
+    assert len(rows) == 8
+    assert sum(row.get("samples/failed_scorer", 0) for row in rows) > 0
+    assert sum(row["samples/failed"] for row in rows) == sum(row.get("samples/failed_scorer", 0) for row in rows) < 64
+    events = [event for path in (run.folder / "events").glob("*.jsonl") for event in read_events(path)]
+    named = [event["event"] for event in events]
+    assert not {"worker.silent", "ticket.expired"} & set(named)
+    told = {event["reason"].partition(":")[0] for event in events if event["event"] == "scorer.failed"}
+    assert told == {"ScorerLate", "ScorerLost"}
+    assert any(row.get("eval/step") is not None for row in rows)
+    assert not [process for process in psutil.process_iter(["cmdline"]) if is_host_of(process, run.folder)]
+
+
+def is_host_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process hosts a task of this run's worker: it has the worker's log open as its output."""
+    if "streamrl.tasks.host_process" not in " ".join(process.info["cmdline"] or ()):
+        return False
+    try:
+        return Path(f"/proc/{process.pid}/fd/2").resolve().is_relative_to(folder)
+    except OSError:
+        return False

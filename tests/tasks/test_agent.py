@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -150,49 +151,100 @@ def test_a_command_acts_as_the_environment(scripted, tmp_path: Path):
     assert not rollout.completion.loss_mask.all()
 
 
-async def lazy(base_url: str, question: dict[str, Any]) -> str | None:
-    """Asks nothing."""
-    return "ab"
+AGENTS = """
+    import asyncio, os, time
+    import aiohttp
+
+    async def lazy(base_url, question):
+        return "ab"
+
+    async def asks_once(base_url, question):
+        async with aiohttp.ClientSession() as client:
+            async with client.post(f"{base_url}/completions", json={"prompt": question["text"]}) as reply:
+                await reply.json()
+        if "answer" in question:
+            raise AssertionError("the right answer was told")
+        return None
+
+    async def hangs(base_url, question):
+        await asks_once(base_url, question)
+        await asyncio.sleep(60)
+
+    async def blocks(base_url, question):
+        await asks_once(base_url, question)
+        time.sleep(1e9)
+
+    async def raises(base_url, question):
+        await asks_once(base_url, question)
+        raise KeyError("tool")
+
+    async def exits(base_url, question):
+        await asks_once(base_url, question)
+        os._exit(1)
+"""
 
 
-async def asks_once(base_url: str, question: dict[str, Any]) -> str | None:
-    async with aiohttp.ClientSession() as client:
-        body = {"prompt": question["text"]}
-        async with client.post(f"{base_url}/completions", json=body) as reply:
-            await reply.json()
-    if "answer" in question:
-        raise AssertionError("the right answer was told")
-    return None
+@pytest.fixture
+def agents(tmp_path: Path) -> Path:
+    path = tmp_path / "agents.py"
+    path.write_text(textwrap.dedent(AGENTS))
+    return path
 
 
-async def hangs(base_url: str, question: dict[str, Any]) -> str | None:
-    await asks_once(base_url, question)
-    await asyncio.sleep(60)
-    return None
-
-
-def test_a_function_acts_as_the_environment(scripted, monkeypatch):
+def test_a_function_acts_as_the_environment(scripted, agents):
     answer = build_task(TaskConfig(name="copy", args={"length": 2}), seed=1, split="train").prompt(0).answer
-    monkeypatch.setitem(sys.modules, "agents_of_the_test", sys.modules[__name__])
-    rollouts, _ = play(scripted([[answer, END], ["x", END]]), n=2, function="agents_of_the_test:asks_once")
+    rollouts, _ = play(scripted([[answer, END], ["x", END]]), n=2, function=f"{agents}:asks_once")
     assert sorted(rollout.reward for rollout in rollouts)[1] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("agent", "reason"),
-    [("agents_of_the_test:lazy", "asked the policy nothing"), ("agents_of_the_test:hangs", "not done in 0.5 seconds")],
+    ("agent", "reason", "masked"),
+    [
+        ("lazy", "asked the policy nothing", False),
+        ("hangs", "not done in 2 seconds", False),
+        ("blocks", "not done in 2 seconds", False),
+        ("raises", "KeyError: 'tool'", False),
+        ("exits", "ScorerLost: the process of exits has ended: exit code 1", True),
+    ],
 )
-def test_an_agent_that_fails_costs_its_sample(scripted, monkeypatch, agent, reason):
-    monkeypatch.setitem(sys.modules, "agents_of_the_test", sys.modules[__name__])
-    (rollout,), _ = play(scripted([["ab", END]]), function=agent, timeout=0.5)
-    assert rollout.parts == {FAILED: 1.0}
+def test_an_agent_that_fails_costs_its_sample(scripted, agents, agent, reason, masked):
+    (rollout,), _ = play(scripted([["ab", END]]), function=f"{agents}:{agent}", timeout=2.0)
+    assert rollout.masked == masked
+    assert rollout.parts == ({} if masked else {FAILED: 1.0})
     assert reason in rollout.failure
+
+
+def test_an_agent_that_blocks_does_not_stop_the_endpoint_of_the_others(scripted, agents):
+    async def go() -> tuple[bool, list[float]]:
+        share = {"name": "copy", "args": {"length": 2}}
+        args = {"task": share, "function": f"{agents}:blocks", "timeout": 4.0}
+        task = build_task(TaskConfig(name="agent", args=args), seed=1, split="train")
+        try:
+            blocked = asyncio.create_task(task.rollout_group(scripted([["ab", END]]), task.prompt(0), 1))
+            server = await task._endpoint()
+            await asyncio.wait((blocked,), timeout=0.1)
+            answered = 0
+            session = Session(scripted([]), task.prompt(0), most_calls=1)
+            with server.serving(session) as base_url:
+                while not blocked.done():
+                    async with (
+                        asyncio.timeout(2.0),
+                        aiohttp.ClientSession() as client,
+                        client.get(f"{base_url}/models") as reply,
+                    ):
+                        answered += reply.status == 200
+                    await asyncio.sleep(0.05)
+            return answered > 10, [rollout.reward for rollout in await blocked]
+        finally:
+            await task.close()
+
+    assert asyncio.run(go()) == (True, [0.0])
 
 
 def test_a_command_that_fails_costs_its_sample_and_a_missing_function_is_refused(scripted):
     (rollout,), _ = play(scripted([]), command="false")
     assert "ended with code 1" in rollout.failure
-    with pytest.raises(ValueError, match=r"task\.args\.function: 'no\.such:agent' cannot be imported"):
+    with pytest.raises(ValueError, match=r"task\.args\.function: 'no\.such:agent' cannot be loaded"):
         play(scripted([]), function="no.such:agent")
     with pytest.raises(ValueError, match="either a command or a function"):
         play(scripted([]))

@@ -14,14 +14,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
+from aiohttp.test_utils import TestServer
 
+from streamrl.config import Config
 from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.environment import FAILED, Completion, Environment, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
 from streamrl.tasks.hosted import Hosted, check_tasks, host_task
+from streamrl.tasks.serve import application
 
 DEADLINE = 60.0  # seconds; starts of processes on busy cores
 TIMEOUT = 1.5  # task.scoring.timeout of these tests
@@ -432,6 +436,37 @@ def test_a_process_that_nothing_can_replace_masks_what_waits_for_it(host, tmp_pa
     (rollout,) = go(play())
     assert rollout.masked
     assert "ScorerUnready" in (rollout.failure or "")
+
+
+def test_a_served_task_that_blocks_does_not_stop_its_server(host, tmp_path):
+    tree = {"task": {"name": f"{tmp_path}/mine.py:Own", "scoring": {"timeout": TIMEOUT}}}
+    app = application(Config.model_validate(tree))
+
+    async def play() -> tuple[dict[str, Any], int]:
+        async with TestServer(app) as server, aiohttp.ClientSession() as client:
+
+            async def call(name: str, body: Any = None) -> Any:
+                method = "GET" if body is None else "POST"
+                async with client.request(method, server.make_url(f"/Own/{name}"), json=body) as reply:
+                    assert reply.status == 200, await reply.text()
+                    return await reply.json()
+
+            prompt = await call("prompt", {"index": 3, "split": "train"})
+            assert prompt["text"] == "3="
+            assert not prompt["metadata"]
+            answers = [[{"text": text, "finish_reason": "stop"}] for text in ("sleep", "raise")]
+            judging = asyncio.create_task(call("score", {"prompt": prompt, "answers": answers}))
+            asked = 0
+            while not judging.done():
+                async with asyncio.timeout(TIMEOUT):
+                    await call("about")
+                asked += 1
+                await asyncio.sleep(0.05)
+            return await judging, asked
+
+    judged, asked = go(play())
+    assert [score["masked"] for score in judged["scores"]] == [True, False]
+    assert asked > 5
 
 
 WORKER = """

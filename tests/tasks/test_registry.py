@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.config import file as config_file
 from streamrl.config.task import TaskConfig
-from streamrl.tasks.registry import build_task, build_tasks
+from streamrl.tasks.registry import build_task
 
 
 def test_a_mix_has_one_environment_for_each_weighted_label() -> None:
@@ -17,14 +17,15 @@ def test_a_mix_has_one_environment_for_each_weighted_label() -> None:
         {"label": "long", "name": "copy", "args": {"length": 5}},
         {"name": "successor", "weight": 0},
     ]
-    tasks = build_tasks(TaskConfig.model_validate({"mix": mix}), seed=1)
+    shares = TaskConfig.model_validate({"mix": mix}).trained
+    tasks = {share.key: build_task(share, seed=1, split="train") for share in shares}
     assert list(tasks) == ["copy", "long"]
     assert len(tasks["copy"].prompt(0).answer or "") == 3
     assert len(tasks["long"].prompt(0).answer or "") == 5
 
 
 def test_a_run_without_a_mix_has_its_one_task() -> None:
-    assert list(build_tasks(TaskConfig(name="successor"), seed=1)) == ["successor"]
+    assert [share.key for share in TaskConfig(name="successor").trained] == ["successor"]
 
 
 OWN = """
@@ -67,7 +68,7 @@ def test_a_class_of_the_users_is_a_task_with_arguments_of_its_own(own: str) -> N
     config = TaskConfig(name=f"{own}:Words", args={"word": "bead"})
     task = build_task(config, seed=3, split="probe")
     assert task.given == ("bead", 3, "probe")  # type: ignore[attr-defined]
-    assert list(build_tasks(config, seed=3)) == ["Words"]  # in tickets and metrics
+    assert [share.key for share in config.trained] == ["Words"]  # in tickets and metrics
 
 
 @pytest.mark.parametrize(
