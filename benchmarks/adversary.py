@@ -62,7 +62,7 @@ class Kind:
     holds: bool
 
 
-@dataclass
+@dataclass(slots=True)
 class Flood:
     """The most that the service took above what it had, and what it may."""
 
@@ -335,7 +335,10 @@ def _goes_on(circle: Circle, result: Result, scene: str) -> None:
 
 def _judge(circle: Circle, result: Result, scene: str) -> None:
     verdict = judge(circle.folder, circle.config, [], Verdict())
-    seen = {name: getattr(verdict, name) for name in ("steps", "lost", "twice", "reordered", "broken", "placeholders")}
+    seen = {
+        name: getattr(verdict, name)
+        for name in ("steps", "lost", "twice", "reordered", "broken", "placeholders", "quarantined")
+    }
     result.verdicts[scene] = seen
     print("  " + "   ".join(f"{name} {count}" for name, count in seen.items()), flush=True)
     if not verdict.holds or not verdict.steps:

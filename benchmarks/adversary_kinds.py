@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from benchmarks.adversary_peers import GREETING, PATIENCE, READY, WAIT, Circle, Member, Stranger, changed
-from benchmarks.fault_roles import make_group
+from benchmarks.fault_roles import TOKENS, make_group
 from streamrl.stream.codec import encode_group
 from streamrl.stream.door import HANDSHAKE_SECONDS
 from streamrl.stream.keys import ClientKeys
@@ -317,6 +317,8 @@ def _answers() -> Iterator[Kind]:
             refused + "group: arena of",
         ),
         "an empty arena": (lambda ticket, header, arena: (header, b""), refused + "group: arena of"),
+        "a token that no model knows": (_first_token(2**31 - 1), refused + ".*not below the vocabulary"),
+        "a negative token": (_first_token(-1), refused + ".*not below the vocabulary"),
         "lengths that do not fit": (fields(tokens=[1, 2, 3, 4]), refused),
         "a negative length": (fields(tokens=[-1, 2, 3, 4]), refused),
         "lengths of 2**31": (fields(tokens=[2**31 - 1] * 4), refused),
@@ -346,11 +348,19 @@ def _answers() -> Iterator[Kind]:
     }
     for name, (spoil, expected) in spoilt.items():
         yield Kind(name, "answer", expected, _answer(spoil))
+    yield Kind(
+        "answers that no row holds", "answer", refused + ".*learner.tokens_per_micro_batch=", _samples(4, 200_000)
+    )
     yield Kind("one sample for four", "answer", refused + r"1 samples, generate\.group_size=4", _samples(1))
     yield Kind("400 samples for four", "answer", refused + r"400 samples, generate\.group_size=4", _samples(400))
     yield Kind("a header without its arena", "answer", "malformed", _half)
     yield Kind("another worker's ticket", "answer", refused + ".*is the ticket of worker", _stolen)
     yield Kind("the same group twice", "answer", "^Accepted, Accepted$", _twice)
+
+
+def _first_token(token: int) -> Spoil:
+    """The answer's first one, behind a prompt of four."""
+    return lambda ticket, header, arena: (header, arena[:16] + token.to_bytes(4, "little", signed=True) + arena[20:])
 
 
 def _spans(header: bytes, start: int, ahead: int = 0) -> bytes:
@@ -389,9 +399,9 @@ def _answer(spoil: Spoil) -> Callable[[Circle, str], str]:
     return _with_ticket(act)
 
 
-def _samples(count: int) -> Callable[[Circle, str], str]:
+def _samples(count: int, tokens: int = TOKENS) -> Callable[[Circle, str], str]:
     def act(circle: Circle, member: Member, ticket: Ticket) -> str:
-        member.say(*_frames(circle, ticket, count, member.name))
+        member.say(*_frames(circle, ticket, count, member.name, tokens))
         return _seen(circle, member)
 
     return _with_ticket(act)

@@ -111,6 +111,7 @@ def _generation(figures: Figures) -> Iterator[Ratio]:
 BENCHMARKS = (
     Benchmark("rollout_path", ratios=_rollout_path),
     Benchmark("fuzz_decoder"),
+    Benchmark("adversary"),
     Benchmark("fuzz_rewards"),
     Benchmark("replay", ratios=_replay),
     Benchmark("losses"),

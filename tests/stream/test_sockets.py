@@ -286,3 +286,9 @@ def test_the_address_file_is_waited_for(tmp_path: Path) -> None:
 def test_another_name_of_the_service_s_machine_is_told_where_it_has_one(tmp_path: Path) -> None:
     assert tell_address(tmp_path, "tcp://0.0.0.0:77", "run-replay-0.run") == "tcp://run-replay-0.run:77"
     assert tell_address(tmp_path, "tcp://10.0.0.7:77", "run-replay-0.run") == "tcp://10.0.0.7:77"
+
+
+def test_a_bound_of_all_unread_bytes_that_two_messages_would_break_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_unread: 1048576 is not enough .*; allowed: at least 2097152"):
+        StreamConfig(max_message=1 << 20, max_unread=1 << 20)
+    assert StreamConfig(max_message=1 << 20).unread == 1 << 22
