@@ -372,9 +372,9 @@ def _spans(header: bytes, start: int, ahead: int = 0) -> bytes:
     return changed(header, spans=spans)
 
 
-def _frames(circle: Circle, ticket: Ticket, size: int, name: str) -> Frames:
+def _frames(circle: Circle, ticket: Ticket, size: int, name: str, tokens: int = TOKENS) -> Frames:
     header, arena = encode_group(
-        make_group(ticket, ticket.issued_version, size, name), circle.config.stream.max_message
+        make_group(ticket, ticket.issued_version, size, name, tokens), circle.config.stream.max_message
     )
     return header, bytes(arena)
 

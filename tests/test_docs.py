@@ -27,6 +27,7 @@ NO_KEYS = {
     "checkpoint.damaged",
     "journal.damage",
     "learner.quarantined",
+    "replay.end",
     "replay.refused",
     "publish.apply",
     "publish.waited",
