@@ -5,11 +5,11 @@
     python -m benchmarks.model_check --seed 17 -n 1    one of them again
 
 Real are the replay service with its durable journal, the publisher, the learner's batch source, both peers' way to
-introduce themselves again, and the fleet's choice of servers; benchmarks/model_roles.py drives them by hand. Each
-schedule draws a configuration, and then, tick by tick, what happens: service, learner, workers and servers die at any
-moment, the end of the journal is cut off while the service is down, connections lose what is under way, the service is
-stopped for longer than a lease, publishes fail with the old weights whole or in parts, groups are filtered,
-quarantined, or late for ever. Then the faults stop, and the run must complete within LIMIT simulated seconds.
+introduce themselves again, and the fleet's choice of servers; benchmarks/model_worker.py and model_learner.py drive
+them by hand. Each schedule draws a configuration, and then, tick by tick, what happens: service, learner, workers and
+servers die at any moment, the end of the journal is cut off while the service is down, connections lose what is under
+way, the service is stopped for longer than a lease, publishes fail with the old weights whole or in parts, groups are
+filtered, quarantined, or late for ever. Then the faults stop, and the run must complete within LIMIT simulated seconds.
 
 Judged is what was trained, in the history that the last checkpoint leaves: no token older than the bound, the order of
 the ids, every prompt exactly once, a step that is trained again made of the same groups. Exit code 1 for any finding.
@@ -30,13 +30,14 @@ import time
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from unittest import mock
 
 from benchmarks.faults import _out_of_order
-from benchmarks.model_roles import RESTART, School, Trained, Wire, Workshop, World
+from benchmarks.model_learner import LearnerModel
+from benchmarks.model_network import Wire, World
+from benchmarks.model_worker import WorkerModel
 from streamrl.config import Config
 from streamrl.learner import batches
 from streamrl.publish import publisher
@@ -51,10 +52,21 @@ LIMIT = 900.0  # simulated seconds in which a run completes once nothing fails a
 STEPS = 20
 WORKERS = 2
 RUN = "model-check"
+RESTART = (0.5, 4.0)  # simulated seconds from a crash to the next start
 TAIL = 3000  # bytes at the end of the journal that may be cut off
 
 # How often each fault comes, in times a simulated minute; a schedule has each of them more, less or not at all.
 FAULTS = {"service": 4.0, "learner": 4.0, "worker": 4.0, "server": 4.0, "connection": 20.0, "pause": 1.0}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One step of the surviving history."""
+
+    step: int
+    ids: tuple[int, ...]
+    prompts: tuple[tuple[str, int], ...]
+    digest: tuple[tuple[int, float], ...]  # tells two generations of a group apart
 
 
 @dataclass
@@ -89,8 +101,8 @@ class Schedule:
         self.trained = 0
         self.problem = ""
         self.service: Service | None = None
-        self.school: School | None = None
-        self.workers: list[Workshop | None] = [None] * WORKERS
+        self.learner: LearnerModel | None = None
+        self.workers: list[WorkerModel | None] = [None] * WORKERS
         self.due: dict[str, float] = {}  # when who is down is started again
         self.paused = 0.0  # until when the service is stopped
 
@@ -106,7 +118,7 @@ class Schedule:
                 if self.world.faulty:
                     self._fault()
                     stopped = clock.now
-                    finished = self.school is not None and self.school.finished
+                    finished = self.learner is not None and self.learner.finished
                     self.world.faulty = clock.now < began + faults and not finished
                 self._turn()
                 if clock.now - stopped > LIMIT:
@@ -126,14 +138,14 @@ class Schedule:
         for name in [name for name, due in self.due.items() if due <= now]:
             del self.due[name]
             self._start(name)
-        if self.school is None and "learner" not in self.due:
+        if self.learner is None and "learner" not in self.due:
             self._start("learner")
         for index, worker in enumerate(self.workers):
             if worker is None and f"worker-{index}" not in self.due:
                 self._start(f"worker-{index}")
         acts = [worker.act for worker in self.workers if worker is not None]
-        if self.school is not None:
-            acts.append(self.school.act)
+        if self.learner is not None:
+            acts.append(self.learner.act)
         if self.service is not None and now >= self.paused:
             acts.append(self._serve)
         self.chance.shuffle(acts)
@@ -151,11 +163,11 @@ class Schedule:
             clock = self.world.time.monotonic
             self.service = Service(self.config, self.folder, self.world.events, router=wire, clock=clock)  # type: ignore[arg-type]
         elif name == "learner":
-            self.school = School(self.config, self.folder, self.world)
+            self.learner = LearnerModel(self.config, self.folder, self.world)
             self.world.incarnations += 1
         else:
             index = int(name.rpartition("-")[2])
-            self.workers[index] = Workshop(self.config, self.folder, index, self.world)
+            self.workers[index] = WorkerModel(self.config, self.folder, index, self.world)
 
     def _fault(self) -> None:
         for name, rate in self.rates.items():
@@ -169,9 +181,9 @@ class Schedule:
             case "service" if self.service is not None:
                 self._kill_service()
                 self.due["service"] = later
-            case "learner" if self.school is not None:
-                self.school.dies()
-                self.school = None
+            case "learner" if self.learner is not None:
+                self.learner.dies()
+                self.learner = None
                 step = self.world.checkpoints[-1].step
                 self.history = [trained for trained in self.history if trained.step < step]
                 self.due["learner"] = later
@@ -232,17 +244,17 @@ class Schedule:
     # -- what must hold
 
     def _step(self) -> int:
-        return self.school.version.step if self.school is not None else -1
+        return self.learner.version.step if self.learner is not None else -1
 
     def _is_over(self) -> bool:
-        return self.school is not None and self.school.ended
+        return self.learner is not None and self.learner.ended
 
     def _judge(self) -> str:
         """The surviving history against the ledger of the weights; empty where they agree."""
-        assert self.school is not None
+        assert self.learner is not None
         ids = [group_id for step in self.history for group_id in step.ids]
         prompts = Counter(prompt for step in self.history for prompt in step.prompts)
-        ledger = self.school._source.ledger
+        ledger = self.learner._source.ledger
         assert ledger is not None
         settled = {*range(ledger.below), *ledger.above}
         asked = {(task, index) for task, cursor in ledger.cursors.items() for index in range(cursor)}
@@ -336,26 +348,16 @@ def check(seed: int) -> Finding:
     return finding
 
 
-def check_all(seeds: Sequence[int], processes: int) -> Iterator[Finding]:
-    """Every schedule, in the order of the seeds."""
-    if processes == 1:
-        yield from map(check, seeds)
-        return
-    with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(check, seeds, chunksize=8)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--schedules", type=int, help=f"how many (default: {SCHEDULES}, with --quick {QUICK})")
     parser.add_argument("--quick", action="store_true", help="fewer schedules")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the others follow")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
     schedules = options.schedules or (QUICK if options.quick else SCHEDULES)
     began, findings = time.monotonic(), []
-    for finding in check_all(range(options.seed, options.seed + schedules), options.processes):
+    for finding in map(check, range(options.seed, options.seed + schedules)):
         findings.append(finding)
         if finding.problem:
             print(f"seed {finding.seed}: {finding.problem}", flush=True)

@@ -7,7 +7,6 @@ import pytest
 from benchmarks.model_check import check
 from streamrl.replay.order import Order
 from streamrl.replay.state import State
-from streamrl.stream.peer import Peer
 
 SEARCHED = 100  # schedules in which a fault of the code must show
 
@@ -28,12 +27,6 @@ def test_a_ticket_that_may_be_out_too_early_is_found(monkeypatch: pytest.MonkeyP
     real = Order.required_step
     monkeypatch.setattr(Order, "required_step", lambda *arguments: max(0, real(*arguments) - 1))
     assert ", the bound is " in first_problem()
-
-
-def test_a_publisher_that_does_not_insist_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The only word that told it of the servers was lost."""
-    monkeypatch.setattr(Peer, "insist", lambda self: None)
-    assert "stands still" in first_problem() or "StreamTimeout" in first_problem()
 
 
 def test_a_learner_whose_ledger_is_not_believed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

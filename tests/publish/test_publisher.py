@@ -291,6 +291,30 @@ def test_a_service_that_was_started_again_hears_of_the_newest_version(model_fold
     assert running.publisher.statistics.failed == 1  # what was under way is begun again
 
 
+def test_a_publisher_to_whom_the_list_of_the_servers_was_lost_introduces_itself_again(model_folders, tmp_path):
+    """The only word of the service is lost with a connection: nothing that follows would show it."""
+    router = Router("tcp://127.0.0.1:0", StreamConfig(curve="off"))
+    tell_address(tmp_path, router.address)
+    tree = {
+        "model": {"path": model_folders[0]},
+        "stream": {"reply_timeout": 0.5, "curve": "off"},
+        "publish": {"bucket": 1 << 16},
+    }
+    events = EventLog(event_path(tmp_path, "learner"), "learner-0")
+    publisher = Publisher(Config.model_validate(tree), tmp_path, PolicyVersion(0), events)
+    heard: list[Message] = []
+    deadline = time.monotonic() + 20
+    try:
+        while sum(isinstance(message, Hello) for message in heard) < 2:
+            assert time.monotonic() < deadline, "it says Hello once"
+            if (received := router.receive(0.1)) is not None:
+                heard.append(decode(received.frames[0]))
+    finally:
+        publisher.close()
+        events.close()
+        router.close()
+
+
 def _until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + DEADLINE
     while not condition():
