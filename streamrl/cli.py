@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from streamrl import __version__
-from streamrl.config import Config, flags
+from streamrl.config import Config, flags, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
-from streamrl.config.senseless import warnings
 from streamrl.places import RECORD, absolute, load_run, run_folder_of
 from streamrl.replay.segments import JournalDamaged
 
@@ -63,8 +62,7 @@ def _run(config: Config, *, fresh: bool = False) -> int:
     claim = run_folder.lock(config)
     try:
         folder = run_folder.make(config, fresh=fresh)
-        for line in (*warnings(config), *machine.crowding(config)):
-            print(f"streamrl: warning: {line}", file=sys.stderr)
+        senseless.tell([*senseless.warnings(config), *machine.crowding(config)])
         return supervisor.Supervisor(config, folder).run()
     finally:
         os.close(claim)
@@ -218,6 +216,7 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     if options.run_folder is None:
         config = config_file.load(options.config, options.override)
         folder = run_folder.prepare(config, fresh=False)
+        senseless.tell(senseless.warnings(config))
     else:
         folder = run_folder_of(options.run_folder)
         config = load_run(folder)

@@ -136,7 +136,10 @@ MODEL: list[tuple[str, str]] = [
     ("model.path=nowhere", "nowhere is no model; allowed: a Hugging Face folder"),
     ("model.path=foreign", "architecture GPT2LMHeadModel is not supported; allowed: Qwen2ForCausalLM"),
     ("model.path=broken", "is not JSON"),
-    ("model.path=torn", "torn has no model-00002-of-00002.safetensors; allowed: a Hugging Face folder with all"),
+    (
+        "model.path=torn",
+        "model-00002-of-00002.safetensors is missing, model.safetensors.index.json names it; allowed:",
+    ),
     ("model.path=wordless", "model.path: "),
     ("learner.ranks=3 learner.layout.tensor=3", "learner.layout.tensor: 3 does not divide 4 attention heads"),
     ("learner.ranks=4 learner.layout.tensor=4", "learner.layout.tensor: 4 does not divide 2 key and value heads"),

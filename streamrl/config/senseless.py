@@ -6,7 +6,8 @@ machine is looked at in `preflight.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from streamrl.config.file import fields, value_at
@@ -63,6 +64,12 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
 def warnings(config: Config) -> list[str]:
     """One line for each thing that is configured and will hardly be meant: key, value, what comes of it."""
     return [*_unused(config), *_out_of_proportion(config)]
+
+
+def tell(lines: Iterable[str]) -> None:
+    """Print them for the user who starts something."""
+    for line in lines:
+        print(f"streamrl: warning: {line}", file=sys.stderr)
 
 
 def _unused(config: Config) -> Iterator[str]:

@@ -30,12 +30,10 @@ def check_weights(folder: Path) -> None:
         files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {_WEIGHTS}
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"model.path: {index} has no weight_map; allowed: the index of safetensors files") from None
-    if missing := sorted(name for name in files if not (folder / name).is_file()):
-        many = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-        raise ConfigError(
-            f"model.path: {folder} has no {missing[0]}{many}; allowed: a Hugging Face folder with all of its "
-            "safetensors files"
-        )
+    for name in sorted(files):
+        if not (folder / name).is_file():
+            why = f", {_INDEX} names it" if index.is_file() else ""
+            raise ConfigError(f"model.path: {folder / name} is missing{why}; allowed: a complete folder")
 
 
 def check_model(config: Config, shape: ModelShape) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.config import Config
+from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.output import check_file
@@ -38,6 +38,7 @@ def main(
     config = config_file.load(source, overrides)
     plan = make_plan(config, model_shape(config, shape), machines, figures)
     show(plan, config, machines, Console(width=WIDTH))
+    senseless.tell(senseless.warnings(config))
     if output is not None:
         output.write_text(json.dumps(plan.as_json(), indent=1) + "\n")
     return 0
