@@ -16,7 +16,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.run_folder import claim, prepare
 from streamrl.stream.identity import AnotherRun, run_identity
-from tests.operations_table import documented
+from tests.operations_table import GOES_ON, documented
 
 HOLDER = """
 import sys, time
@@ -92,6 +92,7 @@ def test_a_run_from_before_the_id_is_adopted_when_it_is_resumed(config, caplog):
     (prepare(config, fresh=False) / "run.json").unlink()
     for _ in range(2):
         assert run_identity(prepare(config, fresh=False)).adopted
+    documented("... is from before runs had ids: it is adopted as run ...", caplog.text, GOES_ON)
     assert [record.getMessage() for record in caplog.records if "adopted as run" in record.getMessage()] == [
         f"{config.run_folder} is from before runs had ids: it is adopted as run {run_identity(config.run_folder).id}"
     ]
@@ -100,5 +101,6 @@ def test_a_run_from_before_the_id_is_adopted_when_it_is_resumed(config, caplog):
 def test_the_configured_id_is_that_of_the_folder_or_refused(config):
     assert run_identity(prepare(with_id(config, "mine"), fresh=False)).id == "mine"
     prepare(config, fresh=False)
-    with pytest.raises(AnotherRun, match=r"run.id: yours differs from mine of .*run.json"):
+    with pytest.raises(AnotherRun, match=r"run.id: yours differs from mine of .*run.json") as refused:
         prepare(with_id(config, "yours"), fresh=False)
+    documented("run.id: ... differs from ... of ...run.json...", str(refused.value), 2)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import file as config_file
+from streamrl.last_words import first_of
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.service import Service
@@ -30,28 +32,37 @@ def told(folder: Path, role: str, name: str) -> list[dict]:
     return [event for event in read_events(path) if event["event"] == name] if path.exists() else []
 
 
+def by_torchrun(folder: Path, restarts: int = 0) -> list[str]:
+    """One rank of the learner, as a cluster's script starts it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
+    return [*command, f"--max-restarts={restarts}", "-m", "streamrl.cli", "learner", "--run-folder", str(folder)]
+
+
 def test_a_missing_shard_is_one_line_of_the_learners_and_exit_code_2(make_run: Callable, tiny_model: Path, tmp_path):
-    """SGLang fails over it first, in a traceback; torchrun ends with 1 and a frame of thirty lines."""
+    """`train` says it before anything starts; a rank that is started by itself says it above torchrun's frame."""
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     weights = load_file(model / "model.safetensors")
-    (model / "model.safetensors").unlink()  # what is missing before the start is refused before the start
+    run = make_run()
+    folder = prepare(config_file.load(Path(run.command[-1]), [f"model.path={model}"]), fresh=False)
+    (model / "model.safetensors").unlink()
     first, last = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     lost = max(weights)
     save_file({name: weights[name] for name in weights if name != lost}, model / first, metadata={"format": "pt"})
-    save_file({lost: weights[lost]}, model / last, metadata={"format": "pt"})
     index = {"weight_map": {name: last if name == lost else first for name in weights}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    run = make_run().start(f"model.path={model}")
-    run.wait_for((run.folder / "replay.address").exists)
-    (model / last).unlink()
-    code, output = run.finish()
+    code, output = run.start(f"model.path={model}").finish()
     documented(
         "model.path: ... is missing, model.safetensors.index.json names it; allowed: a complete folder",
         output.splitlines()[-1],
         code,
     )
-    run.assert_nothing_is_left()
+    learner = subprocess.run(by_torchrun(folder), capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert learner.returncode == 1  # torchrun's
+    word = first_of(learner.stderr.splitlines())
+    assert word is not None
+    assert (word.code, word.reason.startswith(f"model.path: {model / last} is missing")) == (2, True)
 
 
 def test_ctrl_c_while_servers_and_ranks_start_ends_with_130_long_before_the_time_that_a_stop_may_take(make_run):
@@ -69,18 +80,6 @@ def test_ctrl_c_while_servers_and_ranks_start_ends_with_130_long_before_the_time
     run.assert_nothing_is_left()
 
 
-def test_ctrl_c_is_answered_while_many_workers_are_being_started(make_run):
-    """Without servers of their own, for which no machine of tests would have the memory."""
-    addresses = ",".join(["http://127.0.0.1:9"] * 60)
-    run = make_run().start("run.stop_timeout=3600", "generate.workers=60", f"generate.attach=[{addresses}]")
-    run.wait_for(lambda: any("cli generator" in " ".join(_command(pid)) for pid in run.descendants))
-    run.interrupt()
-    code, output = run.finish()
-    assert code == 130, output
-    assert len(list((run.folder / "logs").glob("generator-*.log"))) < 60
-    run.assert_nothing_is_left()
-
-
 def test_a_real_learner_whose_generators_are_all_gone_ends_with_one_line_and_code_1(tiny_model: Path, tmp_path: Path):
     """As a cluster starts it: by torchrun, which would start it again three times, beside a service of its own."""
     file = tmp_path / "config.yaml"
@@ -93,16 +92,13 @@ def test_a_real_learner_whose_generators_are_all_gone_ends_with_one_line_and_cod
     folder = prepare(config, fresh=False)
     patient = config_file.load(file, ["run.progress_timeout=3000"])  # so that the learner speaks first
     service = Service(patient, folder, EventLog(event_path(folder, "replay"), "replay-0"))
-    import threading
-
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(service.run()))
     thread.start()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=1"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=3"]
-    command += ["-m", "streamrl.cli", "learner", "--run-folder", str(folder)]
     try:
-        learner = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        learner = subprocess.run(
+            by_torchrun(folder, restarts=3), capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
     finally:
         service.interrupt("the end of the test", 0)
         thread.join(DEADLINE)

@@ -13,6 +13,7 @@ import pytest
 from streamrl.lab.report.curves import panels
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
+from tests.operations_table import documented
 
 TASK = """
     import itertools, os, time
@@ -74,6 +75,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_the_users_own_exception_a
     code, output = run.finish()
     assert code == 1, output
     last = output.strip().splitlines()[-1]
+    documented("the scorer of ... failed on ... of its last ... answers ...", last, code)
     assert "the scorer of Always failed on 32 of its last 32 answers" in last
     assert last.endswith(
         f"KeyError: 'a' ({always.removeprefix('task.name=').rpartition(':')[0]}:{line_of(always, '{}[')})"

@@ -20,6 +20,7 @@ from streamrl.learner.checkpoint_files import files_of, sum_of
 from streamrl.learner.trainer import Trainer
 from streamrl.stream.identity import AnotherRun
 from streamrl.types import Ledger
+from tests.operations_table import GOES_ON, documented
 
 Damage = Callable[[Path], None]
 
@@ -120,6 +121,7 @@ def test_a_damaged_newest_checkpoint_is_told_in_one_line_and_the_older_one_is_ta
     (told,) = resumed.damage
     assert told.startswith(str(root / "step_2"))
     assert told.endswith(": step_2 is set aside, training goes on from step_1")
+    documented("...: step_... is set aside, training goes on from step_...", told, GOES_ON)
     assert re.search(line, told)
     assert sorted(path.name for path in root.iterdir()) == ["incarnation", "step_1", "step_2.damaged"]
     resumed.train_step(make_batch(1))
@@ -146,6 +148,7 @@ def test_with_no_whole_checkpoint_the_learner_ends_with_one_line_and_touches_not
         with pytest.raises(ConfigError, match=r"step_2/checkpoint.json is gone; .*step_1/.* does not match") as refused:
             restart()
         assert "no checkpoint is left to resume from; allowed: " in str(refused.value)
+        documented("...: no checkpoint is left to resume from; allowed: ...", str(refused.value), 2)
         assert "\n" not in str(refused.value)
         assert sorted(path.name for path in root.iterdir()) == ["incarnation", "step_1", "step_2"]
 
@@ -171,8 +174,11 @@ def test_the_checkpoint_of_another_run_is_refused_with_both_ids(
     (saved,) = other.saved(wait=True)
     shutil.rmtree(tmp_path / "checkpoints")
     shutil.copytree(saved.folder.parent, tmp_path / "checkpoints")
-    with pytest.raises(AnotherRun, match=f"step_0 is of run {saved.run}, and its run folder is of run {mine}; allowed"):
+    with pytest.raises(
+        AnotherRun, match=f"step_0 is of run {saved.run}, and its run folder is of run {mine}; allowed"
+    ) as refused:
         trainer_of(config, tmp_path)
+    documented("... is of run ..., and its run folder is of run ...; allowed...", str(refused.value), 2)
 
 
 def former(folder: Path) -> None:

@@ -23,6 +23,7 @@ from streamrl.stream.messages import Accepted, Credit, Hello, Introduce, Next, S
 from streamrl.stream.peer import PeerRefused
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Ledger, PolicyVersion
+from tests.operations_table import documented
 
 OTHER = "another-run"
 SERVER = ServerState(name="s", version=V0)
@@ -111,8 +112,11 @@ def test_the_journal_of_another_run_is_refused_before_anything_is_served(tmp_pat
         DurableBuffer(with_run(make_config(), name), tmp_path / name, events).close()
     shutil.rmtree(tmp_path / "a" / "journal")
     shutil.copytree(tmp_path / "b" / "journal", tmp_path / "a" / "journal")
-    with pytest.raises(AnotherRun, match=r"000000.journal is of run b, and its run folder is of run a; allowed"):
+    with pytest.raises(
+        AnotherRun, match=r"000000.journal is of run b, and its run folder is of run a; allowed"
+    ) as refused:
         Service(with_run(make_config(), None), tmp_path / "a", events)
+    documented("... is of run ..., and its run folder is of run ...; allowed...", str(refused.value), 2)
     assert not (tmp_path / "a" / "replay.address").exists()
     assert [path.name for path in (tmp_path / "a" / "journal").iterdir()] == ["000000.journal"]
 

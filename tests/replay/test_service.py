@@ -324,6 +324,7 @@ def test_a_version_that_was_never_announced_is_refused_and_frees_nothing(
     assert worker.receive(0.3) is None, "slots of a version that nobody has"
     (told,) = running.told("replay.malformed")
     assert told["reason"] == "version 7.0, which server w-server reports, was never announced"
+    documented("version ..., which server ... reports, was never announced", told["reason"], GOES_ON)
     assert running.service.malformed == 3
     worker.send(Applied(server="w-server", version=V1))
     assert [ticket.group_id for ticket in hear_tickets(worker, 2)] == [4, 5]
@@ -338,6 +339,11 @@ def test_an_address_in_use_ends_the_role_with_one_line(tmp_path: Path) -> None:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT)
     assert ended.returncode == 1
     assert ended.stderr.count("\n") == 1
+    documented(
+        "replay.address ...: Address already in use ...; allowed: an address of this machine with a free port ...",
+        ended.stderr,
+        ended.returncode,
+    )
     assert f"replay.address {config.replay.address}: Address already in use" in ended.stderr
     assert "allowed: an address of this machine with a free port" in ended.stderr
 
@@ -369,6 +375,11 @@ def test_a_disk_that_fails_ends_the_role_with_one_line_and_the_next_goes_on_from
         learner.close()
     assert process.returncode == 1
     (line,) = [line for line in told.splitlines() if "malformed" not in line]
+    documented(
+        "the journal cannot be written: Input/output error; check the disk, what is committed is safe...",
+        line,
+        process.returncode,
+    )
     assert "the journal cannot be written: Input/output error; check the disk, what is committed is safe" in line
     service.start()
     (recovered,) = service.told("journal.recovered")[-1:]

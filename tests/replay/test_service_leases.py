@@ -208,6 +208,7 @@ def test_a_second_worker_of_a_name_is_refused_while_the_first_speaks(start: Call
     assert stop is not None
     assert stop.refused
     assert stop.reason == "a worker w is at work already; allowed: one of each name, so another --index for this one"
+    documented("... is at work already; allowed: one of each name, so another --index for this one", stop.reason, 2)
     assert not running.told("worker.replaced")
     assert not running.told("ticket.expired")
 

@@ -35,6 +35,7 @@ from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import Credit, Hello, Next, ServerState, Welcome
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Group
+from tests.operations_table import GOES_ON, documented
 
 FRAMES = (b"header", b"arena" * 20)
 COMPLETED = Completed(group_id=7, attempt=0, size=106, tokens=10, oldest=0)
@@ -110,6 +111,7 @@ def test_a_batch_waits_for_a_descriptor(
     assert fails == []
     lines = [record.getMessage() for record in caplog.records if "cannot open a file" in record.getMessage()]
     assert len(lines) == 1
+    documented("the journal cannot open a file: ...; the batch of step ... waits until one can", lines[0], GOES_ON)
     assert lines[0].endswith("the batch of step 0 waits until one can")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from streamrl.config.file import ConfigError
 from streamrl.stream.identity import AnotherRun, RunIdentity, run_identity
+from tests.operations_table import documented
 
 MAKE = "import sys; from pathlib import Path; from streamrl.stream.identity import run_identity;"
 MAKE += "sys.stdin.readline(); print(run_identity(Path(sys.argv[1])).id)"
@@ -68,3 +69,4 @@ def test_a_damaged_file_is_one_line(content: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run.json: .*; allowed: .*") as refused:
         run_identity(tmp_path)
     assert "\n" not in str(refused.value)
+    documented("run.json: ...; allowed: ...", str(refused.value), 2)
