@@ -106,7 +106,9 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
         if await _unless(stop, fleet.start()):
             return 0
         address = await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
-        tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+        tasks: dict[str, Environment] = {}
+        if await _unless(stop, _load(tasks, config)):
+            return 0
         worker = Worker(
             config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator
         )
@@ -131,6 +133,11 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
         await fleet.close()
         events.close()
     return 0
+
+
+async def _load(tasks: dict[str, Environment], config: Config) -> None:
+    """Load the run's tasks. Raises ScorerUnready, and ValueError for arguments that do not fit."""
+    tasks |= await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:

@@ -97,6 +97,7 @@ class Host:
         self._numbers = itertools.count(1)
         self._unanswered = 0  # rounds since a Ping
         self._why: Exception | None = None  # it is ended by us
+        self._closing = False
         self._running = asyncio.create_task(self._run())
 
     @property
@@ -133,6 +134,7 @@ class Host:
 
     async def close(self) -> None:
         """End the process: by its own means, or by a signal."""
+        self._closing = True
         if not self._running.done() and self.about.done():
             self._send(End())
             await asyncio.wait((self._running,), timeout=CLOSE_TIME)
@@ -162,6 +164,8 @@ class Host:
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(self._memory,),
         )
+        if self._closing:
+            self._process.kill()
         self._send(self._task)
         try:
             async with asyncio.timeout(self._settings.start_timeout):

@@ -44,12 +44,19 @@ TASK = """
 
 
     class Blocks(Task):
+        def __init__(self, arguments, seed, split):
+            super().__init__(arguments, seed, split)
+            with open(f"{__file__}.starts", "a") as starts:  # each process that takes another's place has another end
+                starts.write("x")
+                self.kind = starts.tell() % 3
+
         async def score(self, prompt, completion):
-            match next(self.calls) % 24:
-                case 11: time.sleep(1e9)
-                case 17: os._exit(1)
-                case 23:
-                    while True: pass
+            if next(self.calls) == 11:
+                match self.kind:
+                    case 0: time.sleep(1e9)
+                    case 1: os._exit(1)
+                    case 2:
+                        while True: pass
             return Score(reward=len(completion.output_ids) / 8)
 """
 

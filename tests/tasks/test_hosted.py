@@ -425,6 +425,24 @@ def test_a_class_that_does_not_come_to_be_ready_is_given_up(host):
         go(play())
 
 
+@pytest.mark.parametrize("seconds", [0.0, 1.0])
+def test_a_start_that_is_given_up_ends_its_process_at_once(host, seconds):
+    def hosts() -> list[int]:
+        children = psutil.Process().children()
+        return [child.pid for child in children if "streamrl.tasks.host_process" in " ".join(child.cmdline())]
+
+    async def play() -> None:
+        async with asyncio.timeout(10.0):  # far less than the class would take
+            starting = asyncio.create_task(host("Slow").__aenter__())
+            await asyncio.sleep(seconds)
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+
+    go(play())
+    assert not hosts()
+
+
 def test_a_process_that_nothing_can_replace_masks_what_waits_for_it(host, tmp_path):
     async def play() -> list[Rollout]:
         async with host("Own", processes=1) as task:
