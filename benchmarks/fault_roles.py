@@ -240,6 +240,7 @@ class Publisher(threading.Thread):
         self._servers: dict[str, ServerState] = {}
         self._sent: dict[str, tuple[PolicyVersion, float]] = {}
         self.newest: PolicyVersion | None = None  # set by the learner's thread
+        self._announced: PolicyVersion | None = None
         self.ending = threading.Event()
 
     def run(self) -> None:
@@ -247,6 +248,9 @@ class Publisher(threading.Thread):
         while not self.ending.is_set():
             peer.beat()
             self._note(peer.receive(0.005))
+            if self.newest is not None and self.newest != self._announced:
+                self._announced = self.newest
+                peer.send(Announce(version=self.newest))
             for server in list(self._servers.values()):
                 self._publish(peer, server)
         peer.send(Bye())

@@ -205,7 +205,6 @@ def test_a_worker_that_nobody_hears_waits_and_begins_again_when_the_service_is_b
         back = Service(OPEN, tmp_path, service.address)
         try:
             await back.hear(Hello, between=Group)
-            await back.hear(Credit)
             assert (await back.hear(Group, between=(Hello, Credit))).group_id == 0
         finally:
             back.router.close()
