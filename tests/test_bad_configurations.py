@@ -22,6 +22,7 @@ from streamrl import cli
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal
+from tests.operations_table import documented
 
 CONFIG = """
 run: {name: bad, folder: runs, steps: 4}
@@ -336,6 +337,31 @@ def test_the_command_itself_says_it_in_one_line(arguments: list[str], place: Pat
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert _files(place) == before
+
+
+def test_what_cannot_run_is_refused_as_the_page_of_operations_says(place: Path, capsys: pytest.CaptureFixture[str]):
+    def told(*overrides: str) -> tuple[str, int]:
+        code = cli.main(["train", "config.yaml", *overrides])
+        return capsys.readouterr().err, code
+
+    documented(
+        "learner.layout.tensor: ... does not divide ... attention heads; allowed: ...",
+        *told("learner.ranks=3", "learner.layout.tensor=3"),
+    )
+    documented(
+        "learner.tokens_per_micro_batch: ... cannot hold prompt ... of ... with ... tokens and an answer of "
+        "generate.sampling.max_new_tokens=...; allowed: at least ...",
+        *told("learner.tokens_per_micro_batch=4"),
+    )
+    documented(
+        "generate.sampling.max_new_tokens: ... does not fit behind prompt ...",
+        *told("generate.sampling.max_new_tokens=100000", "learner.tokens_per_micro_batch=200000"),
+    )
+    documented(
+        "task.args.path: ... cannot be loaded (it holds no rows)...",
+        *told("task={name: jsonl, args: {path: empty.jsonl}}"),
+    )
+    documented("replay.address: ... is no address; allowed: ...", *told("replay.address=foo"))
 
 
 def _files(folder: Path) -> set[tuple[str, int]]:

@@ -12,6 +12,7 @@ from streamrl import cli, run_folder
 from streamrl.config.file import load
 from streamrl.config.senseless import warnings
 from streamrl.preflight import machine
+from tests.operations_table import GOES_ON, documented
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,11 @@ def test_each_of_them_is_one_line_that_names_key_and_value(overrides, said):
     (line,) = warnings(load(None, overrides))
     assert said in line
     assert "\n" not in line
+
+
+def test_a_setting_without_an_effect_is_warned_of_as_the_page_of_operations_says():
+    (line,) = warnings(load(None, ["replay.window=16"]))
+    documented("replay.window: ... has no effect without replay.order=windowed", line, GOES_ON)
 
 
 def test_the_shipped_configurations_mean_what_they_say():
@@ -65,10 +71,10 @@ def test_a_role_without_its_packages_says_so_in_one_line(monkeypatch, capsys, tm
     file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {tmp_path}/model}}\n")
     for package, command in (("sglang", "train"), ("megatron", "train"), ("megatron", "learner")):
         missing |= {package}
-        assert cli.main([command, str(file)]) == 2
+        code = cli.main([command, str(file)])
         err = capsys.readouterr().err
         assert err.count("\n") == 1
-        assert "is not installed here; allowed: an installation" in err
+        documented("... is not installed here; allowed: an installation...", err, code)
         missing.clear()
     machine.check_generator(load(None, ["generate.attach=[http://a:1]"]).generate.each_pool)
 

@@ -25,6 +25,7 @@ from streamrl.observe.events import event_path, read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.stream.identity import run_identity
 from streamrl.types import Group, PolicyVersion, Ticket
+from tests.operations_table import documented
 
 PATIENCE = 180.0  # seconds for anything that must come, on busy cores
 STEPS = 20
@@ -159,11 +160,12 @@ def test_two_runs_on_one_address_exchange_nothing(make_run: Callable[[str], Run]
     until(address.exists, service)
     shutil.copy(address, other.folder)
     ids = [run_identity(run.folder).id for run in (own, other)]
-    assert other.start("learner").wait(PATIENCE) == 2
+    code = other.start("learner").wait(PATIENCE)
     last = other.log("learner").read_text().splitlines()[-1]
     assert last.startswith(
         f"streamrl: learner-0 is of run {ids[1]}, and run {ids[0]} is served at this address; allowed"
     )
+    documented("... is of run ..., and run ... is served at this address; allowed...", last, code)
     assert other.told("learner", "learner.refused")
     assert other.steps() == []
 

@@ -13,7 +13,7 @@ import pytest
 from streamrl.lab.report.curves import panels
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
-from tests.operations_table import documented
+from tests.operations_table import GOES_ON, documented
 
 TASK = """
     import itertools, os, time
@@ -101,6 +101,7 @@ def test_a_reward_that_sometimes_raises_is_counted_in_metrics_console_summary_an
     assert min(row["reward/mean"] for row in rows) < max(row["reward/mean"] for row in rows)
     assert f"the scorer raised on {failed:.0f} of 128 answers" in output  # the summary
     assert output.count("the scorer raised on") >= 2  # and the lines before it
+    documented("the scorer raised on ... of ... answers", output, GOES_ON)
     (told,) = [
         event for event in read_events(run.folder / "events/generator-0.jsonl") if event["event"] == "scorer.failed"
     ]

@@ -21,6 +21,7 @@ from streamrl.replay.records import Completed, Consumed, Dropped, Saved
 from streamrl.replay.segments import scan, segment_path
 from streamrl.stream.codec import encode_group
 from streamrl.types import Group
+from tests.operations_table import documented
 
 MakeGroup = Callable[..., Group]
 
@@ -159,10 +160,10 @@ def test_the_export_of_a_damaged_journal_leaves_out_the_group_that_is_gone_and_s
     path = segment_path(run / "journal", 0)
     flip(path, next(entry.end - 1 for entry in scan(0, path) if isinstance(entry.record, Completed)))
     output = tmp_path / "groups.jsonl"
-    assert cli.main(["journal", str(run), "--export", str(output)]) == 1
+    code = cli.main(["journal", str(run), "--export", str(output)])
     out, err = capsys.readouterr()
     assert err.count("\n") == 1
-    assert err.startswith("streamrl: 1 groups cannot be read and are left out, the first: ")
+    documented("... groups cannot be read and are left out, the first: ...", err, code)
     assert len(output.read_text().splitlines()) == 6
     assert "6 samples written" in out
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

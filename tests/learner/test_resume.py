@@ -163,6 +163,7 @@ def test_a_damaged_export_is_told_and_does_not_cost_a_step(config: Config, train
     assert resumed.version.step == 0
     (told,) = resumed.damage
     assert told.endswith("model.safetensors does not match its checksum: it is part of an export, and training goes on")
+    documented("...: it is part of an export, and training goes on", told, GOES_ON)
 
 
 def test_the_checkpoint_of_another_run_is_refused_with_both_ids(
@@ -204,8 +205,9 @@ def test_a_checkpoint_from_before_the_id_is_read_in_the_folder_that_is_adopted_a
 @pytest.mark.parametrize("content", ["", "three", "\x00"])
 def test_a_count_of_starts_that_is_none_is_one_line(content: str, two: Any, restart: Any, tmp_path: Path):
     (tmp_path / "checkpoints" / "incarnation").write_text(content)
-    with pytest.raises(ConfigError, match=r"incarnation: .* is no number; allowed: .*"):
+    with pytest.raises(ConfigError) as refused:
         restart()
+    documented("...incarnation: ... is no number; allowed: ...", str(refused.value), 2)
 
 
 def test_two_ranks_sum_their_files_and_fall_back_together(two_ranks: Any, model_folder: Any, tmp_path: Path) -> None:

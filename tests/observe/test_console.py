@@ -17,6 +17,7 @@ from streamrl.observe.live import Glance
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.summary import print_summary, probes
 from streamrl.observe.tail import Tail
+from tests.operations_table import GOES_ON, documented
 
 CONFIG = Config.model_validate(
     {"run": {"name": "trial", "steps": 20}, "publish": {"keep_every": 1}, "journal": {"keep": "all"}}
@@ -208,6 +209,7 @@ def test_failed_samples_are_shown_by_reason_on_the_screen_in_the_line_and_in_the
         writer.write(each)
     words = "5 of 128 samples not trained: too_long 4, scorer 1; the scorer raised on 3"
     assert f"failed {words}" in one_line(rows, CONFIG, Glance())
+    documented("failed ... of ... samples not trained: ...", one_line(rows, CONFIG, Glance()), GOES_ON)
     screen = terminal(interactive=True)
     console = Console(CONFIG, tmp_path, screen)
     console.refresh()

@@ -17,6 +17,7 @@ from streamrl.replay.journal import Journal, recover
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Saved
 from streamrl.replay.recovery import SET_ASIDE, Recovery
 from streamrl.replay.segments import MAGIC, JournalDamaged, load_frames, segment_path, segments
+from tests.operations_table import GOES_ON, documented
 
 CONFIG = JournalConfig.model_validate({})
 FRAMES = (b"header", b"arena" * 4)
@@ -167,6 +168,7 @@ def test_a_segment_that_was_copied_under_the_newest_name_is_no_base_and_is_set_a
     recovery = recover(tmp_path)
     assert (recovery.snapshot, plain(recovery)) == (b"two", [consumed(0, 0)])
     assert "it is segment 000000 under another name" in recovery.told[0]
+    documented("it is segment ... under another name", recovery.told[0], GOES_ON)
     assert segment_path(tmp_path, 2).with_name("000002.journal" + SET_ASIDE).exists()
 
 

@@ -181,7 +181,7 @@ def test_a_ledger_that_cannot_be_is_refused_in_one_line_and_the_run_is_served_on
     hello = Hello(run=RUN, role="learner", name="learner-0", version=PolicyVersion(1), ledger=ledger)
     stop = hear(running.peer(hello), Stop)
     assert stop.refused
-    assert stop.reason.startswith("learner-0 starts at version 1.0, but its ledger")
+    documented("learner-0 starts at version ..., but its ledger ...", stop.reason, 2)
     assert problem in stop.reason
     learner = running.learner(PolicyVersion(1), Ledger(below=2, cursors={"copy": 2}, run=RUN))
     assert isinstance(running.welcome, Welcome)

@@ -20,6 +20,7 @@ from streamrl.stream.keys import client_keys
 from streamrl.stream.messages import Credit, decode, encode
 from streamrl.stream.parcels import ParcelClient, ParcelServer
 from streamrl.stream.sockets import Dealer, Router
+from tests.operations_table import GOES_ON, documented
 
 Connect = Callable[..., Dealer]
 WAIT = 20.0
@@ -146,7 +147,11 @@ def test_a_stranger_who_says_nothing_is_hung_up_on(
 
 
 def test_too_many_strangers_cost_the_oldest_their_place_and_no_peer_its_own(
-    keys: Path, connect: Connect, raw: Callable, monkeypatch: pytest.MonkeyPatch
+    keys: Path,
+    connect: Connect,
+    raw: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(door, "STRANGERS", 8)
     router = Router("tcp://127.0.0.1:0", STREAM, keys)
@@ -162,18 +167,24 @@ def test_too_many_strangers_cost_the_oldest_their_place_and_no_peer_its_own(
         assert peer.receive(WAIT) == Credit(capacity=8)
         assert is_served(router, connect, STREAM, keys)  # and a new one comes in, with all places taken
         assert router.cut < 40
+        documented(
+            "a connection of ... was cut: the oldest of ... without a handshake; allowed: ...", caplog.text, GOES_ON
+        )
     finally:
         router.close()
 
 
 @pytest.mark.parametrize("size", [0, 255, 1 << 16])
-def test_a_message_that_never_ends_is_cut_off(open_router: Router, connect: Connect, raw: Callable, size: int) -> None:
+def test_a_message_that_never_ends_is_cut_off(
+    open_router: Router, connect: Connect, raw: Callable, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)  # a long one, and more follow
     connection = spoken_to(raw(open_router))
     chunk = frame * max(1, 4096 // len(frame))
     assert pour(connection, chunk, 1000 * MESSAGE) < 1000 * MESSAGE
     assert open_router.receive(0.2) is None
     assert open_router.cut == 1
+    documented("a connection of ... was cut: a message or a queue of ... bytes; allowed: ...", caplog.text, GOES_ON)
     assert is_served(open_router, connect, OPEN, None)
 
 
