@@ -125,10 +125,6 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
         events.emit("gave_up" if isinstance(failure, RunFailedError) else "worker.failed", reason=str(failure))
         print(f"generator-{index}: {failure}", file=sys.stderr)
         return 1
-    except ScorerBroken as broken:  # it would be as broken after a restart
-        events.emit("gave_up", reason=str(broken))
-        print(f"generator-{index}: {broken}", file=sys.stderr)
-        return 1
     finally:
         await fleet.close()
         events.close()

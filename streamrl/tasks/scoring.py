@@ -6,12 +6,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
 from streamrl.config.task import ScoringConfig
+from streamrl.progress import RunFailedError
 from streamrl.tasks.environment import Rollout
 
 MOST_KINDS = 100  # of failures that are told apart
 
 
-class ScorerBroken(RuntimeError):
+class ScorerBroken(RunFailedError):
     """A scorer that has failed too often; its text ends with the user's own exception and line."""
 
 
