@@ -1,10 +1,10 @@
 """Where a run's files are, whatever folder a command is started in: the record of a run has absolute paths alone.
 
-    runs/quick, models/tiny, data/sums.jsonl  ──absolute, when the run is made──▶  /work/models/tiny, ...
+    runs/quick, models/tiny, data/sums.jsonl  ──absolute, when the run is made──▶  /home/me/models/tiny, ...
 
 A relative path on a command line or in a configuration is meant from the folder in which the command is started. A
 record from before there were absolute paths is read from the folder that its run lies in: where RUN is
-/work/runs/quick and the record says `runs`, `models/tiny` is /work/models/tiny.
+/home/me/runs/quick and the record says `runs`, `models/tiny` is /home/me/models/tiny.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def program() -> str:
 def _apart(recorded: Path, actual: Path) -> tuple[Path, Path]:
     """What is left of two paths of one folder without their common end.
 
-    >>> _apart(Path("out/runs"), Path("/work/out/runs"))
+    >>> _apart(Path("out/runs"), Path("/home/me/out/runs"))
     (PosixPath('.'), PosixPath('/work'))
     """
     while recorded.name and recorded.name == actual.name:
@@ -116,7 +116,7 @@ def _has_own_modules(config: Config) -> bool:
 
 
 def _is_module(name: str) -> bool:
-    """Example: `my_tasks.sums:Sums`, and not `/work/my_tasks.py:Sums`."""
+    """Example: `my_tasks.sums:Sums`, and not `/home/me/my_tasks.py:Sums`."""
     module, separator, attribute = name.partition(":")
     return bool(separator) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
