@@ -173,7 +173,9 @@ def _config(source: Source, layout: LayoutConfig, shape: ModelShape, dtype: str,
     except ConfigError as error:
         raise ConfigError(str(error).replace("learner.layout.", "--")) from None
     ranks = layout.pipeline * math.lcm(layout.tensor, layout.expert)
-    learner = {"ranks": ranks, "layout": layout, "lora": source.adapters, "collective_timeout": timeout}
+    learner = {
+        "ranks": ranks, "layout": layout, "lora": source.adapters, "collective_timeout": timeout, "tick": timeout / 2,
+    }  # fmt: skip
     return Config.model_validate({"model": {"path": source.model.resolve(), "dtype": dtype}, "learner": learner})
 
 

@@ -37,12 +37,13 @@ def quarantine(running: Running, learner: Dealer, step: int, group_id: int) -> N
 
 def trained(running: Running, make_group: MakeGroup, last: int) -> tuple[Dealer, Dealer, list[Ledger | None]]:
     """A worker, a learner that was delivered the steps up to `last`, and the ledger at each step."""
-    worker, learner = running.worker(), running.learner()
+    worker, learner, publisher = running.worker(), running.learner(), running.publisher()
     ledgers: list[Ledger | None] = [None]
     for step in range(last + 1):
         for ticket in hear_tickets(worker, 4 if step == 0 else 2):
             answer(worker, make_group, ticket)
         ledgers.append(deliver(learner, step).ledger)
+        running.announce(PolicyVersion(step + 1), publisher=publisher)
         worker.send(Applied(server="w-server", version=PolicyVersion(step + 1)))
     return worker, learner, ledgers
 
