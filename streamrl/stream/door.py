@@ -39,7 +39,8 @@ HANDSHAKE_SECONDS = 5.0
 # after which libzmq itself closes a stranger.
 
 LOOK = 0.02
-# seconds between two looks: what comes in one of them may go beyond a bound. A look takes a tenth of the time at most.
+# seconds between two looks: what comes in one of them may go beyond a bound. Looks take a tenth of a core at most;
+# how long one waits for the interpreter, while the reader is at work, does not put off the next.
 
 EVENTS = 64
 # events of the monitor between two looks: as many connections may come beyond `STRANGERS`, and as many as libzmq's
@@ -119,8 +120,9 @@ class Door:
                     questions.send_multipart(self._answer(questions.recv_multipart()))
                 is_crowded = events in ready and self._hear(events)
                 if (begun := time.monotonic()) >= due or is_crowded:
+                    spent = time.thread_time()
                     self._look()
-                    due = begun + max(LOOK, 10 * (time.monotonic() - begun))
+                    due = begun + max(LOOK, 10 * (time.thread_time() - spent))
         except zmq.ContextTerminated:
             return
         finally:

@@ -109,7 +109,16 @@ class Peer:
         return Dealer(self.address, self._stream, self._keys, self._name)
 
     def _open(self) -> None:
+        """Say the opening words, on a new connection where the present one takes no more."""
         self._opened = time.monotonic()
+        try:
+            self._say_all()
+        except StreamTimeout as error:
+            log.warning("%s: a new connection is tried", error)
+            self._renew(told_address(self._run_folder) or self.address)
+            self._say_all()
+
+    def _say_all(self) -> None:
         for message in self._opening():
             self._dealer.send(message)
 
@@ -124,7 +133,10 @@ class Peer:
             self._reconnect(told)
 
     def _reconnect(self, address: str) -> None:
+        self._renew(address)
+        self._open()
+
+    def _renew(self, address: str) -> None:
         self._dealer.close()
         self.address = address
         self._dealer = self._connect()
-        self._open()

@@ -12,7 +12,7 @@ from streamrl.config import Config
 from streamrl.stream.address import tell_address
 from streamrl.stream.messages import Heartbeat, Hello, Introduce, Message, Next, Stop, decode
 from streamrl.stream.peer import Peer
-from streamrl.stream.sockets import Router
+from streamrl.stream.sockets import Router, StreamTimeout
 from streamrl.types import PolicyVersion
 
 DEADLINE = 20.0  # seconds; longer than any wait that is configured here
@@ -89,6 +89,24 @@ def test_an_introduce_is_answered_by_the_opening_words_and_not_handed_on(service
     assert listen(peer, 0.3) == []
     words = [service.hear() for _ in range(3)]
     assert [word for word in words if not isinstance(word, Heartbeat)][:2] == [HELLO, Next(step=3)]
+
+
+def test_opening_words_that_the_connection_does_not_take_are_said_on_a_new_one(service, peer, monkeypatch):
+    """libzmq gives a connection up for ever on which spoilt bytes came: what is sent on it only waits."""
+    service.hear(), service.hear()
+    former = service.identity
+    time.sleep(0.1)  # as above
+    service.say(Introduce())
+
+    def takes_nothing(message: Message) -> None:
+        raise StreamTimeout("nothing was taken in 0.5 s")
+
+    monkeypatch.setattr(peer._dealer, "send", takes_nothing)
+    assert peer.receive(DEADLINE) is None
+    assert [service.hear(), service.hear()] == [HELLO, Next(step=3)]
+    assert service.identity != former
+    service.say(Stop(reason="heard"))
+    assert isinstance(peer.receive(DEADLINE), Stop)
 
 
 def test_many_introduces_at_once_are_answered_once(service, peer):
