@@ -186,12 +186,16 @@ class Proxy:
         while not self._closing.is_set():
             try:
                 near, _ = self._listener.accept()
-                far = socket.create_connection(self._target, timeout=WAIT)
             except OSError:
                 continue
+            try:
+                far = socket.create_connection(self._target, timeout=WAIT)
+            except OSError:
+                _close(near)
+                continue
+            far.settimeout(None)  # before one direction may close both
             self._pairs.append((near, far))
             for source, sink in ((near, far), (far, near)):
-                source.settimeout(None)
                 threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
     def _forward(self, source: socket.socket, sink: socket.socket) -> None:
