@@ -466,6 +466,10 @@ def test_a_service_that_starts_on_a_full_disk_first_deletes_what_no_checkpoint_n
         first.announce(PolicyVersion(step + 1))
         worker.send(Applied(server="w-server", version=PolicyVersion(step + 1)))
     learner.send(Saved(version=PolicyVersion(10), oldest=10))
+    deadline = time.monotonic() + WAIT
+    while any(slot.step is not None for slot in first.service._durable.buffer.snapshot().slots):  # it is not heard yet
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     first.close()
     held, pwritev = sum(path.stat().st_size for path in folder.glob("*.journal")), os.pwritev
 
