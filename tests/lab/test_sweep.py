@@ -27,9 +27,11 @@ EXPERIMENTS = sorted(Path("configs/experiments").glob("*.yaml"))
 
 
 @pytest.fixture
-def make_sweep(tmp_path: Path) -> Callable[..., Path]:
+def make_sweep(tmp_path: Path, model_folders: tuple[Path, Path]) -> Callable[..., Path]:
     """`make_sweep(grid=..., seeds=...)`: a sweep file whose runs need servers of their own, so that none is started."""
-    (tmp_path / "base.yaml").write_text("generate: {attach: ['http://127.0.0.1:1']}\nrun: {steps: 3}\n")
+    (tmp_path / "base.yaml").write_text(
+        f"generate: {{attach: ['http://127.0.0.1:1']}}\nrun: {{steps: 3}}\nmodel: {{path: {model_folders[0]}}}\n"
+    )
 
     def make(**tree: object) -> Path:
         file = tmp_path / "mine.yaml"
