@@ -1,13 +1,17 @@
 """The pages that are made from the code when the site is built: configuration.md and commands.md.
 
-A hook of mkdocs (`mkdocs.yml`). It also puts blank lines where CommonMark needs none and Python-Markdown does.
+A hook of mkdocs (`mkdocs.yml`). It also writes the state machines into machines.md, which is a kept page, and puts
+blank lines where CommonMark needs none and Python-Markdown does.
 """
 
 from __future__ import annotations
 
 import argparse
+import html
+import importlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -16,9 +20,12 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config.file import allowed, describe, fields
 from streamrl.config.section import Section
+from streamrl.machine import Machine
 
 _BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
 # How a block begins that may stand right behind a paragraph in CommonMark.
+
+_MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def configuration() -> str:
@@ -62,6 +69,29 @@ def commands() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def machines(page: str) -> str:
+    """The page of all state machines, with what stands between its markers written anew."""
+    begin, end = "<!-- machines: written by docs/reference.py -->\n", "<!-- end of machines -->\n"
+    parts = [
+        f"## {machine.name}\n{_summary(module)} `{module.replace('.', '/')}.py`\n\n"
+        f"```mermaid\n{machine.mermaid()}\n```\n\n```text\n{machine.picture()}\n```\n"
+        for module, machine in _machines()
+    ]
+    before, _, rest = page.partition(begin)
+    return before + begin + "\n".join(parts) + end + rest.partition(end)[2]
+
+
+def on_pre_build(config: Any) -> None:
+    """Called by mkdocs before it looks for pages."""
+    write_machines(Path(config.docs_dir) / "machines.md")
+
+
+def write_machines(page: Path) -> None:
+    """Bring machines.md up to date."""
+    if (written := machines(page.read_text())) != page.read_text():
+        page.write_text(written)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Called by mkdocs when it has found the pages: adds those that are made."""
     from mkdocs.structure.files import File
@@ -72,8 +102,10 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs for each page: its text as Python-Markdown reads it."""
-    return spaced(markdown)
+    """Called by mkdocs for each page: its text as Python-Markdown reads it, and the site's script draws it."""
+    return _MERMAID.sub(
+        lambda found: f'<pre class="mermaid"><code>{html.escape(found[1])}</code></pre>', spaced(markdown)
+    )
 
 
 def spaced(markdown: str) -> str:
@@ -99,6 +131,20 @@ def spaced(markdown: str) -> str:
             inside = not inside
         last = kind
     return "\n".join(lines)
+
+
+def _machines() -> Iterator[tuple[str, Machine[Any, Any]]]:
+    """(module, machine) of each `NAME = Machine(...)` of the package, by the names of the modules."""
+    package = Path(cli.__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        module = ".".join(file.relative_to(package.parent).with_suffix("").parts)
+        for name in re.findall(r"^(\w+)(?:: [^=]+)? = Machine\(", file.read_text(), re.MULTILINE):
+            yield module, getattr(importlib.import_module(module), name)
+
+
+def _summary(module: str) -> str:
+    """The first line of a module's docstring."""
+    return (importlib.import_module(module).__doc__ or "").strip().splitlines()[0]
 
 
 def _described(section: str) -> str:
@@ -127,3 +173,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
             if action.option_strings and action.nargs != 0:
                 words += f" {metavar}"
             yield words, (action.help or "").replace("|", "\\|")
+
+
+if __name__ == "__main__":  # machines.md alone, without the site
+    write_machines(Path(__file__).with_name("machines.md"))

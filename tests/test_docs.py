@@ -219,6 +219,11 @@ def leaves(navigation: object) -> Iterator[str]:
             yield from leaves(below)
 
 
+def test_the_page_of_state_machines_is_current():
+    page = (ROOT / "docs" / "machines.md").read_text()
+    assert page == reference().machines(page), "make docs writes it"
+
+
 def test_the_made_pages_have_every_key_and_every_command():
     configuration, commands = reference().configuration(), reference().commands()
     assert {path for path in KEYS if f"| `{path}` |" in configuration} == KEYS

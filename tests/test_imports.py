@@ -7,7 +7,7 @@ from pathlib import Path
 
 PACKAGE = Path("streamrl")
 LAYERS = [
-    {"types", "trainable", "routing", "config", "device", "lifeline", "last_words"},
+    {"types", "machine", "trainable", "routing", "config", "device", "lifeline", "last_words"},
     {"progress"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
@@ -19,6 +19,7 @@ LAYERS = [
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LOWEST = {
     "types": 0,
+    "machine": 0,
     "device": 0,
     "lifeline": 0,
     "last_words": 0,
@@ -27,7 +28,7 @@ LOWEST = {
     "config": 1,
 }  # order inside the lowest layer
 WITHOUT_TORCH = ("types", "trainable", "routing", "config", "lifeline", "last_words", "progress", "stream", "replay")
-WITHOUT_TORCH += ("tasks", "engine", "generate", "evaluate", "places", "preflight", "run_folder")
+WITHOUT_TORCH += ("machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "run_folder")
 
 
 def test_every_import_goes_to_a_lower_layer():

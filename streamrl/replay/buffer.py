@@ -1,20 +1,14 @@
 """Which groups exist: the one authority, as a pure state machine without socket, clock or disk.
 
-The life of a group, and of the slot that it occupies:
-
-                      ┌─ lost: lease over, worker gone, bad content; attempt + 1 ─┐
-                      ▼                                                           │
-    (slot charged) ISSUED ──▶ COMPLETED ──▶ CONSUMED ──▶ (slot freed)         WAITING ◀─ filtered out, over age,
-      issue()               complete()      take(step)    acknowledge(version            frames unreadable
-                                            quarantine()   that contains the step)
-
-The slot is charged when the group's first ticket is issued and freed when a server has acknowledged weights that
-contain the group's step. At most `order.capacity` slots are charged, and that alone bounds memory and staleness
+What can happen to a group is the table of `replay/life.py`, what is known of it one record (`replay/lives.py`). A slot
+is charged when the group's first ticket is issued and freed when a server has acknowledged weights that contain the
+group's step. At most `order.capacity` slots are charged, and that alone bounds memory and staleness
 (`replay/order.py`). A group is known by its id, one of its generations by (id, attempt): the first complete
 answer to the current attempt is taken, every other one is refused.
 
 Every change that outlives a crash is a record: the buffer decides, applies it to its state (`replay/state.py`), and
-keeps it for `drain`, from where it goes to the journal. Leases, frames and the audit are the process's own.
+keeps it for `drain`, from where it goes to the journal. Leases, frames and the audit are the process's own: what
+happens to them is told by `drain_events`.
 
 Told the same things in the same order, a buffer answers the same: time is an argument.
 """
@@ -28,7 +22,9 @@ from streamrl.config import Config
 from streamrl.config.replay import FilterConfig
 from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.curriculum import Curriculum, make_curriculum
-from streamrl.replay.leases import Lease, Leases
+from streamrl.replay.leases import Leases
+from streamrl.replay.life import Event, Phase
+from streamrl.replay.lives import NEVER, Life
 from streamrl.replay.order import Order, make_order
 from streamrl.replay.records import (
     Acknowledged,
@@ -39,11 +35,9 @@ from streamrl.replay.records import (
     Dropped,
     Issued,
     Lost,
-    Phase,
     Place,
     Quarantined,
     Saved,
-    Slot,
     Snapshot,
     Stored,
 )
@@ -92,9 +86,9 @@ class Buffer:
         self._seed = seed
         self._lease = lease
         self._state = State(shares)
+        self._lives = self._state.lives
         self._records: list[AnyRecord] = []
-        self._leases = Leases(lease, group_timeout + lease, max_attempts)
-        self._frames: dict[int, Sequence[Any]] = {}
+        self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
         self._trained = 0  # weights of this step contain the batch taken last
         self._audit = Audit()
 
@@ -142,16 +136,16 @@ class Buffer:
 
     def phase(self, group_id: int) -> Phase | None:
         """How far the group is; None before its ticket, and when its step can never be delivered again."""
-        slot = self._state.slots.get(group_id)
-        return slot.phase if slot else None
+        life = self._lives.get(group_id)
+        return None if life is None else life.phase
 
     def held(self, holder: str) -> int:
         """Tickets that this worker has and whose groups are not back."""
-        return self._leases.held(holder)
+        return self._lives.held(holder)
 
     def tickets(self, holder: str) -> tuple[tuple[int, int], ...]:
         """Their (group id, attempt)."""
-        return tuple((lease.ticket.group_id, lease.ticket.attempt) for lease in self._leases.of(holder))
+        return tuple((life.group_id, life.attempt) for life in self._lives.of(holder))
 
     def ledger(self) -> Ledger:
         """What the weights contain once the batch taken last is trained."""
@@ -175,14 +169,18 @@ class Buffer:
         self._records = []
         return records
 
+    def drain_events(self) -> list[tuple[str, dict[str, Any]]]:
+        """What happened to groups since the last call, and no record or answer says: (name, fields), for the log."""
+        return self._lives.drain_events()
+
     def stored(self, group_id: int) -> Stored:
         """A completed group. Raises KeyError where it is not completed any more."""
-        return self._state.slots[group_id].stored(self._frames.get(group_id))
+        return self._lives[group_id].stored()
 
     def placed(self, group_id: int, place: Place) -> None:
         """The journal has written the Completed of this group there."""
-        if slot := self._state.slots.get(group_id):
-            slot.place = place
+        if (life := self._lives.get(group_id)) is not None:
+            life.place = place
 
     def snapshot(self) -> Snapshot:
         """The whole durable state; call it with nothing left to drain."""
@@ -197,14 +195,17 @@ class Buffer:
             self._state.load(snapshot)
         for record in records:
             if isinstance(record, tuple):
-                self._state.apply(*record)
+                self._state.recover(*record)
             else:
-                self._state.apply(record)
+                self._state.recover(record)
+        self._lives.drain_events()  # they were told when they happened
         self._state.reopen_placeless()
         self._trained = self._state.next_step
-        out = [slot for slot in self._state.slots.values() if slot.phase is Phase.ISSUED]
-        self._leases.recover(out, self._seed)
-        self._reconcile()
+        for life in self._lives.out.values():
+            life.out = life.ticket(self._seed, NEVER)
+        self._leases.recover()
+        for life in [life for life in self._lives.values() if life.phase is Phase.WAITING]:
+            self._leases.exhaust(life)
 
     def begin(self, version: PolicyVersion, ledger: Ledger | None = None, limits: Limits | None = None) -> None:
         """A learner starts, or starts again, with weights `version`; its checkpoint's `ledger` says what is in them.
@@ -212,10 +213,9 @@ class Buffer:
         Steps from there on that were consumed are delivered again, as they were. Where frames of one are
         nowhere, its missing groups are generated again, and those steps are put together anew.
         """
-        resumed, lost = self._state.redeliverable(version.step, self._frames)
+        resumed, lost = self._state.redeliverable(version.step)
         self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost, limits=limits))
         self._trained = version.step
-        self._reconcile()
 
     def lose(self, step: int, group_ids: Iterable[int]) -> None:
         """The frames of these groups of a consumed step cannot be read: they are generated again, with the same
@@ -223,14 +223,13 @@ class Buffer:
         """
         self._emit(Lost(step=step, group_ids=tuple(group_ids)))
         self._trained = step
-        self._reconcile()
 
     def quarantine(self, step: int, group_id: int, attempt: int, reason: str) -> bool:
         """The learner could not train a group of this consumed step. False where that is known, or cannot be."""
-        slot = self._state.slots.get(group_id)
-        if slot is None or slot.completed is None or slot.quarantined:
+        life = self._lives.get(group_id)
+        if life is None or life.completed is None or life.quarantined:
             return False
-        if (slot.step, slot.completed.attempt) != (step, attempt):
+        if (life.step, life.completed.attempt) != (step, attempt):
             return False
         self._emit(Quarantined(step=step, group_id=group_id, attempt=attempt, reason=reason))
         return True
@@ -238,7 +237,6 @@ class Buffer:
     def saved(self, oldest: int) -> None:
         """The oldest checkpoint that is kept has step `oldest`: the steps before it are forgotten."""
         self._emit(Saved(oldest=oldest))
-        self._frames = {i: frames for i, frames in self._frames.items() if i in self._state.slots}
 
     def acknowledge(self, version: PolicyVersion) -> bool:
         """A server generates with `version`. True if that is news."""
@@ -256,8 +254,8 @@ class Buffer:
     def issue(self, holder: str, newest: PolicyVersion, now: float) -> Ticket | None:
         """The next ticket for a worker whose newest server is at `newest`; None when there is none for it."""
         state = self._state
-        waiting = self._leases.first_waiting
-        group_id = state.next_id if waiting is None else waiting
+        waiting = self._lives.first_waiting
+        group_id = state.next_id if waiting is None else waiting.group_id
         if state.began is None or state.acknowledged is None or group_id >= self._end_id:
             return None
         required = self.order.required_step(group_id, state.next_step, self.adaptive.slots)
@@ -267,9 +265,8 @@ class Buffer:
             task, attempt = self._shares.task(group_id), 0
             prompt_index = self._curriculum.choose(task, state.cursors[task])
         else:
-            slot = state.slots[group_id]
-            task, prompt_index, attempt = slot.task, slot.prompt_index, slot.attempt + 1
-            self._audit.counts["reissued"] += slot.issues > 0
+            task, prompt_index, attempt = waiting.task, waiting.prompt_index, waiting.attempt + 1
+            self._audit.counts["reissued"] += waiting.issues > 0
         ticket = Ticket(
             group_id=group_id,
             attempt=attempt,
@@ -280,7 +277,7 @@ class Buffer:
             deadline=now + self._lease,
         )
         self._emit(Issued(ticket=ticket))
-        self._leases.grant(ticket, holder, now)
+        self._leases.grant(self._lives[group_id], holder, now)
         return ticket
 
     def extend(self, holder: str, tickets: Iterable[tuple[int, int]], now: float) -> None:
@@ -296,15 +293,16 @@ class Buffer:
 
         `excused`: it left because it was told to, and they do not count towards `replay.max_attempts`.
         """
-        return self._give_back(self._leases.of(holder), excused=excused)
+        reason = "its worker was told to end" if excused else "its worker is gone"
+        return self._give_back(self._lives.of(holder), reason, excused=excused)
 
     def expire(self, now: float) -> list[Ticket]:
         """The tickets whose lease is over are to be issued again."""
-        return self._give_back(self._leases.expired(now))
+        return self._give_back(self._leases.expired(now), "its lease is over", event="ticket.expired")
 
     def fail(self, holder: str, group_id: int, attempt: int, reason: str) -> None:
         """This attempt came to nothing. Raises GroupRefused as `complete` does."""
-        self._give_back([self._open(holder, group_id, attempt)])
+        self._give_back([self._open(holder, group_id, attempt)], reason)
 
     def complete(self, holder: str, group: Group, frames: Sequence[Any], size: int) -> Stored | None:
         """Take a group. None: a filter dropped it, its place gets another prompt, and the worker may forget it.
@@ -313,25 +311,25 @@ class Buffer:
         attempt of a ticket of this worker. One that answers it with the wrong content is refused, and its
         ticket is lost.
         """
-        lease = self._open(holder, group.group_id, group.attempt)
+        life = self._open(holder, group.group_id, group.attempt)
         record = measure(group, size)
-        if reason := mismatch(group, record, lease.ticket):
-            self._give_back([lease])
+        assert life.out is not None
+        if reason := mismatch(group, record, life.out):
+            self._give_back([life], reason)
             raise GroupRefused(reason)
-        return self._accept(group, record, frames)
+        return self._accept(life, group, record, frames)
 
     def exhausted(self) -> list[Ticket]:
         """Tickets that will not be issued again: each of these groups is to be completed as a placeholder."""
-        slots = [self._state.slots[group_id] for group_id in self._leases.exhausted]
-        return [slot.ticket(self._seed, 0.0) for slot in slots]
+        return [life.ticket(self._seed, 0.0) for life in self._lives.exhausted.values()]
 
     def complete_placeholder(self, group: Group, frames: Sequence[Any], size: int) -> Stored | None:
         """Take a group of placeholders for an exhausted ticket. Raises GroupRefused unless it is for one."""
-        slot = self._state.slots.get(group.group_id)
-        if slot is None or group.group_id not in self._leases.exhausted or slot.attempt != group.attempt:
+        life = self._lives.exhausted.get(group.group_id)
+        if life is None or life.attempt != group.attempt:
             raise GroupRefused(f"group {group.group_id} attempt {group.attempt} is not exhausted")
         self._audit.counts["placeholders"] += 1
-        return self._accept(group, measure(group, size), frames)
+        return self._accept(life, group, measure(group, size), frames)
 
     # -- batches
 
@@ -363,19 +361,18 @@ class Buffer:
         if len(state.completed) < self.order.groups_per_step:
             return None
         for group_id in [i for i, oldest in state.completed.items() if self.order.over_age(step, oldest)]:
-            self._frames.pop(group_id, None)
             self._audit.counts["over_age"] += 1
-            self._drop(state.slots[group_id], f"too old for step {step}", same_prompt=True)
+            self._drop(self._lives[group_id], state.record(group_id), f"too old for step {step}", same_prompt=True)
         return self.order.select(step, state.completed, state.below, state.above)
 
     def _let_go(self, step: int) -> None:
         """The learner has the batch before: its frames go, and without a journal the step with them."""
-        group_ids = self._state.batches.get(step - 1)
-        if group_ids is None or group_ids[0] not in self._frames:
+        lives = [self._lives[group_id] for group_id in self._state.batches.get(step - 1, ())]
+        if not lives or lives[0].frames is None:
             return
-        for group_id in group_ids:
-            self._frames.pop(group_id, None)
-        if any(self._state.slots[group_id].place is None for group_id in group_ids):
+        for life in lives:
+            life.frames = None
+        if any(life.place is None for life in lives):
             self._state.forget_batch(step - 1)
 
     # -- inside
@@ -390,64 +387,58 @@ class Buffer:
         self._state.apply(record)
         self._records.append(record)
 
-    def _accept(self, group: Group, record: Completed, frames: Sequence[Any]) -> Stored | None:
-        slot = self._state.slots[group.group_id]
-        self._leases.answered(group.group_id)
+    def _accept(self, life: Life, group: Group, record: Completed, frames: Sequence[Any]) -> Stored | None:
         self._audit.generated.add(record)
-        self._curriculum.hear(slot.task, slot.prompt_index, record.pass_rate)
-        if self._filters is not None and slot.prompts < self._filters.tries:
+        self._curriculum.hear(life.task, life.prompt_index, record.pass_rate)
+        if self._filters is not None and life.prompts < self._filters.tries:
             reason = reason_to_drop(group, record, self._filters)
             if reason is not None:
                 self._audit.dropped.add(record)
-                self._drop(slot, reason, same_prompt=False)
+                self._drop(life, record, reason, same_prompt=False)
                 return None
-        self._frames[group.group_id] = frames
+        life.frames, life.spent, life.excused = frames, 0.0, 0  # what may be issued for it next has its whole time
         self._emit(record)
-        return slot.stored(frames)
+        return life.stored()
 
-    def _drop(self, slot: Slot, reason: str, *, same_prompt: bool) -> None:
-        cursor = self._state.cursors[slot.task]
-        prompt_index = slot.prompt_index if same_prompt else self._curriculum.choose(slot.task, cursor)
-        self._emit(
-            Dropped(
-                group_id=slot.group_id,
-                attempt=slot.attempt,
-                reason=reason,
-                same_prompt=same_prompt,
-                prompt_index=prompt_index,
-            )
-        )
-        self._leases.wait(slot)
+    def _drop(self, life: Life, record: Completed, reason: str, *, same_prompt: bool) -> None:
+        cursor = self._state.cursors[life.task]
+        prompt_index = life.prompt_index if same_prompt else self._curriculum.choose(life.task, cursor)
+        key = {"group_id": life.group_id, "attempt": life.attempt}
+        self._lives.tell(Event.DROP, worker=life.holder, tokens=record.tokens, reason=reason, **key)
+        self._emit(Dropped(**key, reason=reason, same_prompt=same_prompt, prompt_index=prompt_index))
+        life.spent, life.excused = 0.0, 0
+        self._leases.exhaust(life)
 
-    def _give_back(self, leases: Iterable[Lease], *, excused: bool = False) -> list[Ticket]:
+    def _give_back(
+        self, lives: Iterable[Life], reason: str, *, event: str = Event.LOSE, excused: bool = False
+    ) -> list[Ticket]:
         """These tickets are out no longer, and their groups not complete."""
-        tickets = [lease.ticket for lease in leases]
-        for ticket in tickets:
-            self._leases.give_back(self._state.slots[ticket.group_id], excused=excused)
+        tickets = []
+        for life in lives:
+            assert life.out is not None
+            tickets.append(life.out)
+            key = {"group_id": life.group_id, "attempt": life.attempt}
+            self._lives.tell(event, worker=life.holder, reason=reason, **key)
+            self._leases.end(life, excused=excused)
+            self._leases.exhaust(life)
         return tickets
 
-    def _open(self, holder: str, group_id: int, attempt: int) -> Lease:
-        """The lease that an answer is for. Nobody's, after a crash, is anybody's who answers it."""
-        lease = self._leases.get(group_id)
-        if lease is not None and lease.ticket.attempt == attempt and lease.holder in (None, holder):
-            return lease
-        slot = self._state.slots.get(group_id)
+    def _open(self, holder: str, group_id: int, attempt: int) -> Life:
+        """The group that an answer is for. Nobody's, after a crash, is anybody's who answers it."""
+        life = self._lives.get(group_id)
         what = f"group {group_id} attempt {attempt}"
-        if slot is None:
+        if life is None:
             raise GroupRefused(f"{what} is trained already" if group_id < self._state.next_id else f"{what}: no ticket")
-        if slot.completed is not None and slot.completed.attempt == attempt:
-            raise DuplicateGroup(f"{what} is {slot.phase.value} already")
+        is_out = life.phase is Phase.ISSUED and life.attempt == attempt
+        if is_out and life.holder in (None, holder):
+            return life
+        if life.completed is not None and life.completed.attempt == attempt:
+            raise DuplicateGroup(f"{what} is {life.phase} already")
         self._audit.counts["late_duplicates"] += 1
-        if lease is not None and lease.ticket.attempt == attempt:
-            raise GroupRefused(f"{what} is the ticket of worker {lease.holder}")
-        phase = "lost" if slot.phase is Phase.ISSUED and lease is None else slot.phase.value
-        raise GroupRefused(f"{what}: attempt {slot.attempt} is {phase}")
-
-    def _reconcile(self) -> None:
-        """What the process knows by itself follows a change of many groups at once."""
-        slots = self._state.slots
-        self._leases.follow(slots)
-        self._frames = {i: frames for i, frames in self._frames.items() if i in slots and slots[i].completed}
+        if is_out:
+            raise GroupRefused(f"{what} is the ticket of worker {life.holder}")
+        was_lost = life.recorded is Phase.ISSUED and life.phase is not Phase.ISSUED
+        raise GroupRefused(f"{what}: attempt {life.attempt} is {'lost' if was_lost else life.phase}")
 
 
 def make_buffer(config: Config) -> Buffer:

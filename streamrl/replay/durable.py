@@ -118,6 +118,8 @@ class DurableBuffer:
 
     def note(self, frames: Sequence[Frame] = ()) -> None:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
+        for event, fields in self.buffer.drain_events():
+            self._events.emit(event, **fields)
         if self._journal is None:
             self.mark += len(self.buffer.drain())
             self._durable = self.mark

@@ -1,23 +1,18 @@
 """The events that a buffer's durable state is made of, and its snapshot: what the journal holds.
 
-    Began ─▶ Issued ─▶ Completed ─▶ Consumed ─▶ Saved          Dropped: back to before Issued, with another prompt
-                 └▶ Issued again (attempt + 1)                 Lost: back to before Issued, with the same prompt
-                                                               Quarantined: consumed, and not trained
-                                                               Acknowledged: a server has new weights
-
 A buffer applies each of them once when it happens and once more when it is recovered, by the same code
-(`replay/state.py`). Deadlines and holders are not among them: after a crash every open ticket has a fresh lease
-and is nobody's.
+(`replay/state.py`); what they do to a group is in `replay/life.py`. Deadlines and holders are not among them: after a
+crash every open ticket has a fresh lease and is nobody's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import msgspec
 
+from streamrl.replay.life import Phase
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
@@ -121,22 +116,13 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     quarantined: bool = False  # it is delivered as placeholders
 
 
-class Phase(Enum):
-    """How far a group is. Of a lost ticket, and of a crash, only the memory of the process knows."""
-
-    WAITING = "waiting"  # no ticket is out for its prompt
-    ISSUED = "issued"
-    COMPLETED = "completed"
-    CONSUMED = "consumed"
-
-
 class Slot(msgspec.Struct, kw_only=True):
-    """One group from its first ticket until its step can never be delivered again."""
+    """What the journal knows of one group, from its first ticket until its step can never be delivered again."""
 
     group_id: int
     task: str
     prompt_index: int
-    phase: Phase = Phase.WAITING
+    phase: Phase = Phase.WAITING  # one of WAITING, ISSUED, COMPLETED, CONSUMED
     attempt: int = -1  # of its newest ticket; -1 before the first
     issues: int = 0  # tickets for this prompt
     prompts: int = 1  # prompts that this place has had, the present one included
@@ -156,20 +142,6 @@ class Slot(msgspec.Struct, kw_only=True):
             seed=seed,
             issued_version=PolicyVersion(self.required),
             deadline=deadline,
-        )
-
-    def stored(self, frames: Sequence[Any] | None) -> Stored:
-        """Its group, with these frames. Raises KeyError unless it is completed."""
-        if self.completed is None:
-            raise KeyError(self.group_id)
-        return Stored(
-            group_id=self.group_id,
-            attempt=self.completed.attempt,
-            frames=frames,
-            place=self.place,
-            size=self.completed.size,
-            tokens=self.completed.tokens,
-            quarantined=self.quarantined,
         )
 
 

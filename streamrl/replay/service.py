@@ -404,9 +404,9 @@ class Service:
             self._tell(worker, Refused(reason=str(error)[:MAX_REASON], **answer))
             return
         else:
-            event = "group.dropped" if stored is None else "group.accepted"
             self._delivery.accepted(group.tokens)
-            self._events.emit(event, worker=worker.name, tokens=group.tokens, **answer)
+            if stored is not None:
+                self._events.emit("group.accepted", worker=worker.name, tokens=group.tokens, **answer)
         self._accepted.append((self._durable.mark, worker.name, Accepted(**answer)))
 
     def _refuse_malformed(self, identity: bytes, error: MalformedMessage, now: float) -> None:
@@ -458,8 +458,7 @@ class Service:
             self._give_up(self._watch.line(why_no_step(self._workers, self._peers, self._delivery, self._durable.full)))
 
     def _on_lost_tickets(self, now: float) -> None:
-        for ticket in self._buffer.expire(now):
-            self._events.emit("ticket.expired", group_id=ticket.group_id, attempt=ticket.attempt)
+        self._buffer.expire(now)
         for ticket in self._buffer.exhausted():
             self._durable.give_up(ticket)
             self._events.emit("group.placeholders", group_id=ticket.group_id, attempt=ticket.attempt)

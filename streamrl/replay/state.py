@@ -8,13 +8,14 @@ record before it was damaged, is taken for as much as it says.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from itertools import chain
 
 import msgspec
 import xxhash
 
+from streamrl.replay.life import Event, Phase
+from streamrl.replay.lives import Life, Lives
 from streamrl.replay.records import (
     Acknowledged,
     AnyRecord,
@@ -24,11 +25,9 @@ from streamrl.replay.records import (
     Dropped,
     Issued,
     Lost,
-    Phase,
     Place,
     Quarantined,
     Saved,
-    Slot,
     Snapshot,
 )
 from streamrl.replay.shares import Shares
@@ -39,13 +38,13 @@ from streamrl.types import Ledger, PolicyVersion
 class State:
     """The groups that matter still, the steps that can be asked for again, cursors and versions.
 
-    A group id below `next_id` that has no slot is settled for good: trained, and never delivered again.
+    A group id below `next_id` that has no record is settled for good: trained, and never delivered again.
     """
 
     def __init__(self, shares: Shares) -> None:
         """The state before the first learner."""
         self._shares = shares
-        self.slots: dict[int, Slot] = {}
+        self.lives = Lives()
         self.completed: dict[int, int | None] = {}  # waits for the learner: step of its oldest token; by completion
         self.batches: dict[int, tuple[int, ...]] = {}  # consumed steps that can be asked for again, ascending
         self.next_id = 0
@@ -65,9 +64,22 @@ class State:
 
     def record(self, group_id: int) -> Completed:
         """Of a completed group."""
-        record = self.slots[group_id].completed
+        record = self.lives[group_id].completed
         assert record is not None
         return record
+
+    def recover(self, record: AnyRecord, place: Place | None = None) -> None:
+        """One record of a journal, which does not say when a ticket was lost, and may have lost more than that."""
+        match record:
+            case Issued(ticket=ticket):
+                self._assume(Event.ISSUE, [ticket.group_id])
+            case Completed(group_id=group_id):
+                self._assume(Event.COMPLETE, [group_id])
+            case Dropped(group_id=group_id):
+                self._assume(Event.DROP, [group_id])
+            case Consumed(group_ids=group_ids):
+                self._assume(Event.CONSUME, group_ids)
+        self.apply(record, place)
 
     def apply(self, record: AnyRecord, place: Place | None = None) -> None:
         """One event; `place` is where the journal has the frames of a Completed."""
@@ -94,7 +106,7 @@ class State:
     def snapshot(self) -> Snapshot:
         """A copy of everything."""
         return Snapshot(
-            slots=tuple(copy.copy(self.slots[group_id]) for group_id in sorted(self.slots)),
+            slots=tuple(self.lives[group_id].slot() for group_id in sorted(self.lives)),
             completed=tuple(self.completed),
             batches=dict(self.batches),
             next_id=self.next_id,
@@ -108,7 +120,7 @@ class State:
 
     def load(self, snapshot: Snapshot) -> None:
         """Become what a snapshot says."""
-        self.slots = {slot.group_id: copy.copy(slot) for slot in snapshot.slots}
+        self.lives.load(snapshot.slots)
         self.batches = dict(snapshot.batches)
         self.next_id, self.next_step = snapshot.next_id, snapshot.next_step
         self.cursors |= snapshot.cursors
@@ -119,9 +131,9 @@ class State:
 
     def ledger(self, step: int) -> Ledger:
         """What weights of `step` contain: every group that the steps before it consumed, and no other."""
-        open_slots = [slot for slot in self.slots.values() if slot.step is None or slot.step >= step]
-        below = min((slot.group_id for slot in open_slots), default=self.next_id)
-        pending = {slot.group_id: (slot.task, slot.prompt_index) for slot in open_slots}
+        open_lives = [life for life in self.lives.values() if life.step is None or life.step >= step]
+        below = min((life.group_id for life in open_lives), default=self.next_id)
+        pending = {life.group_id: (life.task, life.prompt_index) for life in open_lives}
         return Ledger(
             below=below,
             above=tuple(group_id for group_id in range(below, self.next_id) if group_id not in pending),
@@ -129,16 +141,16 @@ class State:
             cursors=dict(self.cursors),
             history=self.history.get(step),
             quarantined={
-                slot.group_id: slot.attempt
-                for slot in self.slots.values()
-                if slot.quarantined and slot.step is not None and slot.step < step
+                life.group_id: life.attempt
+                for life in self.lives.values()
+                if life.quarantined and life.step is not None and life.step < step
             },
         )
 
-    def redeliverable(self, step: int, in_memory: Container[int]) -> tuple[int, tuple[int, ...]]:
+    def redeliverable(self, step: int) -> tuple[int, tuple[int, ...]]:
         """The first consumed step from `step` on whose frames are not all there, and what is lost from it on."""
         lost = {
-            later: [i for i in group_ids if self.slots[i].place is None and i not in in_memory]
+            later: [i for i in group_ids if self.lives[i].place is None and self.lives[i].frames is None]
             for later, group_ids in self.batches.items()
             if later >= step
         }
@@ -147,14 +159,14 @@ class State:
 
     def oldest_place(self) -> int | None:
         """The lowest segment with frames that may be needed."""
-        places = (slot.place for slot in self.slots.values())
+        places = (life.place for life in self.lives.values())
         return min((place.segment for place in places if place), default=None)
 
     def reopen_placeless(self) -> None:
         """After a recovery: groups that wait for the learner, and whose frames are nowhere, are generated again."""
         for group_id in list(self.completed):
-            if self.slots[group_id].place is None:
-                self._reopen(self.slots[group_id])
+            if self.lives[group_id].place is None:
+                self._regenerate(self.lives[group_id])
 
     def forget_batch(self, step: int) -> None:
         """A step whose frames are nowhere cannot be delivered again, and no step before it is asked for then."""
@@ -162,49 +174,66 @@ class State:
 
     # -- records
 
+    def _assume(self, event: Event, group_ids: Iterable[int]) -> None:
+        for group_id in group_ids:
+            if (life := self.lives.get(group_id)) is not None:
+                self.lives.assume(life, event)
+
     def _issued(self, record: Issued) -> None:
         ticket = record.ticket
         self._open_up_to(ticket.group_id)
-        slot = self.slots.get(ticket.group_id)
-        if slot is None:
+        life = self.lives.get(ticket.group_id)
+        if life is None:
             return
-        slot.task, slot.prompt_index = ticket.task, ticket.prompt_index
-        slot.phase, slot.attempt, slot.required = Phase.ISSUED, ticket.attempt, ticket.issued_version.step
-        slot.issues += 1
+        self.lives.move(life, Event.ISSUE)
+        life.task, life.prompt_index, life.out = ticket.task, ticket.prompt_index, ticket
+        life.attempt, life.required = ticket.attempt, ticket.issued_version.step
+        life.issues += 1
 
     def _open_up_to(self, group_id: int) -> None:
         """Ids are given out one after another, and each takes the next prompt of its task."""
         while self.next_id <= group_id:
             task = self._shares.task(self.next_id)
-            self.slots[self.next_id] = Slot(group_id=self.next_id, task=task, prompt_index=self.cursors[task])
+            self.lives.add(self.next_id, task, self.cursors[task])
             self.cursors[task] += 1
             self.next_id += 1
 
     def _completed(self, record: Completed, place: Place | None) -> None:
-        slot = self.slots.get(record.group_id)
-        if slot is not None:
-            slot.phase, slot.completed, slot.place, slot.quarantined = Phase.COMPLETED, record, place, False
+        life = self.lives.get(record.group_id)
+        if life is not None:
+            self.lives.move(life, Event.COMPLETE)
+            life.completed, life.place, life.quarantined = record, place, False
             self.completed[record.group_id] = record.oldest
 
     def _dropped(self, record: Dropped) -> None:
-        slot = self.slots.get(record.group_id)
-        if slot is None:
+        life = self.lives.get(record.group_id)
+        if life is None:
             return
-        self._reopen(slot)
+        self.lives.move(life, Event.DROP)
+        self._empty(life)
         if not record.same_prompt:
-            slot.prompt_index, slot.issues = record.prompt_index, 0
-            slot.prompts += 1
-            self.cursors[slot.task] += 1
+            life.prompt_index, life.issues = record.prompt_index, 0
+            life.prompts += 1
+            self.cursors[life.task] += 1
 
-    def _reopen(self, slot: Slot) -> None:
-        slot.phase, slot.completed, slot.place, slot.step = Phase.WAITING, None, None, None
-        slot.quarantined = False
-        self.completed.pop(slot.group_id, None)
+    def _regenerate(self, life: Life) -> None:
+        """Its frames are nowhere."""
+        self.lives.move(life, Event.REGENERATE)
+        self.lives.tell(Event.REGENERATE, group_id=life.group_id, attempt=life.attempt)
+        self._empty(life)
+
+    def _empty(self, life: Life) -> None:
+        """What is kept of its answer is not needed any more."""
+        life.completed, life.place, life.step, life.frames, life.quarantined = None, None, None, None, False
+        self.completed.pop(life.group_id, None)
 
     def _consumed(self, record: Consumed) -> None:
         for group_id in record.group_ids:
-            if slot := self.slots.get(group_id):
-                slot.phase, slot.step = Phase.CONSUMED, record.step
+            if (life := self.lives.get(group_id)) is not None:
+                self.lives.move(life, Event.CONSUME)
+                life.step = record.step
+                if life.quarantined:
+                    self.lives.move(life, Event.QUARANTINE)
             self.completed.pop(group_id, None)
         if record.step != self.next_step:
             self._forget(list(self.batches))
@@ -221,20 +250,27 @@ class State:
         before = self.history.get(record.step)
         if before is None:
             return
-        slots = [self.slots.get(group_id) for group_id in record.group_ids]
-        content = [(slot.group_id, slot.task, slot.prompt_index) if slot else None for slot in slots]
+        lives = [self.lives.get(group_id) for group_id in record.group_ids]
+        content = [(life.group_id, life.task, life.prompt_index) if life else None for life in lives]
         self.history[record.step + 1] = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(content), before)
 
     def _quarantine(self, group_id: int, attempt: int) -> None:
-        slot = self.slots.get(group_id)
-        if slot is not None and slot.completed is not None and slot.completed.attempt == attempt:
-            slot.quarantined = True
+        life = self.lives.get(group_id)
+        if life is not None and life.completed is not None and life.completed.attempt == attempt:
+            life.quarantined = True
+            if life.phase is Phase.CONSUMED:
+                self.lives.move(life, Event.QUARANTINE)
 
     def _forget(self, steps: Iterable[int]) -> None:
-        for step in steps:
-            for group_id in self.batches.pop(step):
-                self.slots.pop(group_id, None)
+        self._remove(chain.from_iterable([self.batches.pop(step) for step in steps]))
         self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
+
+    def _remove(self, group_ids: Iterable[int]) -> None:
+        lives = [self.lives[group_id] for group_id in group_ids if group_id in self.lives]
+        for life in lives:
+            self.lives.move(life, Event.FORGET)
+        if lives:
+            self.lives.tell(Event.FORGET, group_ids=[life.group_id for life in lives])
 
     # -- a learner starts
 
@@ -264,7 +300,8 @@ class State:
 
     def _start_at(self, step: int, ledger: Ledger | None) -> None:
         """Nothing that is known here leads to this step: its ledger alone counts, or whole steps without filters."""
-        self.slots, self.completed, self.batches = {}, {}, {}
+        self._remove(list(self.lives))
+        self.completed, self.batches = {}, {}
         self.next_step = step
         self.next_id = step * self._shares.groups_per_step if ledger is None else 0
         self.cursors = {task: quota * step for task, quota in self._shares.quotas.items()}
@@ -280,12 +317,11 @@ class State:
         if ledger.history is not None:
             self.history = {self.next_step: ledger.history}
         self.next_id = max(ledger.below, *(i + 1 for i in chain(ledger.above, ledger.pending)), 0)
-        for group_id in [i for i in self.slots if i < ledger.below or i in above or i >= self.next_id]:
-            del self.slots[group_id]
+        self._remove([i for i in self.lives if i < ledger.below or i in above or i >= self.next_id])
         for group_id, (task, prompt_index) in ledger.pending.items():
-            slot = self.slots.get(group_id)
-            if slot is None or (slot.task, slot.prompt_index) != (task, prompt_index):
-                self.slots[group_id] = Slot(group_id=group_id, task=task, prompt_index=prompt_index)
+            life = self.lives.get(group_id)
+            if life is None or (life.task, life.prompt_index) != (task, prompt_index):
+                self.lives.add(group_id, task, prompt_index)
         self.cursors |= ledger.cursors
         self._queue(self.completed)
         self._count_settled()
@@ -294,11 +330,15 @@ class State:
         """The steps from `step` on are not consumed any more; of their groups, the lost ones are asked for again."""
         steps = [later for later in self.batches if later >= step]
         returned = [group_id for later in steps for group_id in self.batches.pop(later)]
-        for slot in [self.slots[group_id] for group_id in returned if group_id in self.slots]:
-            slot.phase, slot.step = Phase.COMPLETED, None
-            if slot.group_id in lost:
-                self._reopen(slot)
-                slot.issues = 0
+        lives = [self.lives[group_id] for group_id in returned if group_id in self.lives]
+        for life in lives:
+            self.lives.move(life, Event.RETURN)
+            life.step = None
+        if lives:
+            self.lives.tell(Event.RETURN, step=step, group_ids=[life.group_id for life in lives])
+        for life in [life for life in lives if life.group_id in lost]:
+            self._regenerate(life)
+            life.issues = 0
         self.next_step = step
         self.history = {known: digest for known, digest in self.history.items() if known <= step}
         self._queue((*returned, *self.completed))
@@ -306,12 +346,12 @@ class State:
 
     def _queue(self, group_ids: Iterable[int]) -> None:
         """Those of them that are complete wait for the learner, in this order."""
-        slots = [self.slots[group_id] for group_id in group_ids if group_id in self.slots]
+        lives = [self.lives[group_id] for group_id in group_ids if group_id in self.lives]
         self.completed = {
-            slot.group_id: slot.completed.oldest for slot in slots if slot.completed and slot.step is None
+            life.group_id: life.completed.oldest for life in lives if life.completed and life.step is None
         }
 
     def _count_settled(self) -> None:
-        waiting = {group_id for group_id, slot in self.slots.items() if slot.step is None}
+        waiting = {group_id for group_id, life in self.lives.items() if life.step is None}
         self.below = min(waiting, default=self.next_id)
         self.above = {group_id for group_id in range(self.below, self.next_id) if group_id not in waiting}

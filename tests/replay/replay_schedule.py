@@ -17,6 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from streamrl.config import Config
 from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
+from streamrl.replay.life import Phase
+from streamrl.replay.lives import Lives
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Snapshot
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
 
@@ -64,6 +66,22 @@ def _group(ticket: Ticket, samples: tuple[Sample, ...]) -> Group:
         prompt_index=ticket.prompt_index,
         samples=samples,
     )
+
+
+def check_indexes(lives: Lives) -> None:
+    """Are the tickets that are out, their holders, what waits and what is exhausted what the records say?"""
+    of_phase: dict[Phase, set[int]] = {phase: set() for phase in Phase}
+    for group_id, life in lives.items():
+        of_phase[life.phase].add(group_id)
+    assert lives.out.keys() == of_phase[Phase.ISSUED]
+    assert lives.exhausted.keys() == of_phase[Phase.EXHAUSTED]
+    first = lives.first_waiting
+    assert (first and first.group_id) == min(of_phase[Phase.WAITING], default=None)
+    holders = {life.holder for life in lives.values()} - {None}
+    for holder in holders:
+        held = {group_id for group_id, life in lives.items() if life.holder == holder}
+        assert {life.group_id for life in lives.of(holder)} == held <= of_phase[Phase.ISSUED]
+        assert lives.held(holder) == len(held)
 
 
 class Schedule(RuleBasedStateMachine):
@@ -392,6 +410,11 @@ class Schedule(RuleBasedStateMachine):
             self.buffer.adopt(worker, self.keys(worker), self.now)
 
     # -- what must hold
+
+    @invariant()
+    def every_index_is_what_the_records_say(self) -> None:
+        if hasattr(self, "buffer"):
+            check_indexes(self.buffer._lives)
 
     @invariant()
     def slots_are_bounded_and_counted(self) -> None:

@@ -14,8 +14,9 @@ from replay_schedule import Schedule, answer, placeholder
 
 from streamrl.config import Config
 from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
+from streamrl.replay.life import Phase
 from streamrl.replay.order import StrictOrder
-from streamrl.replay.records import Completed, Phase, Place, Snapshot
+from streamrl.replay.records import Completed, Place, Snapshot
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
 NEW = PolicyVersion(0)

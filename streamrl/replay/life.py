@@ -1,0 +1,75 @@
+"""A group's life: every state that it can be in, and every event that leads from one to the next.
+
+The slot is charged with the first ISSUE and freed when a server has acknowledged weights that contain the step of the
+CONSUME. `replay/lives.py` moves each record through this table. The value of an event is its name in
+`events/replay-0.jsonl`; LOSE, EXHAUST and ADOPT are not in the journal: after a crash a group that was lost is out
+until its lease is over once more.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from streamrl.machine import Machine
+
+
+class Phase(StrEnum):
+    """How far a group is."""
+
+    WAITING = "waiting"  # for a ticket: the last one was lost, or the group is to be generated again
+    ISSUED = "issued"  # a ticket is out
+    EXHAUSTED = "exhausted"  # no further ticket: it had too many, or too much time; placeholders take its place
+    COMPLETED = "completed"  # it waits for the learner
+    CONSUMED = "consumed"  # a step has it; that step may be delivered again
+    QUARANTINED = "quarantined"  # the same, and the learner could not train it: delivered as placeholders
+    FORGOTTEN = "forgotten"  # trained in every checkpoint that is kept, or unknown to the learner's weights: no record
+
+
+class Event(StrEnum):
+    """What happens to a group."""
+
+    ISSUE = "tickets"
+    ADOPT = "ticket.adopted"  # after a crash of the service: the worker that has the ticket names it
+    LOSE = "ticket.lost"  # its lease is over, its worker is gone, its content is refused
+    EXHAUST = "group.exhausted"
+    COMPLETE = "group.accepted"  # an answer, or placeholders
+    DROP = "group.dropped"  # by a filter, or too old
+    CONSUME = "batch"
+    QUARANTINE = "group.quarantined"
+    RETURN = "groups.returned"  # its step is put together again
+    REGENERATE = "group.regenerated"  # its frames cannot be read
+    FORGET = "groups.forgotten"
+
+
+LIFE = Machine(
+    "A group",
+    {
+        (Phase.WAITING, Event.ISSUE): Phase.ISSUED,
+        (Phase.WAITING, Event.EXHAUST): Phase.EXHAUSTED,
+        (Phase.ISSUED, Event.ADOPT): Phase.ISSUED,
+        (Phase.ISSUED, Event.LOSE): Phase.WAITING,
+        (Phase.ISSUED, Event.COMPLETE): Phase.COMPLETED,
+        (Phase.EXHAUSTED, Event.COMPLETE): Phase.COMPLETED,
+        # A filter drops an answer before it is accepted, and an order what has waited for too long.
+        (Phase.ISSUED, Event.DROP): Phase.WAITING,
+        (Phase.EXHAUSTED, Event.DROP): Phase.WAITING,
+        (Phase.COMPLETED, Event.DROP): Phase.WAITING,
+        (Phase.COMPLETED, Event.REGENERATE): Phase.WAITING,
+        (Phase.COMPLETED, Event.CONSUME): Phase.CONSUMED,
+        (Phase.CONSUMED, Event.QUARANTINE): Phase.QUARANTINED,
+        # A group that was quarantined stays so: the next CONSUME is followed by QUARANTINE at once.
+        (Phase.CONSUMED, Event.RETURN): Phase.COMPLETED,
+        (Phase.QUARANTINED, Event.RETURN): Phase.COMPLETED,
+        # A learner that is further than the journal, or on another history, has trained or never known the others.
+        (Phase.CONSUMED, Event.FORGET): Phase.FORGOTTEN,
+        (Phase.QUARANTINED, Event.FORGET): Phase.FORGOTTEN,
+        (Phase.WAITING, Event.FORGET): Phase.FORGOTTEN,
+        (Phase.ISSUED, Event.FORGET): Phase.FORGOTTEN,
+        (Phase.EXHAUSTED, Event.FORGET): Phase.FORGOTTEN,
+        (Phase.COMPLETED, Event.FORGET): Phase.FORGOTTEN,
+    },
+    Phase.WAITING,
+)
+
+UNRECORDED = frozenset({Event.LOSE, Event.EXHAUST, Event.ADOPT})
+# Events that the journal does not know.

@@ -1,0 +1,153 @@
+"""The groups that matter still: one record for each, and the indexes by which they are found.
+
+A record has all that is known of its group. Its durable half is what the journal's records add up to
+(`replay/state.py`), the rest is the process's own. `Lives.move` is the only way from one phase to another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from streamrl.replay.life import LIFE, UNRECORDED, Event, Phase
+from streamrl.replay.records import Slot, Stored
+from streamrl.types import Ticket
+
+NEVER = float("inf")
+
+
+class Life(Slot, kw_only=True):
+    """One group from its first ticket until its step can never be delivered again; `phase` is the present one."""
+
+    recorded: Phase = Phase.WAITING  # the phase that the journal knows
+    out: Ticket | None = None  # the ticket of ISSUED
+    holder: str | None = None  # the worker that has it; None after a crash
+    since: float = NEVER  # when the holder got it: seconds, on the service's clock
+    deadline: float = NEVER  # of its lease
+    spent: float = 0.0  # seconds under former holders
+    excused: int = 0  # tickets that do not count against the prompt
+    frames: Sequence[Any] | None = None  # of the completed group; None where only the journal has them
+
+    def stored(self) -> Stored:
+        """Its group. Raises KeyError unless it is completed."""
+        if self.completed is None:
+            raise KeyError(self.group_id)
+        return Stored(
+            group_id=self.group_id,
+            attempt=self.completed.attempt,
+            frames=self.frames,
+            place=self.place,
+            size=self.completed.size,
+            tokens=self.completed.tokens,
+            quarantined=self.quarantined,
+        )
+
+    def slot(self) -> Slot:
+        """The durable half."""
+        durable = {name: getattr(self, name) for name in Slot.__struct_fields__}
+        return Slot(**durable | {"phase": self.recorded})
+
+
+class Lives(dict[int, Life]):
+    """By group id.
+
+    >>> lives = Lives()
+    >>> life = lives.add(7, "copy", prompt_index=7)
+    >>> lives.move(life, Event.ISSUE), lives.first_waiting
+    (<Phase.ISSUED: 'issued'>, None)
+    """
+
+    def __init__(self) -> None:
+        self.out: dict[int, Life] = {}  # ISSUED, in the order of issue
+        self.exhausted: dict[int, Life] = {}  # EXHAUSTED
+        self._held: dict[str, dict[int, Life]] = {}  # of `out`, by holder
+        self._waiting: list[int] = []  # a heap of all that are WAITING; others are left in it until they come up
+        self._told: list[tuple[str, dict[str, Any]]] = []
+
+    @property
+    def first_waiting(self) -> Life | None:
+        """The oldest group that waits for a ticket."""
+        while self._waiting:
+            life = self.get(self._waiting[0])
+            if life is not None and life.phase is Phase.WAITING:
+                return life
+            heapq.heappop(self._waiting)
+        return None
+
+    def add(self, group_id: int, task: str, prompt_index: int) -> Life:
+        """A new group, in the place of an old one of this id, waits for a ticket."""
+        if (before := self.get(group_id)) is not None:
+            self.move(before, Event.FORGET)
+        life = self[group_id] = Life(group_id=group_id, task=task, prompt_index=prompt_index)
+        heapq.heappush(self._waiting, group_id)
+        return life
+
+    def load(self, slots: Iterable[Slot]) -> None:
+        """Begin with these; a ticket that was out is nobody's."""
+        for slot in slots:
+            life = self[slot.group_id] = Life(**msgspec.structs.asdict(slot), recorded=slot.phase)
+            if life.phase is Phase.WAITING:
+                heapq.heappush(self._waiting, life.group_id)
+            elif life.phase is Phase.ISSUED:
+                self.out[life.group_id] = life
+            elif life.phase is Phase.CONSUMED and life.quarantined:
+                self.move(life, Event.QUARANTINE)
+
+    def move(self, life: Life, event: Event) -> Phase:
+        """Follow the table. Raises IllegalTransition."""
+        before, group_id = life.phase, life.group_id
+        after = life.phase = LIFE.next(before, event)
+        if event not in UNRECORDED:
+            life.recorded = Phase.CONSUMED if after is Phase.QUARANTINED else after
+        if before is after:
+            return after
+        if before is Phase.ISSUED:
+            self.hold(life, None)
+            del self.out[group_id]
+            life.out = None
+        elif before is Phase.EXHAUSTED:
+            del self.exhausted[group_id]
+        if after is Phase.ISSUED:
+            self.out[group_id] = life
+        elif after is Phase.WAITING:
+            heapq.heappush(self._waiting, group_id)
+        elif after is Phase.EXHAUSTED:
+            self.exhausted[group_id] = life
+        elif after is Phase.FORGOTTEN:
+            del self[group_id]
+        return after
+
+    def assume(self, life: Life, event: Event) -> None:
+        """The journal says that `event` follows: what must have happened before it and is not recorded, or lost."""
+        for before in LIFE.path(life.phase, event):
+            self.move(life, before)
+
+    def hold(self, life: Life, holder: str | None) -> None:
+        """The ticket that is out belongs to this worker, or to nobody."""
+        if life.holder is not None:
+            del self._held[life.holder][life.group_id]
+        life.holder = holder
+        if holder is not None:
+            self._held.setdefault(holder, {})[life.group_id] = life
+
+    def held(self, holder: str) -> int:
+        """Tickets of this worker."""
+        return len(self._held.get(holder, ()))
+
+    def of(self, holder: str) -> list[Life]:
+        """The groups whose tickets a worker has."""
+        return list(self._held.get(holder, {}).values())
+
+    def tell(self, event: str, /, **fields: Any) -> None:
+        """Keep an event for the log, `events/replay-0.jsonl`."""
+        self._told.append((event, fields))
+
+    def drain_events(self) -> list[tuple[str, dict[str, Any]]]:
+        """The events since the last call, in order: for the log."""
+        if not (told := self._told):
+            return []
+        self._told = []
+        return told
