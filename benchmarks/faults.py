@@ -36,7 +36,8 @@ from benchmarks.fault_roles import Start, Trained, read_checkpoint, read_record,
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.observe.events import event_path, read_events
-from streamrl.replay.order import make_order
+from streamrl.replay.orders import make_order
+from streamrl.replay.orders.base import Order
 from streamrl.types import Ledger
 
 RECOVERY = 60.0  # seconds in which a run must train again after a kill
@@ -217,7 +218,7 @@ def judge_record(
     verdict.lost = len(settled.difference(ids)) + len(_skipped(prompts, ledger)) + gaps
     verdict.twice = sum(count - 1 for count in itertools.chain(Counter(ids).values(), prompts.values()))
     verdict.twice += len(set(ids) - settled)  # trained, but the checkpoint would have them come again
-    verdict.reordered = _out_of_order(ids, config.replay.window if config.replay.order == "windowed" else 1)
+    verdict.reordered = _out_of_order(ids, make_order(config.replay))
     for start, before, after in _trained_again(record):
         verdict.again += 1
         if config.journal.keep == "none" or any(start.checkpoint <= moment <= after.time for moment in damaged):
@@ -250,12 +251,12 @@ def _skipped(prompts: Counter[tuple[str, int]], ledger: Ledger) -> set[tuple[str
     return asked - prompts.keys() - set(ledger.pending.values())
 
 
-def _out_of_order(ids: list[int], window: int) -> int:
-    """Groups that were trained before one that is `window` or more ids older."""
+def _out_of_order(ids: list[int], order: Order) -> int:
+    """Groups that were trained before an older one that they may not pass."""
     trained: set[int] = set()
     oldest = wrong = 0
     for group_id in ids:
-        wrong += group_id - oldest >= window
+        wrong += not order.allows(group_id, oldest)
         trained.add(group_id)
         while oldest in trained:
             oldest += 1

@@ -41,7 +41,7 @@ from benchmarks.model_worker import WorkerModel
 from streamrl.config import Config
 from streamrl.learner import batches
 from streamrl.publish import publisher
-from streamrl.replay.order import make_order
+from streamrl.replay.orders import make_order
 from streamrl.replay.service import Service
 from streamrl.stream import peer
 from streamrl.types import Batch
@@ -259,14 +259,13 @@ class Schedule:
         settled = {*range(ledger.below), *ledger.above}
         asked = {(task, index) for task, cursor in ledger.cursors.items() for index in range(cursor)}
         skipped = asked - prompts.keys() - set(ledger.pending.values())
-        window = self.config.replay.window if self.config.replay.order == "windowed" else 1
         findings = {
             "steps missing or out of turn": [step.step for step in self.history] != list(range(STEPS)),
             "a prompt twice": max(prompts.values()) > 1,
             "a group twice": len(set(ids)) != len(ids),
             "a group lost, or not in the ledger": settled != set(ids),
             "a prompt left out": bool(skipped) and not self.config.replay.filter.active,
-            "out of order": self.config.replay.order != "ready" and _out_of_order(ids, window) > 0,
+            "out of order": _out_of_order(ids, make_order(self.config.replay)) > 0,
         }
         return "; ".join(what for what, found in findings.items() if found)
 

@@ -35,7 +35,7 @@ from benchmarks.faults import Process
 from benchmarks.pressure_roles import Load, Seen, Trained, load_path, seen_path, trained_path
 from streamrl.config import Config
 from streamrl.config import file as config_file
-from streamrl.replay.order import make_order
+from streamrl.replay.orders import make_order
 from streamrl.stream.codec import encode_group
 from streamrl.types import PolicyVersion, Ticket
 

@@ -10,16 +10,18 @@ import argparse
 import html
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from streamrl import cli
+from streamrl.choices import Kind, kind_in
 from streamrl.config import Config
-from streamrl.config.file import allowed, describe, fields
+from streamrl.config.file import describe, fields
 from streamrl.config.section import Section
+from streamrl.config.words import allowed
 from streamrl.machine import Machine
 
 _BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
@@ -49,7 +51,26 @@ def configuration() -> str:
             cells = (f"`{path}`", f"`{defaults[path]}`", accepted, field.description or "")
             rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("\n".join(rows))
+        kinds = [kind for _, field in sections[section] if (kind := kind_in(field.metadata))]
+        parts += [choices(kind, kind.names) for kind in kinds]
     return "\n\n".join(parts) + "\n"
+
+
+def choices(kind: Kind, names: Iterable[str]) -> str:
+    """What can be said for a key that holds a choice: a table of choices, built in or a path."""
+    rows = [f"| `{kind.key}` | meaning | keys that it uses | own options |", "|---|---|---|---|"]
+    for name in names:
+        declaration = kind.load(name)
+        keys = ", ".join(f"`{key}`" for key in sorted(declaration.uses))
+        options = "; ".join(
+            f"`{key}`: {field.description} ({allowed(field)})"
+            for key, field in declaration.Options.model_fields.items()
+        )
+        meaning = " ".join((declaration.__doc__ or "").partition("\n\n")[0].split())
+        rows.append(
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{name}`", meaning, keys, options)) + " |"
+        )
+    return "\n".join(rows)
 
 
 def commands() -> str:

@@ -5,12 +5,14 @@ one file: the file's name is the choice's name. So a choice is added by adding a
 naming a class: `package.module:Class` or `path/file.py:Class`. A built-in choice may be given by its path, too:
 `streamrl.replay.orders.fifo:Fifo` is `fifo`.
 
-    ORDERS = Kind("replay.order", package="streamrl.replay.orders", base="streamrl.replay.orders.base:Order")
     ORDERS.load("fifo")          ORDERS.load("mine.py:NewestFirst")
 
 The class that is loaded is the choice's declaration: everything that other parts need to know about it. They ask it,
 and compare no names. It must be quick to import, because every process of a run imports it; what needs torch or a
 server is imported by the declaration's methods.
+
+A key of the configuration that holds a choice is `order: Annotated[str, ORDERS]`; options that only one class knows
+stand beside it, in `order_options`.
 """
 
 from __future__ import annotations
@@ -20,25 +22,34 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from streamrl.config.section import Section
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+PATHS = "package.module:Class or path/file.py:Class"
 
 
-class NoOptions(Section):
-    """A choice without options of its own."""
+class Options(BaseModel):
+    """The options of one choice: fields with a description, as in the configuration."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class Choice:
     """What every declaration has; each kind adds what its own users need to know."""
 
-    Options: ClassVar[type[Section]] = NoOptions  # what the key KEY_options may hold, checked with the configuration
-    uses: ClassVar[frozenset[str]] = frozenset()  # keys of the same section that have an effect only with this choice
+    Options: ClassVar[type[Options]] = Options  # what the key KEY_options may hold, checked with the configuration
+    uses: ClassVar[frozenset[str]] = frozenset()  # keys of its section that not every choice of its kind has a use for
+
+    @classmethod
+    def check(cls, section: Any) -> None:
+        """Raise ValueError where other keys of `section` do not fit: one line, which begins with the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +69,33 @@ class Kind:
         """The built-in choices, sorted; none of them is imported."""
         return _modules_of(self.package, self.base.partition(":")[0])
 
-    def load(self, name: str) -> type[Any]:
-        """The declaration that is called so, or stands at that path. Raises ValueError with one line."""
-        return _load(self, name)
+    @property
+    def allowed(self) -> str:
+        """What a key of this kind accepts, in words."""
+        return f"one of {', '.join(self.names)}, {PATHS}"
 
-    def name_of(self, declaration: type[Any]) -> str:
-        """The name of a built-in declaration, the path of any other one."""
-        package, _, module = declaration.__module__.rpartition(".")
-        built_in = package == self.package and module in self.names
-        return module if built_in else f"{declaration.__module__}:{declaration.__qualname__}"
+    def load(self, name: str) -> Any:
+        """The declaration that is called so, or is at that path: a class. Raises ValueError with one line."""
+        return _own(self, name) if ":" in name else _built_in(self, name)
+
+    def users_of(self, key: str) -> tuple[str, ...]:
+        """The built-in choices that have a use for a key of their section."""
+        return tuple(name for name in self.names if key in self.load(name).uses)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, name: str) -> str:
+        try:
+            self.load(name)
+        except ValueError as error:
+            raise PydanticCustomError("choice", "{line}", {"line": str(error)}) from error
+        return name
+
+
+def kind_in(metadata: Iterable[Any]) -> Kind | None:
+    """The kind that a field's metadata names."""
+    return next((each for each in metadata if isinstance(each, Kind)), None)
 
 
 @cache
@@ -77,20 +106,24 @@ def _modules_of(package: str, base: str) -> tuple[str, ...]:
 
 
 @cache
-def _load(kind: Kind, name: str) -> type[Any]:
+def _built_in(kind: Kind, name: str) -> type[Any]:
+    if name not in kind.names:
+        near = difflib.get_close_matches(name, kind.names, n=1, cutoff=0.5)
+        hint = f"; nearest known value: {near[0]}" if near else ""
+        raise ValueError(f"{kind.key}: {name!r} is not allowed; allowed: {kind.allowed}{hint}")
+    module = importlib.import_module(f"{kind.package}.{name}")
+    return next(_declarations(module, _named(kind.base)))
+
+
+def _own(kind: Kind, path: str) -> type[Any]:
     base = _named(kind.base)
-    if ":" not in name:
-        if name not in kind.names:
-            raise ValueError(_not_among(kind, name))
-        module = importlib.import_module(f"{kind.package}.{name}")
-        return next(_declarations(module, base))
     try:
-        found = _named(name)
+        found = _named(path)
     except Exception as error:  # whatever a module of the user's raises while it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{kind.key}: {name} cannot be loaded: {reason}") from error
+        raise ValueError(f"{kind.key}: {path!r} cannot be loaded: {reason}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{kind.key}: {name} is no subclass of {base.__module__}.{base.__qualname__}")
+        raise ValueError(f"{kind.key}: {path!r} is no subclass of {base.__module__}.{base.__qualname__}")
     return found
 
 
@@ -115,19 +148,26 @@ def load_file(path: Path) -> ModuleType:
 
 @cache
 def _load_file(path: Path) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
+    name, former = path.stem, sys.modules.get(path.stem)
+    if former is not None:
+        if Path(getattr(former, "__file__", None) or "").resolve() == path:
+            return former
+        name = f"{path.stem}_{abs(hash(path)):x}"  # another module is called so
+    specification = importlib.util.spec_from_file_location(name, path)
     assert specification is not None
     assert specification.loader is not None
     if (folder := str(path.parent)) not in sys.path:
         sys.path.insert(0, folder)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules.setdefault(path.stem, module)
-    specification.loader.exec_module(module)
+    module = sys.modules[name] = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 
-def _not_among(kind: Kind, name: str) -> str:
-    near = difflib.get_close_matches(name, kind.names, n=1, cutoff=0.5)
-    hint = f"; nearest known value: {near[0]}" if near else ""
-    names = ", ".join(kind.names)
-    return f"{kind.key}: {name!r} is not allowed; allowed: {names}, package.module:Class or path/file.py:Class{hint}"
+ORDERS = Kind("replay.order", "streamrl.replay.orders", "streamrl.replay.orders.base:Order")
+CURRICULA = Kind("replay.curriculum", "streamrl.replay.curricula", "streamrl.replay.curricula.base:Curriculum")
+
+KINDS = (ORDERS, CURRICULA)

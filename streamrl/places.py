@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ def _of_section(section: Section, place: Place, *, tasks: bool) -> Section:
             changes[name] = _of_section(value, place, tasks=tasks)
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             changes[name] = tuple(_of_section(each, place, tasks=tasks) for each in value)
+    for name, _ in section.choices():
+        changes[name] = placed_name(getattr(section, name), place)
     if tasks and isinstance(section, TaskConfig | TaskShare):
         changes |= _of_task(section, place)
     return section.model_copy(update=changes)
@@ -110,9 +112,17 @@ def _of_task(share: TaskConfig | TaskShare, place: Place) -> dict[str, Any]:
 
 def _has_own_modules(config: Config) -> bool:
     shares = (*config.task.shares, *config.evaluate.tasks)
-    names = [config.replay.curriculum, *(share.name for share in shares)]
+    names = [*_chosen(config), *(share.name for share in shares)]
     names += [value for share in shares for value in share.args.values() if isinstance(value, str)]
     return any(_is_module(name) for name in names)
+
+
+def _chosen(section: Section) -> Iterator[str]:
+    """What every key that holds a choice says."""
+    yield from (getattr(section, key) for key, _ in section.choices())
+    for name in type(section).model_fields:
+        if isinstance(value := getattr(section, name), Section):
+            yield from _chosen(value)
 
 
 def _is_module(name: str) -> bool:

@@ -51,6 +51,10 @@ MORE = (
 
 ELSEWHERE = (
     (r"make test(-all)?", "tests/test_docs_commands.py"),
+    (r"streamrl .*\.py:[A-Z].*|streamrl audit runs/own",
+     "tests/end_to_end/test_own_choices_run.py::test_the_commands_of_the_pages_run_with_what_the_pages_show"),
+    (r"python -m pytest test_\w+.py",
+     "tests/test_own_choices.py::test_what_a_page_shows_passes_the_tests_that_it_shows"),
     (r"make demo ARGS=.*", "tests/test_docs_commands.py::test_make_demo_hands_its_arguments_to_the_run"),
     (r"make docs", "tests/test_docs_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"),
     (r"make bench|python -m benchmarks\.(?!suite).*",

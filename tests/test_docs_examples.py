@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import re
 import textwrap
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 
 from streamrl.publish.transport import PublishError, Sink
-from streamrl.replay.curriculum import make_curriculum
 from streamrl.tasks import user_reward
 from streamrl.types import PolicyVersion
 
 DOCS = Path(__file__).parents[1] / "docs"
-NEEDS_A_RUN = {"journal.md"}  # its block reads the journal of a run
+ELSEWHERE = {"journal.md", "howto-order.md"}  # reads the journal of a run; files: tests/test_own_choices.py
 
 
 def blocks(page: str) -> list[str]:
@@ -47,7 +45,7 @@ def model_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md") if blocks(page.name)} - NEEDS_A_RUN))
+@pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md") if blocks(page.name)} - ELSEWHERE))
 def test_the_blocks_of_a_page_run_one_after_another(page):
     run(page)
 
@@ -90,24 +88,6 @@ def test_the_loss_of_the_howto_has_the_gradient_that_it_says_and_trains(monkeypa
     loss, sums = losses.policy_loss(names["tokens"], AlgoConfig().model_copy(update={"loss": "spo"}), counts)
     assert loss.isfinite()
     assert sums
-
-
-def test_the_order_of_the_howto_takes_the_youngest_and_keeps_its_bound(capsys):
-    order = run("howto-order.md")["order"]
-    assert capsys.readouterr().out == "(5, 6) 2\n"
-    assert order.select(3, {7: 1}, below=5, above=()) is None
-    assert order.over_age(5, oldest=1)
-
-
-def test_the_curriculum_of_the_howto_is_found_by_its_name(tmp_path, monkeypatch):
-    (tmp_path / "curricula.py").write_text(blocks("howto-order.md")[-1])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.invalidate_caches()
-    curriculum = make_curriculum("curricula:Halves", seed=1)
-    assert curriculum.choose("copy", 700) == 200
-    for _ in range(20):
-        curriculum.hear("copy", 0, pass_rate=1.0)
-    assert curriculum.choose("copy", 700) == 700
 
 
 class Recorded(Sink):

@@ -7,12 +7,13 @@ from pathlib import Path
 
 PACKAGE = Path("streamrl")
 LAYERS = [
-    {"types", "machine", "trainable", "routing", "config", "device", "lifeline", "last_words"},
+    {"types", "machine", "trainable", "routing", "choices", "config", "device", "lifeline", "last_words"},
     {"progress"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
     {"generate", "replay", "learner", "evaluate"},
     {"places", "preflight"},
+    {"testing"},
     {"role_process", "run_folder", "supervisor", "lab"},
     {"cli"},
 ]
@@ -25,10 +26,11 @@ LOWEST = {
     "last_words": 0,
     "trainable": 1,
     "routing": 1,
+    "choices": 0,
     "config": 1,
 }  # order inside the lowest layer
-WITHOUT_TORCH = ("types", "trainable", "routing", "config", "lifeline", "last_words", "progress", "stream", "replay")
-WITHOUT_TORCH += ("machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "run_folder")
+WITHOUT_TORCH = ("types", "trainable", "routing", "choices", "config", "lifeline", "last_words", "progress", "stream")
+WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "run_folder")
 
 
 def test_every_import_goes_to_a_lower_layer():

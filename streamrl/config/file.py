@@ -12,25 +12,17 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from streamrl.config import Config
-from streamrl.config.section import Section
-
-_WORDS = {
-    int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", dict: "a mapping",
-    type(None): "null",
-}  # fmt: skip
-
+from streamrl.config.words import allowed, as_text, section_in
 
 BASE = "base"  # the key of a file that names the files below it; it is no key of the tree
 
@@ -97,10 +89,10 @@ def save(config: Config, path: Path) -> None:
     os.replace(draft, path)
 
 
-def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every key of the tree with its dotted path, in the order of the tree; sections themselves are left out."""
     for name, field in section.model_fields.items():
-        if nested := _as_section(field.annotation):
+        if nested := section_in(field.annotation):
             yield from fields(nested, f"{prefix}{name}.")
         else:
             yield prefix + name, field
@@ -111,7 +103,7 @@ def describe() -> str:
     lines = []
     for path, field in fields():
         default = field.get_default(call_default_factory=True, validated_data={})
-        lines.append(f"  {path}={_text(default)}\n      {field.description} [{allowed(field)}]")
+        lines.append(f"  {path}={as_text(default)}\n      {field.description} [{allowed(field)}]")
     return "\n".join(lines)
 
 
@@ -126,19 +118,6 @@ def value_at(config: Config, path: str) -> Any:
     for name in path.split("."):
         value = getattr(value, name)
     return value
-
-
-def allowed(field: FieldInfo) -> str:
-    """What a field accepts, in words: `whole number >= 1`, `one of fifo, windowed`."""
-    text = _type_words(field.annotation)
-    bounds = [
-        f"{sign} {bound:g}"
-        for item in field.metadata
-        for kind, name, sign in ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
-        if isinstance(item, kind) and isinstance(bound := getattr(item, name), int | float)
-    ]
-    bounds += [f"matching {pattern}" for item in field.metadata if (pattern := getattr(item, "pattern", None))]
-    return " ".join([text, " and ".join(bounds)]).strip()
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -157,7 +136,7 @@ def _read(path: Path, standing_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
     bases = tree.pop(BASE, [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: base: {_text(bases)} is not allowed; allowed: a file, or a list of files")
+        raise ConfigError(f"{path}: base: {as_text(bases)} is not allowed; allowed: a file, or a list of files")
     below: dict[str, Any] = {}
     for base in bases:
         below = _over(below, _read(path.parent / base, (*standing_on_it, path.resolve())))
@@ -182,7 +161,7 @@ def _read_alone(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds {_text(tree)}; allowed: a mapping of {', '.join(Config.model_fields)}")
+        raise ConfigError(f"{path}: holds {as_text(tree)}; allowed: a mapping of {', '.join(Config.model_fields)}")
     return tree
 
 
@@ -192,7 +171,7 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         child = tree.setdefault(name, {})
         if not isinstance(child, dict):
             path = ".".join(parents[: depth + 1])
-            raise ConfigError(f"{key}: {path} is {_text(child)} and has no keys; allowed: {path}=VALUE")
+            raise ConfigError(f"{key}: {path} is {as_text(child)} and has no keys; allowed: {path}=VALUE")
         tree = child
     tree[last] = value
 
@@ -200,9 +179,11 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 def _one_line(error: ErrorDetails) -> str:
     """The first complaint of pydantic, as the line that the user reads."""
     path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "choice":
+        return str(error["ctx"]["line"])
     if error["type"] == "value_error":  # a rule between keys: its text names them, relative to its section
         return ".".join(filter(None, [path, str(error["ctx"]["error"])]))
-    given = _text(error["input"])
+    given = as_text(error["input"])
     if error["type"] == "extra_forbidden":
         section, _ = _locate(error["loc"][:-1])
         nearest = _nearest(path)
@@ -215,12 +196,12 @@ def _one_line(error: ErrorDetails) -> str:
     return f"{name}: {given} is not allowed ({field.description}); allowed: {allowed(field)}; nearest known key: {name}"
 
 
-def _locate(loc: Sequence[int | str]) -> tuple[type[Section], FieldInfo | None]:
+def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
     """The section and, unless `loc` is a section itself, the field that an error's place names."""
-    section: type[Section] = Config
+    section: type[BaseModel] = Config
     for part in loc:
         field = section.model_fields[str(part)]
-        nested = _as_section(field.annotation)
+        nested = section_in(field.annotation)
         if nested is None:
             return section, field
         section = nested
@@ -229,9 +210,9 @@ def _locate(loc: Sequence[int | str]) -> tuple[type[Section], FieldInfo | None]:
 
 def _depth(loc: Sequence[int | str]) -> int:
     """How many parts of `loc` name sections and their field (what follows is inside the field's value)."""
-    section: type[Section] = Config
+    section: type[BaseModel] = Config
     for depth, part in enumerate(loc):
-        nested = _as_section(section.model_fields[str(part)].annotation)
+        nested = section_in(section.model_fields[str(part)].annotation)
         if nested is None:
             return depth + 1
         section = nested
@@ -244,33 +225,3 @@ def _nearest(path: str) -> str | None:
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     close = same_leaf or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
     return close[0] if close else None
-
-
-def _as_section(annotation: Any) -> type[Section] | None:
-    """The section that an annotation names, None for a plain value."""
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Section) else None
-
-
-def _type_words(annotation: Any) -> str:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        words = ", ".join(_text(value) for value in arguments)
-        return words if len(arguments) == 1 else f"one of {words}"
-    if origin is Annotated:  # by a field that describes what it takes
-        return str(arguments[1].description)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_words(part) for part in arguments)
-    if origin is tuple:
-        return f"a list of {_type_words(arguments[0])}"
-    if nested := _as_section(annotation):
-        return f"mappings of {', '.join(nested.model_fields)}"
-    return _WORDS[origin or annotation]
-
-
-def _text(value: Any) -> str:
-    """A value as it would stand in YAML, on one line."""
-    if isinstance(value, Path | str):
-        return str(value) or "''"
-    if isinstance(value, tuple):
-        value = list(value)
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()

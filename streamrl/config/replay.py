@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from streamrl.choices import CURRICULA, ORDERS
 from streamrl.config.section import Section
 
 MOST_GROUPS = 1 << 16
@@ -94,9 +94,10 @@ class ReplayConfig(Section):
     """The buffer between generation and training."""
 
     address: str = Field("tcp://127.0.0.1:0", description="where the replay service listens; port 0 takes a free one")
-    order: Literal["fifo", "windowed", "ready", "synchronous"] = Field(
+    order: Annotated[str, ORDERS] = Field(
         "fifo", description="in which order groups are consumed; synchronous is fifo with the bound 0"
     )
+    order_options: dict[str, Any] = Field(default_factory=dict, description="options of an order of your own")
     window: int = Field(1, ge=1, description="W, ids from the oldest unconsumed group on that `windowed` may consume")
     over_age: Literal["drop", "pass"] = Field(
         "drop", description="what `ready` does with a group older than the bound: generate it again, or train it"
@@ -115,9 +116,8 @@ class ReplayConfig(Section):
         900.0, gt=0, description="seconds after which a group ends with placeholders for its missing samples"
     )
     max_attempts: int = Field(3, ge=1, description="times that one ticket is issued before its group is a placeholder")
-    curriculum: str = Field(
-        "sequential", description="which prompt is asked next: sequential, or package.module:Class of your own"
-    )
+    curriculum: Annotated[str, CURRICULA] = Field("sequential", description="which prompt is asked next")
+    curriculum_options: dict[str, Any] = Field(default_factory=dict, description="options of a curriculum of your own")
     filter: FilterConfig = Field(default_factory=FilterConfig, description="groups that are dropped and replaced")
     adaptive: AdaptiveConfig = Field(default_factory=AdaptiveConfig, description="the adaptive bound")
 
@@ -142,14 +142,13 @@ class ReplayConfig(Section):
 
     @property
     def bound(self) -> float:
-        """S of the order: 0 for `synchronous`."""
-        return 0.0 if self.order == "synchronous" else self.max_staleness
+        """S of the order, which may bound it otherwise than `max_staleness`."""
+        return float(self.chosen("order").staleness(self))
 
     @property
     def slots(self) -> int:
-        """N = floor((S + 1) P) - (W - 1): groups that may be issued and not yet be part of acknowledged weights."""
-        window = self.window if self.order == "windowed" else 1
-        return math.floor((self.bound + 1) * self.groups_per_step) - (window - 1)
+        """N of the order: groups that may be issued and not yet be part of acknowledged weights."""
+        return int(self.chosen("order").slots(self))
 
 
 class JournalConfig(Section):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
+from streamrl.choices import kind_in
 from streamrl.config.file import fields, value_at
 from streamrl.config.learner import MASK_EDGES
 from streamrl.config.tree import Config
@@ -24,8 +24,6 @@ MANY_ROUNDS = 1000
 """Times that the generators must fill all their places for one learner step."""
 
 _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
-    (("replay.window",), "replay.order=windowed", lambda c: c.replay.order == "windowed"),
-    (("replay.over_age",), "replay.order=ready", lambda c: c.replay.order == "ready"),
     (
         ("replay.adaptive.ess_low", "replay.adaptive.ess_high", "replay.adaptive.change", "replay.adaptive.patience"),
         "replay.adaptive.enabled=true",
@@ -73,17 +71,22 @@ def tell(lines: Iterable[str]) -> None:
 
 
 def _unused(config: Config) -> Iterator[str]:
-    for keys, needed, is_used in _USED:
-        if is_used(config):
+    defaults = {path: field.get_default(call_default_factory=True, validated_data={}) for path, field in fields()}
+    without_effect = [(key, needed) for keys, needed, is_used in _USED if not is_used(config) for key in keys]
+    for key, needed in [*without_effect, *_unused_by_choices(config)]:
+        if (value := value_at(config, key)) != defaults[key]:
+            yield f"{key}: {value} has no effect without {needed}"
+
+
+def _unused_by_choices(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys that some choice has a use for, and the chosen one has not; and what would have."""
+    for path, field in fields():
+        kind, section = kind_in(field.metadata), path.rpartition(".")[0]
+        if kind is None:
             continue
-        for key in keys:
-            if (value := value_at(config, key)) != _default(key):
-                yield f"{key}: {value} has no effect without {needed}"
-
-
-def _default(key: str) -> Any:
-    field = next(field for path, field in fields() if path == key)
-    return field.get_default(call_default_factory=True, validated_data={})
+        used = kind.load(value_at(config, path)).uses
+        for key in sorted({key for name in kind.names for key in kind.load(name).uses} - used):
+            yield f"{section}.{key}", f"{path}={' or '.join(kind.users_of(key))}"
 
 
 def _out_of_proportion(config: Config) -> Iterator[str]:

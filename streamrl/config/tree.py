@@ -6,7 +6,6 @@ whatever does not fit with one line. No other package gives a default or reads a
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -185,12 +184,6 @@ class Config(Section):
     @model_validator(mode="after")
     def _does_not_deadlock(self) -> Config:
         needed = self.publish.every * self.replay.groups_per_step
-        if self.replay.order == "windowed" and self.replay.slots < self.replay.groups_per_step:
-            widest = math.floor(self.replay.bound * self.replay.groups_per_step) + 1
-            raise ValueError(
-                f"replay.window: {self.replay.window} leaves {self.replay.slots} slots, fewer than one step needs; "
-                f"allowed: up to {widest} with replay.max_staleness={self.replay.bound:g}"
-            )
         if self.replay.slots < needed:
             raise ValueError(
                 f"publish.every: {self.publish.every} would deadlock: {needed} groups train before a publish, "

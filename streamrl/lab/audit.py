@@ -27,7 +27,7 @@ from streamrl.preflight.model import check_folder
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.replay.journal import JournalDamaged, recorded_batches
-from streamrl.replay.order import make_order
+from streamrl.replay.orders import make_order
 from streamrl.types import Batch, Group, PolicyVersion, Sample
 
 
@@ -58,7 +58,7 @@ class Findings:
     trained: int = 0  # tokens
     audited: int = 0  # exact tokens whose log-prob was computed again
     staleness: int = 0  # largest, in learner steps
-    bound: int | None = None  # of the order; None: `ready` that passes over-age groups on has none
+    bound: int | None = None  # of the order; None: it has none
     differences: list[np.ndarray] = field(default_factory=list)  # |log-prob difference| of audited tokens
     inexact: int = 0  # trained tokens behind an update in place
     inexact_differences: list[np.ndarray] = field(default_factory=list)  # of those whose version's weights are kept
@@ -151,6 +151,7 @@ class History:
     def __init__(self, config: Config, versions: dict[int, str]) -> None:
         """`versions`: learner step: the version that it made, from the metrics."""
         self._config = config
+        self._order = make_order(config.replay)
         self._incarnations = {step: PolicyVersion.parse(version).incarnation for step, version in versions.items()}
         self._trained: set[int] = set()  # group ids
         self._oldest = 0  # the first id that is not trained yet
@@ -182,12 +183,12 @@ class History:
         if group.group_id in self._trained:
             yield f"{name} a second time"
             return
-        window = {"fifo": 1, "synchronous": 1, "windowed": replay.window}.get(replay.order)
-        if window is not None and from_the_start and group.group_id - self._oldest >= window:
+        if from_the_start and not self._order.allows(group.group_id, self._oldest):
+            window = self._order.window
             yield f"{name} before group {self._oldest}, which {replay.order} with window {window} does not allow"
         if group.task not in {share.key for share in self._config.task.shares}:
             yield f"{name} of task {group.task!r}, which is none of the run"
-        if replay.curriculum == "sequential" and (group.task, group.prompt_index) in self._prompts:
+        if replay.chosen("curriculum").each_prompt_once and (group.task, group.prompt_index) in self._prompts:
             yield f"prompt {group.prompt_index} of {group.task} a second time, in {name}"
 
     def _add(self, group: Group) -> None:

@@ -19,7 +19,6 @@ from streamrl.preflight.lengths import check_evaluated, check_lengths
 from streamrl.preflight.model import check_folder, check_model, check_weights
 from streamrl.preflight.prompts import longest_prompt, tokenizer_of
 from streamrl.preflight.wire import check_wire, group_bytes
-from streamrl.replay.curriculum import make_curriculum
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import close_tasks, host_tasks
@@ -38,7 +37,6 @@ async def _check(config: Config) -> None:
     try:
         tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
         evaluated = await host_evaluated(config) if config.evaluate.every else {}
-        make_curriculum(config.replay.curriculum, config.run.seed)
         await _check_sizes(config, tasks, evaluated)
     except ScorerUnready as error:
         raise ConfigError(f"task.name: {error}; allowed: a class that can be loaded in that time") from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from streamrl.config.replay import AdaptiveConfig
-from streamrl.replay.order import Order
+from streamrl.replay.orders.base import Order
 
 
 class AdaptiveBound:

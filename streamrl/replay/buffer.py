@@ -3,7 +3,7 @@
 What can happen to a group is the table of `replay/life.py`, what is known of it one record (`replay/lives.py`). A slot
 is charged when the group's first ticket is issued and freed when a server has acknowledged weights that contain the
 group's step. At most `order.capacity` slots are charged, and that alone bounds memory and staleness
-(`replay/order.py`). A group is known by its id, one of its generations by (id, attempt): the first complete
+(`replay/orders/`). A group is known by its id, one of its generations by (id, attempt): the first complete
 answer to the current attempt is taken, every other one is refused.
 
 Every change that outlives a crash is a record: the buffer decides, applies it to its state (`replay/state.py`), and
@@ -21,11 +21,13 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.config.replay import FilterConfig
 from streamrl.replay.adaptive import AdaptiveBound
-from streamrl.replay.curriculum import Curriculum, make_curriculum
+from streamrl.replay.curricula import make_curriculum
+from streamrl.replay.curricula.base import Curriculum
 from streamrl.replay.leases import Leases
 from streamrl.replay.life import Event, Phase
 from streamrl.replay.lives import NEVER, Life
-from streamrl.replay.order import Order, make_order
+from streamrl.replay.orders import make_order
+from streamrl.replay.orders.base import Order
 from streamrl.replay.records import (
     Acknowledged,
     AnyRecord,
@@ -389,7 +391,7 @@ class Buffer:
 
     def _accept(self, life: Life, group: Group, record: Completed, frames: Sequence[Any]) -> Stored | None:
         self._audit.generated.add(record)
-        self._curriculum.hear(life.task, life.prompt_index, record.pass_rate)
+        self._curriculum.record(life.task, life.prompt_index, record.pass_rate)
         if self._filters is not None and life.prompts < self._filters.tries:
             reason = reason_to_drop(group, record, self._filters)
             if reason is not None:
@@ -442,13 +444,13 @@ class Buffer:
 
 
 def make_buffer(config: Config) -> Buffer:
-    """The buffer of a run. Raises ValueError where an order would deadlock or a curriculum is not there."""
+    """The buffer of a run. Raises ValueError where an order would deadlock."""
     replay, every = config.replay, config.publish.every
     order = make_order(replay, every)
     return Buffer(
         order,
         shares=make_shares(config),
-        curriculum=make_curriculum(replay.curriculum, config.run.seed),
+        curriculum=make_curriculum(replay, config.run.seed),
         adaptive=AdaptiveBound(replay.adaptive, order, replay.bound, every),
         filters=replay.filter,
         last_step=config.run.steps,

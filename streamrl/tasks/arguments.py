@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from streamrl.config.file import allowed
+from streamrl.config.words import checked
 
 ARGUMENTS = "task.args"
 
@@ -65,22 +65,7 @@ def parse_arguments(model: type[Arguments], values: Mapping[str, Any]) -> Argume
 
     Raises ValueError with one line: the key's path, the value, what is allowed, the nearest known key.
     """
-    try:
-        return model.model_validate(dict(values))
-    except ValidationError as error:
-        first = error.errors()[0]
-    path = ".".join([ARGUMENTS, *(str(part) for part in first["loc"])])
-    if first["type"] == "extra_forbidden":
-        raise ValueError(unknown_key(path, first["input"], model.model_fields))
-    if first["type"] == "value_error":  # a rule between keys: its text names them
-        raise ValueError(f"{ARGUMENTS}.{first['ctx']['error']}")
-    key = str(first["loc"][0])
-    field = model.model_fields[key]
-    given = "nothing" if first["type"] == "missing" else repr(first["input"])
-    raise ValueError(
-        f"{path}: {given} is not allowed ({field.description}); allowed: {allowed(field)}; "
-        f"nearest known key: {ARGUMENTS}.{key}"
-    )
+    return checked(model, values, ARGUMENTS)
 
 
 def placed(model: type[TaskArguments], values: Mapping[str, Any], place: Place) -> dict[str, Any]:
@@ -96,15 +81,6 @@ def placed(model: type[TaskArguments], values: Mapping[str, Any], place: Place) 
         for mark in marks:
             found[key] = mark.placed(given, place)
     return found
-
-
-def unknown_key(path: str, value: Any, known: Iterable[str]) -> str:
-    """The line for a key that nobody knows."""
-    section, _, key = path.rpartition(".")
-    names = list(known)
-    near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    hint = f"; nearest known key: {section}.{near[0]}" if near else ""
-    return f"{path}: unknown key (given {value!r}); allowed: {', '.join(names)}{hint}"
 
 
 def not_among(path: str, value: str, known: Iterable[str]) -> str:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from pydantic import Field
 from reasoning_gym.factory import DATASETS, create_dataset
 
+from streamrl.config.words import unknown_key
 from streamrl.tasks.answers import last_number
-from streamrl.tasks.arguments import ARGUMENTS, TaskArguments, not_among, unknown_key
+from streamrl.tasks.arguments import ARGUMENTS, TaskArguments, not_among
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.order import digest, is_held_out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.model_check import check
-from streamrl.replay.order import Order
+from streamrl.replay.orders.base import Order
 from streamrl.replay.state import State
 
 SEARCHED = 100  # schedules in which a fault of the code must show

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from streamrl.config import Config
 from streamrl.lab.audit import Findings, History
-from streamrl.replay.order import make_order
+from streamrl.replay.orders import make_order
 from streamrl.types import Batch, Group, PolicyVersion
 
 P = 2

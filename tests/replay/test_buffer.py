@@ -15,7 +15,7 @@ from replay_schedule import Schedule, answer, placeholder
 from streamrl.config import Config
 from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
 from streamrl.replay.life import Phase
-from streamrl.replay.order import StrictOrder
+from streamrl.replay.orders.fifo import Fifo
 from streamrl.replay.records import Completed, Place, Snapshot
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
@@ -91,9 +91,9 @@ class OneSlotTooMany(Schedule):
     def make(config: Config) -> Buffer:
         buffer = make_buffer(config)
         proved = buffer.order
-        assert isinstance(proved, StrictOrder)
+        assert isinstance(proved, Fifo)
 
-        class Wider(StrictOrder):
+        class Wider(Fifo):
             worst_staleness = proved.worst_staleness
 
         buffer.order = Wider(proved.groups_per_step, proved.capacity + 1)

@@ -11,7 +11,8 @@ from replay_schedule import answer, placeholder
 
 from streamrl.config.replay import AdaptiveConfig, FilterConfig
 from streamrl.replay.adaptive import AdaptiveBound
-from streamrl.replay.order import StrictOrder, WindowedOrder
+from streamrl.replay.orders.fifo import Fifo
+from streamrl.replay.orders.windowed import Windowed
 from streamrl.replay.selection import Audit, measure, reason_to_drop
 from streamrl.types import Group, PolicyVersion, Ticket
 
@@ -70,7 +71,7 @@ def test_what_is_measured_is_what_the_group_says() -> None:
 
 
 def adaptive(highest: float = 2.0, every: int = 1, patience: int = 2, change: float = 0.5) -> AdaptiveBound:
-    order = StrictOrder(4, math.floor((highest + 1) * 4))
+    order = Fifo(4, math.floor((highest + 1) * 4))
     return AdaptiveBound(AdaptiveConfig(enabled=True, patience=patience, change=change), order, highest, every)
 
 
@@ -96,7 +97,7 @@ def test_it_never_leaves_what_is_configured_and_never_deadlocks(
 ) -> None:
     slots = math.floor((highest + 1) * groups)
     window = data.draw(st.integers(1, slots - groups + 1))
-    order = WindowedOrder(groups, slots - (window - 1), window)
+    order = Windowed(groups, slots - (window - 1), window)
     every = data.draw(st.integers(1, order.capacity // groups))
     bound = AdaptiveBound(AdaptiveConfig(enabled=True, patience=1, change=0.7), order, highest, every)
     for step, value in enumerate(ess):
@@ -105,7 +106,7 @@ def test_it_never_leaves_what_is_configured_and_never_deadlocks(
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:
-    bound = AdaptiveBound(AdaptiveConfig(), StrictOrder(4, 12), 2.0)
+    bound = AdaptiveBound(AdaptiveConfig(), Fifo(4, 12), 2.0)
     for step in range(20):
         bound.hear(step, 0.01)
     assert (bound.slots, bound.metrics()) == (12, {})

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import Config
-from streamrl.replay.curriculum import make_curriculum
+from streamrl.config.replay import ReplayConfig
+from streamrl.replay.curricula.base import Curriculum
 from streamrl.replay.shares import Shares, make_shares
+from streamrl.testing.curricula import CurriculumConformance
 
 
 @given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=8), groups=st.integers(8, 64))
@@ -56,27 +57,35 @@ def test_more_tasks_than_groups_are_refused() -> None:
         Shares({"a": 1, "b": 1, "c": 1}, 2)
 
 
-def test_a_curriculum_is_a_class_that_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "own_curriculum.py").write_text(
-        "class Twice:\n"
-        "    def __init__(self, seed): self.seed = seed\n"
-        "    def choose(self, task, count): return 2 * count + self.seed\n"
-        "    def hear(self, task, prompt_index, pass_rate): pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert make_curriculum("own_curriculum:Twice", seed=1).choose("copy", 3) == 7
-    assert make_curriculum("sequential", seed=1).choose("copy", 3) == 3
+class TestSequential(CurriculumConformance):
+    name = "sequential"
+
+
+class Twice(Curriculum):
+    """Every prompt twice, and nothing says so."""
+
+    each_prompt_once = True
+
+    def choose(self, task: str, count: int) -> int:
+        return count // 2
+
+
+def test_a_curriculum_that_asks_a_prompt_again_without_saying_so_is_found_out() -> None:
+    kit = CurriculumConformance()
+    kit.name = f"{__name__}:Twice"
+    with pytest.raises(AssertionError):
+        kit.test_a_prompt_comes_twice_only_where_it_says_so()
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("harder", "allowed: sequential, or package.module:Class"),
+        ("harder", "allowed: one of sequential, package.module:Class or path/file.py:Class"),
         ("no_such_module:Class", "cannot be loaded"),
         ("collections:NoSuchClass", "cannot be loaded"),
-        ("collections:Counter", "has no method choose"),
+        ("collections:Counter", "is no subclass of streamrl.replay.curricula.base.Curriculum"),
     ],
 )
 def test_a_curriculum_that_is_not_there_is_refused_by_name(name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make_curriculum(name, seed=1)
+        ReplayConfig(curriculum=name)

@@ -27,7 +27,7 @@ from streamrl.preflight.lengths import check_lengths
 from streamrl.preflight.model import check_model
 from streamrl.preflight.prompts import Longest
 from streamrl.preflight.wire import GroupBytes, check_wire, group_bytes
-from streamrl.replay.order import make_order
+from streamrl.replay.orders import make_order
 
 FULL = 0.9
 """Share of what a rank may take above which its memory is told as a limit."""

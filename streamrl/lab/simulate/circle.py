@@ -181,7 +181,7 @@ class Circle:
         self._deliver()
         # Where workers with room got nothing, one more of them with room changes nothing: what comes back frees no
         # slot. Without this, hundreds of servers would be asked in vain for every group.
-        if stored is None or not self._is_full or self._config.replay.order == "ready":
+        if stored is None or not self._is_full or not self._buffer.order.waits_for_weights:
             self._hand_out()
 
     # -- training
@@ -297,7 +297,7 @@ class Circle:
                 site.worker.applied(server, version)
             news = self._buffer.acknowledge(version)
             self._let_in(site)
-            if news or not self._is_full or self._config.replay.order == "ready":
+            if news or not self._is_full or not self._buffer.order.waits_for_weights:
                 self._hand_out()
             self._publish(version, sites)
 
