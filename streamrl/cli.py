@@ -141,6 +141,13 @@ def _journal(options: argparse.Namespace) -> int:
     return journal.main(run_folder, options.verify, options.export)
 
 
+def _group(options: argparse.Namespace) -> int:
+    run_folder = run_folder_of(options.run)
+    from streamrl.lab import group
+
+    return group.main(run_folder, options.id, options.json)
+
+
 def _trace(options: argparse.Namespace) -> int:
     run_folder = run_folder_of(options.run)
     from streamrl.lab import trace
@@ -293,10 +300,7 @@ def _parser() -> argparse.ArgumentParser:
         )
     sweep.set_defaults(part="all")
 
-    journal = _command(commands, "journal", _journal, "show, verify or export what a run's journal holds")
-    journal.add_argument("run", type=Path, help="run folder")
-    journal.add_argument("--verify", action="store_true", help="read every byte; exit code 1 for anything damaged")
-    journal.add_argument("--export", type=Path, metavar="FILE", help="write all samples to FILE.jsonl or FILE.parquet")
+    _add_records(commands)
 
     trace = _command(commands, "trace", _trace, "write what every process did: a trace, or a line a second")
     trace.add_argument("run", type=Path, help="run folder")
@@ -383,6 +387,21 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of what is written (default: as stored)")
     convert.add_argument("--model", type=Path, metavar="FOLDER", help="config.json and tokenizer of a checkpoint")
     convert.add_argument("--timeout", type=flags.seconds, default=3600.0, metavar="SECONDS", help="(default: 3600)")
+
+
+def _add_records(commands: argparse._SubParsersAction) -> None:
+    """The commands that show what a run has recorded."""
+    journal = _command(commands, "journal", _journal, "show, verify or export what a run's journal holds")
+    journal.add_argument("run", type=Path, help="run folder")
+    journal.add_argument("--verify", action="store_true", help="read every byte; exit code 1 for anything damaged")
+    journal.add_argument("--export", type=Path, metavar="FILE", help="write all samples to FILE.jsonl or FILE.parquet")
+
+    group = _command(
+        commands, "group", _group, "print the life of one group: tickets, workers, refusals, step, checkpoint"
+    )
+    group.add_argument("run", type=Path, help="run folder")
+    group.add_argument("id", type=int, help="the group's id")
+    group.add_argument("--json", action="store_true", help="as one line of JSON")
 
 
 def _command(commands: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:

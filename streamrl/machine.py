@@ -47,12 +47,15 @@ class Machine(Generic[S, E]):
         self.name = name
         self.transitions = dict(transitions)
         self.initial = initial
+        self.after: dict[S, dict[E, S]] = {state: {} for state in self.states}  # the same, by state and event
+        for (before, event), after in self.transitions.items():
+            self.after[before][event] = after
         self._check()
 
     def next(self, state: S, event: E) -> S:
         """The state that follows. Raises IllegalTransition."""
         try:
-            return self.transitions[state, event]
+            return self.after[state][event]
         except KeyError:
             possible = ", ".join(other.name for other in self.possible(state)) or "nothing"
             problem = f"{self.name}: {event.name} is not possible in {state.name}; possible: {possible}"
@@ -60,7 +63,7 @@ class Machine(Generic[S, E]):
 
     def possible(self, state: S) -> tuple[E, ...]:
         """The events of a state, in the order of the table."""
-        return tuple(event for before, event in self.transitions if before is state)
+        return tuple(self.after[state])
 
     def path(self, state: S, event: E) -> tuple[E, ...]:
         """The fewest events after which `event` is possible: none where it is possible already."""

@@ -24,7 +24,7 @@ from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.curricula import make_curriculum
 from streamrl.replay.curricula.base import Curriculum
 from streamrl.replay.leases import Leases
-from streamrl.replay.life import Event, Phase
+from streamrl.replay.life import DROP, ISSUED, LOSE, WAITING, Phase
 from streamrl.replay.lives import NEVER, Life
 from streamrl.replay.orders import make_order
 from streamrl.replay.orders.base import Order
@@ -206,7 +206,7 @@ class Buffer:
         for life in self._lives.out.values():
             life.out = life.ticket(self._seed, NEVER)
         self._leases.recover()
-        for life in [life for life in self._lives.values() if life.phase is Phase.WAITING]:
+        for life in [life for life in self._lives.values() if life.phase is WAITING]:
             self._leases.exhaust(life)
 
     def begin(self, version: PolicyVersion, ledger: Ledger | None = None, limits: Limits | None = None) -> None:
@@ -344,16 +344,18 @@ class Buffer:
         state = self._state
         if step in state.batches:
             self._trained = step + 1
-            return tuple(self.stored(group_id) for group_id in state.batches[step])
+            return tuple(self._lives[group_id].stored() for group_id in state.batches[step])
         if step != state.next_step:
             raise ValueError(f"step {step} was asked for, {state.next_step} is next")
         self._let_go(step)
         ids = self._select(step)
         if ids is None:
             return None
-        batch = tuple(self.stored(group_id) for group_id in ids)
-        for group_id in ids:
-            self._audit.trained.add(state.record(group_id))
+        lives = [self._lives[group_id] for group_id in ids]
+        batch = tuple([life.stored() for life in lives])
+        for life in lives:
+            if life.completed is not None:
+                self._audit.trained.add(life.completed)
         self._emit(Consumed(step=step, group_ids=ids))
         self._trained = step + 1
         return batch
@@ -406,13 +408,13 @@ class Buffer:
         cursor = self._state.cursors[life.task]
         prompt_index = life.prompt_index if same_prompt else self._curriculum.choose(life.task, cursor)
         key = {"group_id": life.group_id, "attempt": life.attempt}
-        self._lives.tell(Event.DROP, worker=life.holder, tokens=record.tokens, reason=reason, **key)
+        self._lives.tell(DROP, worker=life.holder, tokens=record.tokens, reason=reason, **key)
         self._emit(Dropped(**key, reason=reason, same_prompt=same_prompt, prompt_index=prompt_index))
         life.spent, life.excused = 0.0, 0
         self._leases.exhaust(life)
 
     def _give_back(
-        self, lives: Iterable[Life], reason: str, *, event: str = Event.LOSE, excused: bool = False
+        self, lives: Iterable[Life], reason: str, *, event: str = LOSE, excused: bool = False
     ) -> list[Ticket]:
         """These tickets are out no longer, and their groups not complete."""
         tickets = []
@@ -428,19 +430,19 @@ class Buffer:
     def _open(self, holder: str, group_id: int, attempt: int) -> Life:
         """The group that an answer is for. Nobody's, after a crash, is anybody's who answers it."""
         life = self._lives.get(group_id)
+        is_out = life is not None and life.phase is ISSUED and life.attempt == attempt
+        if life is not None and is_out and life.holder in (None, holder):
+            return life
         what = f"group {group_id} attempt {attempt}"
         if life is None:
             raise GroupRefused(f"{what} is trained already" if group_id < self._state.next_id else f"{what}: no ticket")
-        is_out = life.phase is Phase.ISSUED and life.attempt == attempt
-        if is_out and life.holder in (None, holder):
-            return life
         if life.completed is not None and life.completed.attempt == attempt:
             raise DuplicateGroup(f"{what} is {life.phase} already")
         self._audit.counts["late_duplicates"] += 1
         if is_out:
             raise GroupRefused(f"{what} is the ticket of worker {life.holder}")
-        was_lost = life.recorded is Phase.ISSUED and life.phase is not Phase.ISSUED
-        raise GroupRefused(f"{what}: attempt {life.attempt} is {'lost' if was_lost else life.phase}")
+        is_lost = life.recorded is ISSUED and life.phase is not ISSUED
+        raise GroupRefused(f"{what}: attempt {life.attempt} is {'lost' if is_lost else life.phase}")
 
 
 def make_buffer(config: Config) -> Buffer:

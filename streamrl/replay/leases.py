@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from streamrl.replay.life import Event
+from streamrl.replay.life import ADOPT, EXHAUST, LOSE
 from streamrl.replay.lives import NEVER, Life, Lives
 
 
@@ -33,8 +33,7 @@ class Leases:
         assert life.out is not None
         life.since, life.deadline = now, life.out.deadline
         self._lives.hold(life, holder)
-        if (end := self._end_of(life)) < self._earliest:
-            self._earliest = end
+        self._earliest = min(self._earliest, life.deadline, now + self._limit - life.spent)
 
     def extend(self, holder: str, keys: Iterable[tuple[int, int]], now: float) -> None:
         """A heartbeat of a worker that names its tickets, (group id, attempt)."""
@@ -49,10 +48,10 @@ class Leases:
         for group_id, attempt in keys:
             life = self._lives.out.get(group_id)
             if life is not None and life.holder is None and life.attempt == attempt:
-                self._lives.move(life, Event.ADOPT)
+                self._lives.move(life, ADOPT)
                 self._lives.hold(life, holder)
                 life.since = now
-                self._lives.tell(Event.ADOPT, worker=holder, group_id=group_id, attempt=attempt)
+                self._lives.tell(ADOPT, worker=holder, group_id=group_id, attempt=attempt)
         self.extend(holder, keys, now)
         self._earliest = min(self._earliest, now)  # what was nobody's has another end now
 
@@ -80,13 +79,13 @@ class Leases:
         life.excused += excused
         if life.holder is not None:
             life.spent += max(0.0, life.deadline - self._seconds - life.since)
-        self._lives.move(life, Event.LOSE)
+        self._lives.move(life, LOSE)
 
     def exhaust(self, life: Life) -> None:
         """A group that waits gets no further ticket if it had them often enough, or long enough."""
         if life.issues - life.excused >= self._max_attempts or life.spent >= self._limit:
-            self._lives.move(life, Event.EXHAUST)
-            self._lives.tell(Event.EXHAUST, group_id=life.group_id, attempt=life.attempt, tickets=life.issues)
+            self._lives.move(life, EXHAUST)
+            self._lives.tell(EXHAUST, group_id=life.group_id, attempt=life.attempt, issues=life.issues)
 
     def recover(self) -> None:
         """After a crash: the tickets that are out are nobody's. Their leases begin at the next `expired`."""

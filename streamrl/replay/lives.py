@@ -7,22 +7,37 @@ A record has all that is known of its group. Its durable half is what the journa
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from streamrl.replay.life import LIFE, UNRECORDED, Event, Phase
+from streamrl.replay.life import (
+    CONSUMED,
+    EXHAUSTED,
+    FORGOTTEN,
+    ISSUED,
+    LIFE,
+    LOSE,
+    QUARANTINE,
+    QUARANTINED,
+    WAITING,
+    Event,
+    Phase,
+)
 from streamrl.replay.records import Slot, Stored
 from streamrl.types import Ticket
 
 NEVER = float("inf")
 
+_after = LIFE.after  # a call less for what happens to every group
+
 
 class Life(Slot, kw_only=True):
     """One group from its first ticket until its step can never be delivered again; `phase` is the present one."""
 
-    recorded: Phase = Phase.WAITING  # the phase that the journal knows
+    lost: bool = False  # it waits, or is exhausted, because its ticket was lost: the journal does not know that
     out: Ticket | None = None  # the ticket of ISSUED
     holder: str | None = None  # the worker that has it; None after a crash
     since: float = NEVER  # when the holder got it: seconds, on the service's clock
@@ -30,6 +45,13 @@ class Life(Slot, kw_only=True):
     spent: float = 0.0  # seconds under former holders
     excused: int = 0  # tickets that do not count against the prompt
     frames: Sequence[Any] | None = None  # of the completed group; None where only the journal has them
+
+    @property
+    def recorded(self) -> Phase:
+        """The phase that the journal knows."""
+        if self.phase is WAITING or self.phase is EXHAUSTED:
+            return ISSUED if self.lost else WAITING
+        return CONSUMED if self.phase is QUARANTINED else self.phase
 
     def stored(self) -> Stored:
         """Its group. Raises KeyError unless it is completed."""
@@ -57,13 +79,13 @@ class Lives(dict[int, Life]):
     >>> lives = Lives()
     >>> life = lives.add(7, "copy", prompt_index=7)
     >>> lives.move(life, Event.ISSUE), lives.first_waiting
-    (<Phase.ISSUED: 'issued'>, None)
+    (<ISSUED: 'issued'>, None)
     """
 
     def __init__(self) -> None:
         self.out: dict[int, Life] = {}  # ISSUED, in the order of issue
         self.exhausted: dict[int, Life] = {}  # EXHAUSTED
-        self._held: dict[str, dict[int, Life]] = {}  # of `out`, by holder
+        self._held: defaultdict[str, dict[int, Life]] = defaultdict(dict)  # of `out`, by holder
         self._waiting: list[int] = []  # a heap of all that are WAITING; others are left in it until they come up
         self._told: list[tuple[str, dict[str, Any]]] = []
 
@@ -72,51 +94,47 @@ class Lives(dict[int, Life]):
         """The oldest group that waits for a ticket."""
         while self._waiting:
             life = self.get(self._waiting[0])
-            if life is not None and life.phase is Phase.WAITING:
+            if life is not None and life.phase is WAITING:
                 return life
             heapq.heappop(self._waiting)
         return None
 
-    def add(self, group_id: int, task: str, prompt_index: int) -> Life:
-        """A new group, in the place of an old one of this id, waits for a ticket."""
-        if (before := self.get(group_id)) is not None:
-            self.move(before, Event.FORGET)
+    def add(self, group_id: int, task: str, prompt_index: int, *, is_next: bool = False) -> Life:
+        """A new group waits for a ticket; `is_next`: it gets it at once."""
         life = self[group_id] = Life(group_id=group_id, task=task, prompt_index=prompt_index)
-        heapq.heappush(self._waiting, group_id)
+        if not is_next:
+            heapq.heappush(self._waiting, group_id)
         return life
 
     def load(self, slots: Iterable[Slot]) -> None:
         """Begin with these; a ticket that was out is nobody's."""
         for slot in slots:
-            life = self[slot.group_id] = Life(**msgspec.structs.asdict(slot), recorded=slot.phase)
-            if life.phase is Phase.WAITING:
+            life = self[slot.group_id] = Life(**msgspec.structs.asdict(slot))
+            if life.phase is WAITING:
                 heapq.heappush(self._waiting, life.group_id)
-            elif life.phase is Phase.ISSUED:
+            elif life.phase is ISSUED:
                 self.out[life.group_id] = life
-            elif life.phase is Phase.CONSUMED and life.quarantined:
-                self.move(life, Event.QUARANTINE)
+            elif life.phase is CONSUMED and life.quarantined:
+                self.move(life, QUARANTINE)
 
     def move(self, life: Life, event: Event) -> Phase:
         """Follow the table. Raises IllegalTransition."""
         before, group_id = life.phase, life.group_id
-        after = life.phase = LIFE.next(before, event)
-        if event not in UNRECORDED:
-            life.recorded = Phase.CONSUMED if after is Phase.QUARANTINED else after
-        if before is after:
-            return after
-        if before is Phase.ISSUED:
-            self.hold(life, None)
-            del self.out[group_id]
+        after = life.phase = _after[before].get(event) or LIFE.next(before, event)
+        if before is ISSUED is not after:
+            self._free(life)
             life.out = None
-        elif before is Phase.EXHAUSTED:
+            del self.out[group_id]
+        elif before is EXHAUSTED:
             del self.exhausted[group_id]
-        if after is Phase.ISSUED:
+        if after is ISSUED:
             self.out[group_id] = life
-        elif after is Phase.WAITING:
+        elif after is WAITING:
+            life.lost = event is LOSE
             heapq.heappush(self._waiting, group_id)
-        elif after is Phase.EXHAUSTED:
+        elif after is EXHAUSTED:
             self.exhausted[group_id] = life
-        elif after is Phase.FORGOTTEN:
+        elif after is FORGOTTEN:
             del self[group_id]
         return after
 
@@ -125,13 +143,15 @@ class Lives(dict[int, Life]):
         for before in LIFE.path(life.phase, event):
             self.move(life, before)
 
-    def hold(self, life: Life, holder: str | None) -> None:
-        """The ticket that is out belongs to this worker, or to nobody."""
+    def hold(self, life: Life, holder: str) -> None:
+        """The ticket that is out, and that nobody has, belongs to this worker."""
+        life.holder = holder
+        self._held[holder][life.group_id] = life
+
+    def _free(self, life: Life) -> None:
         if life.holder is not None:
             del self._held[life.holder][life.group_id]
-        life.holder = holder
-        if holder is not None:
-            self._held.setdefault(holder, {})[life.group_id] = life
+            life.holder = None
 
     def held(self, holder: str) -> int:
         """Tickets of this worker."""

@@ -14,7 +14,18 @@ from itertools import chain
 import msgspec
 import xxhash
 
-from streamrl.replay.life import Event, Phase
+from streamrl.replay.life import (
+    COMPLETE,
+    CONSUME,
+    CONSUMED,
+    DROP,
+    FORGET,
+    ISSUE,
+    QUARANTINE,
+    REGENERATE,
+    RETURN,
+    Event,
+)
 from streamrl.replay.lives import Life, Lives
 from streamrl.replay.records import (
     Acknowledged,
@@ -72,13 +83,13 @@ class State:
         """One record of a journal, which does not say when a ticket was lost, and may have lost more than that."""
         match record:
             case Issued(ticket=ticket):
-                self._assume(Event.ISSUE, [ticket.group_id])
+                self._assume(ISSUE, [ticket.group_id])
             case Completed(group_id=group_id):
-                self._assume(Event.COMPLETE, [group_id])
+                self._assume(COMPLETE, [group_id])
             case Dropped(group_id=group_id):
-                self._assume(Event.DROP, [group_id])
+                self._assume(DROP, [group_id])
             case Consumed(group_ids=group_ids):
-                self._assume(Event.CONSUME, group_ids)
+                self._assume(CONSUME, group_ids)
         self.apply(record, place)
 
     def apply(self, record: AnyRecord, place: Place | None = None) -> None:
@@ -185,7 +196,7 @@ class State:
         life = self.lives.get(ticket.group_id)
         if life is None:
             return
-        self.lives.move(life, Event.ISSUE)
+        self.lives.move(life, ISSUE)
         life.task, life.prompt_index, life.out = ticket.task, ticket.prompt_index, ticket
         life.attempt, life.required = ticket.attempt, ticket.issued_version.step
         life.issues += 1
@@ -194,14 +205,14 @@ class State:
         """Ids are given out one after another, and each takes the next prompt of its task."""
         while self.next_id <= group_id:
             task = self._shares.task(self.next_id)
-            self.lives.add(self.next_id, task, self.cursors[task])
+            self.lives.add(self.next_id, task, self.cursors[task], is_next=self.next_id == group_id)
             self.cursors[task] += 1
             self.next_id += 1
 
     def _completed(self, record: Completed, place: Place | None) -> None:
         life = self.lives.get(record.group_id)
         if life is not None:
-            self.lives.move(life, Event.COMPLETE)
+            self.lives.move(life, COMPLETE)
             life.completed, life.place, life.quarantined = record, place, False
             self.completed[record.group_id] = record.oldest
 
@@ -209,7 +220,7 @@ class State:
         life = self.lives.get(record.group_id)
         if life is None:
             return
-        self.lives.move(life, Event.DROP)
+        self.lives.move(life, DROP)
         self._empty(life)
         if not record.same_prompt:
             life.prompt_index, life.issues = record.prompt_index, 0
@@ -218,8 +229,8 @@ class State:
 
     def _regenerate(self, life: Life) -> None:
         """Its frames are nowhere."""
-        self.lives.move(life, Event.REGENERATE)
-        self.lives.tell(Event.REGENERATE, group_id=life.group_id, attempt=life.attempt)
+        self.lives.move(life, REGENERATE)
+        self.lives.tell(REGENERATE, group_id=life.group_id, attempt=life.attempt)
         self._empty(life)
 
     def _empty(self, life: Life) -> None:
@@ -228,22 +239,25 @@ class State:
         self.completed.pop(life.group_id, None)
 
     def _consumed(self, record: Consumed) -> None:
+        lives, move, completed, step = self.lives, self.lives.move, self.completed, record.step
         for group_id in record.group_ids:
-            if (life := self.lives.get(group_id)) is not None:
-                self.lives.move(life, Event.CONSUME)
-                life.step = record.step
+            if (life := lives.get(group_id)) is not None:
+                move(life, CONSUME)
+                life.step = step
                 if life.quarantined:
-                    self.lives.move(life, Event.QUARANTINE)
-            self.completed.pop(group_id, None)
+                    move(life, QUARANTINE)
+            completed.pop(group_id, None)
         if record.step != self.next_step:
             self._forget(list(self.batches))
         self._chain(record)
         self.batches[record.step] = record.group_ids
         self.next_step = record.step + 1
         self.above.update(record.group_ids)
-        while self.below in self.above:
-            self.above.remove(self.below)
-            self.below += 1
+        below, above = self.below, self.above
+        while below in above:
+            above.remove(below)
+            below += 1
+        self.below = below
 
     def _chain(self, record: Consumed) -> None:
         """The digest behind a step: of the one before it, and of which prompts the step consumed under which ids."""
@@ -258,19 +272,21 @@ class State:
         life = self.lives.get(group_id)
         if life is not None and life.completed is not None and life.completed.attempt == attempt:
             life.quarantined = True
-            if life.phase is Phase.CONSUMED:
-                self.lives.move(life, Event.QUARANTINE)
+            if life.phase is CONSUMED:
+                self.lives.move(life, QUARANTINE)
 
     def _forget(self, steps: Iterable[int]) -> None:
         self._remove(chain.from_iterable([self.batches.pop(step) for step in steps]))
         self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
 
     def _remove(self, group_ids: Iterable[int]) -> None:
-        lives = [self.lives[group_id] for group_id in group_ids if group_id in self.lives]
-        for life in lives:
-            self.lives.move(life, Event.FORGET)
-        if lives:
-            self.lives.tell(Event.FORGET, group_ids=[life.group_id for life in lives])
+        lives, known = self.lives, []
+        for group_id in group_ids:
+            if (life := lives.get(group_id)) is not None:
+                lives.move(life, FORGET)
+                known.append(group_id)
+        if known:
+            lives.tell(FORGET, group_ids=known)
 
     # -- a learner starts
 
@@ -320,7 +336,9 @@ class State:
         self._remove([i for i in self.lives if i < ledger.below or i in above or i >= self.next_id])
         for group_id, (task, prompt_index) in ledger.pending.items():
             life = self.lives.get(group_id)
-            if life is None or (life.task, life.prompt_index) != (task, prompt_index):
+            if life is not None and (life.task, life.prompt_index) != (task, prompt_index):
+                self._remove([group_id])
+            if group_id not in self.lives:
                 self.lives.add(group_id, task, prompt_index)
         self.cursors |= ledger.cursors
         self._queue(self.completed)
@@ -332,10 +350,10 @@ class State:
         returned = [group_id for later in steps for group_id in self.batches.pop(later)]
         lives = [self.lives[group_id] for group_id in returned if group_id in self.lives]
         for life in lives:
-            self.lives.move(life, Event.RETURN)
+            self.lives.move(life, RETURN)
             life.step = None
         if lives:
-            self.lives.tell(Event.RETURN, step=step, group_ids=[life.group_id for life in lives])
+            self.lives.tell(RETURN, step=step, group_ids=[life.group_id for life in lives])
         for life in [life for life in lives if life.group_id in lost]:
             self._regenerate(life)
             life.issues = 0

@@ -13,12 +13,13 @@ from replay_schedule import answer, check_indexes, placeholder
 from streamrl.config import Config
 from streamrl.machine import IllegalTransition
 from streamrl.replay.buffer import Buffer, make_buffer
-from streamrl.replay.life import LIFE, UNRECORDED, Event, Phase
+from streamrl.replay.life import LIFE, Event, Phase
 from streamrl.replay.lives import Life, Lives
 from streamrl.replay.records import Place, Slot
 from streamrl.types import PolicyVersion, Ticket
 
 NEW = PolicyVersion(0)
+UNRECORDED = {Event.LOSE, Event.EXHAUST, Event.ADOPT}
 IN_THE_JOURNAL = {Phase.WAITING, Phase.ISSUED, Phase.COMPLETED, Phase.CONSUMED}
 
 
@@ -33,6 +34,8 @@ class AnyLife(RuleBasedStateMachine):
 
     @rule(group_id=st.integers(0, 5))
     def add(self, group_id: int) -> None:
+        if group_id in self.expected:
+            return
         self.lives.add(group_id, "copy", group_id)
         self.expected[group_id] = self.recorded[group_id] = Phase.WAITING
 
@@ -54,9 +57,11 @@ class AnyLife(RuleBasedStateMachine):
             del self.expected[group_id], self.recorded[group_id]
 
     @precondition(lambda self: self.lives.out)
-    @rule(data=st.data(), worker=st.sampled_from(["a", "b", None]))
-    def hold(self, data: st.DataObject, worker: str | None) -> None:
-        self.lives.hold(self.lives[data.draw(st.sampled_from(sorted(self.lives.out)))], worker)
+    @rule(data=st.data(), worker=st.sampled_from(["a", "b"]))
+    def hold(self, data: st.DataObject, worker: str) -> None:
+        life = self.lives[data.draw(st.sampled_from(sorted(self.lives.out)))]
+        if life.holder is None:
+            self.lives.hold(life, worker)
 
     @rule(data=st.data(), event=st.sampled_from([Event.ISSUE, Event.COMPLETE, Event.DROP, Event.CONSUME]))
     def recover(self, data: st.DataObject, event: Event) -> None:
@@ -138,7 +143,7 @@ def test_a_lost_group_waits_and_says_why_it_was_lost() -> None:
     assert buffer.phase(0) is Phase.EXHAUSTED
     lost = {"group_id": 0, "attempt": 0, "worker": "a", "reason": "its worker is gone"}
     expired = {"group_id": 0, "attempt": 1, "worker": "b", "reason": "its lease is over"}
-    exhausted = {"group_id": 0, "attempt": 1, "tickets": 2}
+    exhausted = {"group_id": 0, "attempt": 1, "issues": 2}
     assert buffer.drain_events() == [("ticket.lost", lost), ("ticket.expired", expired), ("group.exhausted", exhausted)]
     (ticket,) = buffer.exhausted()
     buffer.complete_placeholder(placeholder(ticket), (), 1)
