@@ -32,10 +32,10 @@ from benchmarks.losses_reference import slow_covariant, slow_loss, slow_outliers
 from benchmarks.losses_trl import NORM_LENGTH, TRL_LOSS, rectangular, token_batch, trl_loss
 from benchmarks.random_models import worst
 from streamrl.algo.aggregation import Denominators
-from streamrl.algo.families import FAMILIES
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
+from streamrl.choices import LOSSES
 from streamrl.config.learner import AlgoConfig
 
 BAR = 1e-9
@@ -269,7 +269,7 @@ def against_trl(name: str) -> Row:
 def combinations() -> Iterator[AlgoConfig]:
     """Every setting of every choice with every other, as far as they go together."""
     choices = {
-        "loss": FAMILIES,
+        "loss": LOSSES.names,
         "proximal": ("behaviour", "recompute", "interpolate"),
         "weight": ("none", "token", "sequence"),
         "mask": ("none", "token", "sequence", "geometric", "second_moment"),

@@ -24,8 +24,8 @@ from streamrl.config.replay import StreamConfig
 from streamrl.engine.kept_memory import KeptReader, Place
 from streamrl.engine.load_plan import BucketLayout, LoadPlan
 from streamrl.engine.memory_loader import take
-from streamrl.generate.delta_sink import DeltaSink
-from streamrl.generate.memory_sink import MemorySink
+from streamrl.publish.delta_sink import DeltaSink
+from streamrl.publish.memory_sink import MemorySink
 from streamrl.publish.model_folder import WEIGHTS, checksum
 from streamrl.publish.transport import BroadcastManifest, DiskManifest
 from streamrl.types import PolicyVersion

@@ -15,10 +15,12 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
+from streamrl.choices import TRANSPORTS
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError, parse_yaml
 from streamrl.config.section import Section
+from streamrl.places import chosen
 
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 # of generate.server_args: what is rendered may be read by others.
@@ -151,10 +153,15 @@ def _check(description: Description, config: Config) -> None:
             f"model.path: {config.model.path} is another one on each node; allowed: an absolute path (override: "
             "[model.path=/shared/models/NAME])"
         )
-    if config.publish.transport == "memory" and description.nodes > 1:
+    for path in chosen(config):
+        file = path.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_absolute():
+            raise ConfigError(f"{path} is another file on each node; allowed: an absolute path, which all of them see")
+    if config.publish.chosen("transport").one_host and description.nodes > 1:
+        others = [name for name in TRANSPORTS.names if not TRANSPORTS.load(name).one_host]
         raise ConfigError(
-            f"publish.transport: memory reaches the servers of the learner's node alone, there are {description.nodes} "
-            "nodes; allowed: broadcast, disk, delta"
+            f"publish.transport: {config.publish.transport} reaches the servers of the learner's node alone, there are "
+            f"{description.nodes} nodes; allowed: {', '.join(others)}"
         )
     for pool in config.generate.each_pool:
         for name in pool.server_args:

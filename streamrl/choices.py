@@ -169,5 +169,10 @@ def _load_file(path: Path) -> ModuleType:
 
 ORDERS = Kind("replay.order", "streamrl.replay.orders", "streamrl.replay.orders.base:Order")
 CURRICULA = Kind("replay.curriculum", "streamrl.replay.curricula", "streamrl.replay.curricula.base:Curriculum")
+TRANSPORTS = Kind("publish.transport", "streamrl.publish.transports", "streamrl.publish.transports.base:Transport")
+LOSSES = Kind("algo.loss", "streamrl.algo.families", "streamrl.algo.families.base:Family")
+WEIGHTS = Kind("algo.weight", "streamrl.algo.weights", "streamrl.algo.weights.base:ImportanceWeight")
+MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask")
+REGULARISERS = Kind("algo.covariance", "streamrl.algo.regularisers", "streamrl.algo.regularisers.base:Regulariser")
 
-KINDS = (ORDERS, CURRICULA)
+KINDS = (ORDERS, CURRICULA, TRANSPORTS, LOSSES, WEIGHTS, MASKS, REGULARISERS)

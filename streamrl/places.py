@@ -22,7 +22,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.section import Section
 from streamrl.config.task import TaskConfig, TaskShare
-from streamrl.tasks.arguments import Place
+from streamrl.tasks.arguments import Place, placed
 from streamrl.tasks.registry import placed_arguments, placed_name
 
 RECORD = "config.yaml"
@@ -97,6 +97,7 @@ def _of_section(section: Section, place: Place, *, tasks: bool) -> Section:
             changes[name] = tuple(_of_section(each, place, tasks=tasks) for each in value)
     for name, _ in section.choices():
         changes[name] = placed_name(getattr(section, name), place)
+        changes[f"{name}_options"] = placed(section.chosen(name).Options, getattr(section, f"{name}_options"), place)
     if tasks and isinstance(section, TaskConfig | TaskShare):
         changes |= _of_task(section, place)
     return section.model_copy(update=changes)
@@ -112,17 +113,17 @@ def _of_task(share: TaskConfig | TaskShare, place: Place) -> dict[str, Any]:
 
 def _has_own_modules(config: Config) -> bool:
     shares = (*config.task.shares, *config.evaluate.tasks)
-    names = [*_chosen(config), *(share.name for share in shares)]
+    names = [*chosen(config), *(share.name for share in shares)]
     names += [value for share in shares for value in share.args.values() if isinstance(value, str)]
     return any(_is_module(name) for name in names)
 
 
-def _chosen(section: Section) -> Iterator[str]:
+def chosen(section: Section) -> Iterator[str]:
     """What every key that holds a choice says."""
     yield from (getattr(section, key) for key, _ in section.choices())
     for name in type(section).model_fields:
         if isinstance(value := getattr(section, name), Section):
-            yield from _chosen(value)
+            yield from chosen(value)
 
 
 def _is_module(name: str) -> bool:

@@ -100,7 +100,7 @@ KEYS: list[tuple[str, str]] = [
     ("replay.filter={min_pass_rate: 0.9, max_pass_rate: 0.1}", "replay.filter.min_pass_rate: 0.9 is above"),
     ("replay.adaptive={ess_low: 0.9}", "replay.adaptive.ess_low: 0.9 is not below"),
     ("journal.keep=some", "one of none, resume, all"),
-    ("algo.loss=ppo", "one of clip, cispo, gspo, sapo, reinforce"),
+    ("algo.loss=ppo", "one of cispo, clip, gspo, reinforce, sapo, package.module:Class"),
     ("algo.eps_low=1.5", "algo.eps_low: 1.5"),
     ("algo={mask_low: 2, mask_high: 1}", "algo.mask_low: 2 is not below"),
     ("algo.mask=second_moment", "algo.mask: second_moment needs proximal=recompute"),

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from streamrl.publish.transport import PublishError, Sink
 from streamrl.tasks import user_reward
-from streamrl.types import PolicyVersion
 
 DOCS = Path(__file__).parents[1] / "docs"
-ELSEWHERE = {"journal.md", "howto-order.md"}  # reads the journal of a run; files: tests/test_own_choices.py
+ELSEWHERE = {
+    "journal.md",
+    "howto-order.md",
+    "howto-transport.md",
+}  # its block reads the journal of a run; files: tests/test_own_choices.py
 
 
 def blocks(page: str) -> list[str]:
@@ -72,45 +74,3 @@ def test_the_reward_of_the_howto_is_loaded_from_its_file(tmp_path):
     assert judge(text="it is 4", **question) == {"reward": 1.0, "parts": {"words": 3.0}}
     assert judge(text="it is 5", **question)["reward"] == 0.0
     assert judge(text="it is 4", **question | {"finish_reason": "length"}) == {"reward": -0.5, "parts": {}}
-
-
-def test_the_loss_of_the_howto_has_the_gradient_that_it_says_and_trains(monkeypatch):
-    import torch
-
-    from streamrl.algo import losses
-    from streamrl.algo.aggregation import Denominators
-    from streamrl.config.learner import AlgoConfig
-
-    names = run("howto-loss.md")
-    assert torch.equal(names["logprobs"].grad, names["advantages"])
-    monkeypatch.setitem(losses.FAMILIES, "spo", names["family"])
-    counts = Denominators(tokens=2, samples=2)
-    loss, sums = losses.policy_loss(names["tokens"], AlgoConfig().model_copy(update={"loss": "spo"}), counts)
-    assert loss.isfinite()
-    assert sums
-
-
-class Recorded(Sink):
-    """Remembers what it was told to load."""
-
-    def __init__(self) -> None:
-        self.folders: list[str] = []
-
-    async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
-        self.folders.append(manifest["folder"])
-
-
-def test_the_sink_of_the_howto_loads_what_it_fetched_and_tells_what_it_could_not_fetch():
-    async def fetched(folder: str) -> str:
-        return f"/local{folder}"
-
-    async def full(folder: str) -> str:
-        raise OSError("no space left")
-
-    FetchedSink = run("howto-transport.md")["FetchedSink"]
-    inner = Recorded()
-    version, manifest = PolicyVersion(3), {"transport": "disk", "folder": "/shared/3.0", "checksum": "0"}
-    asyncio.run(FetchedSink(inner, fetched).apply(version, manifest))
-    with pytest.raises(PublishError, match=r"version 3\.0 was not fetched: no space left"):
-        asyncio.run(FetchedSink(inner, full).apply(version, manifest))
-    assert inner.folders == ["/local/shared/3.0"]

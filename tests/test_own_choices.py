@@ -7,7 +7,6 @@ there.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 
@@ -30,22 +29,15 @@ from streamrl.types import Batch, PolicyVersion
 from tests.documented_commands import ROOT, blocks
 from tests.lab.plan_recipes import H100, QWEN, planned
 from tests.lab.test_simulate_circle import model
-
-PAGES = ("howto-order.md",)
-OWN = (
-    "replay.order=by_age.py:ByAge",
-    "replay.order_options.oldest_first=true",
-    "replay.curriculum=halves.py:Halves",
-)
+from tests.own_choices import OWN, PAGES, write_files
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The files of all pages, in the working folder."""
-    for page in PAGES:
-        for language, text in blocks(ROOT / "docs" / page):
-            if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
-                (tmp_path / name[1]).write_text(text)
+def folder(tmp_path, monkeypatch, model_folders):
+    """The files of all pages and a small model, in the working folder."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "tiny").symlink_to(model_folders[0])
+    write_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -74,6 +66,7 @@ def test_a_configuration_names_them_and_its_record_has_their_absolute_paths(fold
         if ":" in path:
             assert path.startswith(str(folder)), path
             assert kind.load(path) is kind.load(getattr(config.__getattribute__(section), key))
+    assert placed.publish.transport_options == {"local": f"{folder}/fetched"}
     os.chdir("/")
     assert Config.model_validate(placed.model_dump(mode="json")) == placed
 
@@ -114,6 +107,9 @@ def test_a_plan_has_their_bound(folder):
     own = [word.replace("=", f"={folder}/", 1) if ".py:" in word else word for word in OWN]
     plan = planned(QWEN, *own, machines=H100)
     assert plan.bound == 1
+    (used,) = [each for each in plan.publishing if each.used]
+    assert used.transport == f"{folder}/fetched.py:Fetched"
+    assert used.pause < next(each.pause for each in plan.publishing if each.transport == "disk")
 
 
 @pytest.mark.parametrize("staleness", [1.0, 2.5])
@@ -147,3 +143,20 @@ def test_every_declaration_is_loaded_without_torch():
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     assert all(len(kind.names) >= 1 for kind in KINDS)
+
+
+def test_what_is_built_in_may_be_given_by_its_path_and_is_the_same():
+    names = [f"{kind.key}={config_file.value_at(Config(), kind.key)}" for kind in KINDS]
+    paths = [f"{kind.key}={kind.package}.{name.partition('=')[2]}" for kind, name in zip(KINDS, names, strict=True)]
+    classes = [kind.load(name.partition("=")[2]).__qualname__ for kind, name in zip(KINDS, names, strict=True)]
+    paths = [f"{path}:{name}" for path, name in zip(paths, classes, strict=True)]
+    assert "replay.order=streamrl.replay.orders.fifo:Fifo" in paths
+    plans = [planned(QWEN, *words, machines=H100) for words in (names, paths)]
+    assert [plan.first_host for plan in plans] == [plans[0].first_host] * 2
+    assert [plan.bound for plan in plans] == [plans[0].bound] * 2
+    rows = []
+    for words in (names, paths):
+        config = config_file.load(None, [*words, "run.steps=8"])
+        assert warnings(config) == []
+        rows.append(Circle(config, model(learner=Line(0.2, 0.0))).run())
+    assert rows[0] == rows[1]

@@ -20,8 +20,11 @@ from tests.operations_table import GOES_ON, documented
     [
         (["replay.window=16"], "replay.window: 16 has no effect without replay.order=windowed"),
         (["replay.over_age=pass"], "replay.over_age: pass has no effect without replay.order=ready"),
-        (["algo.weight=none", "algo.weight_cap=5"], "algo.weight_cap: 5.0 has no effect without algo.weight=token"),
-        (["algo.mask_high=3"], "algo.mask_high: 3.0 has no effect without algo.mask=token"),
+        (
+            ["algo.weight=none", "algo.weight_cap=5"],
+            "algo.weight_cap: 5.0 has no effect without algo.weight=sequence",
+        ),
+        (["algo.mask_high=3"], "algo.mask_high: 3.0 has no effect without algo.mask=geometric"),
         (["algo.norm_length=9"], "algo.norm_length: 9 has no effect without algo.aggregation=sequence_sum_norm"),
         (["learner.lora.alpha=8"], "learner.lora.alpha: 8.0 has no effect without learner.lora.rank"),
         (["learner.optimizer.lr=0.1"], "each update moves every weight by about 0.1"),

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from streamrl.algo.families.base import CLIPPED
 from streamrl.algo.importance import Weights
 from streamrl.algo.ratios import bounded
 
@@ -23,8 +24,11 @@ _LAST_OF_BUCKET = (0, 1, 2, 4, 8)
 MAX = "max/"
 """Prefix of a sum that is the largest of its parts, not their sum."""
 
+PENALISED_BY = "penalised_by/"
+"""Prefix of a value that says which tokens a regulariser penalises."""
+
 _MASKED_BY = "masked_by/"
-_LOSS_SHARES = ("clip_low", "clip_high", "clip_dual", "kl_cov", "entropy")  # means over n tokens, under `loss/`
+_LOSS_SHARES = (*CLIPPED, "entropy")  # means over n tokens, under `loss/`
 
 
 def off_policy_values(log_rho: Tensor) -> dict[str, Tensor]:
@@ -154,6 +158,7 @@ def _applied_metrics(total: Mapping[str, float], updates: int) -> dict[str, floa
     }
     names = {"masked": "weights/masked"} | {name: f"loss/{name}" for name in _LOSS_SHARES}
     names |= {key: f"weights/masked_{key.removeprefix(_MASKED_BY)}" for key in total if key.startswith(_MASKED_BY)}
+    names |= {key: f"loss/{key.removeprefix(PENALISED_BY)}" for key in total if key.startswith(PENALISED_BY)}
     return metrics | {name: _share(total[key], n) for key, name in names.items() if key in total}
 
 

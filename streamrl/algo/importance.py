@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algo.ratios import aggregate, bounded_exp, log_ratio, sample_staleness
+from streamrl.algo.masks import mask_of
+from streamrl.algo.ratios import log_ratio
+from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.tokens import TokenBatch, needed
-from streamrl.config.learner import MASK_EDGES, AlgoConfig
+from streamrl.algo.weights import weight_of
+from streamrl.config.learner import AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,7 +61,7 @@ def importance_weights(
     """The weight pipeline: `weight`, then the masks, then `discount`.
 
     log_rho: float [n], log pi - log mu; proximal: float [n], log pi_old; has_ratio: whether the family's
-    surrogate contains pi / pi_old (`families.Family`). Of the tokens, staleness, samples and selections are read.
+    surrogate contains pi / pi_old (`families/base.py`). Of the tokens, staleness, samples and selections are read.
 
     `proximal: behaviour`: q is of pi / mu, and w = f(q, s) / q where the family has counted q already, so
     that w is 1 until f acts. The other proximal policies: w = f(q, s), q of pi_old / mu. f(q, s) = min(q, C(s)),
@@ -66,7 +69,9 @@ def importance_weights(
     """
     behaviour = config.proximal == "behaviour"
     log_correction = log_rho if behaviour else log_ratio(proximal, tokens.behaviour)
-    weight = _truncated(tokens, log_correction, config, behaviour, has_ratio)
+    ratio, weight = weight_of(config).factors(tokens, log_correction, config, of_policy=behaviour)
+    if behaviour and has_ratio:
+        weight = weight / ratio
 
     masked_by = _masks(tokens, log_correction, config)
     masked = torch.zeros_like(tokens.mask)
@@ -83,38 +88,30 @@ def weight_cap(staleness: Tensor, dtype: torch.dtype, config: AlgoConfig) -> Ten
     return 1 + (config.weight_cap - 1) * torch.pow(config.weight_gamma, staleness.to(dtype))
 
 
+def truncated(ratio: Tensor, staleness: Tensor, config: AlgoConfig) -> Tensor:
+    """f(q, s) = min(q, C(s)): [n]. Source: IMPALA (arXiv:1802.01561)."""
+    return torch.minimum(ratio, weight_cap(staleness, ratio.dtype, config))
+
+
 def mask_edges(config: AlgoConfig) -> tuple[float, float]:
     """The interval that `config.mask` keeps, edges included: the configured ones or the rule's own."""
-    low, high = MASK_EDGES[config.mask]
+    low, high = config.chosen("mask").edges
     return (
         low if config.mask_low is None else config.mask_low,
         high if config.mask_high is None else config.mask_high,
     )
 
 
-def _truncated(
-    tokens: TokenBatch, log_correction: Tensor, config: AlgoConfig, behaviour: bool, has_ratio: bool
-) -> Tensor:
-    """f / q or f, before masks and discount: [n]."""
-    if config.weight == "none":
-        # f = q in `behaviour`, so f / q = 1; f = 1 in the others.
-        return bounded_exp(log_correction) if behaviour and not has_ratio else torch.ones_like(log_correction)
-    ratio = bounded_exp(aggregate(log_correction, tokens.sample, tokens.samples, config.weight))
-    by_token = config.weight == "token"
-    age = tokens.staleness if by_token else sample_staleness(tokens.staleness, tokens.sample, tokens.samples)
-    truncated = torch.minimum(ratio, weight_cap(age, ratio.dtype, config))
-    return truncated / ratio if behaviour and has_ratio else truncated
-
-
 def _masks(tokens: TokenBatch, log_correction: Tensor, config: AlgoConfig) -> dict[str, Tensor]:
     """Which tokens each mask that is on takes away: bool [n]."""
-    masks = {}
-    if config.mask == "second_moment":
-        masks["second_moment"] = needed(tokens.outliers, "outliers", "algo.mask=second_moment")
-    elif config.mask != "none":
-        ratio = bounded_exp(aggregate(log_correction, tokens.sample, tokens.samples, config.mask))
-        low, high = mask_edges(config)
-        masks[config.mask] = (ratio < low) | (ratio > high)
-    if config.covariance == "clip_cov":
-        masks["clip_cov"] = needed(tokens.covariant, "covariant", "algo.covariance=clip_cov")
+    masks, mask = {}, mask_of(config)
+    if mask.acts and mask.whole_step:
+        masks[mask.label] = needed(tokens.outliers, "outliers", f"algo.mask={config.mask}")
+    elif mask.acts:
+        masks[mask.label] = mask.masked(tokens, log_correction, config)
+    regulariser = regulariser_of(config)
+    if regulariser.acts:
+        picked = needed(tokens.covariant, "covariant", f"algo.covariance={config.covariance}")
+        if (masked := regulariser.mask(picked)) is not None:
+            masks[regulariser.label] = masked
     return masks

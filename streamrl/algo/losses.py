@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.aggregation import Denominators, token_shares
-from streamrl.algo.diagnostics import bucket_sums, off_policy_values, weight_values
-from streamrl.algo.families import FAMILIES
+from streamrl.algo.diagnostics import PENALISED_BY, bucket_sums, off_policy_values, weight_values
+from streamrl.algo.families import family_of
 from streamrl.algo.importance import importance_weights, proximal_logprobs
 from streamrl.algo.ratios import bounded, log_ratio
+from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.tokens import TokenBatch, needed
 from streamrl.config.learner import AlgoConfig
 
@@ -21,8 +22,8 @@ from streamrl.config.learner import AlgoConfig
 def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:
     """The micro batch's part of the loss, a scalar to call backward on, and its sums for `diagnostics.finish`.
 
-    `L_t = -w S + beta k3(pi || pi_ref) + kappa c |log r| - lambda H`, S of the family `config.loss`, c = 1 on the
-    tokens of `kl_cov`, summed with each token's share of the mean. A token that a mask zeroes keeps its other
+    `L_t = -w S + beta k3(pi || pi_ref) + R - lambda H`, S of the family `config.loss`, R of the regulariser
+    `config.covariance`, summed with each token's share of the mean. A token that a mask zeroes keeps its other
     terms; a token whose mu is not finite has none. Parts of one update are added, never averaged. A batch without a
     trained token gives 0 with zero gradients, so that no rank falls out of step.
 
@@ -33,7 +34,7 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     index = usable.nonzero().squeeze(-1)
     tokens = batch.select(index)
     share = token_shares(batch, config, denominators)[index]
-    family = FAMILIES[config.loss]
+    family = family_of(config)
 
     with torch.no_grad():
         log_rho = log_ratio(tokens.logprobs.detach(), tokens.behaviour)
@@ -65,11 +66,12 @@ def _further_terms(tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tup
     """What is added to `-w S`: [n] with gradient; and the per-token values of it, without their weights."""
     terms = torch.zeros_like(log_r)
     values = {}
-    if config.covariance == "kl_cov":
-        # The KL estimate of arXiv:2505.22617: |log r|, on the tokens of the largest covariance alone.
-        picked = needed(tokens.covariant, "covariant", "algo.covariance=kl_cov")
-        terms = terms + config.covariance_kl * picked * bounded(log_r).abs()
-        values["kl_cov"] = picked
+    regulariser = regulariser_of(config)
+    if regulariser.acts:
+        picked = needed(tokens.covariant, "covariant", f"algo.covariance={config.covariance}")
+        if (penalty := regulariser.penalty(picked, log_r, config)) is not None:
+            terms = terms + penalty
+            values[PENALISED_BY + regulariser.label] = picked
     if config.kl != 0:
         kl = reference_kl(tokens.logprobs, needed(tokens.reference, "reference", f"algo.kl={config.kl:g}"))
         terms = terms + config.kl * kl

@@ -24,20 +24,24 @@ def log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
     return _finite(logprobs - others)
 
 
-def aggregate(log_ratios: Tensor, sample: Tensor, samples: int, level: str) -> Tensor:
-    """The log of q for every token: [n], dtype and gradient of the input, the same value for all tokens of a sample.
+def product(log_ratios: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """The log of the product over a token's sample: [n], dtype and gradient of the input, the same for all its tokens.
 
-    log_ratios: float [n]; sample: int64 [n] in 0..samples-1, whose tokens are all here. level: `token` (the
-    token's own ratio), `sequence` (product over the sample's tokens) or `geometric` (geometric mean over
-    them). Summed in float64, so that the order of the tokens hardly matters.
+    log_ratios: float [n]; sample: int64 [n] in 0..samples-1, whose tokens are all here. Summed in float64, so that the
+    order of the tokens hardly matters.
     """
-    if level == "token":
-        return log_ratios
+    return _finite(_sums(log_ratios, sample, samples), log_ratios.dtype).to(log_ratios.dtype)[sample]
+
+
+def geometric_mean(log_ratios: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """As `product`, of the geometric mean."""
+    means = _sums(log_ratios, sample, samples) / torch.bincount(sample, minlength=samples).clamp(min=1)
+    return _finite(means, log_ratios.dtype).to(log_ratios.dtype)[sample]
+
+
+def _sums(log_ratios: Tensor, sample: Tensor, samples: int) -> Tensor:
     total = torch.zeros(samples, dtype=torch.float64, device=log_ratios.device)
-    total = total.index_add(0, sample, log_ratios.double())
-    if level == "geometric":
-        total = total / torch.bincount(sample, minlength=samples).clamp(min=1)
-    return _finite(total, log_ratios.dtype).to(log_ratios.dtype)[sample]
+    return total.index_add(0, sample, log_ratios.double())
 
 
 def sample_staleness(staleness: Tensor, sample: Tensor, samples: int) -> Tensor:

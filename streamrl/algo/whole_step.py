@@ -1,4 +1,4 @@
-"""Rules that look at all trained tokens of a step at once: the second-moment mask, clip_cov and kl_cov.
+"""Rules that look at all trained tokens of a step at once: the second-moment mask, and regularisers.
 
     first scores of the whole step ──select──▶ which tokens each rule takes ──▶ TokenBatch.outliers, .covariant
 
@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.algo.families import clipped_surrogate
+from streamrl.algo.families import family_of
 from streamrl.algo.importance import proximal_logprobs
-from streamrl.algo.ratios import bounded_exp, log_ratio
+from streamrl.algo.masks import mask_of
+from streamrl.algo.ratios import log_ratio
+from streamrl.algo.regularisers import regulariser_of
+from streamrl.algo.regularisers.base import Measured
 from streamrl.config.learner import AlgoConfig
 
 
@@ -40,7 +43,7 @@ class Selection:
 
 def needs_selection(config: AlgoConfig) -> bool:
     """Whether `select` has something to decide."""
-    return config.mask == "second_moment" or config.covariance != "none"
+    return config.chosen("mask").whole_step or regulariser_of(config).acts
 
 
 def needs_scores(config: AlgoConfig) -> bool:
@@ -49,7 +52,7 @@ def needs_scores(config: AlgoConfig) -> bool:
 
 
 def select(tokens: StepTokens, seed: int, config: AlgoConfig) -> Selection:
-    """What the rules of `config` take; `seed`: of the draw of `clip_cov`."""
+    """What the rules of `config` take; `seed`: of the lots of this step."""
     measured = tokens.behaviour.isfinite().nonzero().squeeze(-1)
     scores = tokens.scores.detach().double()[measured]
     behaviour = tokens.behaviour.double()[measured]
@@ -59,18 +62,19 @@ def select(tokens: StepTokens, seed: int, config: AlgoConfig) -> Selection:
         return torch.zeros_like(tokens.place, dtype=torch.bool).index_fill(0, measured[picked], True)
 
     outliers = covariant = None
-    if config.mask == "second_moment":
-        outliers = over_all(second_moment_outliers(log_rho, config.second_moment))
-    if config.covariance != "none":
+    mask = mask_of(config)
+    if mask.whole_step:
+        outliers = over_all(mask.outliers(log_rho, config))
+    regulariser = regulariser_of(config)
+    if regulariser.acts:
         advantages = tokens.advantages.double()[measured]
-        covariance = _centred(advantages) * _centred(scores)
-        lots = _lots(tokens.place, seed)[measured]
-        if config.covariance == "kl_cov":
-            covariant = over_all(_largest(covariance, lots, config))
-        else:
-            proximal = proximal_logprobs(behaviour, log_rho, tokens.staleness[measured], config, scores)
-            stopped = _stopped_by_the_clip(log_ratio(scores, proximal), advantages, config)
-            covariant = over_all(_drawn(covariance, stopped, lots, config))
+        proximal = proximal_logprobs(behaviour, log_rho, tokens.staleness[measured], config, scores)
+        seen = Measured(
+            covariance=_centred(advantages) * _centred(scores),
+            stopped=family_of(config).stopped(log_ratio(scores, proximal), advantages, config),
+            lots=_lots(tokens.place, seed)[measured],
+        )
+        covariant = over_all(regulariser.pick(seen, config))
     return Selection(outliers=outliers, covariant=covariant)
 
 
@@ -92,25 +96,6 @@ def second_moment_outliers(log_rho: Tensor, limit: float) -> Tensor:
     return squares >= ordered[too_large[0, 0]]
 
 
-def _largest(covariance: Tensor, lots: Tensor, config: AlgoConfig) -> Tensor:
-    """kl_cov: the share of the tokens with the largest covariance; lots decide between equal ones: bool [n]."""
-    by_lot = lots.argsort()
-    order = by_lot[covariance[by_lot].argsort(descending=True, stable=True)]
-    return _taken(order, covariance, config)
-
-
-def _drawn(covariance: Tensor, stopped: Tensor, lots: Tensor, config: AlgoConfig) -> Tensor:
-    """clip_cov: as many tokens, drawn by lot from those between the edges that still have a gradient: bool [n]."""
-    inside = (covariance > config.covariance_low) & (covariance < config.covariance_high) & ~stopped
-    eligible = inside.nonzero().squeeze(-1)
-    return _taken(eligible[lots[eligible].argsort()], covariance, config)
-
-
-def _taken(order: Tensor, covariance: Tensor, config: AlgoConfig) -> Tensor:
-    count = max(int(config.covariance_share * len(covariance)), 1)  # at least one, as in the paper's code
-    return torch.zeros_like(covariance, dtype=torch.bool).index_fill(0, order[:count], True)
-
-
 def _centred(values: Tensor) -> Tensor:
     return values - values.mean() if len(values) else values
 
@@ -120,11 +105,3 @@ def _lots(place: Tensor, seed: int) -> Tensor:
     count = int(place.max()) + 1 if len(place) else 0
     drawn = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
     return drawn.to(place.device)[place]
-
-
-def _stopped_by_the_clip(log_r: Tensor, advantages: Tensor, config: AlgoConfig) -> Tensor:
-    """Tokens whose gradient the clip of their own ratio has taken away already: bool [n]."""
-    if config.loss != "clip":
-        return torch.zeros_like(advantages, dtype=torch.bool)
-    _, clipped = clipped_surrogate(bounded_exp(log_r), advantages, config)
-    return clipped["clip_low"] | clipped["clip_high"] | clipped["clip_dual"]

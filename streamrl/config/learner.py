@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from streamrl.choices import LOSSES, MASKS, REGULARISERS, WEIGHTS
 from streamrl.config.section import Section
-
-MASK_EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
-"""Default edges of each mask: on the ratio of the token, its product and its geometric mean over the sample."""
 
 
 class AdvantageConfig(Section):
@@ -32,7 +30,8 @@ class AlgoConfig(Section):
     """The loss and the importance weights; equations in docs/algorithm.md."""
 
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="group-relative advantages")
-    loss: Literal["clip", "cispo", "gspo", "sapo", "reinforce"] = Field("clip", description="family of the policy loss")
+    loss: Annotated[str, LOSSES] = Field("clip", description="family of the policy loss")
+    loss_options: dict[str, Any] = Field(default_factory=dict, description="options of a family of your own")
     proximal: Literal["behaviour", "recompute", "interpolate"] = Field(
         "behaviour", description="the proximal policy; recompute takes one more forward pass"
     )
@@ -46,22 +45,23 @@ class AlgoConfig(Section):
     entropy: float = Field(0.0, ge=0, description="lambda, weight of the entropy bonus")
     sapo_positive: float = Field(1.0, gt=0, description="temperature of sapo's gate for advantages above 0")
     sapo_negative: float = Field(1.05, gt=0, description="temperature of sapo's gate for the other advantages")
-    weight: Literal["none", "token", "sequence"] = Field(
-        "token", description="what the truncated importance weight reads"
-    )
+    weight: Annotated[str, WEIGHTS] = Field("token", description="what the truncated importance weight reads")
+    weight_options: dict[str, Any] = Field(default_factory=dict, description="options of a weight of your own")
     weight_cap: float = Field(2.0, ge=1, description="C, cap of the importance weight")
     weight_gamma: float = Field(
         1.0, gt=0, le=1, description="gamma, tightens the cap with staleness: 1 + (C - 1) gamma^s"
     )
-    mask: Literal["none", "token", "sequence", "geometric", "second_moment"] = Field(
+    mask: Annotated[str, MASKS] = Field(
         "none", description="what masks far off-policy tokens; second_moment needs proximal=recompute"
     )
+    mask_options: dict[str, Any] = Field(default_factory=dict, description="options of a mask of your own")
     mask_low: float | None = Field(None, ge=0, description="lower edge of the mask; null: the rule's own default")
     mask_high: float | None = Field(None, gt=0, description="upper edge of the mask; null: the rule's own default")
     second_moment: float = Field(0.04, gt=0, description="largest mean of (log rho)^2 that mask=second_moment leaves")
-    covariance: Literal["none", "clip_cov", "kl_cov"] = Field(
+    covariance: Annotated[str, REGULARISERS] = Field(
         "none", description="what is done to the tokens whose log-prob and advantage covary most"
     )
+    covariance_options: dict[str, Any] = Field(default_factory=dict, description="options of a regulariser of your own")
     covariance_share: float = Field(2e-4, gt=0, le=1, description="share of the tokens that `covariance` acts on")
     covariance_low: float = Field(1.0, description="clip_cov: lower edge of the covariance it picks from")
     covariance_high: float = Field(5.0, description="clip_cov: upper edge of the covariance it picks from")
@@ -74,7 +74,7 @@ class AlgoConfig(Section):
 
     @model_validator(mode="after")
     def _mask_keeps_something(self) -> AlgoConfig:
-        own_low, own_high = MASK_EDGES.get(self.mask, (None, None))
+        own_low, own_high = self.chosen("mask").edges or (None, None)
         low = own_low if self.mask_low is None else self.mask_low
         high = own_high if self.mask_high is None else self.mask_high
         if low is None or high is None or low < high:
@@ -83,18 +83,6 @@ class AlgoConfig(Section):
             raise ValueError(f"mask_high: {high:g} is not above mask_low={low:g}, the default of mask={self.mask}")
         default = "" if self.mask_high is not None else f", the default of mask={self.mask}"
         raise ValueError(f"mask_low: {low:g} is not below mask_high={high:g}{default}")
-
-    @model_validator(mode="after")
-    def _second_moment_has_a_proximal_policy(self) -> AlgoConfig:
-        if self.mask == "second_moment" and self.proximal != "recompute":
-            raise ValueError(f"mask: second_moment needs proximal=recompute, not {self.proximal}")
-        return self
-
-    @model_validator(mode="after")
-    def _dual_clip_has_a_clip(self) -> AlgoConfig:
-        if self.dual_clip is not None and self.loss not in ("clip", "gspo"):
-            raise ValueError(f"dual_clip: {self.dual_clip:g} does nothing with loss={self.loss}; allowed: null")
-        return self
 
     @model_validator(mode="after")
     def _reference_is_read(self) -> AlgoConfig:

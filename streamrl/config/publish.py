@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from streamrl.choices import TRANSPORTS
 from streamrl.config.section import Section
 
 
 class PublishConfig(Section):
     """How new weights reach the servers."""
 
-    transport: Literal["broadcast", "disk", "memory", "delta"] = Field(
-        "broadcast",
-        description="gloo or NCCL broadcast of flattened buckets, a folder that all of them see, memory of one host, "
-        "or what changed since the version before",
-    )
+    transport: Annotated[str, TRANSPORTS] = Field("broadcast", description="how weights get to the servers")
+    transport_options: dict[str, Any] = Field(default_factory=dict, description="options of a transport of your own")
     folder: Path | None = Field(
         None, description="of the disk transport, on a file system that all share; null: RUN/published"
     )
@@ -33,29 +31,3 @@ class PublishConfig(Section):
     verify_every: int = Field(
         0, ge=0, description="servers compare the checksums of every Nth version before they load it; 0: of none"
     )
-
-    @model_validator(mode="after")
-    def _servers_fetch_for_themselves(self) -> PublishConfig:
-        if self.at_once > 1 and self.transport in ("broadcast", "delta"):
-            raise ValueError(
-                f"at_once: {self.at_once} is not possible with transport={self.transport}, whose bytes go to one "
-                "server after another; allowed: 1, or transport=memory or disk"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _verification_is_made(self) -> PublishConfig:
-        if self.verify_every and self.transport in ("broadcast", "disk"):
-            raise ValueError(
-                f"verify_every: {self.verify_every} is not used by transport={self.transport} (disk compares every "
-                "version's checksum); allowed: 0, or transport=memory or delta"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _a_folder_is_used(self) -> PublishConfig:
-        if self.folder is not None and self.transport != "disk":
-            raise ValueError(
-                f"folder: {self.folder} is not used by transport={self.transport}; allowed: null, or transport=disk"
-            )
-        return self

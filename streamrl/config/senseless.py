@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from streamrl.choices import kind_in
 from streamrl.config.file import fields, value_at
-from streamrl.config.learner import MASK_EDGES
 from streamrl.config.tree import Config
 
 LARGE_LR = 1e-2
@@ -29,15 +28,6 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "replay.adaptive.enabled=true",
         lambda c: c.replay.adaptive.enabled,
     ),
-    (("algo.weight_cap", "algo.weight_gamma"), "algo.weight=token or sequence", lambda c: c.algo.weight != "none"),
-    (("algo.mask_low", "algo.mask_high"), f"algo.mask={' or '.join(MASK_EDGES)}", lambda c: c.algo.mask in MASK_EDGES),
-    (("algo.second_moment",), "algo.mask=second_moment", lambda c: c.algo.mask == "second_moment"),
-    (
-        ("algo.covariance_share", "algo.covariance_low", "algo.covariance_high", "algo.covariance_kl"),
-        "algo.covariance=clip_cov or kl_cov",
-        lambda c: c.algo.covariance != "none",
-    ),
-    (("algo.sapo_positive", "algo.sapo_negative"), "algo.loss=sapo", lambda c: c.algo.loss == "sapo"),
     (
         ("algo.norm_length",),
         "algo.aggregation=sequence_sum_norm",

@@ -13,8 +13,7 @@ import contextlib
 import logging
 import pickle
 import types
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import msgspec
 
@@ -26,18 +25,6 @@ from streamrl.publish.transport import PublishError
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
-
-
-class Loading(Protocol):
-    """The last step of a sink whose weights lie in memory of this host."""
-
-    @property
-    def whole(self) -> bool:
-        """As of `Sink`."""
-        ...
-
-    async def load(self, version: PolicyVersion, place: Place, buckets: Sequence[BucketLayout], verify: bool) -> None:
-        """Have them loaded. Raises EngineError or PublishError."""
 
 
 class KeptLoading:
@@ -130,12 +117,3 @@ def _payload(plan: LoadPlan) -> str:
     """
     named = [(msgspec.json.encode(plan).decode(), types.SimpleNamespace(to=str))]
     return base64.b64encode(pickle.dumps(named)).decode()
-
-
-@contextlib.contextmanager
-def as_publish_errors() -> Iterator[None]:
-    """What a server did not do is a publish that failed."""
-    try:
-        yield
-    except EngineError as error:
-        raise PublishError(str(error)) from error

@@ -7,14 +7,11 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient
 from streamrl.generate.adapters import Adapters, AdapterSink
-from streamrl.generate.broadcast_sink import BroadcastSink
-from streamrl.generate.delta_sink import DeltaSink
-from streamrl.generate.disk_sink import DiskSink
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.kept_loading import KeptLoading
-from streamrl.generate.memory_sink import MemorySink
 from streamrl.generate.weight_update import WeightUpdate
-from streamrl.publish.transport import Sink
+from streamrl.publish.transport import ServerEnd, Sink
+from streamrl.publish.transports import transport_of
 
 
 def make_sink(
@@ -29,17 +26,10 @@ def make_sink(
 
     `adapters`: of a server with adapters, None for one that gets whole weights. `keys`: the folder of the run's keys.
     """
-    publish = config.publish
+    timeout = config.publish.timeout
     if adapters is not None:
-        return AdapterSink(client, adapters, publish.timeout)
-    update = WeightUpdate(client, gate, publish)
-    loading = KeptLoading(client, update, publish.timeout, config.generate.tensor_parallel)
-    match publish.transport:
-        case "broadcast":
-            return BroadcastSink(client, update, publish.timeout)
-        case "disk":
-            return DiskSink(client, update, publish.timeout)
-        case "memory":
-            return MemorySink(loading)
-        case "delta":
-            return DeltaSink(loading, config.stream, keys, publish.timeout)
+        return AdapterSink(client, adapters, timeout)
+    update = WeightUpdate(client, gate, config.publish)
+    loading = KeptLoading(client, update, timeout, config.generate.tensor_parallel)
+    end = ServerEnd(client=client, update=update, loading=loading, stream=config.stream, keys=keys, timeout=timeout)
+    return transport_of(config).sink(end)

@@ -61,6 +61,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss/clip_high", "share", "tokens clipped at 1 + eps_high"),
     Metric("loss/clip_dual", "share", "tokens at the bound of the dual clip"),
     Metric("loss/kl_cov", "share", "tokens with the penalty of covariance=kl_cov"),
+    Metric("loss/own", "share", "tokens with the penalty of a regulariser of your own"),
     Metric(
         "offpolicy/ess", "share", "effective sample size of the policy over the behaviour policy, before any weight"
     ),
@@ -74,6 +75,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/masked_sequence", "share", "tokens that the sequence mask removed"),
     Metric("weights/masked_geometric", "share", "tokens that the geometric mask removed"),
     Metric("weights/masked_clip_cov", "share", "tokens that covariance=clip_cov removed"),
+    Metric("weights/masked_own_mask", "share", "tokens that a mask of your own removed"),
+    Metric("weights/masked_own", "share", "tokens that a regulariser of your own removed"),
     Metric("weights/masked_second_moment", "share", "tokens that the second-moment mask removed"),
     Metric("grad_norm", "", "gradient norm before clipping, of several updates the largest; null where not finite"),
     Metric("lr", "", "learning rate of the step"),

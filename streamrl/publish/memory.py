@@ -24,7 +24,7 @@ class MemorySource(Source):
         self._verify_every = verify_every
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
-        assert staged.place is not None  # `make_staging` takes kept memory for this source
+        assert staged.place is not None  # the transport stages into kept memory
         manifest = MemoryManifest(
             place=staged.place,
             buckets=tuple(bucket.layout for bucket in staged.buckets),

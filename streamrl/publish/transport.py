@@ -1,4 +1,4 @@
-"""What a weight transport is: a Source in the learner, a Sink in the worker, and a manifest that joins them.
+"""The two ends of a weight transport: a Source in the learner, a Sink in the worker, and a manifest that joins them.
 
     Source.manifest ──▶ Publish(server, version, manifest) ──▶ Sink.apply
     Source.send     ════════════ the bytes ════════════════▶ server
@@ -8,12 +8,20 @@ The manifest travels through the replay service, the bytes do not. No torch here
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 import msgspec
 
+from streamrl.config import Config
+from streamrl.config.replay import StreamConfig
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.kept_memory import Place
 from streamrl.engine.load_plan import BucketLayout
 from streamrl.stream.messages import ServerState
@@ -129,3 +137,70 @@ class Sink(ABC):
     @abstractmethod
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
         """Make the server generate with `version`. Raises PublishError, whatever goes wrong."""
+
+
+class Update(Protocol):
+    """How the requests of one server wait while its weights change. A sink says in `whole` what it has done to them."""
+
+    whole: bool  # all weights of the server are of one version
+
+    @property
+    def flush_cache(self) -> bool:
+        """Whether the server is to forget what the old weights computed."""
+        ...
+
+    def waiting(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """No token is drawn inside the block. Raises EngineError, or PublishError where requests do not end."""
+        ...
+
+
+class Loading(Protocol):
+    """The last step of a sink whose weights lie in memory of this host."""
+
+    @property
+    def whole(self) -> bool:
+        """As of `Sink`."""
+        ...
+
+    async def load(self, version: PolicyVersion, place: Place, buckets: Sequence[BucketLayout], verify: bool) -> None:
+        """Have them loaded. Raises EngineError or PublishError."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerEnd:
+    """What a transport makes its source of."""
+
+    config: Config
+    run_folder: Path
+    service: str  # the replay service's address
+
+    @property
+    def host(self) -> str:
+        """This machine's address on the way to the replay service, where the servers' workers are as well."""
+        parts = urlsplit(self.service)
+        host, port = parts.hostname or "127.0.0.1", parts.port or 1
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing: the kernel only chooses the way
+            return str(probe.getsockname()[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerEnd:
+    """What a transport makes a sink of: one server, as its worker reaches it."""
+
+    client: EngineClient
+    update: Update
+    loading: Loading  # has the server load out of memory of its host
+    stream: StreamConfig
+    keys: Path | None  # the folder of the run's keys
+    timeout: float  # seconds that one call may take
+
+
+@contextlib.contextmanager
+def as_publish_errors() -> Iterator[None]:
+    """What a server did not do is a publish that failed."""
+    try:
+        yield
+    except EngineError as error:
+        raise PublishError(str(error)) from error

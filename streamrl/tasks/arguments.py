@@ -68,8 +68,8 @@ def parse_arguments(model: type[Arguments], values: Mapping[str, Any]) -> Argume
     return checked(model, values, ARGUMENTS)
 
 
-def placed(model: type[TaskArguments], values: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """`task.args` with absolute paths, as they would stand in a configuration; others are left as they are."""
+def placed(model: type[BaseModel], values: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Arguments or options with absolute paths, as they would stand in a configuration; others are left as they are."""
     found = dict(values)
     for key, field in model.model_fields.items():
         given = found.get(key)

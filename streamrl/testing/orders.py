@@ -19,6 +19,8 @@ from streamrl.replay.orders import make_order
 from streamrl.replay.orders.base import Order
 from streamrl.testing.declarations import Conformance
 
+STEPS = 24  # of each schedule
+
 
 class Step(NamedTuple):
     """One learner step of a schedule."""
@@ -109,7 +111,7 @@ class OrderConformance(Conformance):
         """A service that was started again selects as the one before would have."""
         for config in self._configs():
             used = make_order(config)
-            for step in schedule(used, 1, 0.3, seed=0):
+            for step in schedule(used, 1, 0.3, 0, STEPS):
                 fresh = make_order(config).select(step.step, step.completed, step.below, step.above)
                 assert fresh == used.select(step.step, step.completed, step.below, step.above) == step.ids
 
@@ -121,19 +123,19 @@ class OrderConformance(Conformance):
 
     def _configs(self) -> list[ReplayConfig]:
         found = []
-        for groups in (1, 2, 5):
-            for staleness in (0, 0.5, 1, 2, 3.5):
+        for groups in (1, 3):
+            for staleness in (0, 0.5, 1, 2.5):
                 keys = {"groups_per_step": groups, "max_staleness": staleness, "order": self.name} | self.settings
                 try:
                     found.append(ReplayConfig.model_validate(keys))
                 except ValueError:  # an order may refuse some
                     continue
-        assert found, f"{self.name} refuses every replay.max_staleness from 0 to 3.5"
+        assert found, f"{self.name} refuses every replay.max_staleness from 0 to 2.5"
         return found
 
     def _steps(self) -> Iterator[tuple[Order, Step]]:
         for config in self._configs():
             for interval in {1, config.slots // config.groups_per_step}:
-                for seed, stragglers in enumerate((0.0, 0.1, 0.5, 0.9, 0.9)):
+                for seed, stragglers in enumerate((0.0, 0.1, 0.5, 0.9)):
                     order = make_order(config, interval)
-                    yield from ((order, step) for step in schedule(order, interval, stragglers, seed))
+                    yield from ((order, step) for step in schedule(order, interval, stragglers, seed, STEPS))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from streamrl.algo.importance import Weights, importance_weights, mask_edges, proximal_logprobs, weight_cap
-from streamrl.algo.ratios import aggregate, bounded_exp, log_ratio
+from streamrl.algo.ratios import bounded_exp, geometric_mean, log_ratio, product
 from streamrl.algo.tokens import TokenBatch
 from streamrl.config.learner import AlgoConfig
 
@@ -162,8 +162,8 @@ def test_log_ratios_are_clamped_to_20_before_exp():
 
 def test_the_product_is_clamped_after_the_sum_and_not_before_it():
     log_rho = torch.tensor([30.0, -29.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    assert aggregate(log_rho, SAMPLE, 2, "sequence").tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert aggregate(log_rho, SAMPLE, 2, "geometric").tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
+    assert product(log_rho, SAMPLE, 2).tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert geometric_mean(log_rho, SAMPLE, 2).tolist() == [0.5, 0.5, 0.0, 0.0, 0.0]
 
 
 def test_a_log_ratio_is_finite_where_the_difference_overflows():

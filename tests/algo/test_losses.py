@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from benchmarks.losses_reference import slow_loss
 from streamrl.algo.aggregation import Denominators
+from streamrl.algo.clipping import clipped_surrogate
 from streamrl.algo.diagnostics import finish, merge
-from streamrl.algo.families import FAMILIES, clipped_surrogate
 from streamrl.algo.losses import policy_loss, reference_kl
 from streamrl.algo.tokens import TokenBatch
+from streamrl.choices import LOSSES
 from streamrl.config.learner import AlgoConfig
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_norm")
@@ -26,7 +27,7 @@ PROXIMALS = ("behaviour", "recompute", "interpolate")
 MASKS = ("none", "token", "sequence", "geometric", "second_moment")
 COMBINATIONS = [
     (*choice, AGGREGATIONS[index % 3], COVARIANCES[index // 3 % 3])
-    for index, choice in enumerate(itertools.product(FAMILIES, PROXIMALS, ("none", "token", "sequence"), MASKS))
+    for index, choice in enumerate(itertools.product(LOSSES.names, PROXIMALS, ("none", "token", "sequence"), MASKS))
     if choice[1] == "recompute" or choice[3] != "second_moment"
 ]
 """Every family with every proximal policy, weight and mask; aggregations and covariance rules in turn."""
@@ -68,7 +69,7 @@ def test_value_and_gradients_equal_the_loop(token_batch, choice):
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("loss", FAMILIES)
+@pytest.mark.parametrize("loss", LOSSES.names)
 @pytest.mark.parametrize("weight", ["none", "token", "sequence"])
 @pytest.mark.parametrize("proximal", PROXIMALS)
 def test_on_policy_the_gradient_is_that_of_reinforce_with_a_baseline(token_batch, proximal, weight, loss, aggregation):
@@ -367,7 +368,7 @@ def finite_loss(logprobs: list[float], behaviour: list[float], dtype: torch.dtyp
     assert all(math.isfinite(value) for value in finish(sums).values())
 
 
-@pytest.mark.parametrize("loss", FAMILIES)
+@pytest.mark.parametrize("loss", LOSSES.names)
 def test_the_largest_log_probs_of_float32_give_no_infinity(loss):
     finite_loss([-3e38, 3e38, -3e38, -1.0], [0.0, -3e38, 3e38, -1.0], torch.float32, config_of(loss=loss, kl=0.1))
 

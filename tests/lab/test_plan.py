@@ -113,7 +113,7 @@ def test_a_machine_without_gpus_has_everything_on_one_host():
         (QWEN, ["generate.tensor_parallel=8"], Machines(gpus_per_host=4), "do not fit on a host of 4"),
         (QWEN, [], Machines(hosts=7), "7 hosts of 8 GPUs are fewer than the 8"),
         (QWEN, [], Machines(host_memory=50), "the first host needs"),
-        (QWEN, ["publish.transport=memory"], H100, "are on 8 hosts; allowed: broadcast, disk, delta"),
+        (QWEN, ["publish.transport=memory"], H100, "are on 8 hosts; allowed: broadcast, delta, disk"),
         (
             "verl/qwen3-30b-a3b-gsm8k-lora",
             ["learner.lora.targets=[linear_fc1]"],

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import numpy as np
 import pytest
 
+from streamrl.choices import TRANSPORTS
 from streamrl.config import Config
 from streamrl.config import file as config_file
-from streamrl.config.publish import PublishConfig
 from streamrl.lab.plan.generators import pools
 from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
 from streamrl.lab.plan.machines import GIB
 from streamrl.lab.plan.parameters import layers_of, of_server_rank, of_stage, whole_adapters, whole_model
-from streamrl.lab.plan.traffic import STAGED
 from streamrl.preflight.wire import group_bytes, zero_group
 from streamrl.routing import OUTPUT, PROMPT, fold
 from streamrl.stream.codec import encode_group
@@ -222,5 +220,6 @@ def test_adapters_alone_are_published_without_a_pause():
 
 
 def test_every_transport_of_the_configuration_is_planned():
-    assert set(STAGED) == set(get_args(PublishConfig.model_fields["transport"].annotation))
-    assert {each.transport for each in planned(QWEN).publishing} == set(STAGED)
+    assert {each.transport for each in planned(QWEN).publishing} == set(TRANSPORTS.names)
+    (used,) = [each.transport for each in planned(QWEN).publishing if each.used]
+    assert used == recipe(QWEN)[0].publish.transport

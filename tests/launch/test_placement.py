@@ -67,6 +67,7 @@ def test_without_gpus_the_workers_are_spread_evenly(launch):
             {"publish": {"transport": "memory"}},
             "publish.transport: memory reaches the servers of the learner's node alone",
         ),
+        ({}, {"replay": {"order": "tests/replay/test_order_conformance.py:OutOfOrder"}}, "OutOfOrder is another file"),
         ({"environment": {"WANDB_API_KEY": "x"}}, {}, "environment: WANDB_API_KEY would stand in a script"),
         ({}, {"generate": {"server_args": {"api-key": "x"}}}, "generate.server_args: api-key would stand"),
         ({"python": "python; true"}, {}, "python: string should match pattern"),

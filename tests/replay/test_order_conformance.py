@@ -11,12 +11,13 @@ from streamrl.replay.orders.fifo import Fifo
 from streamrl.replay.orders.ready import Ready
 from streamrl.testing.orders import OrderConformance
 
+TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
 SETTINGS = {"windowed": {"window": 3}}
 
 for _name in ORDERS.names:
     _class = f"Test{_name.capitalize()}"
     globals()[_class] = type(
-        _class, (OrderConformance,), {"name": _name, "settings": SETTINGS.get(_name, {}), "__module__": __name__}
+        _class, (OrderConformance,), {"name": _name, "settings": SETTINGS.get(_name, {}), **TOGETHER}
     )
 
 

@@ -90,7 +90,7 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
         _table(
             "publishing one version",
             ("transport", "learner waits", "server waits", "all have it", ""),
-            _publish(plan, config),
+            _publish(plan),
         )
     )
     console.print(
@@ -155,12 +155,11 @@ def _links(plan: Plan) -> Rows:
     return rows
 
 
-def _publish(plan: Plan, config: Config) -> Rows:
+def _publish(plan: Plan) -> Rows:
     rows: Rows = []
     for each in plan.publishing:
-        used = each.transport in (config.publish.transport, "adapter")
         seconds = [_seconds(value) for value in (each.copy, each.pause, each.round)]
-        rows.append((each.transport, *seconds, each.impossible or ("configured" if used else "")))
+        rows.append((each.transport, *seconds, each.impossible or ("configured" if each.used else "")))
     return rows
 
 

@@ -15,7 +15,6 @@ from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.placement import Host, place
 from streamrl.lab.plan.speed import Expected, expected
 from streamrl.lab.plan.traffic import (
-    STAGED,
     Link,
     PublishTime,
     links,
@@ -27,6 +26,7 @@ from streamrl.preflight.lengths import check_lengths
 from streamrl.preflight.model import check_model
 from streamrl.preflight.prompts import Longest
 from streamrl.preflight.wire import GroupBytes, check_wire, group_bytes
+from streamrl.publish.transports import transport_of
 from streamrl.replay.orders import make_order
 
 FULL = 0.9
@@ -88,7 +88,7 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
     weights, servers = published_bytes(config, shape), sum(pool.all_servers for pool in found)
     apart = any(host.workers for host in hosts[1:])
     times = publish_times(config, weights, servers, machines, hosts=len(hosts), apart=apart)
-    _check_transport(config, times)
+    _check_transport(times)
     speed = None if figures is None else expected(config, figures, machines)
     rates = None if speed is None else (speed.figures.generated, 1.0 / speed.step_seconds)
     plan = Plan(
@@ -152,8 +152,8 @@ def _speed_limits(plan: Plan, config: Config) -> list[str]:
     if plan.expected is None:
         return ["tokens/s: not known without figures of these GPUs (--figures FILE)"]
     figures, said = plan.expected.figures, []
-    used = next((each for each in plan.publishing if each.transport in (config.publish.transport, "adapter")), None)
-    if used and used.round > plan.expected.step_seconds * config.publish.every:
+    used = next(each for each in plan.publishing if each.used)
+    if used.round > plan.expected.step_seconds * config.publish.every:
         said.append(
             f"publishing: a round over {plan.servers} servers takes {used.round:.1f} s, a version comes every "
             f"{plan.expected.step_seconds * config.publish.every:.1f} s"
@@ -167,10 +167,9 @@ def _speed_limits(plan: Plan, config: Config) -> list[str]:
 
 def _first_host(config: Config, rank: RankMemory, host: Host, weights: int, group: GroupBytes) -> int:
     """Staging copies of rank 0, host memory of the ranks there, and all groups of the buffer at their longest."""
-    transport = config.publish.transport
-    staged = weights * (1 if config.learner.lora.by_adapter else STAGED[transport])
-    bases = weights * host.servers if transport == "delta" and not config.learner.lora.by_adapter else 0
-    return staged + bases + host.learner_ranks * rank.host + config.replay.slots * group.longest
+    transport = transport_of(config)
+    copies = transport.staged_copies + transport.server_copies * host.servers
+    return weights * copies + host.learner_ranks * rank.host + config.replay.slots * group.longest
 
 
 def _on_host(config: Config, rank: RankMemory, pools: list[Pool], machines: Machines) -> int:
@@ -182,9 +181,9 @@ def _on_host(config: Config, rank: RankMemory, pools: list[Pool], machines: Mach
     return config.learner.ranks * rank.peak + servers
 
 
-def _check_transport(config: Config, times: list[PublishTime]) -> None:
-    used = next((each for each in times if each.transport == config.publish.transport), None)
-    if used is not None and used.impossible:
+def _check_transport(times: list[PublishTime]) -> None:
+    used = next(each for each in times if each.used)
+    if used.impossible:
         others = ", ".join(each.transport for each in times if not each.impossible)
         raise ConfigError(f"publish.transport: {used.transport}: {used.impossible}; allowed: {others}")
 

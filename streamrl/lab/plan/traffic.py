@@ -6,22 +6,19 @@ generators ──groups──▶ replay service ──batches──▶ learner �
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
+from streamrl.choices import TRANSPORTS, Options
 from streamrl.config import Config
 from streamrl.lab.plan.learner_memory import ITEM
 from streamrl.lab.plan.machines import GB, Machines
 from streamrl.lab.plan.parameters import whole_adapters, whole_model
 from streamrl.learner.shape import ModelShape
 from streamrl.preflight.wire import GroupBytes
-
-Transport = Literal["broadcast", "disk", "memory", "delta"]
-
-STAGED: dict[str, int] = {"broadcast": 1, "disk": 1, "memory": 2, "delta": 2}
-"""Copies of the weights in the memory of the learner's first host (docs/publish.md)."""
+from streamrl.publish.transports import transport_of
+from streamrl.publish.transports.base import Costs, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,7 @@ class PublishTime:
     pause: float  # one server stands still
     round: float  # until the last server has it
     impossible: str = ""  # why it cannot be used
+    used: bool = False  # it is what the run publishes by
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -79,34 +77,36 @@ def links(
 def publish_times(
     config: Config, weights: int, servers: int, machines: Machines, *, hosts: int, apart: bool
 ) -> list[PublishTime]:
-    """Each transport. `apart`: servers are on another host than the learner's first rank."""
+    """Each transport that the run could have. `apart`: servers are on another host than the learner's first rank."""
+    size = weights / GB
+    costs = Costs(
+        move=size / _copy(machines),
+        network=size / machines.network,
+        across=size / machines.network if apart else 0.0,
+        read=size / machines.disk,
+        scan=size / machines.memory,
+        changed=machines.changed,
+        servers=servers,
+        at_once=config.publish.at_once,
+    )
+    found = []
+    for name, transport in _transports(config):
+        times = transport.times(costs)
+        impossible = f"learner and servers are on {hosts} hosts" if transport.one_host and hosts > 1 else ""
+        used = name == config.publish.transport or config.learner.lora.by_adapter
+        found.append(PublishTime(name, times.copy, times.pause, times.round, impossible, used))
+    return found
+
+
+def _transports(config: Config) -> Iterator[tuple[str, Transport]]:
+    """Those that are built in, and the run's own; that of adapters where it publishes these."""
     if config.learner.lora.by_adapter:
-        each = weights / GB / machines.network
-        return [PublishTime("adapter", weights / GB / _copy(machines), 0.0, servers * each)]
-    return list(_whole(config, weights / GB, servers, machines, hosts=hosts, apart=apart))
-
-
-def _whole(
-    config: Config, size: float, servers: int, machines: Machines, *, hosts: int, apart: bool
-) -> Iterator[PublishTime]:
-    """Whole weights of `size` GB. The formulas are in docs/plan.md."""
-    moved = size / _copy(machines)
-    across = size / machines.network if apart else 0.0
-    read, turns = size / machines.disk, math.ceil(servers / config.publish.at_once)
-    for transport in get_args(Transport):
-        match transport:
-            case "broadcast":
-                each = moved + across
-                yield PublishTime(transport, moved, each, servers * each)
-            case "disk":
-                yield PublishTime(transport, moved, read * config.publish.at_once, read + 2 * servers * read)
-            case "memory":
-                why = f"learner and servers are on {hosts} hosts" if hosts > 1 else ""
-                yield PublishTime(transport, moved, moved, turns * moved, why)
-            case "delta":
-                scan = size / machines.memory
-                each = machines.changed * across + scan + moved
-                yield PublishTime(transport, moved, moved, scan + servers * each)
+        yield "adapter", transport_of(config)
+        return
+    for name in TRANSPORTS.names:
+        if name != config.publish.transport:
+            yield name, TRANSPORTS.load(name)(Options())
+    yield config.publish.transport, transport_of(config)
 
 
 def _copy(machines: Machines) -> float:

@@ -15,8 +15,7 @@ import msgspec
 
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.load_plan import BucketLayout
-from streamrl.generate.weight_update import WeightUpdate
-from streamrl.publish.transport import BroadcastManifest, PublishError, Sink
+from streamrl.publish.transport import BroadcastManifest, PublishError, Sink, Update
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ NOTHING_RECEIVED = "Failed to receive weights"
 class BroadcastSink(Sink):
     """The end of `publish.transport: broadcast` at one server."""
 
-    def __init__(self, client: EngineClient, update: WeightUpdate, timeout: float) -> None:
+    def __init__(self, client: EngineClient, update: Update, timeout: float) -> None:
         """`timeout`: seconds that one call may take."""
         self._client = client
         self._update = update

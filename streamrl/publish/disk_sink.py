@@ -15,9 +15,8 @@ from typing import Any
 import msgspec
 
 from streamrl.engine.client import EngineClient, EngineError
-from streamrl.generate.weight_update import WeightUpdate
 from streamrl.publish.model_folder import WEIGHTS, checksum
-from streamrl.publish.transport import DiskManifest, PublishError, Sink
+from streamrl.publish.transport import DiskManifest, PublishError, Sink, Update
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ NOTHING_LOADED = "Failed to get weights iterator"
 class DiskSink(Sink):
     """The end of `publish.transport: disk` at one server."""
 
-    def __init__(self, client: EngineClient, update: WeightUpdate, timeout: float) -> None:
+    def __init__(self, client: EngineClient, update: Update, timeout: float) -> None:
         """`timeout`: seconds that one call may take."""
         self._client = client
         self._update = update

@@ -22,9 +22,16 @@ import zmq
 from streamrl.config.replay import StreamConfig
 from streamrl.engine.kept_memory import KeptMemory, Place
 from streamrl.engine.load_plan import BucketLayout
-from streamrl.generate.kept_loading import Loading, as_publish_errors
 from streamrl.publish.delta_codec import apply
-from streamrl.publish.transport import DeltaManifest, PublishError, Sink, delta_name, whole_name
+from streamrl.publish.transport import (
+    DeltaManifest,
+    Loading,
+    PublishError,
+    Sink,
+    as_publish_errors,
+    delta_name,
+    whole_name,
+)
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.parcels import ParcelClient, ParcelRefused
 from streamrl.types import PolicyVersion

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from streamrl.engine.kept_memory import Unreadable, look
-from streamrl.generate.kept_loading import Loading, as_publish_errors
-from streamrl.publish.transport import MemoryManifest, PublishError, Sink
+from streamrl.publish.transport import Loading, MemoryManifest, PublishError, Sink, as_publish_errors
 from streamrl.types import PolicyVersion
 
 

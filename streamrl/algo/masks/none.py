@@ -1,0 +1,11 @@
+"""No token is masked."""
+
+from __future__ import annotations
+
+from streamrl.algo.masks.base import Mask
+
+
+class NoMask(Mask):
+    """No token is masked."""
+
+    acts = False

@@ -1,0 +1,25 @@
+"""Flattened buckets to one server after another, by a torch.distributed group with it: gloo, or NCCL with CUDA."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamrl.publish.transports.base import Transport
+
+if TYPE_CHECKING:
+    from streamrl.publish.transport import LearnerEnd, ServerEnd, Sink, Source
+
+
+class Broadcast(Transport):
+    """A gloo or NCCL broadcast of flattened buckets to one server after another."""
+
+    def source(self, at: LearnerEnd) -> Source:
+        from streamrl.device import detect
+        from streamrl.publish.broadcast import BroadcastSource
+
+        return BroadcastSource(at.host, detect(), at.config.publish.timeout)
+
+    def sink(self, at: ServerEnd) -> Sink:
+        from streamrl.publish.broadcast_sink import BroadcastSink
+
+        return BroadcastSink(at.client, at.update, at.timeout)

@@ -1,0 +1,33 @@
+"""A Hugging Face folder a version, on a file system that all share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from streamrl.publish.transports.base import Costs, Times, Transport
+
+if TYPE_CHECKING:
+    from streamrl.publish.transport import LearnerEnd, ServerEnd, Sink, Source
+
+
+class Disk(Transport):
+    """A folder on a file system that learner, workers and servers see under one path."""
+
+    several_at_once = True
+    uses = frozenset({"folder"})
+    verifies = "every version's checksum"
+
+    def source(self, at: LearnerEnd) -> Source:
+        from streamrl.publish.disk import DiskSource
+
+        folder = at.config.publish.folder
+        return DiskSource(folder / at.config.run.name if folder else at.run_folder / "published", at.config.model.path)
+
+    def sink(self, at: ServerEnd) -> Sink:
+        from streamrl.publish.disk_sink import DiskSink
+
+        return DiskSink(at.client, at.update, at.timeout)
+
+    def times(self, costs: Costs) -> Times:
+        """Written once; each server's worker reads it for the checksum, then the server."""
+        return Times(costs.move, costs.read * costs.at_once, costs.read + 2 * costs.servers * costs.read)

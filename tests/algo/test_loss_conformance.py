@@ -1,0 +1,64 @@
+"""Every family, weight and regulariser passes what a user's own must pass; and one that breaks a promise does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from streamrl.algo.families.clip import Clip
+from streamrl.algo.weights.token import TokenWeight
+from streamrl.testing.losses import FamilyConformance, MaskConformance, RegulariserConformance, WeightConformance
+
+TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
+SETTINGS = {"second_moment": {"proximal": "recompute"}}
+
+for _kit in (FamilyConformance, WeightConformance, MaskConformance, RegulariserConformance):
+    for _name in _kit.kind.names:
+        _class = f"Test{_kit.__name__.removesuffix('Conformance')}_{_name}"
+        globals()[_class] = type(_class, (_kit,), {"name": _name, "settings": SETTINGS.get(_name, {}), **TOGETHER})
+
+
+class Unbounded(Clip):
+    """The ratio is not clamped."""
+
+    def surrogate(self, tokens, log_r, config):
+        surrogate, clipped = super().surrogate(tokens, log_r, config)
+        return surrogate * log_r.exp() / log_r.exp().detach(), clipped
+
+
+class Doubled(Clip):
+    """Twice the surrogate."""
+
+    def surrogate(self, tokens, log_r, config):
+        surrogate, clipped = super().surrogate(tokens, log_r, config)
+        return 2 * surrogate, clipped
+
+
+class Silent(Clip):
+    """Says nothing of its clip."""
+
+    def surrogate(self, tokens, log_r, config):
+        return super().surrogate(tokens, log_r, config)[0], {}
+
+
+class Halved(TokenWeight):
+    """Half the weight."""
+
+    def factors(self, tokens, log_correction, config, *, of_policy):
+        ratio, weight = super().factors(tokens, log_correction, config, of_policy=of_policy)
+        return ratio, weight / 2
+
+
+@pytest.mark.parametrize(
+    ("kit", "own", "test"),
+    [
+        (FamilyConformance, Unbounded, "test_no_ratio_makes_it_infinite"),
+        (FamilyConformance, Doubled, "test_on_policy_its_gradient_is_the_advantage"),
+        (FamilyConformance, Silent, "test_it_says_which_tokens_are_clipped"),
+        (WeightConformance, Halved, "test_what_is_on_policy_weighs_one"),
+    ],
+)
+def test_one_that_breaks_a_promise_is_found_out(kit, own, test):
+    conformance = kit()
+    conformance.name = f"{__name__}:{own.__name__}"
+    with pytest.raises(AssertionError):
+        getattr(conformance, test)()

@@ -1,0 +1,29 @@
+"""The how-to pages' choices of a user's own, written into a folder outside of streamrl."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.documented_commands import ROOT, blocks
+
+PAGES = ("howto-order.md", "howto-transport.md", "howto-loss.md")
+OWN = (
+    "replay.order=by_age.py:ByAge",
+    "replay.order_options.oldest_first=true",
+    "replay.curriculum=halves.py:Halves",
+    "publish.transport=fetched.py:Fetched",
+    "publish.transport_options.local=fetched",
+    "algo.loss=spo.py:Spo",
+    "algo.loss_options.penalty=0.5",
+    "algo.weight=sqrt_weight.py:SquareRoot",
+    "algo.covariance=slow_down.py:SlowDown",
+)
+
+
+def write_files(folder: Path) -> None:
+    """Every block of the pages that begins with the name of a file."""
+    for page in PAGES:
+        for language, text in blocks(ROOT / "docs" / page):
+            if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
+                (folder / name[1]).write_text(text)

@@ -1,0 +1,74 @@
+"""Nobody compares the name of a choice: what depends on it, its declaration says (`streamrl/choices.py`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from streamrl.choices import KINDS
+from tests.documented_commands import ROOT
+
+NAMES = {name for kind in KINDS for name in kind.names}
+OTHER_MEANINGS = {
+    "launch/folder.py": {"ready"},  # an event
+    "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
+    "streamrl/config/learner.py": {"none"},  # algo.advantage.std, learner.recompute
+    "streamrl/config/replay.py": {"none"},  # journal.keep
+    "streamrl/lab/plan/machines.py": {"memory", "disk"},  # speeds of a machine
+    "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
+    "streamrl/observe/console.py": {"ready"},  # an event
+    "streamrl/observe/timeline.py": {"ready"},  # an event
+    "streamrl/replay/durable.py": {"none"},  # journal.keep
+    "streamrl/tasks/openai_protocol.py": {"token"},  # a key of OpenAI's protocol
+    "streamrl/tasks/python_tool.py": {"memory"},  # a limit of the sandbox
+    "streamrl/tasks/questions.py": {"memory"},  # a limit of the sandbox
+    "streamrl/tasks/sandbox.py": {"memory"},  # a limit of the sandbox
+}
+# Words that are spelled like a choice and are none.
+
+
+def compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of every string that something is compared with, looked up by or limited to."""
+    for node in ast.walk(tree):
+        places: list[ast.AST | None] = []
+        if isinstance(node, ast.Compare):
+            places = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            places = [node.value]
+        elif isinstance(node, ast.Dict):
+            places = [key for key in node.keys if isinstance(key, ast.Constant)]
+        elif isinstance(node, ast.Subscript):  # Literal["a", "b"], table["a"]
+            places = [node.slice]
+        for place in places:
+            if isinstance(place, ast.Constant | ast.Tuple | ast.List | ast.Set):
+                for found in ast.walk(place):
+                    if isinstance(found, ast.Constant) and isinstance(found.value, str):
+                        yield found.lineno, found.value
+
+
+@pytest.mark.parametrize(
+    "code",
+    ['a == "fifo"', 'a in ("fifo", b)', 'match a:\n case "fifo": pass', '{"fifo": 1}', 'a: Literal["x", "fifo"]'],
+)
+def test_each_way_of_comparing_is_seen(code):
+    assert "fifo" in [text for _, text in compared(ast.parse(code))]
+
+
+def test_no_name_of_a_choice_is_compared_outside_of_its_own_file():
+    found = []
+    for file in sorted([*ROOT.glob("streamrl/**/*.py"), *ROOT.glob("launch/**/*.py")]):
+        where = file.relative_to(ROOT)
+        package = ".".join(where.parent.parts)
+        for line, text in compared(ast.parse(file.read_text())):
+            own = any(package == kind.package and text == where.stem for kind in KINDS)
+            if text in NAMES and not own and text not in OTHER_MEANINGS.get(str(where), set()):
+                found.append(f"{where}:{line}: {text}")
+    assert not found
+
+
+def test_every_exception_is_needed():
+    for where, words in OTHER_MEANINGS.items():
+        assert words <= {text for _, text in compared(ast.parse(Path(ROOT / where).read_text()))}, where
