@@ -154,7 +154,7 @@ class Schedule:
 
     def _serve(self) -> None:
         assert self.service is not None
-        if not self.service.turn() and self.service._exit != 0:
+        if not self.service.turn() and self.service.core.code != 0:
             self.problem = "the service ended the run"
 
     def _start(self, name: str) -> None:

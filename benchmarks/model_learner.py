@@ -57,16 +57,16 @@ class _SteppedPublisher:
     def act(self) -> None:
         publisher, peer = self.publisher, self._peer
         if not self._going:
-            publisher._hear(peer, 0.0)
+            publisher._receive(peer, 0.0)
             peer.insist()
             staged = publisher._shared.staged
             if staged is None:
                 return
             if publisher._is_new():
-                publisher._take(peer, staged)
+                publisher._announce(peer, staged)
             if not publisher._shared.stopped:
-                behind = publisher._behind(staged.version)[: self._at_once]
-                self._going = [publisher._publish(peer, self._source, server, staged) for server in behind]
+                due = publisher._due(staged.version)[: self._at_once]
+                self._going = [publisher._publish(peer, self._source, server, staged) for server in due]
         self._going = [publish for publish in self._going if next(publish, _END) is not _END]
 
     def bye(self) -> None:

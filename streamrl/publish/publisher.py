@@ -3,9 +3,10 @@
     offer ──copy──▶ staging ──thread──▶ keep ──▶ announce ──▶ servers, `at_once` at a time: Publish, bytes, Applied
       ▲ waits only while the former version is still going out
 
-A server that fails is left, tried again after a pause, and never holds the others or the training loop
-for longer than `publish.timeout`. A replay service that is started again hears again what there is to publish, and so
-does one that was silent for `stream.reply_timeout`: the list of the servers may be lost.
+What is known of each server, and when it gets a version, is decided in `publish/server_weights.py`. A server that fails
+never holds the others or the training loop for longer than `publish.timeout`. A replay service that is started again
+hears again what there is to publish, and so does one that was silent for `stream.reply_timeout`: the list of the
+servers may be lost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 from streamrl.config import Config
 from streamrl.observe.events import EventLog
 from streamrl.publish.kept import keep
+from streamrl.publish.server_weights import Servers, ServerWeights, State
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.staging import Staged
 from streamrl.publish.transport import PublishError, Source
@@ -38,7 +40,6 @@ from streamrl.stream.messages import (
     Publish,
     PublishFailed,
     Roster,
-    ServerState,
     Stop,
 )
 from streamrl.stream.peer import Peer, PeerRefused
@@ -47,23 +48,15 @@ from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-ROSTER_POLL = 0.05  # seconds between two looks for roster news while there is nothing to do; an offer wakes at once
+# Seconds of the longest wait for an offer, which wakes at once, before the service's messages are read again.
+ROSTER_POLL = 0.05
 
-WAIT_POLL = 0.002
-# seconds of one wait for the service while bytes are under way: the time that a failure goes unnoticed, and what
+# Seconds of one wait for the service while bytes are under way: the time that a failure goes unnoticed, and what
 # a broadcast that has finished may wait for its successor.
+WAIT_POLL = 0.002
 
-FIRST_PAUSE = 1.0  # seconds before a failed server is tried again; doubled each time, up to publish.timeout
-
-_END = object()  # what an iterator says that has come to its end
-
-
-@dataclass(slots=True)
-class _Retry:
-    """When a failed server is tried again."""
-
-    at: float  # monotonic seconds
-    pause: float
+# What an iterator returns that has come to its end.
+_END = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +73,9 @@ class PublishStatistics:
 class _Shared:
     """What the training loop and the thread both see, under the condition's lock."""
 
+    servers: Servers
     staged: Staged | None = None
     taken: Staged | None = None  # the last version that the thread has kept and announced
-    roster: dict[str, ServerState] = field(default_factory=dict)
-    roster_known: bool = False  # the service has told it at least once
     sending: bool = False  # a version to a server
     failure: BaseException | None = None
     stopped: bool = False  # by the service
@@ -110,13 +102,7 @@ class Publisher:
         self._staging = make_staging(config)
         self._staging_lock = threading.Lock()  # held while the staged bytes are written, or read
         self._changed = threading.Condition()
-        self._shared = _Shared()
-        self._retries: dict[str, _Retry] = {}  # the thread's alone, as the socket and the source are
-        self._refusals: dict[str, str] = {}  # server: the reason that its sink gave, this one too
-        self._attempt = 0  # number of the newest Publish
-        self._attempts: dict[str, int] = {}  # that of each server: what a former one comes to is no news
-        self._gone: set[str] = set()  # servers whose process has ended since the last publish to them
-        self._openings = 0  # times that the service did not know the publisher, this one too
+        self._shared = _Shared(Servers(config.publish.timeout))
         self._thread = threading.Thread(target=self._main, name="publisher", daemon=True)
         self._thread.start()
 
@@ -192,9 +178,8 @@ class Publisher:
         shared = self._shared
         if shared.stopped or shared.staged is None:
             return True
-        newest, taken = shared.staged.version, shared.taken is shared.staged
-        settled = taken and shared.roster_known and not shared.sending
-        return settled and all(state.version >= newest for state in shared.roster.values())
+        taken = shared.taken is shared.staged
+        return taken and not shared.sending and shared.servers.have(shared.staged.version)
 
     # -- the thread
 
@@ -204,7 +189,7 @@ class Publisher:
                 source = make_source(self._config, self._run_folder, peer.address)
                 with contextlib.closing(source):
                     while self._next_round():
-                        self._hear(peer, 0.0)
+                        self._receive(peer, 0.0)
                         peer.insist()
                         self._round(peer, source)
                 peer.send(Bye())
@@ -217,16 +202,16 @@ class Publisher:
 
     def _opening(self) -> Iterator[Message]:
         """What a service hears first, also one that was started again: its servers are known once it tells them."""
-        self._openings += 1
         with self._changed:
-            taken, self._shared.roster_known = self._shared.taken, False
+            self._shared.servers.forgotten()
+            taken = self._shared.taken
         version = taken.version if taken else self._version
         yield Hello(run=self._run, role="publisher", name="publisher", version=version)
         if taken is not None:
             yield Announce(version=taken.version)
 
     def _next_round(self) -> bool:
-        """Wait for an offer, or for the next look at the roster. False: the end."""
+        """Wait for an offer, or until the service's messages are due. False: the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._shared.closing or self._is_new(), ROSTER_POLL)
             return not self._shared.closing
@@ -242,67 +227,63 @@ class Publisher:
             if staged is None:
                 return
             if is_new:
-                self._take(peer, staged)
+                self._announce(peer, staged)
             began = time.monotonic()
-            behind = [] if stopped else self._behind(staged.version)
-            for first in range(0, len(behind), self._config.publish.at_once):
-                together = behind[first : first + self._config.publish.at_once]
+            due = [] if stopped else self._due(staged.version)
+            for first in range(0, len(due), self._config.publish.at_once):
+                together = due[first : first + self._config.publish.at_once]
                 with self._sending():
                     _run([self._publish(peer, source, server, staged) for server in together])
-            if behind:
+            if due:
                 self._count(seconds=time.monotonic() - began)
 
-    def _take(self, peer: Peer, staged: Staged) -> None:
+    def _announce(self, peer: Peer, staged: Staged) -> None:
         """A version is kept before any server has it: no token without the weights that it can be checked with."""
         every = self._config.publish.keep_every
         if every and staged.version.step % every == 0:
             with self._events.span("publish.keep", version=str(staged.version)):
                 keep(staged, self._config, self._run_folder)
         peer.send(Announce(version=staged.version))
-        self._retries.clear()
         with self._changed:
+            self._shared.servers.announced()
             self._shared.taken = staged
             self._changed.notify_all()
 
-    def _behind(self, version: PolicyVersion) -> list[ServerState]:
-        """Servers with older weights, free to change them, whose pause after a failure, if any, is over."""
-        now = time.monotonic()
+    def _due(self, version: PolicyVersion) -> list[ServerWeights]:
         with self._changed:
-            servers = [state for state in self._shared.roster.values() if state.version < version and not state.pinned]
-        return [state for state in servers if state.name not in self._retries or self._retries[state.name].at <= now]
+            return self._shared.servers.due(version, time.monotonic())
 
-    def _publish(self, peer: Peer, source: Source, server: ServerState, staged: Staged) -> Iterator[None]:
+    def _publish(self, peer: Peer, source: Source, server: ServerWeights, staged: Staged) -> Iterator[None]:
         """One version to one server, within `publish.timeout`; a failure is counted and retried later.
 
         Gives way to other servers' while it waits for this one.
         """
-        deadline = time.monotonic() + self._config.publish.timeout
-        self._refusals.pop(server.name, None)  # of a former try
-        self._attempt += 1
-        attempt = self._attempts[server.name] = self._attempt
-        if server.name in self._gone:
-            self._gone.discard(server.name)
-            source.drop(server.name)  # what was shared with the former process leads nowhere
-        openings = self._openings
+        with self._changed:
+            if not server.is_due(staged.version, time.monotonic()):
+                return  # what others waited for has changed that
+            stale = self._shared.servers.begin(server, staged.version, time.monotonic())
+            reported, attempt = server.reported, server.attempt
+        assert attempt is not None
+        if stale:
+            source.drop(server.name)
 
         def check() -> None:
-            self._hear(peer, WAIT_POLL)
-            if self._openings != openings:
-                raise PublishError(f"{server.name}: what was said of it may be lost with a former replay service")
-            self._check(server.name, staged.version, deadline)
+            self._receive(peer, WAIT_POLL)
+            self._check(server)
 
         try:
             with self._events.span("publish", server=server.name, version=str(staged.version)):
-                manifest = source.manifest(server, staged)
+                manifest = source.manifest(reported, staged)
                 peer.send(Publish(server=server.name, version=staged.version, manifest=manifest, attempt=attempt))
-                source.send(server, staged, check)
-                while self._version_of(server.name) < staged.version:
+                source.send(reported, staged, check)
+                with self._changed:
+                    server.sent()
+                while server.state is not State.IDLE:
                     yield
                     check()
         except (PublishError, StreamTimeout) as error:
-            self._failed(source, server.name, str(error))
+            self._failed(source, server, str(error))
             return
-        self._retries.pop(server.name, None)
         self._count(published=self.statistics.published + 1)
 
     @contextlib.contextmanager
@@ -317,33 +298,27 @@ class Publisher:
                 self._shared.sending = False
                 self._changed.notify_all()
 
-    def _check(self, server: str, version: PolicyVersion, deadline: float) -> None:
+    def _check(self, server: ServerWeights) -> None:
         """Raise PublishError when waiting for `server` has become pointless."""
         with self._changed:
-            state, ending = self._shared.roster.get(server), self._shared.closing or self._shared.stopped
-        if server in self._refusals:
-            raise PublishError(f"{server}: {self._refusals[server]}")
-        if state is None:
-            raise PublishError(f"{server} has left")
-        if state.pinned and state.version < version:
-            raise PublishError(f"{server} is being evaluated")
-        if ending:
-            raise PublishError(f"{server}: the publisher is closing")
-        if time.monotonic() > deadline:
-            raise PublishError(f"{server} did not finish in publish.timeout={self._config.publish.timeout:g} s")
+            problem, ending = server.problem(time.monotonic()), self._shared.closing or self._shared.stopped
+            if problem is None and ending and server.is_open:
+                problem = f"{server.name}: the publisher is closing"
+        if problem is not None:
+            raise PublishError(problem)
 
-    def _failed(self, source: Source, server: str, reason: str) -> None:
-        source.drop(server)
+    def _failed(self, source: Source, server: ServerWeights, reason: str) -> None:
+        source.drop(server.name)
         if source.reads_on():
             self._staging.leave()
-        former = self._retries.get(server)
-        pause = min(2 * former.pause, self._config.publish.timeout) if former else FIRST_PAUSE
-        self._retries[server] = _Retry(time.monotonic() + pause, pause)
+        with self._changed:
+            server.fail(time.monotonic())
+            pause = server.pause
         log.warning("publish failed, next try in %g s: %s", pause, reason)
         self._count(failed=self.statistics.failed + 1)
 
-    def _hear(self, peer: Peer, timeout: float) -> None:
-        """Take in what the service said, waiting `timeout` seconds for the first message."""
+    def _receive(self, peer: Peer, timeout: float) -> None:
+        """Handle what the service said, waiting `timeout` seconds for the first message."""
         peer.beat()
         while True:
             try:
@@ -354,34 +329,20 @@ class Publisher:
             if message is None:
                 return
             timeout = 0.0
-            self._note(message)
+            self._handle(message)
 
-    def _note(self, message: Message | ReceivedBatch) -> None:
+    def _handle(self, message: Message | ReceivedBatch) -> None:
         with self._changed:
             match message:
                 case Roster(servers=servers):
-                    former, self._shared.roster = self._shared.roster, {state.name: state for state in servers}
-                    self._gone |= {name for name, state in former.items() if self._has_ended(state)}
-                    self._shared.roster_known = True
-                case Applied(server=server, version=version, pinned=pinned) if server in self._shared.roster:
-                    world_size = self._shared.roster[server].world_size
-                    state = ServerState(name=server, version=version, world_size=world_size, pinned=pinned)
-                    self._shared.roster[server] = state
-                case PublishFailed(server=server, reason=reason, attempt=of) if of == self._attempts.get(server):
-                    self._refusals[server] = reason
+                    self._shared.servers.handle_roster(servers, time.monotonic())
+                case Applied():
+                    self._shared.servers.handle_applied(message)
+                case PublishFailed():
+                    self._shared.servers.handle_failed(message)
                 case Stop():
                     self._shared.stopped = True
             self._changed.notify_all()
-
-    def _has_ended(self, former: ServerState) -> bool:
-        """It left, or another process with older weights has its name. Call with the lock held."""
-        now = self._shared.roster.get(former.name)
-        return now is None or now.version < former.version
-
-    def _version_of(self, server: str) -> PolicyVersion:
-        with self._changed:
-            state = self._shared.roster.get(server)
-        return state.version if state is not None else PolicyVersion(0)
 
     def _count(self, **changes: Any) -> None:
         with self._changed:

@@ -33,8 +33,11 @@ class Admission:
         self._announced = version if self._announced is None else max(version, self._announced)
 
     def unknown(self, version: PolicyVersion, buffer: Buffer) -> bool:
-        """Whether no learner of this run has told of a version. A service that was started again hears of the newest
-        by the publisher's Announce, and until then knows what its journal knows."""
+        """Has no learner of this run told of this version?
+
+        A server has new weights before it reports them, so that an announced version is known. A service that was
+        started again learns of the newest by the publisher's Announce, and until then knows what its journal knows.
+        """
         known = [each for each in (self._announced, buffer.acknowledged) if each is not None]
         incarnation = max((each.incarnation for each in (*known, buffer.began) if each is not None), default=0)
         return version > max(known, default=PolicyVersion(0)) or version.incarnation > incarnation
@@ -43,15 +46,10 @@ class Admission:
         """Why a group cannot come in; None where it can."""
         if len(group.samples) != self._group_size:
             return f"{len(group.samples)} samples, generate.group_size={self._group_size}"
-        if (unknown := self._unknown_version(group, buffer)) is not None:
-            return f"tokens of version {unknown}, which was never published"
-        return untrainable(group, buffer.limits) if buffer.limits is not None else None
-
-    def _unknown_version(self, group: Group, buffer: Buffer) -> PolicyVersion | None:
-        """A server reports new weights after it has them, so that its first tokens may come before its report."""
-        known = max((version for version in (self._announced, buffer.acknowledged) if version), default=None)
         newest = max((sample.spans[-1].version for sample in group.samples if sample.spans), default=None)
-        return newest if newest is not None and (known is None or newest > known) else None
+        if newest is not None and self.unknown(newest, buffer):
+            return f"tokens of version {newest}, which was never published"
+        return untrainable(group, buffer.limits) if buffer.limits is not None else None
 
 
 def foreign(hello: Hello, run: RunIdentity) -> str | None:

@@ -198,7 +198,7 @@ def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
     assert "refused: header" in hear(stranger, Stop).reason
     stranger.close()
     assert isinstance(answer(worker, make_group, ticket), Accepted)
-    assert running.service.malformed == 2 * len(junk)  # and the stranger's, less the learner's rightful Next
+    assert running.service.core.malformed == 2 * len(junk)  # and the stranger's, less the learner's rightful Next
     assert len(running.told("replay.malformed")) == 3
     documented("malformed message from ... refused: ...", caplog.text, GOES_ON)
 
@@ -226,7 +226,7 @@ def test_damaged_messages_of_every_kind_leave_the_service_serving(
         assert isinstance(answer(worker, make_group, ticket), Accepted)
     learner.send(Next(step=0))
     assert ids(hear(learner, ReceivedBatch)) == [0, 1]
-    assert running.service.malformed > 100
+    assert running.service.core.malformed > 100
 
 
 def test_the_publisher_knows_the_servers_and_hears_what_became_of_its_versions(start: Callable[..., Running]) -> None:
@@ -267,7 +267,7 @@ def test_a_strangers_words_are_answered_by_one_introduce_and_its_hello_counts(
     stranger.send(Credit(capacity=1))
     (ticket,) = hear_tickets(stranger, 1)
     assert isinstance(answer(stranger, make_group, ticket), Accepted)
-    assert running.service.malformed == 0
+    assert running.service.core.malformed == 0
 
 
 def test_a_run_without_a_journal_goes_on_from_the_checkpoints_version(start: Callable[..., Running]) -> None:
@@ -325,7 +325,7 @@ def test_a_version_that_was_never_announced_is_refused_and_frees_nothing(
     (told,) = running.told("replay.malformed")
     assert told["reason"] == "version 7.0, which server w-server reports, was never announced"
     documented("version ..., which server ... reports, was never announced", told["reason"], GOES_ON)
-    assert running.service.malformed == 3
+    assert running.service.core.malformed == 3
     worker.send(Applied(server="w-server", version=V1))
     assert [ticket.group_id for ticket in hear_tickets(worker, 2)] == [4, 5]
     learner = running.learner(PolicyVersion(2, incarnation=1))

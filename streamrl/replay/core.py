@@ -1,0 +1,192 @@
+"""The replay service without its socket and its clock: every message goes to one of three sides, time passes in ticks.
+
+    handle ──▶ generator side   tickets, groups          handle* ─▶ tick ─▶ handle* ─▶ tick ─▶ ... until `is_over`
+           ──▶ learner side     batches, steps
+           ──▶ publisher side   servers, versions
+
+Nothing in it waits for a peer. What each may say is listed in `stream/messages.py`, the phases in `replay/phases.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from streamrl.config import Config
+from streamrl.observe.events import EventLog
+from streamrl.replay.admission import foreign
+from streamrl.replay.durable import DurableBuffer
+from streamrl.replay.generator_side import GeneratorSide
+from streamrl.replay.learner_side import LearnerSide
+from streamrl.replay.peer_time import PeerTime
+from streamrl.replay.phases import Phase
+from streamrl.replay.publisher_side import PublisherSide
+from streamrl.replay.run_parts import RunParts, Send
+from streamrl.stream.codec import ticket_of
+from streamrl.stream.messages import MAX_REASON, Bye, Hello, Introduce, MalformedMessage, Message, Stop, decode
+from streamrl.stream.sockets import Received
+
+log = logging.getLogger(__name__)
+
+
+class Core:
+    """Driven by `replay/service.py`, or by a test or a simulation with a clock and peers of its own.
+
+    >>> core = Core(config, durable, router.send, events, now=0.0)
+    >>> while not core.is_over():
+    ...     while (received := router.receive(core.longest_wait(clock(), most=0.2))) is not None:
+    ...         core.handle(received, clock())
+    ...     core.tick(clock(), emptied=True)
+    """
+
+    def __init__(self, config: Config, durable: DurableBuffer, send: Send, events: EventLog, now: float) -> None:
+        """`now`: seconds on the clock of the journal, as in every call."""
+        self._run = RunParts(config, durable, send, events)
+        self._time = PeerTime(now, config.replay.lease)
+        self._generators = GeneratorSide(self._run)
+        self._learner = LearnerSide(self._run, self._time.now)
+        self._publisher = PublisherSide(self._run)
+        self.malformed = 0  # messages refused as malformed
+
+    @property
+    def code(self) -> int:
+        """Exit code, once the run is over."""
+        return self._run.phases.code
+
+    def is_over(self) -> bool:
+        """Has everybody been told, and left, or had the time for it?"""
+        return self._run.phases.is_over(self._time.now, anyone=bool(self._run.workers.live))
+
+    def interrupt(self, reason: str, code: int) -> None:
+        """A signal ends the service, with exit code `code`."""
+        self._run.phases.interrupt(code)
+        self._run.send_stop(f"the replay service was ended by {reason}")
+
+    def longest_wait(self, now: float, most: float) -> float:
+        """Seconds until a tick is due without a message, `most` at most."""
+        return most if self._time.catches_up else min(most, max(0.0, self._run.durable.due_at - now))
+
+    # -- messages
+
+    def handle(self, received: Received, now: float) -> None:
+        """What a peer has sent."""
+        try:
+            if received.problem:
+                raise MalformedMessage(received.problem)
+            self._dispatch(received.peer, received.frames, received.missed, now)
+        except MalformedMessage as error:
+            self._refuse_malformed(received.peer, error)
+
+    def _dispatch(self, identity: bytes, frames: list[memoryview], missed: int, now: float) -> None:
+        run = self._run
+        worker = run.workers.hear(identity, self._time.now)
+        known = worker is not None or run.peers.knows(identity)
+        message = None if len(frames) == 2 and (worker or not known) else _only_message(frames)
+        if isinstance(message, Hello):
+            self._handle_hello(identity, message)
+            return
+        if not known:
+            self._handle_stranger(identity, message, frames)
+            return
+        if missed:
+            run.events.emit("replay.missed", peer=identity.decode(errors="replace"), messages=missed)
+            self._ask(identity)
+        if worker is not None and message is None:
+            self._generators.handle_group(worker, frames)
+        elif worker is not None and message is not None:
+            self._generators.handle(worker, message, self._time.now)
+        elif identity == run.peers.learner and message is not None:
+            self._learner.handle(message, self._time.now, now)
+        elif message is not None:
+            self._publisher.handle(message)
+
+    def _handle_stranger(self, identity: bytes, message: Message | None, frames: list[memoryview]) -> None:
+        """A peer of a former service, or of nobody: it is asked who it is."""
+        if message is None:
+            ticket_of(frames[0])  # raises where it is no group
+        if not self._run.phases.goes_on:
+            self._send_over(identity)
+        elif not isinstance(message, Bye):
+            self._ask(identity)
+
+    def _ask(self, identity: bytes) -> None:
+        if self._run.peers.to_ask(identity, self._time.now):
+            self._run.send(identity, Introduce())
+
+    def _handle_hello(self, identity: bytes, hello: Hello) -> None:
+        run, now = self._run, self._time.now
+        run.events.emit("replay.hello", peer=hello.role, name=hello.name, version=hello.version)
+        problem = foreign(hello, run.durable.run)
+        if problem is None and not run.phases.goes_on:
+            self._send_over(identity)
+        elif problem is None and hello.role == "generator":
+            problem = self._generators.handle_hello(identity, hello, now)
+        elif problem is None and hello.role == "publisher":
+            self._publisher.handle_hello(identity)
+        elif problem is None:
+            problem = self._learner.handle_hello(identity, hello, now)
+        if problem is not None:
+            self._refuse_peer(identity, hello, problem)
+
+    def _send_over(self, identity: bytes) -> None:
+        """To a peer that comes too late."""
+        self._run.send(identity, Stop(reason="the run is over", failed=self._run.phases.has_failed))
+
+    def _refuse_peer(self, identity: bytes, hello: Hello, reason: str) -> None:
+        """It cannot take part, and ends; the run goes on without it."""
+        if self._run.peers.to_complain(identity, self._time.now):
+            log.warning("refused: %s", reason)
+            self._run.events.emit("replay.refused", peer=hello.role, name=hello.name, run=hello.run, reason=reason)
+        self._run.send(identity, Stop(reason=reason[:MAX_REASON], refused=True))
+
+    def _refuse_malformed(self, identity: bytes, error: MalformedMessage) -> None:
+        """Count and log it; answer where an answer helps. A group's ticket is issued again."""
+        run, now = self._run, self._time.now
+        self.malformed += 1
+        if run.peers.to_complain(identity, now):
+            log.warning("malformed message from %r refused: %s", identity, error.reason)
+            run.events.emit("replay.malformed", peer=identity.decode(errors="replace"), reason=error.reason)
+        worker = run.workers.hear(identity, now)
+        if worker is not None and error.ticket is not None:
+            self._generators.refuse_group(worker, error.ticket, error.reason)
+        elif worker is None and not run.peers.knows(identity):
+            run.send(identity, Stop(reason=f"refused: {error.reason}"[:MAX_REASON], refused=True))
+
+    # -- time
+
+    def tick(self, now: float, *, emptied: bool) -> None:
+        """Do what is due, and hand out tickets, a batch, the roster. `emptied`: every message that came was handled."""
+        run, peers_now = self._run, self._time.look(now, emptied=emptied)
+        self._generators.tick(peers_now)
+        if (waited := run.evaluations.look(run.workers.servers, now)) is not None:
+            run.events.emit("publish.waited", seconds=round(waited, 6), reason="every server was being evaluated")
+        run.durable.tend(now)
+        self._generators.send_answers()
+        self._learner.send_progress(peers_now)
+        if run.phases.phase is Phase.FINISHING:
+            self._finish(peers_now)
+        elif run.phases.phase is Phase.SERVING:
+            self._learner.tick(peers_now)
+        self._generators.send_tickets(peers_now)
+        self._learner.send_batch(now)
+        self._publisher.send_roster()
+
+    def _finish(self, now: float) -> None:
+        """The run ends when every server has the last version, and it is evaluated, or at the deadlines of both."""
+        run, final = self._run, self._run.phases.final
+        assert final is not None
+        everywhere = run.workers.all_at(final)
+        if not run.phases.is_published(now, everywhere=everywhere, evaluating=run.workers.pinned):
+            return
+        if everywhere:
+            run.events.emit("publish.complete", version=final)
+        else:
+            log.warning("version %s did not reach every server in publish.timeout", final)
+        self._learner.send_evaluations()
+        run.phases.complete(now)
+        run.send_stop(f"the run is complete with version {final}")
+
+
+def _only_message(frames: list[memoryview]) -> Message:
+    if len(frames) != 1:
+        raise MalformedMessage(f"{len(frames)} frames, one is expected here")
+    return decode(frames[0])

@@ -1,0 +1,123 @@
+"""The service's side towards the learner: where it begins, the batches that it waits for, the steps that it makes."""
+
+from __future__ import annotations
+
+from streamrl.progress import ProgressWatch
+from streamrl.replay.admission import impossible
+from streamrl.replay.run_parts import RunParts
+from streamrl.replay.standstill import Herald, why_no_step
+from streamrl.stream.messages import (
+    Bye,
+    Finished,
+    GaveUp,
+    Heartbeat,
+    Hello,
+    MalformedMessage,
+    Message,
+    Next,
+    Progress,
+    Quarantined,
+    Saved,
+    Welcome,
+)
+
+
+class LearnerSide:
+    """The learner of a run. `now` is the time of the peers (`replay/peer_time.py`), `clock` that of the disk."""
+
+    def __init__(self, run: RunParts, now: float) -> None:
+        self._run = run
+        self._watch = ProgressWatch(run.config, now)
+        self._herald = Herald(run.config.progress_timeout)
+
+    def handle_hello(self, identity: bytes, hello: Hello, now: float) -> str | None:
+        """A learner begins at its checkpoint. Returns why it cannot take part; None where it can."""
+        assert hello.version is not None  # the message's own check
+        run, step = self._run, hello.version.step
+        run.peers.introduced(identity)
+        if hello.ledger is not None:
+            problem = impossible(hello.ledger, step, run.buffer, run.durable.run)
+            if problem is not None:
+                return f"{hello.name} starts at version {hello.version}, but {problem}"
+        if self._herald.is_new_life(hello.version):
+            self._watch.step(now)
+        run.durable.begin(hello.version, hello.ledger, hello.limits)
+        run.workers.follow(hello.version.incarnation)
+        for server in run.workers.servers:
+            run.acknowledge(server.version)
+        run.delivery.forget()
+        run.phases.learner_began()
+        run.peers.learner = identity
+        run.send(identity, Welcome(published=run.buffer.acknowledged))
+        return None
+
+    def handle(self, message: Message, now: float, clock: float) -> None:
+        """Any message but a Hello. Raises MalformedMessage."""
+        run = self._run
+        match message:
+            case Heartbeat():
+                pass
+            case Next(step=step):
+                run.delivery.asked = step
+            case Quarantined(step=step, group_id=group_id, attempt=attempt, reason=reason):
+                if run.buffer.quarantine(step, group_id, attempt, reason):
+                    run.delivery.quarantined(step)
+                    run.events.emit("group.quarantined", step=step, group_id=group_id, attempt=attempt, reason=reason)
+            case Progress(version=version, ess=ess):
+                self._watch.step(now)
+                self._herald.step(message)
+                run.events.emit("learner.progress", version=version)
+                run.buffer.progress(version, ess)
+            case Saved(version=version, oldest=oldest):
+                run.events.emit("learner.saved", version=version, oldest=oldest)
+                run.durable.saved(oldest, clock)
+            case Finished(version=version):
+                run.events.emit("learner.finished", version=version)
+                run.phases.finished(version, now)
+            case GaveUp(reason=reason):
+                run.give_up(reason)
+            case Bye():
+                run.delivery.forget()
+                run.peers.learner = None
+            case _:
+                raise MalformedMessage(f"{type(message).__name__} from a learner")
+
+    def send_progress(self, now: float) -> None:
+        """To the workers, who watch for steps as well."""
+        if (progress := self._herald.due(now)) is not None:
+            for worker in self._run.workers.live:
+                self._run.send_worker(worker, progress)
+
+    def tick(self, now: float) -> None:
+        """A run that makes no step in run.progress_timeout is given up."""
+        run = self._run
+        if self._watch.is_over(now):
+            why = why_no_step(run.workers, run.peers, run.delivery, run.durable.full)
+            run.give_up(self._watch.line(why))
+
+    def send_batch(self, clock: float) -> None:
+        """The batch that the learner waits for, if it is complete and durable."""
+        run = self._run
+        learner = run.peers.learner
+        if learner is None:
+            return
+        try:
+            ready = run.delivery.ready(clock)
+        except ValueError as error:
+            run.fail(f"the learner lost its place: {error}")
+            return
+        if ready is None:
+            return
+        if run.send(learner, *ready):
+            run.delivery.asked = None
+        else:  # it is gone, or will be asked who it is with its next message
+            run.events.emit("learner.unreachable", step=run.delivery.asked)
+            run.delivery.forget()
+            run.peers.learner = None
+
+    def send_evaluations(self) -> None:
+        """Those that no batch has taken along: the run ends."""
+        run = self._run
+        if run.peers.learner is not None:
+            for late in run.evaluations.rest():
+                run.send(run.peers.learner, late)

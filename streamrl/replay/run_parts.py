@@ -1,0 +1,84 @@
+"""What the service knows of a run, and how it sends: shared by the three sides that it has towards its peers.
+
+No I/O of its own: the way out is passed in, and so is the time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from streamrl.config import Config
+from streamrl.observe.events import EventLog
+from streamrl.replay.admission import Admission
+from streamrl.replay.delivery import Delivery
+from streamrl.replay.durable import DurableBuffer
+from streamrl.replay.peers import Peers
+from streamrl.replay.phases import Phases
+from streamrl.replay.workers import Worker, Workers
+from streamrl.stream.messages import MAX_REASON, Buffer, Message, Stop
+from streamrl.types import PolicyVersion
+
+log = logging.getLogger(__name__)
+
+Send = Callable[[bytes, Message, Sequence[Buffer]], bool]
+
+
+class RunParts:
+    """One run."""
+
+    def __init__(self, config: Config, durable: DurableBuffer, send: Send, events: EventLog) -> None:
+        """`send`: a message and further frames to a peer by its identity; False where it cannot be reached."""
+        self.config = config
+        self.durable = durable
+        self.buffer = durable.buffer
+        self.events = events
+        self.workers = Workers(config.generate.heartbeat)
+        self.peers = Peers()
+        self.admission = Admission(config.generate.group_size)
+        self.delivery = Delivery(durable, self.workers, events)
+        self.evaluations = self.delivery.evaluations
+        self.phases = Phases(config.publish.timeout, config.evaluate.longest, config.run.stop_timeout)
+        self._send = send
+
+    def send(self, identity: bytes, message: Message, frames: Sequence[Buffer] = ()) -> bool:
+        """False: the peer is gone or does not read."""
+        return self._send(identity, message, frames)
+
+    def send_worker(self, worker: Worker, message: Message) -> bool:
+        """A worker that cannot be reached is as good as silent; its tickets have their leases."""
+        if self.send(worker.identity, message):
+            return True
+        if not worker.lost:
+            worker.lost = True
+            self.events.emit("worker.silent", worker=worker.name, reason="it does not take messages")
+        return False
+
+    def send_publisher(self, message: Message) -> bool:
+        """False where there is none."""
+        return self.peers.publisher is not None and self.send(self.peers.publisher, message)
+
+    def acknowledge(self, version: PolicyVersion) -> None:
+        """A server generates with `version`."""
+        if self.buffer.acknowledge(version):
+            self.events.emit("publish.acknowledged", version=version, slots=self.buffer.charged)
+
+    def give_up(self, reason: str) -> None:
+        """End the run: whoever starts this service again would see it end the same way."""
+        self.events.emit("gave_up", reason=reason)
+        self.fail(reason)
+
+    def fail(self, reason: str) -> None:
+        """The run has failed."""
+        self.phases.fail()
+        self.send_stop(reason)
+
+    def send_stop(self, reason: str) -> None:
+        """Tell every peer that it is over, after the phase has changed."""
+        code, failed = self.phases.code, self.phases.has_failed
+        log.log(logging.ERROR if failed else logging.INFO, "stop: %s", reason)
+        self.events.emit("replay.stop", reason=reason, code=code)
+        peers = [worker.identity for worker in self.workers.known]
+        for identity in (*peers, self.peers.learner, self.peers.publisher):
+            if identity is not None:
+                self.send(identity, Stop(reason=reason[:MAX_REASON], failed=failed))

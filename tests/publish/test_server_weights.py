@@ -1,0 +1,241 @@
+"""What the publisher knows of a server: every order of messages and failures, and what follows from each."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from streamrl.publish.server_weights import FIRST_PAUSE, FORGOTTEN, Servers, ServerWeights, State
+from streamrl.stream.messages import Applied, PublishFailed, ServerState
+from streamrl.types import PolicyVersion
+
+TIMEOUT = 8.0
+V0, V1, V2 = (PolicyVersion(step) for step in range(3))
+NAMES = ("a", "b")
+
+
+def fleet(*names: str, at: PolicyVersion = V0) -> Servers:
+    servers = Servers(TIMEOUT)
+    servers.handle_roster([ServerState(name=name, version=at) for name in names], 0.0)
+    return servers
+
+
+def sent(servers: Servers, version: PolicyVersion = V1, now: float = 0.0) -> ServerWeights:
+    """The first server that is due, with everything sent to it."""
+    server = servers.due(version, now)[0]
+    servers.begin(server, version, now)
+    server.sent()
+    return server
+
+
+def test_a_version_is_applied_when_the_server_says_so():
+    servers = fleet("a")
+    server = sent(servers)
+    assert (server.state, servers.have(V1), server.problem(TIMEOUT)) == (State.WAITING, False, None)
+    servers.handle_applied(Applied(server="a", version=V1))
+    assert (server.state, servers.have(V1), servers.due(V1, 1.0)) == (State.IDLE, True, [])
+
+
+def test_a_server_may_report_the_version_before_the_transport_has_ended():
+    servers = fleet("a")
+    (server,) = servers.due(V1, 0.0)
+    servers.begin(server, V1, 0.0)
+    servers.handle_applied(Applied(server="a", version=V1))
+    assert server.state is State.SENDING
+    server.sent()
+    assert server.state is State.IDLE
+
+
+def test_the_pause_doubles_up_to_the_timeout_and_ends_with_a_newer_version():
+    servers, now, pauses = fleet("a"), 0.0, []
+    for _ in range(5):
+        server = sent(servers, now=now)
+        server.fail(now)
+        assert servers.due(V1, now + server.pause - 0.01) == []
+        now += server.pause
+        pauses.append(server.pause)
+    assert pauses == [FIRST_PAUSE, 2.0, 4.0, TIMEOUT, TIMEOUT]
+    sent(servers, now=now).fail(now)
+    assert servers.due(V2, now) == []
+    servers.announced()
+    assert servers.due(V2, now) == [server]
+    assert server.pause == 0.0
+
+
+def test_a_success_ends_the_doubling():
+    servers = fleet("a")
+    sent(servers).fail(0.0)
+    server = sent(servers, now=1.0)
+    servers.handle_applied(Applied(server="a", version=V1))
+    sent(servers, V2, 2.0).fail(2.0)
+    assert server.pause == FIRST_PAUSE
+
+
+def test_only_the_failure_of_the_newest_attempt_counts():
+    servers = fleet("a")
+    server = sent(servers)
+    former = server.attempt
+    server.fail(0.0)
+    sent(servers, now=1.0)
+    servers.handle_failed(PublishFailed(server="a", version=V1, reason="late", attempt=former))
+    assert server.problem(1.0) is None
+    servers.handle_failed(PublishFailed(server="a", version=V1, reason="not today", attempt=server.attempt))
+    assert server.problem(1.0) == "a: not today"
+
+
+@pytest.mark.parametrize("returns", [False, True])
+def test_a_server_that_leaves_has_failed_and_shares_nothing_with_the_next_process(returns: bool):
+    servers = fleet("a", "b")
+    server = sent(servers)
+    servers.handle_roster([ServerState(name="b", version=V1)], 0.0)
+    if returns:
+        servers.handle_roster([ServerState(name=name, version=V1) for name in NAMES], 0.0)
+    assert server.problem(0.0) == "a has left"
+    server.fail(0.0)
+    assert server.state is (State.BACKING_OFF if returns else State.GONE)
+    assert servers.have(V1)
+    servers.handle_roster([ServerState(name=name, version=V0) for name in NAMES], 0.5)
+    assert server not in servers.due(V1, 0.5), "its pause has been forgotten"
+    assert server in servers.due(V1, FIRST_PAUSE)
+    assert servers.begin(server, V1, FIRST_PAUSE), "what the transport shares with it is kept"
+
+
+def test_another_process_of_the_same_name_has_older_weights():
+    servers = fleet("a", at=V1)
+    servers.handle_roster([ServerState(name="a", version=V0)], 0.0)
+    (server,) = servers.due(V1, 0.0)
+    assert servers.begin(server, V1, 0.0)
+    server.fail(0.0)
+    assert not servers.begin(servers.due(V1, FIRST_PAUSE)[0], V1, FIRST_PAUSE), "dropped twice"
+
+
+def test_an_evaluated_server_keeps_its_weights():
+    servers = Servers(TIMEOUT)
+    servers.handle_roster([ServerState(name="a", version=V0, pinned=True)], 0.0)
+    assert servers.due(V1, 0.0) == []
+    servers.handle_roster([ServerState(name="a", version=V0)], 0.0)
+    server = sent(servers)
+    servers.handle_applied(Applied(server="a", version=V0, pinned=True))
+    assert server.problem(0.0) == "a is being evaluated"
+    servers.handle_applied(Applied(server="a", version=V1, pinned=True))
+    assert server.problem(0.0) is None
+
+
+def test_an_attempt_ends_with_its_time_and_with_the_service_that_knew_of_it():
+    servers = fleet("a")
+    server = sent(servers)
+    assert server.problem(TIMEOUT) is None
+    assert server.problem(TIMEOUT + 0.1) == "a did not finish in publish.timeout=8 s"
+    servers.forgotten()
+    assert server.problem(0.0) == f"a: {FORGOTTEN}"
+    servers.handle_applied(Applied(server="a", version=V1))
+    assert not servers.have(V1), "the present service has told of no servers"
+    servers.handle_roster([ServerState(name="a", version=V1)], 0.0)
+    assert servers.have(V1)
+
+
+class Machine(RuleBasedStateMachine):
+    """Two servers, a publisher that always wants the newest version everywhere, and everything that may go wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.servers = Servers(TIMEOUT)
+        self.newest = V0
+        self.true: dict[str, ServerState] = {}  # what is there
+        self.open: dict[str, ServerWeights] = {}  # attempts that the publisher has not ended
+        self.failures: dict[str, list[float]] = {}  # of each server since the newest version: when
+
+    def _tell(self) -> None:
+        self.servers.handle_roster(tuple(self.true.values()), self.now)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 3.0, 9.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(name=st.sampled_from(NAMES))
+    def joins_again(self, name: str) -> None:
+        """Comes, or is started again with its first weights."""
+        self.true[name] = ServerState(name=name, version=V0)
+        self._tell()
+
+    @rule(name=st.sampled_from(NAMES))
+    def leaves(self, name: str) -> None:
+        self.true.pop(name, None)
+        self._tell()
+
+    @precondition(lambda self: not self.open)
+    @rule()
+    def announces(self) -> None:
+        self.newest = PolicyVersion(self.newest.step + 1)
+        self.servers.announced()
+        self.failures = {}
+
+    @rule(name=st.sampled_from(NAMES), pinned=st.booleans())
+    def pins(self, name: str, pinned: bool) -> None:
+        if name in self.true:
+            self.true[name] = ServerState(name=name, version=self.true[name].version, pinned=pinned)
+            self.servers.handle_applied(Applied(server=name, version=self.true[name].version, pinned=pinned))
+
+    @rule()
+    def begins(self) -> None:
+        for server in self.servers.due(self.newest, self.now):
+            if server.name in self.open:  # applied, and not ended yet
+                continue
+            true = self.true[server.name]
+            assert true.version < self.newest
+            assert not true.pinned
+            last = self.failures.get(server.name)
+            assert last is None or self.now - last[-1] >= min(FIRST_PAUSE * 2 ** (len(last) - 1), TIMEOUT)
+            self.servers.begin(server, self.newest, self.now)
+            self.open[server.name] = server
+
+    @rule(name=st.sampled_from(NAMES))
+    def everything_is_sent(self, name: str) -> None:
+        if name in self.open and self.open[name].problem(self.now) is None:
+            self.open[name].sent()
+
+    @rule(name=st.sampled_from(NAMES))
+    def applies(self, name: str) -> None:
+        if name in self.true and name in self.open:
+            self.true[name] = ServerState(name=name, version=self.newest)
+            self.servers.handle_applied(Applied(server=name, version=self.newest))
+
+    @rule(name=st.sampled_from(NAMES), late=st.booleans())
+    def refuses(self, name: str, late: bool) -> None:
+        if name in self.open:
+            attempt = (self.open[name].attempt or 0) - late
+            self.servers.handle_failed(PublishFailed(server=name, version=self.newest, reason="no", attempt=attempt))
+
+    @rule()
+    def service_starts_again(self) -> None:
+        self.servers.forgotten()
+        assert all(server.problem(self.now) for server in self.open.values() if server.state is not State.IDLE)
+        self._tell()
+
+    @rule(name=st.sampled_from(NAMES))
+    def publisher_checks(self, name: str) -> None:
+        """It gives an attempt up when there is a problem, and ends it when the version is there."""
+        server = self.open.get(name)
+        if server is None:
+            return
+        if server.problem(self.now) is not None:
+            server.fail(self.now)
+            server.fail(self.now)  # what has failed has failed
+            self.failures.setdefault(name, []).append(self.now)
+        elif server.state is not State.IDLE:
+            return
+        else:
+            self.failures.pop(name, None)
+        del self.open[name]
+
+    @invariant()
+    def only_a_server_that_is_there_is_waited_for(self) -> None:
+        known = self.servers._by_name
+        assert {name for name, server in known.items() if server.state is not State.GONE} == self.true.keys()
+        assert {name for name, server in known.items() if server.is_open} <= self.open.keys()
+        assert self.servers.have(self.newest) <= all(state.version >= self.newest for state in self.true.values())
+
+
+TestMachine = Machine.TestCase

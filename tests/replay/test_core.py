@@ -1,0 +1,204 @@
+"""A whole run in the service's core: peers are lists in memory, and time is a number."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from service_parts import RUN, V0, MakeGroup, make_config
+
+from streamrl.observe.events import EventLog, read_events
+from streamrl.replay.core import Core
+from streamrl.replay.durable import DurableBuffer
+from streamrl.stream.codec import decode_batch, encode_group
+from streamrl.stream.messages import (
+    Accepted,
+    Announce,
+    Applied,
+    BatchHeader,
+    Buffer,
+    Bye,
+    Credit,
+    Finished,
+    GaveUp,
+    Heartbeat,
+    Hello,
+    Introduce,
+    Message,
+    Next,
+    Progress,
+    Publish,
+    PublishFailed,
+    Roster,
+    ServerState,
+    Stop,
+    Ticket,
+    Tickets,
+    Welcome,
+    encode,
+)
+from streamrl.stream.sockets import Received
+from streamrl.types import Batch, PolicyVersion
+
+WORKER, LEARNER, PUBLISHER = b"w:1", b"learner:1", b"publisher:1"
+SERVER = ServerState(name="s", version=V0)
+PARTS = ("core", "phases", "run_parts", "generator_side", "learner_side", "publisher_side", "peer_time", "workers")
+
+
+class Driven:
+    """A core, and what it has sent to whom."""
+
+    def __init__(self, folder: Path, **sections: dict[str, Any]) -> None:
+        self.now = 100.0
+        self.sent: dict[bytes, list[tuple[Message, Sequence[Buffer]]]] = defaultdict(list)
+        self.events = EventLog(folder / "events" / "replay-0.jsonl", "replay-0")
+        config = make_config(journal={"keep": "none"}, **sections)
+        self.durable = DurableBuffer(config, folder, self.events, lambda: self.now)
+        self.core = Core(config, self.durable, self._send, self.events, self.now)
+
+    def _send(self, peer: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
+        self.sent[peer].append((message, frames))
+        return True
+
+    def say(self, peer: bytes, *messages: Message) -> None:
+        """Messages of a peer, and the tick that follows."""
+        for message in messages:
+            self.core.handle(Received(peer, [memoryview(encode(message))], 0), self.now)
+        self.tick()
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.core.tick(self.now, emptied=True)
+
+    def got(self, peer: bytes) -> list[Message]:
+        """What was sent to a peer since the last call."""
+        return [message for message, _ in self.sent.pop(peer, [])]
+
+    def batch(self) -> Batch:
+        ((header, frames),) = [each for each in self.sent.pop(LEARNER) if isinstance(each[0], BatchHeader)]
+        assert isinstance(header, BatchHeader)
+        return decode_batch(header, [memoryview(frame) for frame in frames])
+
+    def told(self, event: str) -> list[dict[str, Any]]:
+        return [record for record in read_events(self.events.path) if record["event"] == event]
+
+
+@pytest.fixture
+def driven(tmp_path: Path) -> Driven:
+    """A learner that was welcomed, a publisher, and a worker with one server and credit for all slots."""
+    driven = Driven(tmp_path)
+    driven.say(LEARNER, Hello(run=RUN, role="learner", name="learner-0", version=V0))
+    driven.say(PUBLISHER, Hello(run=RUN, role="publisher", name="publisher-0", version=V0))
+    driven.say(WORKER, Hello(run=RUN, role="generator", name="w", servers=(SERVER,)), Credit(capacity=99))
+    assert [type(message) for message in driven.got(LEARNER)] == [Welcome]
+    return driven
+
+
+def issued(driven: Driven) -> list[Ticket]:
+    return [ticket for message in driven.got(WORKER) if isinstance(message, Tickets) for ticket in message.tickets]
+
+
+def answer(driven: Driven, make_group: MakeGroup, tickets: list[Ticket]) -> None:
+    for ticket in tickets:
+        group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version)
+        frames = [memoryview(frame) for frame in encode_group(group, 1 << 20)]
+        driven.core.handle(Received(WORKER, frames, 0), driven.now)
+    driven.tick()
+
+
+def test_a_run_from_the_first_hello_to_the_last_bye(driven: Driven, make_group: MakeGroup) -> None:
+    assert driven.got(PUBLISHER)[-1] == Roster(servers=(SERVER,))
+    for step in range(3):
+        tickets = issued(driven)
+        driven.say(LEARNER, Next(step=step))
+        answer(driven, make_group, tickets)
+        accepted = [message for message in driven.got(WORKER) if isinstance(message, Accepted)]
+        assert [message.group_id for message in accepted] == [ticket.group_id for ticket in tickets]
+        assert [group.group_id for group in driven.batch().groups] == [2 * step, 2 * step + 1]
+        version = PolicyVersion(step + 1)
+        driven.say(LEARNER, Progress(version=version))
+        driven.say(PUBLISHER, Announce(version=version), Publish(server="s", version=version, manifest={}))
+        assert any(isinstance(message, Publish) for message, _ in driven.sent[WORKER])
+        if step < 2:
+            driven.say(WORKER, Applied(server="s", version=version))
+    driven.say(LEARNER, Finished(version=PolicyVersion(3)))
+    driven.tick(1.0)
+    assert not any(isinstance(message, Stop) for message in driven.got(LEARNER)), "the last version is not out"
+    driven.say(WORKER, Applied(server="s", version=PolicyVersion(3)))
+    for peer in (LEARNER, PUBLISHER, WORKER):
+        assert Stop(reason="the run is complete with version 3.0", failed=False) in driven.got(peer)
+    assert not driven.core.is_over()
+    driven.say(WORKER, Bye())
+    assert driven.core.is_over()
+    assert driven.core.code == 0
+
+
+def test_leases_and_silence_pass_in_simulated_time(driven: Driven) -> None:
+    before = issued(driven)
+    for _ in range(45):  # replay.lease is 30 s, and nothing is heard
+        driven.tick(1.0)
+    assert [event["worker"] for event in driven.told("worker.silent")] == ["w"]
+    driven.say(WORKER, Heartbeat(busy=0.0, tickets=()))
+    again = issued(driven)
+    assert [(ticket.group_id, ticket.attempt) for ticket in again] == [(t.group_id, t.attempt + 1) for t in before]
+
+
+def test_a_last_version_that_does_not_arrive_is_waited_for_until_publish_timeout(driven: Driven) -> None:
+    driven.say(LEARNER, Finished(version=PolicyVersion(3)))
+    for seconds in range(5):
+        assert not driven.told("replay.stop"), seconds
+        driven.say(WORKER, Heartbeat(busy=0.0, tickets=()))
+        driven.tick(1.0)
+    assert driven.told("replay.stop")[0]["code"] == 0
+    assert not driven.told("publish.complete")
+    for _ in range(5):  # run.stop_timeout: nobody says Bye
+        assert not driven.core.is_over()
+        driven.tick(1.0)
+    assert driven.core.is_over()
+
+
+def test_a_role_that_gives_up_ends_the_run_at_once(driven: Driven) -> None:
+    driven.say(WORKER, GaveUp(reason="no device"))
+    assert driven.got(LEARNER)[-1] == Stop(reason="no device", failed=True)
+    assert driven.core.is_over()
+    assert driven.core.code == 1
+
+
+def test_who_comes_too_late_is_told_what_became_of_the_run(driven: Driven) -> None:
+    driven.say(WORKER, GaveUp(reason="no device"))
+    driven.say(b"w:2", Hello(run=RUN, role="generator", name="w2", servers=(SERVER,)))
+    driven.say(b"stranger", Heartbeat(busy=0.0, tickets=()))
+    over = Stop(reason="the run is over", failed=True)
+    assert (driven.got(b"w:2"), driven.got(b"stranger")) == ([over], [over])
+
+
+def test_a_run_without_a_step_is_given_up_after_progress_timeout(driven: Driven) -> None:
+    for _ in range(4000):
+        if driven.core.is_over():
+            break
+        driven.say(WORKER, Heartbeat(busy=0.0, tickets=()))
+        driven.tick(1.0)
+    assert driven.core.code == 1
+    assert "no learner step in run.progress_timeout=" in driven.told("gave_up")[0]["reason"]
+
+
+def test_what_was_lost_is_asked_for(driven: Driven) -> None:
+    missed = Received(PUBLISHER, [memoryview(encode(Heartbeat(busy=0.0, tickets=())))], 2)
+    driven.core.handle(missed, driven.now)
+    assert driven.got(PUBLISHER)[-1] == Introduce()
+    driven.say(WORKER, Bye())
+    driven.say(PUBLISHER, Publish(server="s", version=PolicyVersion(1), manifest={}, attempt=7))
+    failed = [message for message in driven.got(PUBLISHER) if isinstance(message, PublishFailed)]
+    assert [(message.server, message.attempt) for message in failed] == [("s", 7)]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_core_has_no_clock_no_socket_no_thread_and_no_file(part: str) -> None:
+    tree = ast.parse(Path("streamrl/replay", f"{part}.py").read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    assert not imported & {"time", "zmq", "socket", "threading", "signal", "pathlib", "os"}
