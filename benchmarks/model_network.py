@@ -137,12 +137,9 @@ class End:
         self._lines = lines
         self._numbers = _Numbers()
 
-    def send(self, message: Message) -> None:
-        self._line.up.append([memoryview(self._numbers.stamp(encode(message)))])
-
-    def send_group(self, group: Group) -> None:
-        header, arena = encode_group(group, 1 << 20)
-        self._line.up.append([memoryview(self._numbers.stamp(header)), memoryview(arena)])
+    def send(self, word: Message | Group) -> None:
+        header, *arena = encode_group(word, 1 << 20) if isinstance(word, Group) else (encode(word),)
+        self._line.up.append([memoryview(self._numbers.stamp(header)), *arena])
 
     def receive(self, timeout: float) -> Message | ReceivedBatch | None:
         if not self._line.down:

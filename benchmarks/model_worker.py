@@ -1,9 +1,9 @@
-"""A worker in the model check: the real Fleet and Outbox, and the words of generate/link.py, driven by hand."""
+"""A worker in the model check: the real Fleet and Session, driven by hand with the words of generate/link.py."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import numpy as np
 from benchmarks.model_network import World
 from streamrl.config import Config
 from streamrl.generate.fleet import Fleet
-from streamrl.generate.outbox import Outbox
 from streamrl.generate.served import INITIAL, ServedModel
 from streamrl.stream.messages import (
     Accepted,
@@ -21,7 +20,6 @@ from streamrl.stream.messages import (
     Credit,
     Heartbeat,
     Hello,
-    Introduce,
     Message,
     Publish,
     PublishFailed,
@@ -31,6 +29,7 @@ from streamrl.stream.messages import (
     TicketKey,
     Tickets,
 )
+from streamrl.stream.session import Session, Word
 from streamrl.stream.sockets import ReceivedBatch
 from streamrl.types import Group, PolicyVersion, Sample, Ticket, VersionSpan
 
@@ -87,12 +86,14 @@ class WorkerModel:
         self.servers = _Servers(config, folder, index, world.events)
         self.servers.begin()
         self._end = world.ends("", None, None, self.name)
-        self._missed = 0
         self._running: dict[TicketKey, _Job] = {}
-        self._outbox = Outbox()
+        self._session: Session[TicketKey] = Session(
+            "", world.time.now, opening=self._opening, reply_timeout=config.stream.reply_timeout
+        )
         self._updates: list[tuple[float, Publish]] = []
-        self._beaten = self._progress = world.time.now
-        self.greet()
+        self._beaten = world.time.now
+        self._session.connected()
+        self._say()
 
     def act(self) -> None:
         """What a worker does between two looks."""
@@ -106,21 +107,29 @@ class WorkerModel:
             self._generate(key, job, now)
         if now - self._beaten >= self._config.generate.heartbeat:
             self._beaten = now
-            if len(self._outbox) and now - self._progress > self._config.stream.reply_timeout:
-                self._progress = now
-                self._outbox.again()
-            self._end.send(Heartbeat(tickets=(*self._running, *self._outbox.keys)))
-        while (group := self._outbox.unsent()) is not None:
-            self._end.send_group(group)
-            self._outbox.sent(group)
+            self._session.tick(now)
+            self._say(Heartbeat(tickets=self._tickets))
+        while (unsent := self._session.outbox.unsent()) is not None:
+            key, group = unsent
+            self._say(group)
+            self._session.outbox.sent(key)
 
     def greet(self) -> None:
-        tickets = (*self._running, *self._outbox.keys)
-        self._end.send(
-            Hello(run=self._world.run, role="generator", name=self.name, servers=self.servers.states, tickets=tickets)
-        )
-        self._end.send(Credit(capacity=self._config.generate.groups_in_flight))
-        self._outbox.again()
+        self._session.changed()
+        self._say()
+
+    @property
+    def _tickets(self) -> tuple[TicketKey, ...]:
+        return (*self._running, *self._session.outbox.keys)
+
+    def _opening(self) -> Iterator[Message]:
+        servers = self.servers.states
+        yield Hello(run=self._world.run, role="generator", name=self.name, servers=servers, tickets=self._tickets)
+        yield Credit(capacity=self._config.generate.groups_in_flight)
+
+    def _say(self, *words: Word) -> None:
+        for word in self._session.owed(self._world.time.now, [*words]):
+            self._end.send(word)
 
     def dies(self) -> None:
         self._end.vanish()
@@ -130,41 +139,35 @@ class WorkerModel:
         self._updates.clear()
         self.greet()
 
-    def _hear(self, message: Message | ReceivedBatch) -> None:
-        if self._end.missed > self._missed:
-            self._missed = self._end.missed
-            self.greet()
+    def _hear(self, received: Message | ReceivedBatch) -> None:
+        message = self._session.handle(received, self._end.missed, self._world.time.now)
+        self._say()
         match message:
-            case Introduce():
-                self.greet()
             case Tickets(tickets=tickets):
                 for ticket in tickets:
                     key = (ticket.group_id, ticket.attempt)
-                    if key not in self._running and key not in self._outbox:
+                    if key not in self._tickets:
                         seconds = STRAGGLER if self._chance.random() < 0.05 else self._chance.uniform(*ANSWER)
                         self._running[key] = _Job(ticket, self._world.time.now + seconds)
             case Accepted(group_id=group_id, attempt=attempt) | Refused(group_id=group_id, attempt=attempt):
-                self._progress = self._world.time.now
-                self._outbox.answered((group_id, attempt))
+                self._session.answered((group_id, attempt), self._world.time.now)
             case Publish():
                 self._updates.append((self._world.time.now + self._chance.uniform(*APPLY), message))
-            case Stop(refused=True, reason=reason):
-                raise AssertionError(f"{self.name} was refused: {reason}")
             case Stop():
-                self._end.send(Bye())
+                self._say(Bye())
 
     def _apply(self, publish: Publish) -> None:
         """As `Worker._update` does."""
         served = self.servers.servers.get(publish.server)
         assert isinstance(served, _Served)
         if publish.version < served.version:
-            self._end.send(Applied(server=served.name, version=served.version))
+            self._say(Applied(server=served.name, version=served.version))
             return
         failing = self._world.faulty and self._chance.random() < self._world.failing
         if not failing:
             served.whole = True
             self.servers.set_version(served, publish.version)
-            self._end.send(Applied(server=served.name, version=publish.version))
+            self._say(Applied(server=served.name, version=publish.version))
             return
         self._world.count("publish failed")
         served.whole = served.whole and self._chance.random() < 0.5
@@ -172,9 +175,7 @@ class WorkerModel:
         if lost:
             self.servers.lose_weights(served)
         reason = "the schedule says so"
-        self._end.send(
-            PublishFailed(server=served.name, version=publish.version, reason=reason, attempt=publish.attempt)
-        )
+        self._say(PublishFailed(server=served.name, version=publish.version, reason=reason, attempt=publish.attempt))
         if lost:
             self.greet()
 
@@ -192,8 +193,7 @@ class WorkerModel:
         versions = [job.version, place.version] if job.version is not None and place is not None else []
         del self._running[key]
         self.servers.leave(key)
-        self._progress = now
-        self._outbox.put(make_group(job.ticket, versions, self._chance))
+        self._session.put(key, make_group(job.ticket, versions, self._chance), now)
 
     def _whole(self, name: str) -> bool:
         served = self.servers.servers[name]

@@ -168,7 +168,7 @@ def send_stream(order: Order) -> None:
         if sent >= WINDOW:
             assert isinstance(dealer.receive(stream.reply_timeout), Accepted)
         if sent < order.count:
-            dealer.send_group(group)
+            dealer.send(group)
     dealer.close()
 
 

@@ -57,7 +57,7 @@ from streamrl.stream.messages import (
     Stop,
     Tickets,
 )
-from streamrl.stream.peer import PeerRefused
+from streamrl.stream.session import PeerRefused
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerLost, ScorerRaised, ScorerUnready
 from streamrl.tasks.hosted import close_tasks, host_tasks

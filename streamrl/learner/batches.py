@@ -122,7 +122,7 @@ class ServiceBatches:
         self._stopped = False
         self._failure: str | None = None  # why the run was given up, if it was
         self._asked: int | None = None
-        self._asked_at = self._since = time.monotonic()  # the last time, the first time
+        self._since = time.monotonic()  # that it was asked, or of the greeting
         self._complete: PolicyVersion | None = None
         self._late: list[Evaluated] = []  # that came without a batch
         self._peer = Peer(config, run_folder, "learner", self._opening)
@@ -146,15 +146,11 @@ class ServiceBatches:
     def next(self, step: int, timeout: float) -> Delivery:
         """Ask for `step`, then wait; the service answers when the groups are complete.
 
-        Asks again from time to time: an answer that was lost with a connection is then given again. Raises
-        StreamTimeout when the service is not heard of for `run.silence_timeout` seconds.
+        Raises StreamTimeout when the service is not heard of for `run.silence_timeout` seconds.
         """
-        now = time.monotonic()
         if self._asked != step:
-            self._since = now
-        if self._asked != step or now - self._asked_at > self._config.stream.reply_timeout:
-            self._asked, self._asked_at = step, now
-            self._peer.send(Next(step=step))
+            self._asked, self._since = step, time.monotonic()
+            self._peer.ask(Next, Next(step=step))
         self._peer.beat()
         received = None if self._stopped else self._hear(timeout)
         if self._stopped:
@@ -175,6 +171,7 @@ class ServiceBatches:
 
     def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
         self._version, self.ledger, self._asked = version, self._delivered, None
+        self._peer.answered(Next)
         self._peer.send(Progress(version=version, ess=None if ess is None else min(1.0, max(0.0, ess))))
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:
@@ -186,7 +183,8 @@ class ServiceBatches:
 
         That takes `stream.reply_timeout` at most, and `evaluate.longest` more where the last version is evaluated.
         """
-        self._complete = complete
+        self._complete, self._asked = complete, None
+        self._peer.answered(Next)
         if complete is None:
             self._peer.send(Bye())
             return self._late
@@ -213,8 +211,6 @@ class ServiceBatches:
         yield from self._quarantined
         if self._complete is not None:
             yield Finished(version=self._complete)
-        elif self._asked is not None:
-            yield Next(step=self._asked)
 
     def _hear(self, timeout: float) -> Message | ReceivedBatch | None:
         """One message, noted."""

@@ -39,7 +39,7 @@ from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.observe.sinks import open_sinks
 from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.publisher import Publisher
-from streamrl.stream.peer import PeerRefused
+from streamrl.stream.session import PeerRefused
 from streamrl.types import Batch, PolicyVersion
 
 log = logging.getLogger(__name__)

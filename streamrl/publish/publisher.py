@@ -35,14 +35,14 @@ from streamrl.stream.messages import (
     Applied,
     Bye,
     Hello,
-    MalformedMessage,
     Message,
     Publish,
     PublishFailed,
     Roster,
     Stop,
 )
-from streamrl.stream.peer import Peer, PeerRefused
+from streamrl.stream.peer import Peer
+from streamrl.stream.session import PeerRefused
 from streamrl.stream.sockets import ReceivedBatch, StreamTimeout
 from streamrl.types import PolicyVersion
 
@@ -321,11 +321,7 @@ class Publisher:
         """Handle what the service said, waiting `timeout` seconds for the first message."""
         peer.beat()
         while True:
-            try:
-                message = peer.receive(timeout)
-            except MalformedMessage as error:
-                log.warning("malformed message from the replay service: %s", error.reason)
-                continue
+            message = peer.receive(timeout)
             if message is None:
                 return
             timeout = 0.0

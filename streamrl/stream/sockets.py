@@ -17,12 +17,12 @@ A socket belongs to the thread, or the event loop, that made it.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import struct
 import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -220,109 +220,96 @@ class Router:
 
 
 class Dealer:
-    """A peer's end for plain threads: the learner and its publisher.
+    """A peer's end, for a thread, or for asyncio (`on_loop`), which awaits the same by other names.
 
     >>> dealer = Dealer(address, config.stream, key_folder(config, run_folder), "learner")
     >>> dealer.send(Next(step=7))
     >>> received = dealer.receive(timeout=1.0)  # None, a Message, or a ReceivedBatch
     """
 
-    def __init__(self, address: str, stream: StreamConfig, keys: Path | None = None, name: str = "peer") -> None:
+    def __init__(
+        self, address: str, stream: StreamConfig, keys: Path | None = None, name: str = "peer", *, on_loop: bool = False
+    ) -> None:
         """Connect to the service at `address`, now or as soon as it listens; `name` shows in its log.
 
         `keys`: the folder of the run's keys. Raises KeysUnusable where CURVE needs them.
         """
         self._stream = stream
-        self._context = zmq.Context()
+        self._context: Any = zmq.asyncio.Context() if on_loop else zmq.Context()
         self._socket = _connected(self._context.socket(zmq.DEALER), address, stream, keys, name)
-        self._socket.setsockopt(zmq.SNDTIMEO, int(stream.reply_timeout * 1000))
         self._numbers = _Numbers()
         self._arenas = Arenas()
         self.missed = 0  # words of the service that never came
 
-    def send(self, message: Message) -> None:
-        """Raises StreamTimeout, or ValueError for a message above `stream.max_message`."""
-        self._send([_small(encode(message), self._stream)])
+    def send(self, word: Message | Group) -> None:
+        """Queue a message or a group.
 
-    def send_group(self, group: Group) -> None:
-        """Raises StreamTimeout, or ValueError for a group that no service would accept (`encode_group`)."""
-        header, arena = encode_group(group, self._stream.max_message, self._arenas.allocate)
-        is_lent = self._arenas.gave(arena)
-        tracker = self._send([header, arena], track=is_lent)
-        if is_lent:
-            self._arenas.lend(arena, tracker)
+        Raises StreamTimeout, or ValueError for a message above `stream.max_message` and for a group that no service
+        would accept (`encode_group`).
+        """
+        frames, lent = self._pack(word)
+        with self._in_time():
+            self._lend(lent, self._send(frames, track=lent is not None))
+
+    async def send_async(self, word: Message | Group) -> None:
+        """As `send`."""
+        frames, lent = self._pack(word)
+        with self._in_time():
+            self._lend(lent, await self._send(frames, track=lent is not None))
 
     def receive(self, timeout: float) -> Message | ReceivedBatch | None:
         """What the service said; None after `timeout` seconds. Raises MalformedMessage."""
         parts = _waited(self._socket, timeout)
-        if parts is None:
+        return None if parts is None else self._read(parts)
+
+    async def receive_async(self, timeout: float) -> Message | ReceivedBatch | None:
+        """As `receive`."""
+        if not await self._socket.poll(int(timeout * 1000)):
             return None
-        received, missed = _read(parts, self._numbers)
-        self.missed += missed
-        return received
+        return self._read(await self._socket.recv_multipart(copy=False))
 
     def close(self) -> None:
         """May be called twice; takes `LINGER` at most."""
         self._socket.close()
         self._context.term()
+
+    def _pack(self, word: Message | Group) -> tuple[list[Any], memoryview | None]:
+        """The frames of a word, and the arena among them that comes back when it is sent."""
+        if isinstance(word, Group):
+            header, arena = encode_group(word, self._stream.max_message, self._arenas.allocate)
+            return [header, arena], arena if self._arenas.gave(arena) else None
+        return [_small(encode(word), self._stream)], None
 
     def _send(self, frames: list[Any], track: bool = False) -> Any:
         frames[0] = self._numbers.stamp(frames[0])
-        try:
-            return self._socket.send_multipart(frames, copy=False, track=track)
-        except zmq.Again as error:
-            raise _timeout(self._stream) from error
+        return self._socket.send_multipart(frames, copy=False, track=track)
 
-
-class AsyncDealer:
-    """A peer's end for asyncio: the generator worker.
-
-    >>> dealer = AsyncDealer(address, config.stream, key_folder(config, run_folder), "generator-0")
-    >>> await dealer.send(Hello(run=run, role="generator", name="generator-0"))
-    >>> message = await dealer.receive(timeout=1.0)
-    """
-
-    def __init__(self, address: str, stream: StreamConfig, keys: Path | None = None, name: str = "peer") -> None:
-        """As `Dealer`."""
-        self._stream = stream
-        self._context = zmq.asyncio.Context()
-        self._socket = _connected(self._context.socket(zmq.DEALER), address, stream, keys, name)
-        self._numbers = _Numbers()
-        self._arenas = Arenas()
-        self.missed = 0  # words of the service that never came
-
-    async def send(self, message: Message) -> None:
-        """Raises StreamTimeout, or ValueError for a message above `stream.max_message`."""
-        await self._send([_small(encode(message), self._stream)])
-
-    async def send_group(self, group: Group) -> None:
-        """Raises StreamTimeout, or ValueError for a group that no service would accept (`encode_group`)."""
-        header, arena = encode_group(group, self._stream.max_message, self._arenas.allocate)
-        is_lent = self._arenas.gave(arena)
-        tracker = await self._send([header, arena], track=is_lent)
-        if is_lent:
+    def _lend(self, arena: memoryview | None, tracker: Any) -> None:
+        if arena is not None:
             self._arenas.lend(arena, tracker)
 
-    async def receive(self, timeout: float) -> Message | ReceivedBatch | None:
-        """What the service said; None after `timeout` seconds. Raises MalformedMessage."""
-        if not await self._socket.poll(int(timeout * 1000)):
-            return None
-        received, missed = _read(await self._socket.recv_multipart(copy=False), self._numbers)
-        self.missed += missed
-        return received
-
-    def close(self) -> None:
-        """May be called twice; takes `LINGER` at most."""
-        self._socket.close()
-        self._context.term()
-
-    async def _send(self, frames: list[Any], track: bool = False) -> Any:
-        frames[0] = self._numbers.stamp(frames[0])
+    @contextlib.contextmanager
+    def _in_time(self) -> Iterator[None]:
         try:
-            async with asyncio.timeout(self._stream.reply_timeout):
-                return await self._socket.send_multipart(frames, copy=False, track=track)
-        except TimeoutError as error:
-            raise _timeout(self._stream) from error
+            yield
+        except zmq.Again as error:
+            raise StreamTimeout(
+                f"the replay service took no message for stream.reply_timeout={self._stream.reply_timeout:g} seconds; "
+                "see RUN/logs/replay.log"
+            ) from error
+
+    def _read(self, parts: list[zmq.Frame]) -> Message | ReceivedBatch:
+        """The service's message. A batch brings two frames a group, any other message none."""
+        frames = [part.buffer for part in parts]
+        header, missed = self._numbers.strip(frames[0])
+        self.missed += missed
+        message = decode(header)
+        if isinstance(message, BatchHeader):
+            batch = decode_batch(message, frames[1:])
+            return ReceivedBatch(batch, msgspec.structs.asdict(message.stats), message.ledger)
+        if len(frames) > 1:
+            raise MalformedMessage(f"{len(frames) - 1} frames behind a message that has none")
+        return message
 
 
 def read_frames(socket: zmq.Socket, door: Door, most: int) -> tuple[list[zmq.Frame], int]:
@@ -363,6 +350,7 @@ def _connected(socket: Any, address: str, stream: StreamConfig, keys: Path | Non
     socket.setsockopt(zmq.IDENTITY, f"{name[:200]}:{uuid.uuid4().hex[:12]}".encode())
     socket.setsockopt(zmq.SNDHWM, QUEUE)
     socket.setsockopt(zmq.RCVHWM, QUEUE)
+    socket.setsockopt(zmq.SNDTIMEO, int(stream.reply_timeout * 1000))
     socket.setsockopt(zmq.IPV6, 1)
     socket.connect(address)
     return socket
@@ -390,23 +378,3 @@ def _uncopied(frame: Buffer) -> Buffer | zmq.Frame:
     """A frame that came as a whole goes out as the message that it came in: nothing to keep alive, nothing to copy."""
     origin = frame.obj if isinstance(frame, memoryview) else None
     return origin if isinstance(origin, zmq.Frame) and len(origin) == len(frame) else frame
-
-
-def _read(parts: list[zmq.Frame], numbers: _Numbers) -> tuple[Message | ReceivedBatch, int]:
-    """The service's message, and how many were missed. A batch brings two frames a group, any other message none."""
-    frames = [part.buffer for part in parts]
-    header, missed = numbers.strip(frames[0])
-    message = decode(header)
-    if isinstance(message, BatchHeader):
-        batch = decode_batch(message, frames[1:])
-        return ReceivedBatch(batch, msgspec.structs.asdict(message.stats), message.ledger), missed
-    if len(frames) > 1:
-        raise MalformedMessage(f"{len(frames) - 1} frames behind a message that has none")
-    return message, missed
-
-
-def _timeout(stream: StreamConfig) -> StreamTimeout:
-    return StreamTimeout(
-        f"the replay service took no message for stream.reply_timeout={stream.reply_timeout:g} seconds; "
-        "see RUN/logs/replay.log"
-    )

@@ -14,8 +14,6 @@ import pytest
 from streamrl.config import Config
 from streamrl.generate.link import ServiceLink
 from streamrl.observe.events import EventLog, read_events
-from streamrl.stream.address import tell_address
-from streamrl.stream.codec import decode_group
 from streamrl.stream.messages import (
     Accepted,
     Bye,
@@ -23,45 +21,24 @@ from streamrl.stream.messages import (
     Heartbeat,
     Hello,
     Introduce,
-    Message,
     Refused,
     ServerState,
     Stop,
     Tickets,
-    decode,
 )
-from streamrl.stream.sockets import Router
 from streamrl.types import Group, PolicyVersion, Ticket
+from tests.scripted_service import WAIT, ScriptedService
 
-WAIT = 20.0
-OPEN = Config.model_validate({"stream": {"curve": "off"}})
 SERVER = ServerState(name="s", version=PolicyVersion(3))
 MakeGroup = Callable[..., Group]
 M = TypeVar("M")
 
 
-class Service:
-    """The other end, by hand."""
+class Service(ScriptedService):
+    """One that a script on asyncio plays."""
 
-    def __init__(self, config: Config, folder: Path, address: str = "tcp://127.0.0.1:0") -> None:
-        self.router = Router(address, config.stream)
-        self.peer = b""
-        self.address = self.router.address
-        tell_address(folder, self.address)
-
-    async def hear(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
-        """The next word of this kind; heartbeats may come before it, and words of the kinds `between`."""
-        while True:
-            received = await asyncio.to_thread(self.router.receive, WAIT)
-            assert received is not None
-            self.peer = received.peer
-            message = decode_group(*received.frames) if len(received.frames) == 2 else decode(received.frames[0])
-            if isinstance(message, kind):
-                return message
-            assert isinstance(message, (Heartbeat, between)), message
-
-    def say(self, message: Message) -> None:
-        assert self.router.send(self.peer, message)
+    async def heard_by(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
+        return await asyncio.to_thread(self.hear, kind, between)
 
 
 def ticket(group_id: int) -> Ticket:
@@ -96,7 +73,7 @@ def at_work(tmp_path: Path) -> Callable[[Callable[[Service, ServiceLink], Awaita
                 "stream": {"reply_timeout": 1.0, "curve": "off", **stream},
             }
         )
-        service = Service(config, tmp_path)
+        service = Service(tmp_path, config.stream)
         events = EventLog(tmp_path / "events.jsonl", "generator-0")
 
         async def go() -> None:
@@ -111,15 +88,15 @@ def at_work(tmp_path: Path) -> Callable[[Callable[[Service, ServiceLink], Awaita
         try:
             asyncio.run(go())
         finally:
-            service.router.close()
+            service.close()
             events.close()
 
     return run
 
 
 async def greeted(service: Service) -> Hello:
-    hello = await service.hear(Hello)
-    assert (await service.hear(Credit)).capacity == 7
+    hello = await service.heard_by(Hello)
+    assert (await service.heard_by(Credit)).capacity == 7
     return hello
 
 
@@ -131,14 +108,14 @@ def test_an_introduce_is_answered_by_hello_and_everything_that_is_open(at_work, 
             assert link.open(ticket(group_id))
         for group_id in range(3):
             link.finish(make_group(group_id))
-        assert [(await service.hear(Group)).group_id for _ in range(3)] == [0, 1, 2]
+        assert [(await service.heard_by(Group)).group_id for _ in range(3)] == [0, 1, 2]
         service.say(Accepted(group_id=0, attempt=0))
         service.say(Refused(group_id=1, attempt=0, reason="late"))
-        while (await service.hear(Heartbeat)).tickets != ((3, 0), (2, 0)):
+        while (await service.heard_by(Heartbeat)).tickets != ((3, 0), (2, 0)):
             pass
         service.say(Introduce())
         assert (await greeted(service)).tickets == ((3, 0), (2, 0))
-        assert (await service.hear(Group)).group_id == 2
+        assert (await service.heard_by(Group)).group_id == 2
         assert not link.open(ticket(2))  # a service that lost its record may issue it again
         assert not link.open(ticket(3))
 
@@ -150,14 +127,14 @@ def test_a_service_that_listens_elsewhere_is_found_by_its_file(at_work, make_gro
         await greeted(service)
         link.open(ticket(0))
         link.finish(make_group(0))
-        await service.hear(Group)
-        service.router.close()
-        moved = Service(OPEN, tmp_path)
+        await service.heard_by(Group)
+        service.close()
+        moved = Service(tmp_path)
         try:
             assert (await greeted(moved)).tickets == ((0, 0),)
-            assert (await moved.hear(Group)).group_id == 0
+            assert (await moved.heard_by(Group)).group_id == 0
         finally:
-            moved.router.close()
+            moved.close()
 
     at_work(script)
 
@@ -179,14 +156,14 @@ def spoil_a_connection(address: str) -> None:
 def test_a_worker_comes_back_where_what_it_heard_was_spoilt_on_the_way(at_work, tmp_path: Path) -> None:
     async def script(service: Service, link: ServiceLink) -> None:
         await greeted(service)
-        service.router.close()
+        service.close()
         await asyncio.to_thread(spoil_a_connection, service.address)
-        back = Service(OPEN, tmp_path, service.address)
+        back = Service(tmp_path, address=service.address)
         try:
-            await back.hear(Hello)
-            await back.hear(Credit)
+            await back.heard_by(Hello)
+            await back.heard_by(Credit)
         finally:
-            back.router.close()
+            back.close()
 
     at_work(script)
 
@@ -196,18 +173,18 @@ def test_a_worker_that_nobody_hears_waits_and_begins_again_when_the_service_is_b
 ) -> None:
     async def script(service: Service, link: ServiceLink) -> None:
         await greeted(service)
-        service.router.close()
+        service.close()
         heard = [await link.say(Heartbeat()) for _ in range(70)]  # more than the socket's queue holds
         assert heard[0]
         assert not all(heard)  # a new connection was tried meanwhile, and takes something again
         link.open(ticket(0))
         link.finish(make_group(0))
-        back = Service(OPEN, tmp_path, service.address)
+        back = Service(tmp_path, address=service.address)
         try:
-            await back.hear(Hello, between=Group)
-            assert (await back.hear(Group, between=(Hello, Credit))).group_id == 0
+            await back.heard_by(Hello, between=Group)
+            assert (await back.heard_by(Group, between=(Hello, Credit))).group_id == 0
         finally:
-            back.router.close()
+            back.close()
 
     at_work(script, reply_timeout=0.1)
 
@@ -215,7 +192,7 @@ def test_a_worker_that_nobody_hears_waits_and_begins_again_when_the_service_is_b
 def test_words_of_the_service_that_were_lost_make_the_worker_begin_again(at_work) -> None:
     async def script(service: Service, link: ServiceLink) -> None:
         await greeted(service)
-        service.router._numbers(service.peer)._said += 2
+        service.loses(2)
         service.say(Accepted(group_id=9, attempt=0))
         await greeted(service)
 
@@ -228,9 +205,9 @@ def test_a_group_whose_answer_was_lost_is_sent_again_in_time(at_work, make_group
         link.open(ticket(0))
         link.finish(make_group(0))
         for _ in range(2):
-            assert (await service.hear(Group)).group_id == 0
+            assert (await service.heard_by(Group)).group_id == 0
         service.say(Accepted(group_id=0, attempt=0))
-        while (await service.hear(Heartbeat, between=Group)).tickets:
+        while (await service.heard_by(Heartbeat, between=Group)).tickets:
             pass
 
     at_work(script, reply_timeout=0.3)
@@ -243,14 +220,14 @@ def test_a_drained_worker_takes_no_tickets_and_ends_when_the_last_group_is_answe
         await greeted(service)
         link.open(ticket(0))
         draining = asyncio.create_task(link.drain(timeout=WAIT))
-        assert (await service.hear(Credit)).capacity == 0
+        assert (await service.heard_by(Credit)).capacity == 0
         link.finish(make_group(0))
-        await service.hear(Group)
+        await service.heard_by(Group)
         assert not draining.done()
         service.say(Accepted(group_id=0, attempt=0))
         await asyncio.wait_for(draining, WAIT)
         await link.bye()
-        await service.hear(Bye)
+        await service.heard_by(Bye)
 
     at_work(script)
 
@@ -262,7 +239,7 @@ def test_a_group_that_is_larger_than_a_message_goes_as_placeholders(
         await greeted(service)
         link.open(ticket(0))
         link.finish(make_group(0, tokens=10_000))
-        group = await service.hear(Group)
+        group = await service.heard_by(Group)
         assert [sample.failure for sample in group.samples] == ["too_large", "too_large"]
         service.say(Accepted(group_id=0, attempt=0))
 
@@ -274,14 +251,14 @@ def test_a_group_that_is_larger_than_a_message_goes_as_placeholders(
 
 def test_what_the_worker_must_act_on_is_handed_to_it(tmp_path: Path) -> None:
     config = Config.model_validate({"generate": {"heartbeat": 0.1}, "stream": {"curve": "off"}})
-    service = Service(config, tmp_path)
+    service = Service(tmp_path, config.stream)
     events = EventLog(tmp_path / "events.jsonl", "generator-0")
 
     async def go() -> None:
         link = ServiceLink(config, tmp_path, "w", address=service.address, servers=lambda: (SERVER,), events=events)
         try:
             await link.greet()
-            await service.hear(Hello)
+            await service.heard_by(Hello)
             service.say(Tickets(tickets=(ticket(5),)))
             service.say(Accepted(group_id=1, attempt=0))
             service.say(Stop(reason="over"))
@@ -293,5 +270,5 @@ def test_what_the_worker_must_act_on_is_handed_to_it(tmp_path: Path) -> None:
     try:
         asyncio.run(go())
     finally:
-        service.router.close()
+        service.close()
         events.close()

@@ -10,7 +10,6 @@ import pytest
 
 from streamrl.config import Config
 from streamrl.learner.batches import ServiceBatches
-from streamrl.stream.address import tell_address
 from streamrl.stream.codec import encode_group
 from streamrl.stream.messages import (
     BatchHeader,
@@ -18,88 +17,48 @@ from streamrl.stream.messages import (
     Bye,
     Evaluated,
     Finished,
-    Heartbeat,
     Hello,
     Introduce,
-    Message,
     Next,
     Progress,
     Saved,
     Stop,
     Welcome,
-    decode,
 )
-from streamrl.stream.sockets import Router, StreamTimeout
+from streamrl.stream.sockets import StreamTimeout
 from streamrl.types import Ledger, PolicyVersion
 from tests.operations_table import documented
+from tests.scripted_service import WAIT, Answer, ScriptedService, Word
 
-DEADLINE = 20.0
 TICK = 0.05
 START = PolicyVersion(4, incarnation=1)
 BEFORE = Ledger(below=8, pending={8: ("copy", 8)}, cursors={"copy": 9})
 AFTER = Ledger(below=10, cursors={"copy": 11})
 
 
-class Service:
-    """A service that answers as it is told: `welcome`s, and gives every step a batch while `generous`."""
+class Service(ScriptedService):
+    """A service that answers as it is told: it says `welcome`, and gives every step a batch while `generous`."""
 
     def __init__(self, config: Config, folder, make_group) -> None:
-        self.router = Router("tcp://127.0.0.1:0", config.stream)
-        self.address = tell_address(folder, self.router.address)
         self.make_group = make_group
-        self.heard: list[Message] = []
         self.welcome: Welcome | None = Welcome(published=PolicyVersion(7))
         self.generous = True
-        self.identity = b""
-        self._orders: list[Message] = []
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        super().__init__(folder, config.stream, script=self._script)
 
-    def say(self, message: Message) -> None:
-        self._orders.append(message)
-
-    def wait_for(self, *kinds: type[Message]) -> list[Message]:
-        """Until the words of these kinds have come; clears what was heard."""
-        deadline = time.monotonic() + DEADLINE
-        while not {*kinds} <= {type(message) for message in self.heard}:
-            assert time.monotonic() < deadline, self.heard
-            time.sleep(0.01)
-        heard, self.heard = self.heard, []
-        return heard
-
-    def end(self) -> None:
-        self._ending.set()
-        self._thread.join(DEADLINE)
-        self.router.close()
-
-    def _run(self) -> None:
-        while not self._ending.is_set():
-            while self._orders:
-                self.router.send(self.identity, self._orders.pop(0))
-            received = self.router.receive(0.02)
-            if received is None:
-                continue
-            self.identity, message = received.peer, decode(received.frames[0])
-            if isinstance(message, Heartbeat):
-                continue
-            self.heard.append(message)
-            if isinstance(message, Hello) and self.welcome is not None:
-                self.router.send(self.identity, self.welcome)
-            elif isinstance(message, Next) and self.generous:
-                self._deliver(message.step)
-
-    def _deliver(self, step: int) -> None:
-        stats = BatchStats(
-            tokens_generated=10,
-            generator_busy=0.25,
-            groups=3,
-            bytes=99,
-            selection={"selection/dropped/groups": 2.0},
-            evaluation={"eval/copy/pass@1": 0.5},
-        )
-        header = BatchHeader(step=step, groups=1, stats=stats, ledger=AFTER)
-        self.router.send(self.identity, header, encode_group(self.make_group(step), 1 << 20))
+    def _script(self, word: Word) -> Iterator[Answer]:
+        if isinstance(word, Hello) and self.welcome is not None:
+            yield self.welcome
+        elif isinstance(word, Next) and self.generous:
+            stats = BatchStats(
+                tokens_generated=10,
+                generator_busy=0.25,
+                groups=3,
+                bytes=99,
+                selection={"selection/dropped/groups": 2.0},
+                evaluation={"eval/copy/pass@1": 0.5},
+            )
+            header = BatchHeader(step=word.step, groups=1, stats=stats, ledger=AFTER)
+            yield header, encode_group(self.make_group(word.step), 1 << 20)
 
 
 @pytest.fixture
@@ -117,7 +76,7 @@ def config() -> Config:
 def service(config, tmp_path, make_group) -> Iterator[Service]:
     running = Service(config, tmp_path, make_group)
     yield running
-    running.end()
+    running.close()
 
 
 @pytest.fixture
@@ -133,7 +92,7 @@ def begin(source: ServiceBatches) -> None:
 
 
 def take(source: ServiceBatches, step: int):
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + WAIT
     while (delivery := source.next(step, TICK)).kind == "nothing":
         assert time.monotonic() < deadline
     return delivery
@@ -219,7 +178,7 @@ def test_the_end_of_a_run_is_said_until_the_service_has_heard_it(service, source
     heard = service.wait_for(Hello, Finished)
     assert heard[-1] == Finished(version=PolicyVersion(5, 1))
     service.say(Stop(reason="complete"))
-    ending.join(DEADLINE)
+    ending.join(WAIT)
     assert not ending.is_alive()
 
 

@@ -10,48 +10,36 @@ import pytest
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.config.replay import StreamConfig
 from streamrl.observe.events import EventLog, event_path
 from streamrl.publish.publisher import Publisher
-from streamrl.stream.address import tell_address
-from streamrl.stream.messages import Announce, Applied, Message, Publish, Roster, ServerState, decode
-from streamrl.stream.sockets import Router
+from streamrl.stream.messages import Announce, Applied, Publish, Roster, ServerState
 from streamrl.types import PolicyVersion
+from tests.scripted_service import ScriptedService
 
 DEADLINE = 60.0
 V0, V1, V2 = (PolicyVersion(step) for step in range(3))
 
 
 class Played:
-    """A replay service by hand: hears in the test's own thread."""
+    """A publisher, and a replay service by hand."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         publish = {"timeout": DEADLINE, "transport": "disk"}
         config = Config.model_validate({"model": {"path": model}, "publish": publish, "stream": {"curve": "off"}})
-        self.router = Router("tcp://127.0.0.1:0", StreamConfig(curve="off"))
-        tell_address(folder, self.router.address)
+        self.service = ScriptedService(folder)
         self.events = EventLog(event_path(folder, "learner"), "learner-0")
         self.publisher = Publisher(config, folder, V0, self.events)
-        self.heard: list[Message] = []
-        self.identity = b""
-
-    def say(self, message: Message) -> None:
-        self.router.send(self.identity, message)
+        self.heard, self.say = self.service.heard, self.service.say
 
     def hear(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE
-        while not condition():
-            assert time.monotonic() < deadline, self.heard
-            if (received := self.router.receive(0.02)) is not None:
-                self.identity = received.peer
-                self.heard.append(decode(received.frames[0]))
+        self.service.wait_until(condition, DEADLINE)
 
     def published(self) -> list[tuple[str, PolicyVersion]]:
         return [(message.server, message.version) for message in self.heard if isinstance(message, Publish)]
 
     def close(self) -> None:
         self.publisher.close()
-        self.router.close()
+        self.service.close()
         self.events.close()
 
 

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.config.replay import StreamConfig
 from streamrl.engine.client import EngineClient
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.sinks import make_sink
@@ -23,13 +22,11 @@ from streamrl.publish import publisher
 from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
 from streamrl.publish.staging import Staged
-from streamrl.publish.transport import Check, PublishError, Sink, Source
-from streamrl.stream.address import tell_address
+from streamrl.publish.transport import Check, PublishError, Source
 from streamrl.stream.messages import (
     Announce,
     Applied,
     Bye,
-    Heartbeat,
     Hello,
     Introduce,
     Message,
@@ -37,10 +34,9 @@ from streamrl.stream.messages import (
     PublishFailed,
     Roster,
     ServerState,
-    decode,
 )
-from streamrl.stream.sockets import Router
 from streamrl.types import PolicyVersion
+from tests.scripted_service import ScriptedService, Word
 
 DEADLINE = 120.0  # seconds; longer than any wait that is configured here
 
@@ -50,8 +46,8 @@ def config_of(model: Path, transport: str = "broadcast", **publish: object) -> C
     return Config.model_validate({"model": {"path": model}, "publish": settings, "stream": {"curve": "off"}})
 
 
-class Service:
-    """The replay service and its worker, as the publisher sees them; runs in a thread of its own."""
+class Worker:
+    """The script of a service that has one worker."""
 
     def __init__(
         self,
@@ -61,48 +57,38 @@ class Service:
         transport: str = "broadcast",
     ) -> None:
         """`address` of the real server, if any; `dead` servers never answer; the first `failing` publishes fail."""
-        self.config = config_of(Path("."), transport, timeout=DEADLINE)  # of the worker
-        self.router = Router("tcp://127.0.0.1:0", StreamConfig(curve="off"))
-        self.heard: list[Message] = []
+        self.config = config_of(Path("."), transport, timeout=DEADLINE)
         self.failing = failing
-        self.forgets = False  # set: it does not know the publisher once
+        self.forgets = False  # set: the service does not know the publisher once
         self.versions = {name: PolicyVersion(0) for name in (*dead, *(("real",) if address else ()))}
         self.address = address
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-        self._thread.start()
+        self._runner = asyncio.Runner()
+        self._client: EngineClient | None = None
 
-    def end(self) -> None:
-        self._ending.set()
-        self._thread.join(DEADLINE)
-        self.router.close()
+    def __call__(self, word: Word) -> Iterator[Message]:
+        if self.forgets:
+            self.forgets = False
+            yield Introduce()
+        if isinstance(word, Hello):
+            yield self._roster()
+        elif isinstance(word, Publish) and word.server == "real":
+            yield self._runner.run(self._apply(word))
+            yield self._roster()
 
-    async def _run(self) -> None:
-        client = EngineClient(self.address or "http://127.0.0.1:1", DEADLINE)
-        sink = make_sink(self.config, client, RequestGate())
-        while not self._ending.is_set():
-            received = self.router.receive(0.05)
-            if received is None:
-                continue
-            identity, frames, *_ = received
-            message = decode(frames[0])
-            self.heard.append(message)
-            if self.forgets:
-                self.forgets = False
-                self.router.send(identity, Introduce())
-            if isinstance(message, Hello):
-                self.router.send(identity, self._roster())
-            elif isinstance(message, Publish) and message.server == "real":
-                self.router.send(identity, await self._apply(sink, message))
-                self.router.send(identity, self._roster())
-        await client.close()
+    def close(self) -> None:
+        if self._client is not None:
+            self._runner.run(self._client.close())
+        self._runner.close()
 
-    async def _apply(self, sink: Sink, message: Publish) -> Message:
+    async def _apply(self, message: Publish) -> Message:
         if self.failing:
             self.failing -= 1
             return _failed(message, "not today")
+        if self._client is None:
+            self._client = EngineClient(self.address or "", DEADLINE)
+            self._sink = make_sink(self.config, self._client, RequestGate())
         try:
-            await sink.apply(message.version, message.manifest)
+            await self._sink.apply(message.version, message.manifest)
         except PublishError as error:
             return _failed(message, str(error))
         self.versions["real"] = message.version
@@ -119,18 +105,19 @@ def _failed(message: Publish, reason: str) -> PublishFailed:
 class Bench:
     """A publisher and what it needs."""
 
-    def __init__(self, service: Service, model: Path, folder: Path, timeout: float, at_once: int) -> None:
-        transport = service.config.publish.transport
+    def __init__(self, worker: Worker, model: Path, folder: Path, timeout: float, at_once: int) -> None:
+        transport = worker.config.publish.transport
         self.config = config_of(model, transport, timeout=timeout, keep_every=2, at_once=at_once)
-        self.service = service
+        self.worker = worker
+        self.service = ScriptedService(folder, script=worker)
         self.folder = folder
         self.events = EventLog(event_path(folder, "learner"), "learner-0")
-        tell_address(folder, service.router.address)
         self.publisher = Publisher(self.config, folder, PolicyVersion(0), self.events)
 
     def end(self) -> None:
         self.publisher.close()
-        self.service.end()
+        self.service.close()
+        self.worker.close()
         self.events.close()
 
     def published(self) -> list[Publish]:
@@ -141,8 +128,8 @@ class Bench:
 def bench(model_folders, tmp_path) -> Iterator:
     benches: list[Bench] = []
 
-    def make(service: Service, timeout: float = 60.0, at_once: int = 1) -> Bench:
-        benches.append(Bench(service, model_folders[0], tmp_path, timeout, at_once))
+    def make(worker: Worker, timeout: float = 60.0, at_once: int = 1) -> Bench:
+        benches.append(Bench(worker, model_folders[0], tmp_path, timeout, at_once))
         return benches[-1]
 
     yield make
@@ -153,12 +140,12 @@ def bench(model_folders, tmp_path) -> Iterator:
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "memory", "delta"])
 def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(transport, fresh_server, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
-    running = bench(Service(fresh_server.address, dead=("dead",), transport=transport), timeout=2.0)
+    running = bench(Worker(fresh_server.address, dead=("dead",), transport=transport), timeout=2.0)
     began = time.monotonic()
     running.publisher.offer(PolicyVersion(1), weights.items())
     assert time.monotonic() - began < 2.0  # the copy alone, not the dead server's deadline
     deadline = time.monotonic() + DEADLINE
-    while running.service.versions["real"] < PolicyVersion(1):
+    while running.worker.versions["real"] < PolicyVersion(1):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert not running.publisher.wait(0.1)  # the dead one is still on the roster
@@ -168,11 +155,11 @@ def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(transport,
 
 def test_servers_at_once_do_not_wait_for_each_other(fresh_server, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
-    service = Service(fresh_server.address, dead=("a dead one", "another"), transport="memory")  # before `real`
-    running = bench(service, timeout=DEADLINE, at_once=3)
+    worker = Worker(fresh_server.address, dead=("a dead one", "another"), transport="memory")  # before `real`
+    running = bench(worker, timeout=DEADLINE, at_once=3)
     running.publisher.offer(PolicyVersion(1), weights.items())
     deadline = time.monotonic() + DEADLINE / 2  # the dead ones are still waited for
-    while service.versions["real"] < PolicyVersion(1):
+    while worker.versions["real"] < PolicyVersion(1):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert running.publisher.statistics.failed == 0
@@ -181,7 +168,7 @@ def test_servers_at_once_do_not_wait_for_each_other(fresh_server, model_folders,
 
 def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(fresh_server, model_folders, bench):
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
-    running = bench(Service(fresh_server.address))
+    running = bench(Worker(fresh_server.address))
     for step in range(4):
         running.publisher.offer(PolicyVersion(step), weights[step % 2].items())
     assert running.publisher.wait(DEADLINE)
@@ -200,7 +187,7 @@ def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(fresh_
 
 def test_a_failed_publish_is_tried_again(fresh_server, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
-    running = bench(Service(fresh_server.address, failing=1))
+    running = bench(Worker(fresh_server.address, failing=1))
     running.publisher.offer(PolicyVersion(1), weights.items())
     assert running.publisher.wait(DEADLINE)
     first, second = running.published()
@@ -237,7 +224,7 @@ def test_a_version_is_not_staged_over_one_that_is_still_read(model_folders, benc
     source = ReadsOn()
     monkeypatch.setattr(publisher, "make_source", lambda *_: source)
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
-    running = bench(Service(None, dead=("dead",)))
+    running = bench(Worker(None, dead=("dead",)))
     deadline = time.monotonic() + DEADLINE
     for step in (1, 2):
         running.publisher.offer(PolicyVersion(step), weights[step - 1].items())
@@ -251,7 +238,7 @@ def test_a_version_is_not_staged_over_one_that_is_still_read(model_folders, benc
 
 def test_closing_gives_up_a_transfer_and_says_bye(model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
-    running = bench(Service(None, dead=("dead",)))
+    running = bench(Worker(None, dead=("dead",)))
     running.publisher.offer(PolicyVersion(1), weights.items())
     deadline = time.monotonic() + DEADLINE
     while not running.published():
@@ -266,7 +253,7 @@ def test_closing_gives_up_a_transfer_and_says_bye(model_folders, bench):
 
 def test_a_failure_of_the_thread_reaches_the_training_loop(model_folders, bench, tmp_path):
     weights = load_file(model_folders[1] / "model.safetensors")
-    running = bench(Service(None))
+    running = bench(Worker(None))
     (tmp_path / "weights").write_text("a file where the kept versions should go")
     running.publisher.offer(PolicyVersion(2), weights.items())
     with pytest.raises(RuntimeError, match="the publisher has failed"):
@@ -275,16 +262,15 @@ def test_a_failure_of_the_thread_reaches_the_training_loop(model_folders, bench,
 
 def test_a_service_that_was_started_again_hears_of_the_newest_version(model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
-    running = bench(Service(None, dead=("dead",)))
+    running = bench(Worker(None, dead=("dead",)))
     running.publisher.offer(PolicyVersion(1), weights.items())
     heard = running.service.heard
     _until(lambda: any(isinstance(message, Publish) for message in heard))
     time.sleep(1.0)  # learner.tick, within which one greeting is enough
     heard.clear()
-    running.service.forgets = True
+    running.worker.forgets = True
     _until(lambda: any(isinstance(message, Publish) for message in heard))
-    words = [message for message in heard if not isinstance(message, Heartbeat)]
-    assert words[:2] == [
+    assert heard[:2] == [
         Hello(run=running.publisher._run, role="publisher", name="publisher", version=PolicyVersion(1)),
         Announce(version=PolicyVersion(1)),
     ]
@@ -293,8 +279,7 @@ def test_a_service_that_was_started_again_hears_of_the_newest_version(model_fold
 
 def test_a_publisher_to_whom_the_list_of_the_servers_was_lost_introduces_itself_again(model_folders, tmp_path):
     """The only word of the service is lost with a connection: nothing that follows would show it."""
-    router = Router("tcp://127.0.0.1:0", StreamConfig(curve="off"))
-    tell_address(tmp_path, router.address)
+    service = ScriptedService(tmp_path)
     tree = {
         "model": {"path": model_folders[0]},
         "stream": {"reply_timeout": 0.5, "curve": "off"},
@@ -302,17 +287,12 @@ def test_a_publisher_to_whom_the_list_of_the_servers_was_lost_introduces_itself_
     }
     events = EventLog(event_path(tmp_path, "learner"), "learner-0")
     publisher = Publisher(Config.model_validate(tree), tmp_path, PolicyVersion(0), events)
-    heard: list[Message] = []
-    deadline = time.monotonic() + 20
     try:
-        while sum(isinstance(message, Hello) for message in heard) < 2:
-            assert time.monotonic() < deadline, "it says Hello once"
-            if (received := router.receive(0.1)) is not None:
-                heard.append(decode(received.frames[0]))
+        service.wait_until(lambda: sum(isinstance(word, Hello) for word in service.heard) == 2)
     finally:
         publisher.close()
         events.close()
-        router.close()
+        service.close()
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -170,7 +170,7 @@ def hear_tickets(dealer: Dealer, count: int) -> list[Ticket]:
 
 def answer(dealer: Dealer, make_group: MakeGroup, ticket: Ticket, version: PolicyVersion | None = None) -> Message:
     version = version or ticket.issued_version
-    dealer.send_group(make_group(ticket.group_id, attempt=ticket.attempt, version=version))
+    dealer.send(make_group(ticket.group_id, attempt=ticket.attempt, version=version))
     while isinstance(message := dealer.receive(WAIT), Tickets | Introduce):  # more may come between
         pass
     assert isinstance(message, Accepted | Refused), message

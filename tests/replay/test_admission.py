@@ -96,7 +96,7 @@ def test_a_group_that_cannot_be_trained_is_refused_and_its_ticket_issued_again(
     spoil, reason = BAD[kind]
     (ticket,) = hear_tickets(running.worker_socket, 1)
     good = make_group(ticket.group_id, attempt=ticket.attempt, version=V0)
-    running.worker_socket.send_group(spoil(good))
+    running.worker_socket.send(spoil(good))
     refused = hear(running.worker_socket, Refused)
     assert reason in refused.reason
     (again,) = hear_tickets(running.worker_socket, 1)
@@ -107,7 +107,7 @@ def test_a_group_that_cannot_be_trained_is_refused_and_its_ticket_issued_again(
 def test_what_is_not_trained_needs_no_log_prob(running: Running, make_group: MakeGroup) -> None:
     (ticket,) = hear_tickets(running.worker_socket, 1)
     group = with_logprob(make_group(ticket.group_id, attempt=ticket.attempt, version=V0), math.nan)
-    running.worker_socket.send_group(tokens(group, loss_mask=np.array([True, True, False, True, True])))
+    running.worker_socket.send(tokens(group, loss_mask=np.array([True, True, False, True, True])))
     while isinstance(message := running.worker_socket.receive(20), Tickets):
         pass
     assert isinstance(message, Accepted)
@@ -116,7 +116,7 @@ def test_what_is_not_trained_needs_no_log_prob(running: Running, make_group: Mak
 def test_the_longest_sample_that_a_row_holds_is_taken(running: Running, make_group: MakeGroup) -> None:
     """The last token of an answer is read by nobody."""
     (ticket,) = hear_tickets(running.worker_socket, 1)
-    running.worker_socket.send_group(long(make_group(ticket.group_id, attempt=ticket.attempt, version=V0), 58))
+    running.worker_socket.send(long(make_group(ticket.group_id, attempt=ticket.attempt, version=V0), 58))
     while isinstance(message := running.worker_socket.receive(20), Tickets):
         pass
     assert isinstance(message, Accepted)

@@ -20,7 +20,7 @@ from streamrl.replay.segments import MAGIC, Opening, encode_record
 from streamrl.replay.service import Service
 from streamrl.stream.identity import AnotherRun, run_identity
 from streamrl.stream.messages import Accepted, Credit, Hello, Introduce, Next, ServerState, Stop, Welcome
-from streamrl.stream.peer import PeerRefused
+from streamrl.stream.session import PeerRefused
 from streamrl.stream.sockets import Dealer, ReceivedBatch
 from streamrl.types import Ledger, PolicyVersion
 from tests.operations_table import documented
@@ -60,11 +60,11 @@ def test_a_group_of_another_runs_worker_is_never_taken(start: Callable[..., Runn
     running.learner(), running.worker()
     stranger = Dealer(running.service.address, running.config.stream, name="w")
     running.peers.append(stranger)
-    stranger.send_group(make_group(0))  # as of a ticket that its own service gave it, at this address, before
+    stranger.send(make_group(0))  # as of a ticket that its own service gave it, at this address, before
     hear(stranger, Introduce)
     stranger.send(Hello(run=OTHER, role="generator", name="w", servers=(SERVER,), tickets=((0, 0),)))
     stranger.send(Credit(capacity=9))
-    stranger.send_group(make_group(0))
+    stranger.send(make_group(0))
     assert hear(stranger, Stop).refused
     assert running.told("group.accepted") == running.told("worker.replaced") == []
 

@@ -85,7 +85,7 @@ def test_a_whole_run_with_two_workers_a_learner_and_a_publisher(
                 while isinstance(message := worker.receive(0.02), Tickets | Accepted):
                     tickets = message.tickets if isinstance(message, Tickets) else ()
                     for ticket in reversed(tickets):
-                        worker.send_group(make_group(ticket.group_id, version=ticket.issued_version, tokens=10))
+                        worker.send(make_group(ticket.group_id, version=ticket.issued_version, tokens=10))
                 assert message is None, message
             batch = learner.receive(0.02)
         assert isinstance(batch, ReceivedBatch)
@@ -97,7 +97,7 @@ def test_a_whole_run_with_two_workers_a_learner_and_a_publisher(
             publisher.send(Publish(server=f"{name}-server", version=version, manifest={"step": step}))
             while not isinstance(message := worker.receive(WAIT), Publish):
                 for ticket in message.tickets if isinstance(message, Tickets) else ():
-                    worker.send_group(make_group(ticket.group_id, version=ticket.issued_version, tokens=10))
+                    worker.send(make_group(ticket.group_id, version=ticket.issued_version, tokens=10))
             assert (message.version, message.manifest) == (version, {"step": step})
             worker.send(Applied(server=message.server, version=version))
             while not isinstance(publisher.receive(WAIT), Applied):
@@ -261,7 +261,7 @@ def test_a_strangers_words_are_answered_by_one_introduce_and_its_hello_counts(
     running.peers.append(stranger)
     for _ in range(20):
         stranger.send(Heartbeat())
-    stranger.send_group(make_group(0))
+    stranger.send(make_group(0))
     hear(stranger, Introduce)
     stranger.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
     stranger.send(Credit(capacity=1))
@@ -367,7 +367,7 @@ def test_a_disk_that_fails_ends_the_role_with_one_line_and_the_next_goes_on_from
         tickets = hear_tickets(worker, 4)
         assert isinstance(answer(worker, make_group, tickets[0]), Accepted)
         (folder / "now").touch()
-        worker.send_group(make_group(1))
+        worker.send(make_group(1))
         _, told = process.communicate(timeout=WAIT)
     finally:
         process.kill()

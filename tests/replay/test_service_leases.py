@@ -177,7 +177,7 @@ def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
         for ticket in message.tickets if isinstance(message, Tickets) else ():
             if ticket.group_id != 1:  # the poisonous prompt
                 group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version, samples=3)
-                worker.send_group(group)
+                worker.send(group)
         received = learner.receive(0.05)
     assert isinstance(received, ReceivedBatch)
     good, poisoned = received.batch.groups
@@ -253,7 +253,7 @@ def test_what_was_said_while_the_service_sat_in_a_long_fsync_is_heard_before_lea
 
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     slow.set()
-    worker.send_group(make_group(0))
+    worker.send(make_group(0))
     while slow.is_set():
         time.sleep(0.005)
     for _ in range(BURST):

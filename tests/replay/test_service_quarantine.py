@@ -182,7 +182,7 @@ def test_the_limits_that_a_learner_told_are_known_to_the_next_service(
         service.kill()
         service.start()
         worker.send(replace(hello, tickets=((ticket.group_id, ticket.attempt),)))
-        worker.send_group(make_group(ticket.group_id, tokens=6))
+        worker.send(make_group(ticket.group_id, tokens=6))
         assert "12 tokens, learner.tokens_per_micro_batch=9" in hear(worker, Refused).reason
     finally:
         learner.close()

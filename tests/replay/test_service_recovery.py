@@ -241,7 +241,7 @@ def test_a_service_that_is_started_again_listens_where_the_killed_one_did_and_as
         service.kill()
         service.start()
         assert service.address == address
-        worker.send_group(make_group(2))  # nobody knows this worker: it has to come again
+        worker.send(make_group(2))  # nobody knows this worker: it has to come again
         hear(worker, Introduce)
         worker.send(replace(hello, tickets=((2, 0), (3, 0))))
         worker.send(Credit(capacity=9))
@@ -361,9 +361,9 @@ def test_nothing_is_accepted_before_its_record_is_on_the_disk(
     running.learner()
     tickets = hear_tickets(worker, 4)
     for ticket in tickets[:2]:
-        worker.send_group(make_group(ticket.group_id))
+        worker.send(make_group(ticket.group_id))
     assert worker.receive(0.3) is None  # two groups wait for a third, or for the second to be over
-    worker.send_group(make_group(tickets[2].group_id))
+    worker.send(make_group(tickets[2].group_id))
     began = time.monotonic()
     assert [hear(worker, Accepted).group_id for _ in range(3)] == [0, 1, 2]
     assert time.monotonic() - began < WAIT
@@ -388,13 +388,13 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
         size = segment.stat().st_size
         header, arena = encode_group(make_group(2, tokens=50_000), 1 << 28)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + len(header) + len(arena) // 2, resource.RLIM_INFINITY))
-        worker.send_group(make_group(2, tokens=50_000))
+        worker.send(make_group(2, tokens=50_000))
         deadline = time.monotonic() + WAIT
         while not service.told("journal.full") and time.monotonic() < deadline:
             worker.receive(0.05)
         learner.send(Next(step=0))
         assert service.told("journal.full")
-        worker.send_group(make_group(3))
+        worker.send(make_group(3))
         assert worker.receive(1.5) is None  # neither Accepted nor a ticket
         assert service.process.poll() is None
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
@@ -440,7 +440,7 @@ def test_a_full_disk_does_not_keep_the_segments_that_would_free_it(
     segments = len(list(folder.glob("*.journal")))
     assert segments > 4
     room[0] = sum(path.stat().st_size for path in folder.glob("*.journal"))
-    worker.send_group(make_group(tickets[0].group_id, version=tickets[0].issued_version))
+    worker.send(make_group(tickets[0].group_id, version=tickets[0].issued_version))
     deadline = time.monotonic() + WAIT
     while not running.told("journal.full") and time.monotonic() < deadline:
         time.sleep(0.01)

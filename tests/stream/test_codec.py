@@ -112,7 +112,7 @@ def wire() -> Iterator[tuple[Router, Dealer]]:
 @given(group=any_group())
 def test_a_group_survives_real_sockets_there_and_back_bit_for_bit(wire: tuple[Router, Dealer], group: Group) -> None:
     router, dealer = wire
-    dealer.send_group(group)
+    dealer.send(group)
     received = router.receive(10.0)
     assert received is not None
     identity, frames, *_ = received

@@ -26,7 +26,7 @@ from streamrl.stream.keys import (
     service_keys,
 )
 from streamrl.stream.messages import Accepted, Credit, decode
-from streamrl.stream.sockets import AsyncDealer, Dealer, Router
+from streamrl.stream.sockets import Dealer, Router
 from streamrl.types import Group
 from tests.operations_table import documented
 
@@ -140,7 +140,7 @@ def test_a_peer_with_the_run_s_key_is_served_encrypted(
     router: Router, keys: Path, make_group: Callable[..., Group], connect: Connect
 ) -> None:
     dealer = connect(router.address, STREAM, keys, "learner")
-    dealer.send_group(make_group(5, tokens=100_000))
+    dealer.send(make_group(5, tokens=100_000))
     received = router.receive(10.0)
     assert received is not None
     assert decode_group(*received.frames).group_id == 5
@@ -206,8 +206,8 @@ def test_no_thread_is_left_behind_a_closed_service(keys: Path) -> None:
 
 def test_asyncio_peers_bring_the_key_too(router: Router, keys: Path) -> None:
     async def peer() -> None:
-        dealer = AsyncDealer(router.address, STREAM, keys, "generator-0")
-        await dealer.send(Credit(capacity=2))
+        dealer = Dealer(router.address, STREAM, keys, "generator-0", on_loop=True)
+        await dealer.send_async(Credit(capacity=2))
         dealer.close()
 
     asyncio.run(peer())

@@ -4,49 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from streamrl.config import Config
-from streamrl.stream.address import tell_address
-from streamrl.stream.messages import Heartbeat, Hello, Introduce, Message, Next, Stop, decode
+from streamrl.stream.messages import Heartbeat, Hello, Introduce, Message, Next, Stop
 from streamrl.stream.peer import Peer
-from streamrl.stream.sockets import Router, StreamTimeout
+from streamrl.stream.sockets import StreamTimeout
 from streamrl.types import PolicyVersion
+from tests.scripted_service import WAIT, ScriptedService
 
-DEADLINE = 20.0  # seconds; longer than any wait that is configured here
 HELLO = Hello(run="r", role="learner", name="learner-0", version=PolicyVersion(3))
-
-
-class Service:
-    """The replay service as a peer sees it."""
-
-    def __init__(self, config: Config, folder: Path, address: str = "tcp://127.0.0.1:0") -> None:
-        self.router = Router(address, config.stream)
-        self.address = tell_address(folder, self.router.address)
-        self.identity = b""
-
-    def hear(self) -> Message:
-        received = self.router.receive(DEADLINE)
-        assert received is not None
-        self.identity = received.peer
-        return decode(received.frames[0])
-
-    def hear_nothing(self, seconds: float) -> bool:
-        """No word but heartbeats for so long."""
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            received = self.router.receive(left)
-            if received is not None and not isinstance(decode(received.frames[0]), Heartbeat):
-                return False
-        return True
-
-    def say(self, message: Message) -> None:
-        assert self.router.send(self.identity, message)
-
-    def close(self) -> None:
-        self.router.close()
 
 
 @pytest.fixture
@@ -55,8 +23,8 @@ def config() -> Config:
 
 
 @pytest.fixture
-def service(config, tmp_path) -> Iterator[Service]:
-    running = Service(config, tmp_path)
+def service(config, tmp_path) -> Iterator[ScriptedService]:
+    running = ScriptedService(tmp_path, config.stream)
     yield running
     running.close()
 
@@ -79,22 +47,22 @@ def listen(peer: Peer, seconds: float) -> list[object]:
 
 
 def test_the_opening_words_come_first(service, peer):
-    assert [service.hear(), service.hear()] == [HELLO, Next(step=3)]
+    assert [service.receive(), service.receive()] == [HELLO, Next(step=3)]
 
 
 def test_an_introduce_is_answered_by_the_opening_words_and_not_handed_on(service, peer):
-    service.hear(), service.hear()
+    service.receive(), service.receive()
     time.sleep(0.1)  # the interval in which a second opening is no answer
     service.say(Introduce())
     assert listen(peer, 0.3) == []
-    words = [service.hear() for _ in range(3)]
+    words = [service.receive() for _ in range(3)]
     assert [word for word in words if not isinstance(word, Heartbeat)][:2] == [HELLO, Next(step=3)]
 
 
 def test_opening_words_that_the_connection_does_not_take_are_said_on_a_new_one(service, peer, monkeypatch):
     """libzmq gives a connection up for ever on which spoilt bytes came: what is sent on it only waits."""
-    service.hear(), service.hear()
-    former = service.identity
+    service.receive(), service.receive()
+    former = service.peer
     time.sleep(0.1)  # as above
     service.say(Introduce())
 
@@ -102,78 +70,78 @@ def test_opening_words_that_the_connection_does_not_take_are_said_on_a_new_one(s
         raise StreamTimeout("nothing was taken in 0.5 s")
 
     monkeypatch.setattr(peer._dealer, "send", takes_nothing)
-    assert peer.receive(DEADLINE) is None
-    assert [service.hear(), service.hear()] == [HELLO, Next(step=3)]
-    assert service.identity != former
+    assert peer.receive(WAIT) is None
+    assert [service.receive(), service.receive()] == [HELLO, Next(step=3)]
+    assert service.peer != former
     service.say(Stop(reason="heard"))
-    assert isinstance(peer.receive(DEADLINE), Stop)
+    assert isinstance(peer.receive(WAIT), Stop)
 
 
 def test_many_introduces_at_once_are_answered_once(service, peer):
-    service.hear(), service.hear()
+    service.receive(), service.receive()
     time.sleep(0.2)
     for _ in range(20):
         service.say(Introduce())
     peer.receive(1.0)
-    assert service.hear() == HELLO
-    assert service.hear() == Next(step=3)
+    assert service.receive() == HELLO
+    assert service.receive() == Next(step=3)
     while peer.receive(0.05) is not None:
         pass
-    assert service.hear_nothing(0.3)
+    assert service.hears_nothing(0.3)
 
 
 def test_a_gap_in_the_words_of_the_service_is_answered_by_the_opening_words(service, peer):
-    service.hear(), service.hear()
+    service.receive(), service.receive()
     time.sleep(0.2)
-    service.router._peers[service.identity].stamp(b"lost on the way")
+    service.loses(1)
     service.say(Stop(reason="after the gap"))
     assert [type(word) for word in listen(peer, 0.3)] == [Stop]
-    words = [service.hear() for _ in range(3)]
+    words = [service.receive() for _ in range(3)]
     assert HELLO in words
 
 
 def test_a_service_at_the_same_address_is_greeted_when_it_asks(config, service, peer, tmp_path):
-    service.hear(), service.hear()
+    service.receive(), service.receive()
     address = service.address
     service.close()
-    again = Service(config, tmp_path, address)
+    again = ScriptedService(tmp_path, config.stream, address)
     try:
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + WAIT
         listen(peer, 0.3)
-        assert isinstance(again.hear(), Heartbeat)
+        assert isinstance(again.receive(), Heartbeat)
         again.say(Introduce())
         words: list[Message] = []
         while HELLO not in words:
             assert time.monotonic() < deadline
             listen(peer, 0.1)
-            words.append(again.hear())
+            words.append(again.receive())
     finally:
         again.close()
 
 
 def test_a_service_at_another_address_is_found_by_its_file(config, service, peer, tmp_path):
-    service.hear(), service.hear()
+    service.receive(), service.receive()
     service.close()
-    moved = Service(config, tmp_path)
+    moved = ScriptedService(tmp_path, config.stream)
     try:
         listen(peer, 1.5)
         assert peer.address == moved.address
-        assert [moved.hear(), moved.hear()] == [HELLO, Next(step=3)]
+        assert [moved.receive(), moved.receive()] == [HELLO, Next(step=3)]
     finally:
         moved.close()
 
 
 def test_what_a_dead_service_does_not_take_is_said_on_a_new_connection(config, service, peer, tmp_path):
-    service.hear(), service.hear()
+    service.receive(), service.receive()
     service.close()
-    moved = Service(config, tmp_path)
+    moved = ScriptedService(tmp_path, config.stream)
     try:
         for step in range(200):  # more than the queue holds
             peer.send(Next(step=step))
         assert peer.address == moved.address
-        assert moved.hear() == HELLO
+        assert moved.receive() == HELLO
         words = [Next(step=0)]
         while words[-1] != Next(step=199):
-            words.append(moved.hear())
+            words.append(moved.receive())
     finally:
         moved.close()

@@ -19,7 +19,6 @@ from streamrl.stream.messages import BatchHeader, BatchStats, Bye, Credit, Malfo
 from streamrl.stream.sockets import (
     QUEUE,
     SERVICE_QUEUE,
-    AsyncDealer,
     Dealer,
     ReceivedBatch,
     Router,
@@ -43,10 +42,10 @@ def router() -> Iterator[Router]:
 
 def test_a_message_and_its_answer_over_asyncio(router: Router, make_group: MakeGroup) -> None:
     async def peer() -> object:
-        dealer = AsyncDealer(router.address, STREAM, None, "generator-0")
+        dealer = Dealer(router.address, STREAM, None, "generator-0", on_loop=True)
         try:
-            await dealer.send_group(make_group(5))
-            while (answer := await dealer.receive(timeout=0.05)) is None:
+            await dealer.send_async(make_group(5))
+            while (answer := await dealer.receive_async(timeout=0.05)) is None:
                 pass
             return answer
         finally:
@@ -109,11 +108,11 @@ def test_sending_to_nobody_waits_its_timeout_and_says_so(connect: Connect) -> No
         dealer.send(Bye())
 
     async def peer() -> None:
-        dealer = AsyncDealer("tcp://127.0.0.1:9", STREAM)
+        dealer = Dealer("tcp://127.0.0.1:9", STREAM, on_loop=True)
         for _ in range(QUEUE):
-            await dealer.send(Bye())
+            await dealer.send_async(Bye())
         with pytest.raises(StreamTimeout):
-            await dealer.send(Bye())
+            await dealer.send_async(Bye())
         dealer.close()
 
     asyncio.run(peer())
@@ -193,7 +192,7 @@ def test_the_service_remembers_a_bounded_number_of_peers(router: Router, monkeyp
 
 def test_a_received_frame_is_passed_on_without_a_copy(router: Router, make_group: MakeGroup, connect: Connect) -> None:
     dealer = connect(router.address, STREAM, None, "learner")
-    dealer.send_group(make_group(5, tokens=1000))
+    dealer.send(make_group(5, tokens=1000))
     received = router.receive(10.0)
     assert received is not None
     header, arena = received.frames
@@ -217,7 +216,7 @@ def test_a_sender_s_memory_is_used_again_and_never_while_it_is_read(make_group: 
     used = set()
     try:
         for index, group in enumerate(groups):
-            dealer.send_group(group)
+            dealer.send(group)
             used.add(dealer._arenas._lent[-1][1].ctypes.data)
             if index >= 3:  # a few are always under way
                 received = router.receive(10.0)
