@@ -15,6 +15,7 @@ from streamrl.config import Config, flags, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.places import RECORD, absolute, load_run, run_folder_of
+from streamrl.recorded.formats import recorded_run
 from streamrl.replay.segments import JournalDamaged
 
 
@@ -121,21 +122,21 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    run_folder = run_folder_of(options.run)
+    run_folder = recorded_run(options.run)
     from streamrl.lab import audit
 
     return audit.main(run_folder, options.tolerance)
 
 
 def _retrain(options: argparse.Namespace) -> int:
-    run_folder = run_folder_of(options.run)
+    run_folder = recorded_run(options.run)
     from streamrl.lab import retrain
 
     return retrain.main(run_folder, options.output, options.steps, options.set)
 
 
 def _journal(options: argparse.Namespace) -> int:
-    run_folder = run_folder_of(options.run)
+    run_folder = recorded_run(options.run)
     from streamrl.lab import journal
 
     return journal.main(run_folder, options.verify, options.export)
@@ -149,21 +150,21 @@ def _group(options: argparse.Namespace) -> int:
 
 
 def _trace(options: argparse.Namespace) -> int:
-    run_folder = run_folder_of(options.run)
+    run_folder = recorded_run(options.run)
     from streamrl.lab import trace
 
     return trace.main(run_folder, options.output)
 
 
 def _top(options: argparse.Namespace) -> int:
-    run_folder = run_folder_of(options.run)
+    run_folder = recorded_run(options.run)
     from streamrl.lab import top
 
     return top.main(run_folder, once=options.once, every=options.every, port=options.port)
 
 
 def _report(options: argparse.Namespace) -> int:
-    run_folders = [run_folder_of(run) for run in options.run]
+    run_folders = [recorded_run(run) for run in options.run]
     from streamrl.lab.report import command
 
     return command.main(run_folders, options.output, options.ratios)
@@ -181,9 +182,9 @@ def _simulate(options: argparse.Namespace) -> int:
     from streamrl.lab.simulate import command
 
     if options.validate is not None:
-        config = options.run if options.run.is_file() else run_folder_of(options.run) / RECORD
+        config = options.run if options.run.is_file() else recorded_run(options.run) / RECORD
         return command.main_validate(config, options.override, options.validate, options.steps, options.json)
-    run_folder = run_folder_of(options.run)
+    run_folder = recorded_run(options.run)
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 

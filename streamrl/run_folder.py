@@ -20,6 +20,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.senseless import warnings
 from streamrl.places import RECORD, absolute, load_run
+from streamrl.recorded.formats import FORMATS
 from streamrl.stream.identity import run_identity
 
 CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
@@ -138,7 +139,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _environment(config: Config) -> dict[str, object]:
-    """Packages, commit, host and command line of this start, and what it was warned of."""
+    """Packages, commit, host and command line of this start, what it was warned of, and the records' formats."""
     packages = (
         "streamrl",
         "torch",
@@ -163,4 +164,5 @@ def _environment(config: Config) -> dict[str, object]:
         "cpus": os.cpu_count(),
         "command": sys.argv,
         "warnings": warnings(config),
+        "formats": FORMATS,
     }

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path("streamrl")
 LAYERS = [
     {"types", "machine", "trainable", "routing", "choices", "config", "device", "lifeline", "last_words"},
@@ -13,7 +15,7 @@ LAYERS = [
     {"publish"},
     {"generate", "replay", "learner", "evaluate"},
     {"places", "preflight"},
-    {"testing"},
+    {"testing", "recorded"},
     {"role_process", "run_folder", "supervisor", "lab"},
     {"cli"},
 ]
@@ -30,7 +32,24 @@ LOWEST = {
     "config": 1,
 }  # order inside the lowest layer
 WITHOUT_TORCH = ("types", "trainable", "routing", "choices", "config", "lifeline", "last_words", "progress", "stream")
-WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "run_folder")
+WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "recorded")
+WITHOUT_TORCH += ("run_folder",)
+
+# What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
+RECORDS = {"choices", "config", "device", "types", "places", "observe", "recorded", "lab"}
+BESIDE_RECORDS = {
+    "audit": {"preflight.model", "replay.orders"},
+    "convert": {"learner.shape", "lifeline"},
+    "group": {"replay.life"},
+    "journal": set(),
+    "journal_export": set(),
+    "plan": {"engine.server", "learner.shape", "preflight", "publish.transports", "replay.orders"},
+    "report": {"algo.advantages"},
+    "retrain": {"learner.role", "preflight"},
+    "simulate": {"engine.server", "replay.buffer", "replay.workers", "stream.messages"},
+    "top": set(),
+    "trace": set(),
+}
 
 
 def test_every_import_goes_to_a_lower_layer():
@@ -64,16 +83,45 @@ def test_the_parts_without_torch_import_without_torch():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("command", BESIDE_RECORDS)
+def test_a_command_of_the_workbench_reads_records_and_imports_no_more_than_it_says(command):
+    lab = PACKAGE / "lab"
+    files = [lab / f"{command}.py"] if (lab / f"{command}.py").exists() else sorted((lab / command).rglob("*.py"))
+    modules = {module for file in files for module in _modules(file)}
+    beside = {module for module in modules if module.partition(".")[0] not in RECORDS}
+    allowed = BESIDE_RECORDS[command]
+    unused = {name for name in allowed if not any(_is_within(module, name) for module in beside)}
+    assert files
+    assert not unused
+    assert {module for module in beside if not any(_is_within(module, name) for name in allowed)} == set()
+
+
+def _is_within(module: str, name: str) -> bool:
+    return module == name or module.startswith(f"{name}.")
+
+
 def _part(file: Path) -> str:
     """`streamrl/replay/buffer.py` -> `replay`, `streamrl/types.py` -> `types`."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def _imports(file: Path) -> set[str]:
+    """Parts of the package: `replay`."""
+    return {module.partition(".")[0] for module in _modules(file)}
+
+
+def _modules(file: Path) -> set[str]:
+    """Modules of the package, without its name: `replay.buffer`."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module] if node.module != "streamrl" else [f"streamrl.{alias.name}" for alias in node.names]
-        found |= {name.split(".")[1] for name in names if name.startswith("streamrl.")}
-    return found - {"__version__"}
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    within = {name.removeprefix("streamrl.") for name in found if name.startswith("streamrl.")} - {"__version__"}
+    return {name if _is_module(name) else name.rpartition(".")[0] for name in within}
+
+
+def _is_module(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split("."))
+    return path.with_suffix(".py").exists() or path.is_dir()

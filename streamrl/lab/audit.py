@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -24,9 +23,8 @@ from streamrl.config import Config
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.preflight.model import check_folder
-from streamrl.publish.kept import kept_versions
-from streamrl.publish.peft import is_adapter, merge_adapter
-from streamrl.replay.journal import JournalDamaged, recorded_batches
+from streamrl.recorded.journal import JournalDamaged, batches
+from streamrl.recorded.weights import kept_versions, whole_weights
 from streamrl.replay.orders import make_order
 from streamrl.types import Batch, Group, PolicyVersion, Sample
 
@@ -84,7 +82,7 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     tokens: dict[PolicyVersion, list[Stamped]] = defaultdict(list)
     history = History(config, {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)})
     try:
-        for batch in recorded_batches(run_folder / "journal"):
+        for batch in batches(run_folder):
             history.check(batch, findings)
             for version, span in _stamped(batch):
                 tokens[version].append(span)
@@ -243,15 +241,14 @@ def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTraine
 
     Raises ValueError where a weight is missing.
     """
-    source = base if is_adapter(folder) else folder
-    weights = {name: tensor for file in source.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    if is_adapter(folder):
-        weights = {name: tensor.float() for name, tensor in weights.items()}
-        merge_adapter(weights, folder)
     # Not load_state_dict: only this way a model that fuses its experts takes them one by one.
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
     model, report = kind.from_pretrained(
-        None, config=settings, state_dict=weights, dtype=torch.float32, output_loading_info=True
+        None,
+        config=settings,
+        state_dict=whole_weights(folder, base),
+        dtype=torch.float32,
+        output_loading_info=True,
     )
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing or unexpected:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import FileSystemReader
 
 from streamrl.config import Config
@@ -31,8 +30,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LoraConfig
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
-from streamrl.learner.fit import check_fit
-from streamrl.learner.shape import ModelShape, read_shape
+from streamrl.learner.shape import ModelShape, check_fit, open_weights, read_shape, weight_files
 from streamrl.lifeline import end_tree
 from streamrl.places import load_run
 
@@ -205,15 +203,9 @@ def _checkpoint_dtypes(checkpoint: Path) -> Iterator[torch.dtype]:
 
 
 def _safetensors_dtypes(folder: Path) -> Iterator[str]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"SOURCE: {folder} has no safetensors file; allowed: {ALLOWED}")
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                yield from (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118, no dict
-        except SafetensorError as error:
-            raise ConfigError(f"SOURCE: {path} cannot be read: {error}") from error
+    for path in weight_files(folder, "SOURCE"):
+        with open_weights(path, "SOURCE") as tensors:
+            yield from (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118, no dict
 
 
 def _pads(shape: ModelShape, config: Config) -> int:

@@ -29,8 +29,8 @@ from streamrl.generate.served import ServedModel
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.lab.output import check_new_folder
 from streamrl.preflight.machine import check_generator
-from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import is_adapter
+from streamrl.recorded.weights import kept_versions
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import close_tasks
 from streamrl.types import PolicyVersion

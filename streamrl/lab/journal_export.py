@@ -12,11 +12,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from streamrl.replay.history import Contents, read_journal
-from streamrl.replay.records import Completed
-from streamrl.replay.segments import JournalDamaged, load_frames
-from streamrl.stream.codec import decode_group
-from streamrl.stream.messages import MalformedMessage
+from streamrl.recorded.journal import RunJournal
 from streamrl.types import Group, Sample
 
 Row = dict[str, Any]
@@ -51,49 +47,30 @@ SCHEMA = pa.schema(
 )
 
 
-def export(folder: Path, contents: Contents, output: Path, lost: list[str]) -> int:
+def export(journal: RunJournal, output: Path, lost: list[str]) -> int:
     """Write every recorded sample to `output`, whose suffix is one of FORMATS, as a whole or not at all.
 
     Returns how many. A group that cannot be read is left out, and why is added to `lost`.
     """
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        count = FORMATS[output.suffix](_rows(folder, contents, lost), draft)
+        count = FORMATS[output.suffix](_rows(journal, lost), draft)
         os.replace(draft, output)
     finally:
         draft.unlink(missing_ok=True)
     return count
 
 
-def _rows(folder: Path, contents: Contents, lost: list[str]) -> Iterator[Row]:
-    step_of = contents.step_of()
-    for entry in read_journal(folder):
-        if not isinstance(entry.record, Completed) or _is_new(entry.record, contents):
-            continue
+def _rows(journal: RunJournal, lost: list[str]) -> Iterator[Row]:
+    for recorded in journal.groups:
         try:
-            group = decode_group(*load_frames(folder, entry.place))
-        except (JournalDamaged, MalformedMessage) as error:
+            group = journal.load(recorded)
+        except ValueError as error:
             lost.append(str(error))
             continue
-        state, reason = _state(group, contents)
-        step = step_of.get(group.group_id) if state in ("consumed", "committed", "quarantined") else None
+        fate = {"state": recorded.state, "reason": recorded.reason, "step": recorded.step}
         for index, sample in enumerate(group.samples):
-            yield {"state": state, "reason": reason, "step": step, **_of_group(group), **_of_sample(index, sample)}
-
-
-def _is_new(record: Completed, contents: Contents) -> bool:
-    """The run went on after `contents` was read, and nothing is known of this group yet."""
-    return contents.completed.get(record.group_id, -1) < record.attempt
-
-
-def _state(group: Group, contents: Contents) -> tuple[str, str | None]:
-    if reason := contents.dropped.get((group.group_id, group.attempt)):
-        return "dropped", reason
-    state = contents.state[group.group_id]
-    is_valid = contents.completed[group.group_id] == group.attempt and state not in ("waiting", "issued")
-    if is_valid and (group.group_id, group.attempt) in contents.quarantined:
-        return "quarantined", None
-    return state if is_valid else "replaced", None
+            yield {**fate, **_of_group(group), **_of_sample(index, sample)}
 
 
 def _of_group(group: Group) -> Row:

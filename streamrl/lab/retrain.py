@@ -15,21 +15,19 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.output import check_new_folder
-from streamrl.learner.batches import RecordedBatches
 from streamrl.learner.role import run_recorded
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.preflight.lengths import check_lengths
 from streamrl.preflight.prompts import Longest
-from streamrl.publish.kept import kept_versions
-from streamrl.replay.journal import recorded_batches
+from streamrl.recorded.journal import batches
+from streamrl.recorded.weights import kept_versions, tensors
 
 FREE = ("algo.", "learner.", "checkpoint.", "observe.")
 # Keys that `--set` may change: they say what is done with the data. All others say how it came about.
@@ -71,7 +69,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
         config_file.save(config, output / "config.yaml")
         for key in changed:
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
-    trainer = run_recorded(config, output, RecordedBatches(islice(recorded_batches(run_folder / "journal"), steps)))
+    trainer = run_recorded(config, output, islice(batches(run_folder), steps))
     try:
         weights = dict(trainer.export())
         if trainer.rank != 0:
@@ -175,14 +173,7 @@ def _distance(weights: dict[str, torch.Tensor], run_folder: Path, step: int) -> 
 def _kept(run_folder: Path, step: int) -> Iterator[tuple[str, torch.Tensor]] | None:
     """The tensors of the run's newest kept version of `step`, one at a time; None where none is kept."""
     folders = [folder for version, folder in sorted(kept_versions(run_folder).items()) if version.step == step]
-    return _tensors(folders[-1]) if folders else None
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as kept:
-            for name in kept.keys():  # noqa: SIM118, it is no dict
-                yield name, kept.get_tensor(name)
+    return tensors(folders[-1]) if folders else None
 
 
 def _last_ess(folder: Path, step: int) -> float | None:

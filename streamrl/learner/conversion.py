@@ -31,10 +31,9 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.learner.checkpoint import sync
 from streamrl.learner.huggingface import copy_description, export_weights, load_weights, save_folder
-from streamrl.learner.mapping import WeightsMismatchError
 from streamrl.learner.model import PolicyModel, build, choose_layers
 from streamrl.learner.parallel import Ranks
-from streamrl.learner.shape import VOCABULARY_MULTIPLE, ModelShape, read_shape
+from streamrl.learner.shape import VOCABULARY_MULTIPLE, ModelShape, WeightsMismatchError, read_shape
 from streamrl.lifeline import end_with
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -20,20 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
 from streamrl.learner.lora import Adapted, is_adapter_parameter
-from streamrl.learner.mapping import Placement, WeightsMismatchError, place, tensor_names
+from streamrl.learner.mapping import Placement, place, tensor_names
 from streamrl.learner.model import PolicyModel
-from streamrl.learner.shape import ModelShape
+from streamrl.learner.shape import WEIGHTS_INDEX, ModelShape, WeightsMismatchError, open_weights, weight_files
 
 SHARD_BYTES = 4 << 30
 """Bytes of one safetensors file that is written."""
 
-_INDEX = "model.safetensors.index.json"
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 
 
@@ -179,16 +177,10 @@ class _Safetensors:
     """The tensors of a folder by name, each slice read from its file when it is asked for."""
 
     def __init__(self, folder: Path, stack: ExitStack, key: str) -> None:
-        paths = sorted(folder.glob("*.safetensors"))
-        if (folder / _INDEX).is_file():
-            files = json.loads((folder / _INDEX).read_text())["weight_map"].values()
-            paths = [folder / name for name in sorted(set(files))]
-        if not paths:
-            raise WeightsMismatchError(f"{key}: {folder} has no safetensors file")
         self._folder = folder
         self._files: dict[str, Any] = {}
-        for path in paths:
-            file = stack.enter_context(_opened(path, key))
+        for path in weight_files(folder, key):
+            file = stack.enter_context(open_weights(path, key))
             self._files |= dict.fromkeys(file.keys(), file)
 
     def refuse_others(self, shape: ModelShape) -> None:
@@ -218,16 +210,6 @@ class _Safetensors:
             return stored[:, first:last]
         rows = stored[first:last]
         return pad(rows, (0, 0) * (rows.dim() - 1) + (0, piece[0] - len(rows)))
-
-
-def _opened(path: Path, key: str) -> Any:
-    """A safetensors file. Raises WeightsMismatchError for one that is not there, or not whole."""
-    if not path.is_file():
-        raise WeightsMismatchError(f"{key}: {path} is missing, {_INDEX} names it; allowed: a complete folder")
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise WeightsMismatchError(f"{key}: {path} is no whole safetensors file: {error}") from error
 
 
 def save_folder(weights: Iterator[tuple[str, Tensor]], source: Path, target: Path) -> None:
@@ -280,4 +262,5 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{index}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2))

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_BYTES = 256 << 20
-"""Bytes of the float32 logits of one chunk: large enough for efficient products, small beside a model."""
+from streamrl.learner.shape import CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,12 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamrl.config.file import ConfigError
-from streamrl.learner.shape import ModelShape
-
-
-class WeightsMismatchError(ConfigError):
-    """The folder's tensors are not those of the model; the text names the first of them."""
+from streamrl.learner.shape import ModelShape, WeightsMismatchError
 
 
 @dataclass(frozen=True, slots=True)

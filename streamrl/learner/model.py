@@ -34,9 +34,8 @@ from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import lora, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
-from streamrl.learner.fit import check_fit
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
-from streamrl.learner.shape import ModelShape
+from streamrl.learner.shape import ModelShape, check_fit
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,7 +27,7 @@ from streamrl.config.file import ConfigError
 from streamrl.device import UnsupportedAcceleratorError
 from streamrl.learner import bad_batch
 from streamrl.learner.batch_metrics import batch_metrics
-from streamrl.learner.batches import BatchSource, Delivery, ServiceBatches
+from streamrl.learner.batches import BatchSource, Delivery, RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.empty_steps import EmptySteps
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
@@ -335,8 +336,9 @@ def _trained_before(run_folder: Path) -> int:
     return sum(row.get("tokens/trained") or 0 for row in read_metrics(run_folder))
 
 
-def run_recorded(config: Config, run_folder: Path, source: BatchSource) -> Trainer:
+def run_recorded(config: Config, run_folder: Path, batches: Iterable[Batch]) -> Trainer:
     """Train on a recorded run's batches, without service and publisher. Returns the trainer, still open."""
+    source = RecordedBatches(batches)
     stop = StopSignal()
     trainer = Trainer(config, run_folder)
     trainer.restore_or_start()

@@ -1,4 +1,9 @@
-"""What a Hugging Face `config.json` says of a model, and a refusal of what would be computed otherwise."""
+"""What a Hugging Face folder says of a model: its shape, how it is cut, and which files hold its weights.
+
+What would be computed otherwise than Hugging Face does is refused.
+
+Pure: a plan, a conversion and the checks before a start ask it without Megatron.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig
 from streamrl.learner.rope import Rope, UnknownRopeError, read_rope
 
+# The embedding is padded to a multiple of this many rows for each tensor-parallel rank: what GPU kernels like.
+# The pads are on no machine part of a softmax.
 VOCABULARY_MULTIPLE = 64
-"""The embedding is padded to a multiple of this many rows for each tensor-parallel rank: what GPU kernels like.
-The pads are on no machine part of a softmax."""
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+
+# Bytes of the float32 logits that are computed at once: large enough for efficient products, small beside a model.
+CHUNK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +51,10 @@ ARCHITECTURES = {
 
 class UnsupportedModelError(ConfigError):
     """The folder holds a model that streamrl does not build; the text names what and what is allowed."""
+
+
+class WeightsMismatchError(ConfigError):
+    """The folder's tensors are not those of the model; the text names the first of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,3 +223,87 @@ def _refuse_window(path: Path, config: dict[str, Any], default: int) -> None:
             f"{path}: sliding_window={window} is not supported; allowed: null, or at least "
             f"max_position_embeddings={longest}"
         )
+
+
+def weight_files(folder: Path, key: str = "model.path") -> list[Path]:
+    """The safetensors files of a Hugging Face folder: those that its index names, all where it has no index.
+
+    Raises WeightsMismatchError, naming the key, where one is missing or there is none.
+    """
+    index, paths = folder / WEIGHTS_INDEX, sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise WeightsMismatchError(
+                f"{key}: {index} has no weight_map; allowed: the index of safetensors files"
+            ) from None
+        paths = [folder / name for name in sorted(names)]
+    if not paths:
+        raise WeightsMismatchError(f"{key}: {folder} has no safetensors file; allowed: a complete folder")
+    for path in paths:
+        if not path.is_file():
+            raise WeightsMismatchError(
+                f"{key}: {path} is missing, {WEIGHTS_INDEX} names it; allowed: a complete folder"
+            )
+    return paths
+
+
+def open_weights(path: Path, key: str = "model.path") -> Any:
+    """A safetensors file, as a context. Raises WeightsMismatchError for one that is not whole."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise WeightsMismatchError(f"{key}: {path} is no whole safetensors file: {error}") from error
+
+
+def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
+    """Refuse a layout that this model cannot be cut into.
+
+    Raises ConfigError: which key, what is given, what is allowed.
+
+    Example: a model of 14 heads is not cut with `learner.layout.tensor: 4`.
+    """
+    whole = {"attention heads": shape.heads, "key and value heads": shape.groups, "MLP columns": shape.ffn}
+    for what, count in whole.items():
+        _must_divide("tensor", layout.tensor, count, what)
+    stage_layers(shape.layers, layout)
+    if shape.moe is None:
+        if layout.expert > 1 or layout.expert_tensor > 1:
+            raise ConfigError(
+                f"learner.layout.expert: {max(layout.expert, layout.expert_tensor)} ranks cannot share experts, "
+                f"{shape.architecture} has none; allowed: expert=1, expert_tensor=1"
+            )
+        return
+    _must_divide("expert", layout.expert, shape.moe.experts, "experts")
+    _must_divide("expert_tensor", layout.expert_tensor, shape.moe.ffn, "columns of an expert")
+    if layout.tensor > 1 and not layout.sequence:
+        raise ConfigError("learner.layout.sequence: false with experts and tensor above 1; allowed: true")
+
+
+def stage_layers(layers: int, layout: LayoutConfig) -> tuple[int, ...]:
+    """How many of a model's layers each pipeline stage has.
+
+    Raises ConfigError where the stages between the first and the last do not share theirs evenly.
+
+    >>> stage_layers(94, LayoutConfig(pipeline=8, first_stage=11, last_stage=11))
+    (11, 12, 12, 12, 12, 12, 12, 11)
+    """
+    given = {0: layout.first_stage, layout.pipeline - 1: layout.last_stage}
+    own = {stage: count for stage, count in given.items() if count is not None}
+    left, stages = layers - sum(own.values()), layout.pipeline - len(own)
+    share = left // stages if stages else 0
+    if share * stages != left or (stages and (not share or share % layout.virtual)):
+        ends = "".join(
+            f", {name} {count}" for name, count in zip(("first", "last"), given.values(), strict=False) if count
+        )
+        raise ConfigError(
+            f"learner.layout.pipeline: {layout.pipeline} stages of {layout.virtual} chunks{ends} do not share {layers} "
+            "layers evenly; allowed: pipeline x virtual that divides them, or first_stage and last_stage beside it"
+        )
+    return tuple(own.get(stage, share) for stage in range(layout.pipeline))
+
+
+def _must_divide(key: str, size: int, count: int, what: str) -> None:
+    if count % size:
+        raise ConfigError(f"learner.layout.{key}: {size} does not divide {count} {what}; allowed: a divisor of {count}")

@@ -21,6 +21,8 @@ from streamrl.observe.disk import append
 
 log = logging.getLogger(__name__)
 
+FORMAT = 1  # of the records: a field with another meaning makes another format, a new field does not
+
 _RESERVED = frozenset({"time", "role", "event"})
 
 _OFFSET = time.time() - time.monotonic()

@@ -19,6 +19,8 @@ from streamrl.types import FAILURES
 
 log = logging.getLogger(__name__)
 
+FORMAT = 1  # of the rows: a name with another meaning makes another format, a new name does not
+
 ROOM_POLL = 1.0  # seconds between two tries on a full disk
 
 _BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")

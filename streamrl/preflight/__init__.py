@@ -14,9 +14,9 @@ import asyncio
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.evaluate.evaluator import host_evaluated
-from streamrl.learner.shape import ModelShape, read_shape
+from streamrl.learner.shape import ModelShape, read_shape, weight_files
 from streamrl.preflight.lengths import check_evaluated, check_lengths
-from streamrl.preflight.model import check_folder, check_model, check_weights
+from streamrl.preflight.model import check_folder, check_model
 from streamrl.preflight.prompts import longest_prompt, tokenizer_of
 from streamrl.preflight.wire import check_wire, group_bytes
 from streamrl.tasks.environment import Environment
@@ -61,6 +61,6 @@ def check_layout(config: Config) -> ModelShape:
     """Those that ask the model alone, and no task. Returns its shape. Raises ConfigError."""
     check_folder(config)
     shape = read_shape(config.model.path)
-    check_weights(config.model.path)
+    weight_files(config.model.path)
     check_model(config, shape)
     return shape

@@ -1,17 +1,10 @@
-"""Whether the model's folder is whole, and whether the model can be cut as the layout, adapters and servers say."""
+"""Whether model.path is a model's folder, and whether the model can be cut as the layout, adapters and servers say."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.learner.fit import check_fit
-from streamrl.learner.shape import ModelShape
-
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+from streamrl.learner.shape import ModelShape, check_fit
 
 
 def check_folder(config: Config) -> None:
@@ -21,19 +14,6 @@ def check_folder(config: Config) -> None:
             f"model.path: {config.model.path} is no model; allowed: a Hugging Face folder (config.json, safetensors, "
             f"tokenizer); `python -m launch.tiny_model {config.model.path}` makes a tiny one"
         )
-
-
-def check_weights(folder: Path) -> None:
-    """Refuse a folder without weights, or with a shard that is missing. Raises ConfigError."""
-    index = folder / _INDEX
-    try:
-        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {_WEIGHTS}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"model.path: {index} has no weight_map; allowed: the index of safetensors files") from None
-    for name in sorted(files):
-        if not (folder / name).is_file():
-            why = f", {_INDEX} names it" if index.is_file() else ""
-            raise ConfigError(f"model.path: {folder / name} is missing{why}; allowed: a complete folder")
 
 
 def check_model(config: Config, shape: ModelShape) -> None:

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrl.config import Config
 from streamrl.publish.model_folder import write_model
 from streamrl.publish.peft import write_adapter
-from streamrl.publish.staging import Staged
-from streamrl.types import PolicyVersion
+
+if TYPE_CHECKING:
+    from streamrl.publish.staging import Staged
 
 
-def kept_folder(run_folder: Path, version: PolicyVersion) -> Path:
-    """Where the weights of `version` are kept, if they are."""
-    return run_folder / "weights" / str(version)
-
-
-def kept_versions(run_folder: Path) -> dict[PolicyVersion, Path]:
-    """Every version that a run kept, with its folder."""
-    folders = (run_folder / "weights").glob("[0-9]*.[0-9]*")
-    return {PolicyVersion.parse(folder.name): folder for folder in folders}
+def kept_root(run_folder: Path) -> Path:
+    """Where a run keeps weights: a folder for each version (`streamrl/recorded/weights.py` reads them)."""
+    return run_folder / "weights"
 
 
 def keep(staged: Staged, config: Config, run_folder: Path) -> Path:
@@ -27,7 +23,7 @@ def keep(staged: Staged, config: Config, run_folder: Path) -> Path:
 
     Where adapters alone are published, it is a PEFT folder.
     """
-    target, model = kept_folder(run_folder, staged.version), config.model.path
+    target, model = kept_root(run_folder) / str(staged.version), config.model.path
     if config.learner.lora.by_adapter:
         write_adapter(target, staged.tensors(), config.learner.lora, model)
     else:

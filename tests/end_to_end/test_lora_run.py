@@ -9,8 +9,8 @@ from benchmarks.random_models import random_adapter
 from streamrl import cli
 from streamrl.config.learner import LoraConfig
 from streamrl.observe.metrics import read_metrics
-from streamrl.publish.kept import kept_versions
 from streamrl.publish.peft import write_adapter
+from streamrl.recorded.weights import kept_versions
 from streamrl.replay.journal import recorded_batches
 from streamrl.types import PolicyVersion
 

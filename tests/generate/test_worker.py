@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.observe.events import EventLog, event_path
-from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
 from streamrl.publish.transport import BroadcastManifest
+from streamrl.recorded.weights import kept_versions
 from streamrl.stream.address import replay_address
 from streamrl.stream.identity import run_identity
 from streamrl.stream.keys import key_folder

@@ -33,8 +33,8 @@ from streamrl.lab import convert
 from streamrl.learner import conversion
 from streamrl.learner.conversion import to_huggingface, to_megatron
 from streamrl.learner.huggingface import load_weights
-from streamrl.learner.mapping import WeightsMismatchError
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.shape import WeightsMismatchError
 from streamrl.learner.trainer import Trainer
 
 ALONE = {"tensor": 1, "pipeline": 1, "expert": 1}

@@ -15,7 +15,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
 from streamrl.lab.journal_export import export
-from streamrl.replay.history import Contents
+from streamrl.recorded.journal import RunJournal
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed, Dropped, Saved
 from streamrl.replay.segments import scan, segment_path
@@ -132,8 +132,16 @@ def test_parquet_holds_the_same_as_the_lines_of_json(run: Path, tmp_path: Path) 
         assert row == expected
 
 
-def test_groups_that_came_after_the_records_were_read_are_left_to_the_next_export(run: Path, tmp_path: Path) -> None:
-    assert export(run / "journal", Contents(), tmp_path / "groups.jsonl", []) == 0
+def test_groups_that_came_after_the_records_were_read_are_left_to_the_next_export(
+    run: Path, tmp_path: Path, make_group: MakeGroup
+) -> None:
+    read = RunJournal(run)
+    journal = Journal(run / "journal", JournalConfig.model_validate({}), b"")
+    append_group(journal, make_group(3))
+    journal.commit()
+    journal.close()
+    assert export(read, tmp_path / "groups.jsonl", []) == 8
+    assert export(RunJournal(run), tmp_path / "groups.jsonl", []) == 10
 
 
 @pytest.mark.parametrize(

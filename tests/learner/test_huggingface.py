@@ -17,7 +17,7 @@ from streamrl.learner import huggingface
 from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import save_folder
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.mapping import WeightsMismatchError
+from streamrl.learner.shape import WeightsMismatchError
 from tests.operations_table import documented
 
 MODELS = [(family, tied) for family in FAMILIES for tied in (False, True)]

@@ -19,10 +19,10 @@ from streamrl.generate.gate import RequestGate
 from streamrl.generate.sinks import make_sink
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.publish import publisher
-from streamrl.publish.kept import kept_versions
 from streamrl.publish.publisher import Publisher
 from streamrl.publish.staging import Staged
 from streamrl.publish.transport import Check, PublishError, Source
+from streamrl.recorded.weights import kept_versions
 from streamrl.stream.messages import (
     Announce,
     Applied,

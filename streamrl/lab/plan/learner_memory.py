@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from streamrl.config import Config
 from streamrl.lab.plan.machines import Machines
 from streamrl.lab.plan.parameters import has_experts, layers_of, of_stage
-from streamrl.learner.logprobs import CHUNK_BYTES
-from streamrl.learner.shape import ModelShape
+from streamrl.learner.shape import CHUNK_BYTES, ModelShape
 
 ITEM = {"float32": 4, "bfloat16": 2}
 """Bytes of one weight."""

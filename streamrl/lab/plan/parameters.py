@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamrl.config.learner import LayoutConfig, LoraConfig
-from streamrl.learner.fit import stage_layers
-from streamrl.learner.shape import ModelShape
+from streamrl.learner.shape import ModelShape, stage_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from streamrl.lab.audit import Stamped, load_kept, logprobs
 from streamrl.lab.report.runs import Run
 from streamrl.lab.report.samples import TOKENS, Shown
-from streamrl.publish.kept import kept_versions
+from streamrl.recorded.weights import kept_versions
 
 LARGEST = 2**30
 # bytes of a version's weights up to which `auto` computes ratios: a forward pass on the CPU is a matter of seconds

@@ -20,9 +20,10 @@ from tokenizers.decoders import DecodeStream
 from streamrl.algo.advantages import group_advantages
 from streamrl.config.learner import AdvantageConfig
 from streamrl.lab.report.curves import brief
-from streamrl.lab.report.groups import Groups, Recorded
+from streamrl.lab.report.groups import Groups
 from streamrl.lab.report.runs import Run
-from streamrl.publish.kept import kept_versions
+from streamrl.recorded.journal import RecordedGroup
+from streamrl.recorded.weights import kept_versions
 from streamrl.types import Group, Sample
 
 STEPS = 24
@@ -58,9 +59,9 @@ def choose(run: Run, groups: Groups, runs: int = 1) -> list[Shown]:
         return []
     kept = {version.step for version in kept_versions(run.folder)} & steps.keys()
     candidates = sorted(kept) if len(kept) > 1 else list(steps)
-    records = [each.record for step in candidates for each in steps[step]]
-    answers = sum(record.answers for record in records)
-    length = min(TOKENS, sum(record.tokens for record in records) / max(1, answers))
+    offered = [each for step in candidates for each in steps[step]]
+    answers = sum(each.answers for each in offered)
+    length = min(TOKENS, sum(each.tokens for each in offered) / max(1, answers))
     affordable = int(ALL_TOKENS / runs / (SAMPLES * max(1.0, length)))
     count = min(len(candidates), max(2, min(STEPS, affordable)))
     places = np.linspace(0, len(candidates) - 1, count).round().astype(int)
@@ -89,7 +90,7 @@ def describe(run: Run, shown: Sequence[Shown], told: str) -> dict[str, Any]:
     }
 
 
-def _of_step(step: int, recorded: Sequence[Recorded], groups: Groups, config: AdvantageConfig) -> list[Shown]:
+def _of_step(step: int, recorded: Sequence[RecordedGroup], groups: Groups, config: AdvantageConfig) -> list[Shown]:
     """Answers of the group of a step that says most."""
     loaded = [group for each in recorded[:LOOKED_AT] if (group := groups.load(each)) is not None and group.answered]
     if not loaded:

@@ -28,10 +28,7 @@ from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
-from streamrl.replay.history import read_journal
-from streamrl.replay.records import Completed
-from streamrl.replay.segments import load_frames
-from streamrl.stream.codec import decode_group
+from streamrl.recorded.journal import RunJournal
 from streamrl.types import Group, PolicyVersion
 
 SAMPLES = 4000  # of each run that the search replays: more make it slow, and change little
@@ -125,11 +122,10 @@ def _observed(run: _Run) -> Observed:
 
 
 def recorded_groups(run_folder: Path) -> Iterable[Group]:
-    """Every group with frames in the journal, in the order of completion."""
-    folder = run_folder / "journal"
-    for entry in read_journal(folder):
-        if isinstance(entry.record, Completed) and entry.frame_bytes:
-            yield decode_group(*load_frames(folder, entry.place))
+    """Every group in the journal, in the order of completion."""
+    journal = RunJournal(run_folder)
+    journal.warn()
+    return (journal.load(group) for group in journal.groups)
 
 
 def by_worker(groups: Iterable[Group]) -> dict[str, list[Served]]:

@@ -1,0 +1,174 @@
+"""What a run's journal has recorded: its segments, each attempt at a group and what became of it, and the batches.
+
+    >>> journal = RunJournal(Path("runs/quickstart"))
+    >>> journal.groups[64].state, journal.groups[64].step
+    ('committed', 2)
+    >>> journal.load(journal.groups[64]).samples[0].reward
+    1.0
+    >>> [batch.step for batch in batches(Path("runs/quickstart"))]
+    [0, 1, 2, ...]
+
+It may be read while the run goes on: an object is the journal as it was when the object was made.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamrl.replay.history import STATES, Contents, recorded_batches
+from streamrl.replay.records import Completed, Place
+from streamrl.replay.segments import Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
+from streamrl.stream.codec import decode_group
+from streamrl.types import Batch, Group, PolicyVersion
+
+__all__ = ["STATES", "JournalDamaged", "RecordedGroup", "RunJournal", "Segment", "batches", "has_journal"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """One attempt at a group that was accepted, and what became of it."""
+
+    group_id: int
+    attempt: int
+    state: str  # completed, consumed, committed, quarantined, dropped, or replaced by a later attempt
+    reason: str | None  # why it was dropped
+    step: int | None  # that consumed it
+    tokens: int  # generated
+    answers: int  # samples that are no placeholders
+    pass_rate: float  # share of right ones among them
+    place: Place  # of its record in the journal
+
+
+@dataclass(slots=True)
+class Segment:
+    """One file of the journal."""
+
+    number: int
+    size: int  # bytes
+    begun: float = float("nan")  # seconds since the epoch; not a number where the first record cannot be read
+    records: int = 0
+    groups: int = 0
+    frame_bytes: int = 0
+    problems: list[Unreadable] = field(default_factory=list)
+
+
+class RunJournal:
+    """The journal of a run."""
+
+    def __init__(self, run_folder: Path, *, verify: bool = False) -> None:
+        """Read every record; `verify`: the frames too. What cannot be read is in the segments' `problems`."""
+        self.folder = run_folder / "journal"
+        self._contents = Contents()
+        self._found: list[tuple[Completed, Place]] = []
+        self.segments = [self._survey(number, path, verify) for number, path in segments(self.folder)]
+        step_of = self._contents.step_of()
+        self.groups = [self._recorded(record, place, step_of) for record, place in self._found]  # as they came
+
+    @property
+    def states(self) -> Counter[str]:
+        """How many groups are in each of STATES."""
+        return Counter(self._contents.state.values())
+
+    @property
+    def tickets(self) -> int:
+        """Attempts that were issued."""
+        return self._contents.tickets
+
+    @property
+    def dropped(self) -> int:
+        """Attempts that a filter took out."""
+        return len(self._contents.dropped)
+
+    @property
+    def quarantined(self) -> int:
+        """Attempts that were consumed and not trained."""
+        return len(self._contents.quarantined)
+
+    @property
+    def steps(self) -> list[int]:
+        """The learner steps whose batches are recorded, ascending."""
+        return sorted(self._contents.steps)
+
+    @property
+    def began(self) -> list[PolicyVersion]:
+        """The versions at which learners started."""
+        return self._contents.began
+
+    def load(self, group: RecordedGroup) -> Group:
+        """The whole group. Raises ValueError where its frames are damaged, deleted, or of another version."""
+        return decode_group(*load_frames(self.folder, group.place))
+
+    def warn(self) -> None:
+        """A line in the log for each segment that cannot be read to its end."""
+        for segment in self.segments:
+            for problem in segment.problems:
+                log.warning("%s is left out: %s", self.folder, problem)
+
+    def _survey(self, number: int, path: Path, verify: bool) -> Segment:
+        segment = Segment(number, path.stat().st_size)
+        for entry in scan(number, path):
+            if isinstance(entry, Unreadable):
+                segment.problems.append(entry)
+                continue
+            segment.records += 1
+            segment.frame_bytes += entry.frame_bytes
+            if isinstance(entry.record, Opening):
+                segment.begun = entry.record.time
+            else:
+                self._contents.add(entry.record)
+            if isinstance(entry.record, Completed):
+                segment.groups += 1
+                self._found.append((entry.record, entry.place))
+            if verify and (problem := self._problem(entry, segment.size)):
+                segment.problems.append(problem)
+        return segment
+
+    def _problem(self, entry: Entry, size: int) -> Unreadable | None:
+        """What is wrong with the frames of a record."""
+        try:
+            load_frames(self.folder, entry.place)
+        except JournalDamaged as error:
+            return Unreadable(entry.place, entry.end - entry.place.offset, str(error), torn=entry.end >= size)
+        return None
+
+    def _recorded(self, record: Completed, place: Place, step_of: dict[int, int]) -> RecordedGroup:
+        state, reason = self._state(record)
+        return RecordedGroup(
+            group_id=record.group_id,
+            attempt=record.attempt,
+            state=state,
+            reason=reason,
+            step=step_of.get(record.group_id) if state in ("consumed", "committed", "quarantined") else None,
+            tokens=record.tokens,
+            answers=record.answers,
+            pass_rate=record.pass_rate,
+            place=place,
+        )
+
+    def _state(self, record: Completed) -> tuple[str, str | None]:
+        attempt = (record.group_id, record.attempt)
+        if reason := self._contents.dropped.get(attempt):
+            return "dropped", reason
+        state = self._contents.state[record.group_id]
+        if self._contents.completed[record.group_id] != record.attempt or state in ("waiting", "issued"):
+            return "replaced", None
+        return ("quarantined" if attempt in self._contents.quarantined else state), None
+
+
+def has_journal(run_folder: Path) -> bool:
+    """Whether the run has a segment."""
+    return bool(segments(run_folder / "journal"))
+
+
+def batches(run_folder: Path) -> Iterator[Batch]:
+    """The batches of the surviving history, decoded one at a time, in the order of their steps.
+
+    Raises JournalDamaged for a step or a group that is missing, AnotherRun for segments of several runs.
+    """
+    return recorded_batches(run_folder / "journal")
