@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.tasks.built_in.copy import Copy
 from streamrl.tasks.environment import EXACT, Completion, Inference, Prompt, Rollout, Score
-from streamrl.tasks.strings import Strings, StringsArguments
 
 SIGMA = 0.8  # of the logarithm of the length
 MEAN = 32  # tokens, before the cut
@@ -33,16 +33,11 @@ def drawn_length(prompt: int, sample: int) -> int:
     return min(LONGEST, max(1, round(drawn)))
 
 
-class DrawnLengths(Strings):
+class DrawnLengths(Copy):
     """The strings of `copy`, each to be repeated to the drawn length.
 
     Reward: the share of tokens that are right, which is what all of them together can gain most by.
     """
-
-    Arguments = StringsArguments
-
-    def __init__(self, arguments: StringsArguments, seed: int, split: str) -> None:
-        super().__init__("copy", arguments, seed, split)
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         wanted = np.resize(completion.prompt_ids, len(completion.output_ids))  # as often as it fits

@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from streamrl.config.task import TaskConfig
+from streamrl.tasks.built_in.reasoning_gym import BEHAVED
 from streamrl.tasks.environment import FAILED, Completion, Environment, Prompt
-from streamrl.tasks.reasoning_gym import BEHAVED
 from streamrl.tasks.registry import build_task
 
 GOLD = "\\frac{7919}{7907}"

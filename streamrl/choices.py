@@ -21,6 +21,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+_PATH = re.compile(r"([\w./-]+|/[^:\n]+\.py):[A-Za-z_]\w*")
 
 PATHS = "package.module:Class or path/file.py:Class"
 
@@ -63,6 +66,7 @@ class Kind:
     key: str  # of the configuration, for messages
     package: str  # each of its modules is one built-in choice, but for `base` and those that begin with _
     base: str  # module:Class that every choice of this kind is a subclass of
+    hosted: bool = False  # a class of the user's is not loaded where the configuration is checked
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -78,6 +82,10 @@ class Kind:
         """The declaration that is called so, or is at that path: a class. Raises ValueError with one line."""
         return _own(self, name) if ":" in name else _built_in(self, name)
 
+    def is_built_in(self, name: str) -> bool:
+        """Is this a built-in choice, by its name or by its path? Nothing is imported."""
+        return ":" not in name or name.rpartition(":")[0].rpartition(".")[0] == self.package
+
     def users_of(self, key: str) -> tuple[str, ...]:
         """The built-in choices that have a use for a key of their section."""
         return tuple(name for name in self.names if key in self.load(name).uses)
@@ -87,6 +95,8 @@ class Kind:
 
     def _checked(self, name: str) -> str:
         try:
+            if self.hosted and ":" in name and _PATH.fullmatch(name):
+                return name
             self.load(name)
         except ValueError as error:
             raise PydanticCustomError("choice", "{line}", {"line": str(error)}) from error
@@ -110,7 +120,7 @@ def _built_in(kind: Kind, name: str) -> type[Any]:
     if name not in kind.names:
         near = difflib.get_close_matches(name, kind.names, n=1, cutoff=0.5)
         hint = f"; nearest known value: {near[0]}" if near else ""
-        raise ValueError(f"{kind.key}: {name!r} is not allowed; allowed: {kind.allowed}{hint}")
+        raise ValueError(f"{kind.key}: {name} is not allowed; allowed: {kind.allowed}{hint}")
     module = importlib.import_module(f"{kind.package}.{name}")
     return next(_declarations(module, _named(kind.base)))
 
@@ -121,9 +131,9 @@ def _own(kind: Kind, path: str) -> type[Any]:
         found = _named(path)
     except Exception as error:  # whatever a module of the user's raises while it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{kind.key}: {path!r} cannot be loaded: {reason}") from error
+        raise ValueError(f"{kind.key}: {path} cannot be loaded: {reason}") from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{kind.key}: {path!r} is no subclass of {base.__module__}.{base.__qualname__}")
+        raise ValueError(f"{kind.key}: {path} is no subclass of {base.__module__}.{base.__qualname__}")
     return found
 
 
@@ -137,7 +147,7 @@ def _named(path: str) -> Any:
     where, _, name = path.rpartition(":")
     module = load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
     if not hasattr(module, name):
-        raise ValueError(f"{where} has no {name}")
+        raise ValueError(f"{where} has no class {name!r}")
     return getattr(module, name)
 
 
@@ -174,5 +184,7 @@ LOSSES = Kind("algo.loss", "streamrl.algo.families", "streamrl.algo.families.bas
 WEIGHTS = Kind("algo.weight", "streamrl.algo.weights", "streamrl.algo.weights.base:ImportanceWeight")
 MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask")
 REGULARISERS = Kind("algo.covariance", "streamrl.algo.regularisers", "streamrl.algo.regularisers.base:Regulariser")
+TASKS = Kind("task.name", "streamrl.tasks.built_in", "streamrl.tasks.environment:Environment", hosted=True)
+TOOLS = Kind("task.args.tools", "streamrl.tasks.tools", "streamrl.tasks.tools.base:Tool")
 
-KINDS = (ORDERS, CURRICULA, TRANSPORTS, LOSSES, WEIGHTS, MASKS, REGULARISERS)
+KINDS = (ORDERS, CURRICULA, TRANSPORTS, LOSSES, WEIGHTS, MASKS, REGULARISERS, TASKS, TOOLS)

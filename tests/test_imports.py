@@ -40,7 +40,7 @@ RECORDS = {"choices", "config", "device", "types", "places", "observe", "recorde
 BESIDE_RECORDS = {
     "audit": {"preflight.model", "replay.orders"},
     "convert": {"learner.shape", "lifeline"},
-    "group": {"replay.life"},
+    "group": {"replay.history", "replay.life", "replay.records"},
     "journal": set(),
     "journal_export": set(),
     "plan": {"engine.server", "learner.shape", "preflight", "publish.transports", "replay.orders"},

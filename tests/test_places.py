@@ -67,7 +67,7 @@ def test_tasks_in_tasks_and_in_mixes_have_absolute_paths_too_and_hub_names_stay(
     assert shares["d"].args == {"url": "http://h:1", "token_file": f"{work}/token"}
     (work / "own").mkdir()
     (work / "own/tasks.py").write_text(
-        "from streamrl.tasks.strings import Strings\nclass Sums(Strings):\n"
+        "from streamrl.tasks.built_in.copy import Copy\nclass Sums(Copy):\n"
         "    def __init__(self, arguments, seed, split): ...\n"
     )
     shares = {share.label: share for share in absolute(relative(mix=mix)).task.mix}

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
 
@@ -165,6 +165,12 @@ class Environment(ABC):
     Arguments: ClassVar[type[TaskArguments]] = TaskArguments
     """What the `task.args` of such a class are checked against."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Arguments that a configuration does not have to give, where they differ from those of `Arguments`."""
+
+    has_turns: ClassVar[bool] = False
+    """Does it generate several answers one after another for one sample? Then no other task can answer between them."""
+
     size: int | None = None
     """Prompts of one epoch; None: no prompt comes back."""
 
@@ -217,6 +223,13 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
         """Let go of what the environment holds (processes, files). May be called twice."""
+
+
+class Around(Environment):
+    """A task that has its prompts, or its scorer, from another one: `task.args.task`, which `Arguments` has as `task`.
+
+    Built as `Class(arguments, task, seed, split)`, with the environment of the other one; None where none is given.
+    """
 
 
 def said_text(message: Message) -> str:

@@ -27,11 +27,14 @@ PARSED = "parsed"
 PARTIAL = "partial"
 # The reward part that is 1.0 for a right answer with text behind it, or in a text that was cut; else 0.0.
 
+BOXED = "\n\nReason step by step, and put the final answer within \\boxed{}."
+# The instruction behind the questions of most data sets of mathematics.
+
 _COLUMN = re.compile(r"\{(\w+)\}")
 
 
 class QuestionsArguments(RowsArguments):
-    """Arguments of `jsonl`, and of the data sets in `tasks/hub.py`, which give them other defaults."""
+    """Arguments of every task that asks questions of a data set; most have other defaults."""
 
     prompt: str = Field("prompt", description="column of the questions: text, or a list of chat messages")
     template: str | None = Field(None, description="question with {column} in it, instead of a column of questions")
@@ -93,6 +96,7 @@ class QuestionsArguments(RowsArguments):
 class Questions(Environment):
     """The rows of one split, each once an epoch, in an order that (seed, epoch) gives."""
 
+    Arguments = QuestionsArguments
     size: int  # prompts of an epoch
 
     def __init__(self, arguments: QuestionsArguments, seed: int, split: str) -> None:

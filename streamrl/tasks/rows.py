@@ -6,17 +6,19 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import datasets
 import numpy as np
 from pydantic import Field
 
 from streamrl.tasks.arguments import ARGUMENTS, DATA_FORMATS, OnDisk, TaskArguments, not_among
 from streamrl.tasks.order import digest
 
-_BATCH = 1000
+if TYPE_CHECKING:
+    import datasets  # it takes a second: only the process that reads rows imports it
+
 # Rows that are read at a time where all of them are looked at.
+_BATCH = 1000
 
 
 class RowsArguments(TaskArguments):
@@ -41,6 +43,8 @@ class RowsArguments(TaskArguments):
     @property
     def images_folder(self) -> Path:
         """Where images that a data set holds as bytes are written."""
+        import datasets
+
         return Path(self.cache or datasets.config.HF_DATASETS_CACHE) / "images"
 
     @property
@@ -105,6 +109,8 @@ def value_at(row: dict[str, Any], column: str) -> Any:
 
 def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets.Dataset:
     """One split of the data set, memory-mapped."""
+    import datasets
+
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it logs is in what it raises
     suffix = Path(path).suffix
@@ -125,6 +131,8 @@ def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets
 
 def _undecoded(data: datasets.Dataset) -> datasets.Dataset:
     """Images as the bytes and paths that they are: only servers look at them."""
+    import datasets
+
     for name, feature in data.features.items():
         if isinstance(feature, datasets.Image):
             data = data.cast_column(name, datasets.Image(decode=False))

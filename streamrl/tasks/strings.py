@@ -1,12 +1,8 @@
-"""The tasks `copy` and `successor`: short strings that a tiny model learns from random weights in minutes.
-
-copy       "c a f =" ──▶ "c a f"
-successor  "c a f =" ──▶ "d b g"     (the last symbol is followed by the first)
-"""
+"""Tasks of short strings, such as `copy`, that a tiny model learns from random weights in minutes."""
 
 from __future__ import annotations
 
-from typing import Literal
+from abc import abstractmethod
 
 from pydantic import Field, model_validator
 
@@ -16,7 +12,7 @@ from streamrl.tasks.order import item_at, permute
 
 
 class StringsArguments(TaskArguments):
-    """Arguments of `copy` and `successor`."""
+    """Arguments of every task of strings."""
 
     length: int = Field(3, ge=1, le=64, description="symbols of a string")
     alphabet: str = Field("abcdefgh", min_length=2, description="the symbols, in order, each one token of the model")
@@ -38,25 +34,29 @@ class Strings(Environment):
     with nothing to gain.
     """
 
+    Arguments = StringsArguments
     size: int  # prompts of an epoch
 
-    def __init__(self, rule: Literal["copy", "successor"], arguments: StringsArguments, seed: int, split: str) -> None:
-        self._rule = rule
+    def __init__(self, arguments: StringsArguments, seed: int, split: str) -> None:
         self._length = arguments.length
-        self._alphabet = arguments.alphabet
+        self.alphabet = arguments.alphabet
         self._seed = seed
-        self._all: int = len(self._alphabet) ** self._length
+        self._all: int = len(self.alphabet) ** self._length
         held_out = min(max(1, round(arguments.held_out * self._all)), self._all - 1)
         self._first = 0 if split == "probe" else held_out
         self.size = held_out if split == "probe" else self._all - held_out
         # The order by which strings are parted does not depend on the seed: every run has the same probes.
+
+    @abstractmethod
+    def answer(self, symbols: str) -> str:
+        """The right answer to a string."""
 
     def prompt(self, index: int) -> Prompt:
         """Prompt `index`; one epoch has `size` of them."""
         place = self._first + item_at(index, self.size, self._seed)
         code = permute(place, self._all, key="split")
         symbols = self._symbols(code)
-        return Prompt(index=index, text=symbols + "=", answer=self._answer(symbols))
+        return Prompt(index=index, text=symbols + "=", answer=self.answer(symbols))
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         target = prompt.answer or ""
@@ -72,12 +72,6 @@ class Strings(Environment):
         """The string whose number, in base len(alphabet), is `code`."""
         symbols = ""
         for _ in range(self._length):
-            code, digit = divmod(code, len(self._alphabet))
-            symbols += self._alphabet[digit]
+            code, digit = divmod(code, len(self.alphabet))
+            symbols += self.alphabet[digit]
         return symbols
-
-    def _answer(self, symbols: str) -> str:
-        if self._rule == "copy":
-            return symbols
-        following = dict(zip(self._alphabet, self._alphabet[1:] + self._alphabet[0], strict=True))
-        return "".join(following[symbol] for symbol in symbols)

@@ -35,6 +35,7 @@ class TurnByTurn(Environment):
     The n samples of a group are conversations of their own, which run at the same time.
     """
 
+    has_turns = True
     max_turns: int = 8
 
     @abstractmethod

@@ -36,7 +36,7 @@ TASKS = """
 
     from streamrl.tasks.environment import Environment, Prompt, Rollout, Score
     from streamrl.tasks.grouped import Grouped
-    from streamrl.tasks.strings import Strings
+    from streamrl.tasks.built_in.copy import Copy
     from streamrl.tasks.turns import TurnByTurn
 
     HERE = Path(__file__).parent

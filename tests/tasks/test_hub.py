@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import pytest
 
-from streamrl.config.task import TaskConfig, TaskName, TaskShare
+from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.environment import EXACT, Completion
-from streamrl.tasks.hub import DATA_SETS
-from streamrl.tasks.questions import QuestionsArguments
-from streamrl.tasks.registry import build_task
+from streamrl.tasks.questions import Questions
+from streamrl.tasks.registry import TASKS, build_task
 
 DATA = Path("tests/tasks/data")
 GOLD = {
@@ -34,7 +32,7 @@ def known(tmp_path):
     """`known(name, split)`: the task on its small file, and nothing else changed but how many prompts are held out."""
 
     def build(name: str, split: str = "train", **args):
-        few = {"held_out_count": 1} if "held_out_count" in DATA_SETS[name] else {}
+        few = {"held_out_count": 1} if "held_out_count" in TASKS.load(name).defaults else {}
         local = {"path": str(DATA / f"{name}.jsonl"), "cache": str(tmp_path), **few, **args}
         return build_task(TaskConfig(name=name, args=local), seed=1, split=split)
 
@@ -61,11 +59,11 @@ def reward(environment, prompt, text: str):
     return score.reward, score.parts[EXACT]
 
 
-def test_every_name_of_the_table_is_a_task_and_its_defaults_are_arguments():
-    assert DATA_SETS.keys() <= set(get_args(TaskName))
-    assert GOLD.keys() == DATA_SETS.keys()
-    for defaults in DATA_SETS.values():
-        QuestionsArguments.model_validate(defaults)
+def test_the_defaults_of_every_data_set_are_arguments():
+    sets = {name: TASKS.load(name) for name in TASKS.names if issubclass(TASKS.load(name), Questions)}
+    assert GOLD.keys() == {name for name, task in sets.items() if task.defaults}
+    for task in sets.values():
+        task.Arguments.model_validate({"path": "some.jsonl", **task.defaults})
 
 
 @pytest.mark.parametrize("name", [name for name in GOLD if name != "aime_2024"])

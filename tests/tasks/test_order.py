@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +50,11 @@ def test_the_held_out_share_is_about_what_was_asked():
 
 
 def test_neither_tasks_nor_their_libraries_import_torch():
-    modules = ["environment", "order", "registry", "strings", "reasoning_gym", "questions", "hub", "user_reward"]
-    imports = "; ".join(f"import streamrl.tasks.{module}" for module in modules)
-    check = f"{imports}; import sys; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=120)
+    check = """
+        import sys
+        import streamrl.tasks.user_reward
+        from streamrl.tasks.registry import TASKS
+        assert len([TASKS.load(name) for name in TASKS.names]) > 10
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(check)], check=True, timeout=120)

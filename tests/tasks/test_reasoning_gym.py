@@ -9,8 +9,8 @@ import pytest
 from reasoning_gym.factory import create_dataset
 
 from streamrl.config.task import TaskConfig
+from streamrl.tasks.built_in.reasoning_gym import BEHAVED, extract
 from streamrl.tasks.environment import EXACT, Completion, Prompt
-from streamrl.tasks.reasoning_gym import BEHAVED, extract
 from streamrl.tasks.registry import build_task
 
 ONE_DIGIT = {

@@ -11,10 +11,10 @@ from aiohttp import web
 
 from streamrl.config import Config
 from streamrl.config.task import TaskConfig
+from streamrl.tasks.built_in.lookup import CALLED
+from streamrl.tasks.built_in.remote import RemoteFailed
 from streamrl.tasks.environment import EXACT, FAILED, Environment, Rollout
-from streamrl.tasks.lookup import CALLED
 from streamrl.tasks.registry import build_task
-from streamrl.tasks.remote import RemoteFailed
 from streamrl.tasks.serve import application
 from streamrl.tasks.turns import TURNS
 

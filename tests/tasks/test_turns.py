@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from streamrl.config.task import TaskConfig
+from streamrl.tasks.built_in.lookup import CALLED
 from streamrl.tasks.environment import EXACT, FAILED, Completion, Message, Prompt, Score
-from streamrl.tasks.lookup import CALLED
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.turns import TURNS, TurnByTurn
 

@@ -10,7 +10,6 @@ import dataclasses
 from typing import Any, Literal
 
 from pydantic import Field
-from reasoning_gym.factory import DATASETS, create_dataset
 
 from streamrl.config.words import unknown_key
 from streamrl.tasks.answers import last_number
@@ -57,6 +56,8 @@ class ReasoningGymArguments(TaskArguments):
 
 class ReasoningGym(Environment):
     """Endless prompts of one data set. Reward 1 where its scorer gives exactly 1, else 0: no partial credit."""
+
+    Arguments = ReasoningGymArguments
 
     def __init__(self, arguments: ReasoningGymArguments, seed: int, split: str) -> None:
         self._arguments = arguments
@@ -107,6 +108,8 @@ def _create(arguments: ReasoningGymArguments) -> Any:
     """The data set, once its name and its parameters have been checked."""
     if arguments.dataset not in BEHAVED:
         raise ValueError(not_among(f"{ARGUMENTS}.dataset", arguments.dataset, BEHAVED))
+    from reasoning_gym.factory import DATASETS, create_dataset  # takes a second
+
     configuration = DATASETS[arguments.dataset][1]
     known = [field.name for field in dataclasses.fields(configuration) if field.name not in ("seed", "size")]
     for key, value in arguments.params.items():

@@ -17,6 +17,7 @@ from pydantic import Field
 from streamrl.config.task import TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.environment import (
+    Around,
     Completion,
     Environment,
     Inference,
@@ -56,10 +57,12 @@ class RemoteFailed(RuntimeError):
     """A call that was not answered as it should, however often it was made."""
 
 
-class Remote(TurnByTurn):
+class Remote(TurnByTurn, Around):
     """Prompts, observations and rewards from a server (`python -m streamrl.tasks.serve`), or rewards alone."""
 
-    def __init__(self, arguments: RemoteArguments, local: Environment | None, split: str) -> None:
+    Arguments = RemoteArguments
+
+    def __init__(self, arguments: RemoteArguments, local: Environment | None, seed: int, split: str) -> None:
         """`local` gives the prompts where the server is a reward model."""
         self._local = local
         self.infrastructure = (*INFRASTRUCTURE, RemoteFailed)

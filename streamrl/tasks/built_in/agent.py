@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from streamrl.config.task import ScoringConfig, TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.environment import (
+    Around,
     Completion,
     Environment,
     Inference,
@@ -71,13 +72,16 @@ class AgentFailed(RuntimeError):
     """An agent that did not come to its end; its text says how."""
 
 
-class Agent(Environment):
+class Agent(Around):
     """Reward: what the task's scorer gives to the agent's answer.
 
     An agent that fails, or is not done in time, costs its sample the reward; the tokens that it asked for stay.
     """
 
-    def __init__(self, arguments: AgentArguments, task: Environment) -> None:
+    Arguments = AgentArguments
+    has_turns = True
+
+    def __init__(self, arguments: AgentArguments, task: Environment, seed: int, split: str) -> None:
         """Raises ValueError for a function that cannot be loaded, which is tried in a process of its own."""
         self._arguments = arguments
         self._task = task

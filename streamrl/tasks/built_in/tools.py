@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from streamrl.config.task import TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.arithmetic import calculate
-from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Score
+from streamrl.tasks.environment import Around, Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.python_tool import Limits, PythonTool, missing_walls
 from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
 from streamrl.tasks.turns import Observation, TurnByTurn
@@ -38,18 +38,17 @@ class ToolsArguments(TaskArguments):
     parallel: int = Field(2, ge=1, description="runs of Python code at once")
     allow_unwalled: bool = Field(False, description="run Python code also where the kernel gives no namespaces")
 
-    @model_validator(mode="after")
-    def _asks_a_task_of_one_turn(self) -> ToolsArguments:
-        if self.task.name in ("tools", "lookup", "agent"):
-            raise ValueError(f"task.name: {self.task.name} has turns of its own; allowed: a task of one turn")
-        return self
 
-
-class Tools(TurnByTurn):
+class Tools(TurnByTurn, Around):
     """Reward: that of the task for the last turn. A turn without a call is the last one."""
 
-    def __init__(self, arguments: ToolsArguments, task: Environment) -> None:
+    Arguments = ToolsArguments
+
+    def __init__(self, arguments: ToolsArguments, task: Environment, seed: int, split: str) -> None:
         """Raises ValueError where code would have no walls around it, and that is not allowed."""
+        if task.has_turns:
+            name = arguments.task.name
+            raise ValueError(f"{ARGUMENTS}.task.name: {name} has turns of its own; allowed: a task of one turn")
         self._task = task
         self.lowest_reward, self.infrastructure = task.lowest_reward, task.infrastructure
         self._role = arguments.role

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from streamrl.tasks.built_in.copy import Copy
 from streamrl.tasks.environment import EXACT, Completion, Prompt, Score
 from streamrl.tasks.order import digest
-from streamrl.tasks.strings import Strings, StringsArguments
+from streamrl.tasks.strings import StringsArguments
 from streamrl.tasks.turns import TurnByTurn
 
 CALLED = "called"
@@ -26,10 +27,11 @@ class Lookup(TurnByTurn):
     included. A wrong call is not answered.
     """
 
+    Arguments = StringsArguments
     max_turns = 2
 
     def __init__(self, arguments: StringsArguments, seed: int, split: str) -> None:
-        self._keys = Strings("copy", arguments, seed, split)
+        self._keys = Copy(arguments, seed, split)
         self._alphabet = arguments.alphabet
         self._length = arguments.length
         self._seed = seed
