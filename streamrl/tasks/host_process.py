@@ -153,7 +153,7 @@ class Host:
         self._channel = channel
         self._mark = mark
         self._timeout = task.timeout
-        self._function = load_named(task.function, "function") if task.function else None
+        self._function = _function(task.function) if task.function else None
         share = TaskShare.model_validate(task.share) if task.share else None
         self._environment = build_task(share, task.seed, split=task.split) if share else None  # type: ignore[arg-type]
         self._infrastructure = INFRASTRUCTURE if self._environment is None else self._environment.infrastructure
@@ -290,6 +290,12 @@ class Host:
         number = _CALL.get() if context is None else context.get(_CALL, 0)
         steps = _stepping(coroutine, number, self._mark) if number else coroutine
         return asyncio.Task(steps, loop=loop, context=context)
+
+
+def _function(path: str) -> Any:
+    """What answers calls: a function, or the method `call` of a class."""
+    named = load_named(path, "function")
+    return named().call if isinstance(named, type) else named
 
 
 class _Steps:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -117,3 +119,49 @@ def test_a_call_of_no_tool_and_one_that_cannot_be_read_are_told_so(scripted):
 def test_tools_around_a_task_of_several_turns_are_refused():
     with pytest.raises(ValueError, match=r"task\.args\.task\.name: lookup has turns of its own"):
         build_task(TaskConfig(name="tools", args={"task": {"name": "lookup"}}), seed=1, split="train")
+
+
+OWN_TOOL = """
+import os, time
+from streamrl.tasks.tools.base import Tool
+
+
+class Populations(Tool):
+    description = "the inhabitants of a city"
+
+    async def call(self, argument):
+        if argument == "Atlantis":
+            time.sleep(1e9)
+        return f"{ {'Rome': 28}[argument] } {os.getpid()}"
+"""
+
+
+def test_a_tool_of_the_users_is_named_by_its_path_and_runs_in_a_process_of_its_own(scripted, tmp_path):
+    (tmp_path / "own_tools.py").write_text(OWN_TOOL)
+    task = tools(tools=["calculator", f"{tmp_path}/own_tools.py:Populations"], seconds=5)
+    assert "Populations: the inhabitants of a city" in task.prompt(0).messages[0]["content"]
+    calls = '<tool name="Populations">Rome</tool> <tool name="Populations">Ur</tool> <tool name="calculator">6*7</tool>'
+
+    async def played():
+        try:
+            (right,) = await task.rollout_group(scripted([[calls, END], ["0", END]]), task.prompt(0), 1)
+            lost = '<tool name="Populations">Atlantis</tool>'
+            (late,) = await task.rollout_group(scripted([[lost, END], ["0", END]]), task.prompt(0), 1)
+        finally:
+            await task.close()
+        return right, late
+
+    right, late = asyncio.run(played())
+    place = re.search(r"28 (\d+)", right.completion.text)
+    assert place
+    assert int(place[1]) != os.getpid()
+    assert "error: KeyError: 'Ur'" in right.completion.text
+    assert "42" in right.completion.text
+    assert late.masked
+    assert "Populations" in late.failure
+
+
+def test_a_name_that_is_no_tool_is_refused_with_those_that_are():
+    with pytest.raises(ValueError, match=r"task\.args\.tools.*calculator, python") as refused:
+        tools(tools=["abacus"])
+    assert "\n" not in str(refused.value)

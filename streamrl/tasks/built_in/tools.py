@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from streamrl.config.task import TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
-from streamrl.tasks.arithmetic import calculate
 from streamrl.tasks.environment import Around, Completion, Environment, Message, Prompt, Score
-from streamrl.tasks.python_tool import Limits, PythonTool, missing_walls
+from streamrl.tasks.failures import ScorerRaised
+from streamrl.tasks.hosted_tool import HostedTool
 from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
+from streamrl.tasks.tools import TOOLS
+from streamrl.tasks.tools.base import Tool
 from streamrl.tasks.turns import Observation, TurnByTurn
 
-CALLS = "tool_calls"
 # The reward part that counts the calls of an answer.
-
-DESCRIPTIONS = {
-    "calculator": "the value of an arithmetic expression with + - * / // % ** and parentheses",
-    "python": "runs Python code and gives what it prints",
-}
+CALLS = "tool_calls"
 
 
 class ToolsArguments(TaskArguments):
     """Arguments of `tools`."""
 
     task: TaskShare = Field(description="the task whose prompts are asked and whose scorer judges the last turn")
-    tools: tuple[Literal["calculator", "python"], ...] = Field(("calculator",), description="the tools that there are")
+    tools: tuple[Annotated[str, TOOLS], ...] = Field(("calculator",), description="the tools that there are")
     max_turns: int = Field(4, ge=1, description="turns of the policy, the last answer among them")
     role: str = Field("tool", description="role of a tool's answer, as the model's chat template calls it")
-    seconds: float = Field(5.0, gt=0, description="seconds that one run of Python code may take")
+    seconds: float = Field(
+        5.0, gt=0, description="seconds that one run of Python code, or one call of a tool of yours, may take"
+    )
     memory: int = Field(512, ge=64, description="MiB of memory of one run of Python code")
-    parallel: int = Field(2, ge=1, description="runs of Python code at once")
+    parallel: int = Field(2, ge=1, description="runs of Python code, or calls of a tool of yours, at once")
     allow_unwalled: bool = Field(False, description="run Python code also where the kernel gives no namespaces")
 
 
@@ -53,12 +52,9 @@ class Tools(TurnByTurn, Around):
         self.lowest_reward, self.infrastructure = task.lowest_reward, task.infrastructure
         self._role = arguments.role
         self.max_turns = arguments.max_turns
-        self._tools: dict[str, Callable[[str], Awaitable[str]]] = {}
-        if "calculator" in arguments.tools:
-            self._tools["calculator"] = _calculated
-        if "python" in arguments.tools:
-            self._tools["python"] = _python(arguments).run
-        self._described = describe_tools([(name, DESCRIPTIONS[name]) for name in self._tools])
+        self._tools = {path.rpartition(":")[2]: _built(path, arguments) for path in arguments.tools}
+        described = [(path.rpartition(":")[2], TOOLS.load(path).description) for path in arguments.tools]
+        self._described = describe_tools(described)
 
     def prompt(self, index: int) -> Prompt:
         """The task's own, and what tools there are."""
@@ -91,6 +87,7 @@ class Tools(TurnByTurn, Around):
         return replace(score, parts={**score.parts, CALLS: float(calls)})
 
     async def close(self) -> None:
+        await asyncio.gather(*(tool.close() for tool in self._tools.values()))
         await self._task.close()
 
     async def _answer(self, call: ToolCall) -> str:
@@ -98,22 +95,13 @@ class Tools(TurnByTurn, Around):
             return f"error: {call.error}"
         if call.name not in self._tools:
             return f"error: no tool {call.name!r}; there are {', '.join(self._tools)}"
-        return await self._tools[call.name](call.argument)
+        try:
+            return await self._tools[call.name].call(call.argument)
+        except (ValueError, ScorerRaised) as error:
+            return f"error: {error}"
 
 
-async def _calculated(expression: str) -> str:
-    try:
-        return calculate(expression)
-    except ValueError as error:
-        return f"error: {error}"
-
-
-def _python(arguments: ToolsArguments) -> PythonTool:
-    missing = missing_walls()
-    if missing is not None and not arguments.allow_unwalled:
-        raise ValueError(
-            f"{ARGUMENTS}.tools: python is not allowed here ({missing}); allowed: calculator, or python with "
-            f"{ARGUMENTS}.allow_unwalled: true"
-        )
-    limits = Limits(seconds=arguments.seconds, memory=arguments.memory << 20)
-    return PythonTool(limits, parallel=arguments.parallel, walls=missing is None)
+def _built(path: str, arguments: ToolsArguments) -> Tool:
+    """A built-in tool runs here, a class of the user's in processes of its own."""
+    tool: type[Tool] = TOOLS.load(path)
+    return tool.build(arguments) if TOOLS.is_built_in(path) else HostedTool(path, arguments)
