@@ -19,9 +19,9 @@ class Section(BaseModel):
 
     @classmethod
     def choices(cls) -> Iterator[tuple[str, Kind]]:
-        """The keys of this section that hold a choice."""
+        """The keys of this section that hold a choice whose options stand beside it."""
         for key, field in cls.model_fields.items():
-            if kind := kind_in(field.metadata):
+            if (kind := kind_in(field.metadata)) and not kind.hosted:
                 yield key, kind
 
     def chosen(self, key: str) -> Any:

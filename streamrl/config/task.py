@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
+from streamrl.choices import TASKS
 from streamrl.config.section import Section
 from streamrl.config.task_file import read_entries
-
-TaskName = Literal[
-    "copy", "successor", "reasoning_gym", "lookup", "tools", "remote", "agent",
-    "jsonl", "gsm8k", "math", "dapo_math", "aime_2024", "openmath", "big_math", "countdown",
-    "geo3k",
-]  # fmt: skip
-
-TaskPath = Annotated[
-    str, Field(pattern=r"^([\w./-]+|/[^:\n]+\.py):[A-Za-z_]\w*$", description="package.module:Class of yours")
-]
 
 
 class TaskShare(Section):
     """One task of a mix, and how much of it."""
 
     label: str = Field("", pattern=r"^[\w.-]*$", description="name in tickets and metrics; empty: the task's name")
-    name: TaskName | TaskPath = Field("copy", description="which task")
+    name: Annotated[str, TASKS] = Field("copy", description="which task")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     weight: float = Field(1.0, ge=0, description="share of the groups, relative to the others; 0: never asked")
     evaluation_only: bool = Field(False, description="never trained, only evaluated")
@@ -65,7 +56,7 @@ class ScoringConfig(Section):
 class TaskConfig(Section):
     """What is asked and how it is scored."""
 
-    name: TaskName | TaskPath = Field("copy", description="which task")
+    name: Annotated[str, TASKS] = Field("copy", description="which task")
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     mix: tuple[TaskShare, ...] = Field((), description="several tasks with weights, instead of name and args")
     file: Path | None = Field(

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from streamrl.choices import TASKS
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.environment import EXACT, Completion
 from streamrl.tasks.questions import Questions
-from streamrl.tasks.registry import TASKS, build_task
+from streamrl.tasks.registry import build_task
 
 DATA = Path("tests/tasks/data")
 GOLD = {

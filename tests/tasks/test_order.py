@@ -53,7 +53,7 @@ def test_neither_tasks_nor_their_libraries_import_torch():
     check = """
         import sys
         import streamrl.tasks.user_reward
-        from streamrl.tasks.registry import TASKS
+        from streamrl.choices import TASKS
         assert len([TASKS.load(name) for name in TASKS.names]) > 10
         assert "torch" not in sys.modules
     """

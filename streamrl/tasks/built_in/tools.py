@@ -9,13 +9,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+from streamrl.choices import TOOLS
 from streamrl.config.task import TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.environment import Around, Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.failures import ScorerRaised
 from streamrl.tasks.hosted_tool import HostedTool
 from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
-from streamrl.tasks.tools import TOOLS
 from streamrl.tasks.tools.base import Tool
 from streamrl.tasks.turns import Observation, TurnByTurn
 
