@@ -99,7 +99,7 @@ class Kind:
                 return name
             self.load(name)
         except ValueError as error:
-            raise PydanticCustomError("choice", "{line}", {"line": str(error)}) from error
+            raise PydanticCustomError("choice", "{line}", {"line": str(error), "key": self.key}) from error
         return name
 
 

@@ -14,17 +14,23 @@ from tests.documented_commands import ROOT
 NAMES = {name for kind in KINDS for name in kind.names}
 OTHER_MEANINGS = {
     "launch/folder.py": {"ready"},  # an event
+    "launch/render.py": {"python"},  # a program
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/config/learner.py": {"none"},  # algo.advantage.std, learner.recompute
     "streamrl/config/replay.py": {"none"},  # journal.keep
-    "streamrl/lab/plan/machines.py": {"memory", "disk"},  # speeds of a machine
+    "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
+    "streamrl/lab/group.py": {"ready"},  # an event
+    "streamrl/lab/plan/machines.py": {"copy", "memory", "disk"},  # speeds of a machine
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
     "streamrl/observe/console.py": {"ready"},  # an event
     "streamrl/observe/timeline.py": {"ready"},  # an event
     "streamrl/replay/durable.py": {"none"},  # journal.keep
+    "streamrl/run_folder.py": {"python"},  # a version
+    "streamrl/tasks/conversation.py": {"tools"},  # an argument of `Inference`
+    "streamrl/tasks/host_pool.py": {"tools"},  # the same
     "streamrl/tasks/openai_protocol.py": {"token"},  # a key of OpenAI's protocol
     "streamrl/tasks/python_tool.py": {"memory"},  # a limit of the sandbox
-    "streamrl/tasks/questions.py": {"memory"},  # a limit of the sandbox
+    "streamrl/tasks/questions.py": {"memory", "math", "countdown"},  # a limit of the sandbox; judges
     "streamrl/tasks/sandbox.py": {"memory"},  # a limit of the sandbox
 }
 # Words that are spelled like a choice and are none.

@@ -179,8 +179,9 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
 def _one_line(error: ErrorDetails) -> str:
     """The first complaint of pydantic, as the line that the user reads."""
     path = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "choice":
-        return str(error["ctx"]["line"])
+    if error["type"] == "choice":  # its line begins with the key of its kind, which may be elsewhere in a list
+        line, key = str(error["ctx"]["line"]), error["ctx"].get("key")
+        return line if key is None else line.replace(key, path, 1)
     if error["type"] == "value_error":  # a rule between keys: its text names them, relative to its section
         return ".".join(filter(None, [path, str(error["ctx"]["error"])]))
     given = as_text(error["input"])

@@ -50,6 +50,8 @@ def checked(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
     path = ".".join([where, *(str(part) for part in first["loc"])])
     if first["type"] == "extra_forbidden":
         raise ValueError(unknown_key(path, first["input"], model.model_fields))
+    if first["type"] == "choice":
+        raise ValueError(first["ctx"]["line"])
     if first["type"] == "value_error":  # a rule between keys: its text names them
         raise ValueError(f"{where}.{first['ctx']['error']}")
     key = str(first["loc"][0])
