@@ -148,9 +148,14 @@ def _follow(life: GroupLife, record: dict[str, Any]) -> None:
         _around(life, record)
         return
     keys = [key for key in record["tickets"] if key[0] == life.group_id] if name == "tickets" else []
-    if not keys and life.group_id not in (record.get("group_id"), *record.get("group_ids", ())):
+    named = life.group_id in (record.get("group_id"), *record.get("group_ids", ()))
+    if not (keys or named or (life.step is not None and life.step in record.get("steps", ()))):
         return
-    event = {field: value for field, value in record.items() if field not in ("role", "tickets", "group_ids", "groups")}
+    event = {
+        field: value
+        for field, value in record.items()
+        if field not in ("role", "tickets", "group_ids", "groups", "steps")
+    }
     if keys:
         event["attempt"] = keys[0][1]
     life.attempt = event.get("attempt", life.attempt)

@@ -8,7 +8,7 @@ answer to the current attempt is taken, every other one is refused.
 
 Every change that outlives a crash is a record: the buffer decides, applies it to its state (`replay/state.py`), and
 keeps it for `drain`, from where it goes to the journal. Leases, frames and the audit are the process's own: what
-happens to them is told by `drain_events`.
+happens to them is in `told`.
 
 Told the same things in the same order, a buffer answers the same: time is an argument.
 """
@@ -90,6 +90,7 @@ class Buffer:
         self._state = State(shares)
         self._lives = self._state.lives
         self._records: list[AnyRecord] = []
+        self.told = self._lives.told  # (event, fields), for the log: what happened to groups, and no answer says
         self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
         self._trained = 0  # weights of this step contain the batch taken last
         self._audit = Audit()
@@ -171,10 +172,6 @@ class Buffer:
         self._records = []
         return records
 
-    def drain_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """What happened to groups since the last call, and no record or answer says: (name, fields), for the log."""
-        return self._lives.drain_events()
-
     def stored(self, group_id: int) -> Stored:
         """A completed group. Raises KeyError where it is not completed any more."""
         return self._lives[group_id].stored()
@@ -200,7 +197,7 @@ class Buffer:
                 self._state.recover(*record)
             else:
                 self._state.recover(record)
-        self._lives.drain_events()  # they were told when they happened
+        self.told.clear()  # that was told when it happened
         self._state.reopen_placeless()
         self._trained = self._state.next_step
         for life in self._lives.out.values():
@@ -371,9 +368,10 @@ class Buffer:
 
     def _let_go(self, step: int) -> None:
         """The learner has the batch before: its frames go, and without a journal the step with them."""
-        lives = [self._lives[group_id] for group_id in self._state.batches.get(step - 1, ())]
-        if not lives or lives[0].frames is None:
+        group_ids = self._state.batches.get(step - 1)
+        if group_ids is None or self._lives[group_ids[0]].frames is None:
             return
+        lives = [self._lives[group_id] for group_id in group_ids]
         for life in lives:
             life.frames = None
         if any(life.place is None for life in lives):

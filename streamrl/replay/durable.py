@@ -118,8 +118,8 @@ class DurableBuffer:
 
     def note(self, frames: Sequence[Frame] = ()) -> None:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
-        for event, fields in self.buffer.drain_events():
-            self._events.emit(event, **fields)
+        if self.buffer.told:
+            self._tell()
         if self._journal is None:
             self.mark += len(self.buffer.drain())
             self._durable = self.mark
@@ -199,6 +199,11 @@ class DurableBuffer:
         """Let go of the journal; what is not committed was promised to nobody."""
         if self._journal is not None:
             self._journal.close()
+
+    def _tell(self) -> None:
+        for event, fields in self.buffer.told:
+            self._events.emit(event, **fields)
+        self.buffer.told.clear()
 
     def _frames(self, stored: Stored) -> Sequence[Frame]:
         if stored.frames is not None:

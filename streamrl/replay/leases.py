@@ -33,7 +33,8 @@ class Leases:
         assert life.out is not None
         life.since, life.deadline = now, life.out.deadline
         self._lives.hold(life, holder)
-        self._earliest = min(self._earliest, life.deadline, now + self._limit - life.spent)
+        if (end := self._end_of(life)) < self._earliest:
+            self._earliest = end
 
     def extend(self, holder: str, keys: Iterable[tuple[int, int]], now: float) -> None:
         """A heartbeat of a worker that names its tickets, (group id, attempt)."""
@@ -67,7 +68,7 @@ class Leases:
             if (end := self._end_of(life)) > now:
                 self._earliest = min(self._earliest, end)
                 continue
-            if self._limit_of(life) <= now:
+            if life.since + self._limit - life.spent <= now:
                 life.spent = self._limit
             over.append(life)
         return over
@@ -92,8 +93,5 @@ class Leases:
         self._earliest = -NEVER
 
     def _end_of(self, life: Life) -> float:
-        limit = self._limit_of(life)
-        return limit if limit < life.deadline else life.deadline
-
-    def _limit_of(self, life: Life) -> float:
-        return life.since + self._limit - life.spent
+        limit, deadline = life.since + self._limit - life.spent, life.deadline
+        return limit if limit < deadline else deadline

@@ -87,7 +87,7 @@ class Lives(dict[int, Life]):
         self.exhausted: dict[int, Life] = {}  # EXHAUSTED
         self._held: defaultdict[str, dict[int, Life]] = defaultdict(dict)  # of `out`, by holder
         self._waiting: list[int] = []  # a heap of all that are WAITING; others are left in it until they come up
-        self._told: list[tuple[str, dict[str, Any]]] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []  # events for the log, `events/replay-0.jsonl`
 
     @property
     def first_waiting(self) -> Life | None:
@@ -162,12 +162,5 @@ class Lives(dict[int, Life]):
         return list(self._held.get(holder, {}).values())
 
     def tell(self, event: str, /, **fields: Any) -> None:
-        """Keep an event for the log, `events/replay-0.jsonl`."""
-        self._told.append((event, fields))
-
-    def drain_events(self) -> list[tuple[str, dict[str, Any]]]:
-        """The events since the last call, in order: for the log."""
-        if not (told := self._told):
-            return []
-        self._told = []
-        return told
+        """Keep an event for the log."""
+        self.told.append((event, fields))

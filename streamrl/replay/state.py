@@ -276,17 +276,18 @@ class State:
                 self.lives.move(life, QUARANTINE)
 
     def _forget(self, steps: Iterable[int]) -> None:
-        self._remove(chain.from_iterable([self.batches.pop(step) for step in steps]))
+        forgotten = [(step, self.batches.pop(step)) for step in steps]
+        for _, group_ids in forgotten:
+            self._remove(group_ids)
         self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
+        if forgotten:
+            self.lives.tell(FORGET, steps=[step for step, _ in forgotten])
 
     def _remove(self, group_ids: Iterable[int]) -> None:
-        lives, known = self.lives, []
+        lives, move = self.lives, self.lives.move
         for group_id in group_ids:
             if (life := lives.get(group_id)) is not None:
-                lives.move(life, FORGET)
-                known.append(group_id)
-        if known:
-            lives.tell(FORGET, group_ids=known)
+                move(life, FORGET)
 
     # -- a learner starts
 
@@ -316,7 +317,7 @@ class State:
 
     def _start_at(self, step: int, ledger: Ledger | None) -> None:
         """Nothing that is known here leads to this step: its ledger alone counts, or whole steps without filters."""
-        self._remove(list(self.lives))
+        self._disown(list(self.lives))
         self.completed, self.batches = {}, {}
         self.next_step = step
         self.next_id = step * self._shares.groups_per_step if ledger is None else 0
@@ -333,16 +334,22 @@ class State:
         if ledger.history is not None:
             self.history = {self.next_step: ledger.history}
         self.next_id = max(ledger.below, *(i + 1 for i in chain(ledger.above, ledger.pending)), 0)
-        self._remove([i for i in self.lives if i < ledger.below or i in above or i >= self.next_id])
+        self._disown([i for i in self.lives if i < ledger.below or i in above or i >= self.next_id])
         for group_id, (task, prompt_index) in ledger.pending.items():
             life = self.lives.get(group_id)
             if life is not None and (life.task, life.prompt_index) != (task, prompt_index):
-                self._remove([group_id])
+                self._disown([group_id])
             if group_id not in self.lives:
                 self.lives.add(group_id, task, prompt_index)
         self.cursors |= ledger.cursors
         self._queue(self.completed)
         self._count_settled()
+
+    def _disown(self, group_ids: list[int]) -> None:
+        """The learner's weights contain these, or know nothing of them."""
+        self._remove(group_ids)
+        if group_ids:
+            self.lives.tell(FORGET, group_ids=group_ids)
 
     def _roll_back(self, step: int, lost: frozenset[int]) -> None:
         """The steps from `step` on are not consumed any more; of their groups, the lost ones are asked for again."""
