@@ -110,7 +110,9 @@ class Ends:
         self._chance = chance
         self._count = 0
 
-    def __call__(self, address: str, stream: Any, keys: Path | None = None, name: str = "peer") -> End:
+    def __call__(
+        self, address: str, stream: Any, keys: Path | None = None, name: str = "peer", *, on_loop: bool = False
+    ) -> End:
         self._count += 1
         identity = f"{name}:{self._count}".encode()
         line = self.lines[identity] = _Line()

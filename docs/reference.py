@@ -61,10 +61,10 @@ def choices(kind: Kind, names: Iterable[str]) -> str:
     rows = [f"| `{kind.key}` | meaning | keys that it uses | own options |", "|---|---|---|---|"]
     for name in names:
         declaration = kind.load(name)
-        keys = ", ".join(f"`{key}`" for key in sorted(declaration.uses))
+        keys = ", ".join(f"`{key}`" for key in sorted(declaration.uses)) if not kind.hosted else ""
         options = "; ".join(
             f"`{key}`: {field.description} ({allowed(field)})"
-            for key, field in declaration.Options.model_fields.items()
+            for key, field in ({} if kind.hosted else declaration.Options.model_fields).items()
         )
         meaning = " ".join((declaration.__doc__ or "").partition("\n\n")[0].split())
         rows.append(

@@ -34,6 +34,7 @@ from streamrl.observe.prometheus import Exporter
 from streamrl.places import train_again
 from streamrl.role_process import Role
 from streamrl.stream.address import address_path
+from streamrl.torchrun import torchrun
 
 log = logging.getLogger(__name__)
 
@@ -263,13 +264,10 @@ class Supervisor:
         )
 
     def _learner(self) -> Role:
-        """The learner's ranks under torchrun, on a free loopback port of torchrun's choice."""
+        """The learner's ranks under torchrun."""
         role = self._role("learner", [])
-        settings = self.config.learner
-        torchrun = ["--nnodes=1", f"--nproc-per-node={settings.ranks}", "--rdzv-backend=c10d"]
-        torchrun += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
-        role.command[1:3] = ["-m", "torch.distributed.run", *torchrun, "-m", "streamrl.cli"]
-        role.environment["OMP_NUM_THREADS"] = str(settings.threads)
+        role.command[:3] = torchrun(self.config.learner.ranks, "streamrl.cli")
+        role.environment["OMP_NUM_THREADS"] = str(self.config.learner.threads)
         return role
 
     def _run_arguments(self) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path("streamrl")
 LAYERS = [
-    {"types", "machine", "trainable", "routing", "choices", "config", "device", "lifeline", "last_words"},
+    {"types", "machine", "trainable", "routing", "choices", "config", "device", "lifeline", "last_words", "torchrun"},
     {"progress"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
@@ -26,6 +26,7 @@ LOWEST = {
     "device": 0,
     "lifeline": 0,
     "last_words": 0,
+    "torchrun": 0,
     "trainable": 1,
     "routing": 1,
     "choices": 0,
@@ -36,7 +37,7 @@ WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate"
 WITHOUT_TORCH += ("run_folder",)
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
-RECORDS = {"choices", "config", "device", "types", "places", "observe", "recorded", "lab"}
+RECORDS = {"choices", "config", "device", "torchrun", "types", "places", "observe", "recorded", "lab"}
 BESIDE_RECORDS = {
     "audit": {"preflight.model", "replay.orders"},
     "convert": {"learner.shape", "lifeline"},

@@ -33,6 +33,7 @@ from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner.shape import ModelShape, check_fit, open_weights, read_shape, weight_files
 from streamrl.lifeline import end_tree
 from streamrl.places import load_run
+from streamrl.torchrun import torchrun
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's, in the folder that holds its checkpoints
 DESCRIPTION = "huggingface"  # inside a checkpoint: config.json and the tokenizer
@@ -241,10 +242,8 @@ def _run_ranks(config: Config, source: Source, draft: Path, timeout: float) -> N
     Raises ConversionFailed for another end of theirs, and when they have not ended in `timeout` seconds.
     """
     (draft / "config.json").write_text(config.model_dump_json())
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
-    command += ["-m", "streamrl.learner.conversion", str(draft / "config.json"), str(draft / "whole")]
-    command += ["--lifeline", str(os.getpid())]
+    command = torchrun(config.learner.ranks, "streamrl.learner.conversion")
+    command += [str(draft / "config.json"), str(draft / "whole"), "--lifeline", str(os.getpid())]
     if source.checkpoint is not None:
         command += ["--checkpoint", str(source.checkpoint)]
     # Any machine holds any number of ranks when none of them takes a GPU.

@@ -28,6 +28,7 @@ from streamrl.preflight.lengths import check_lengths
 from streamrl.preflight.prompts import Longest
 from streamrl.recorded.journal import batches
 from streamrl.recorded.weights import kept_versions, tensors
+from streamrl.torchrun import torchrun
 
 FREE = ("algo.", "learner.", "checkpoint.", "observe.")
 # Keys that `--set` may change: they say what is done with the data. All others say how it came about.
@@ -188,7 +189,5 @@ def _figure(value: float | None) -> str:
 
 
 def _under_torchrun(config: Config) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={config.learner.ranks}"]
-    torchrun += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(config.learner.threads)}
-    os.execve(sys.executable, [sys.executable, *torchrun, "-m", "streamrl.cli", *sys.argv[1:]], environment)
+    os.execve(sys.executable, [*torchrun(config.learner.ranks, "streamrl.cli"), *sys.argv[1:]], environment)

@@ -7,6 +7,7 @@ from pathlib import Path
 from streamrl.config.file import ConfigError
 from streamrl.lab.output import check_file
 from streamrl.observe import trace
+from streamrl.observe.events import event_files
 
 FORMATS = (".json", ".csv")
 
@@ -19,7 +20,7 @@ def main(run_folder: Path, output: Path | None = None) -> int:
     """
     output = output or run_folder / "trace.json"
     check_file("--output", output, FORMATS)
-    if not any((run_folder / "events").glob("*.jsonl")):
+    if not event_files(run_folder):
         raise ConfigError(f"{run_folder}: no event logs in events/; allowed: a run that has begun")
     if output.suffix == ".csv":
         print(f"{output}: {trace.write_seconds(run_folder, output)} seconds")

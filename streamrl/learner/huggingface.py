@@ -262,5 +262,5 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / f"shard-{index}").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2))
+    listed = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / WEIGHTS_INDEX).write_text(json.dumps(listed, indent=2))

@@ -18,7 +18,7 @@ from rich.live import Live as Screen
 from rich.table import Table
 
 from streamrl.config import Config
-from streamrl.observe.events import read_events
+from streamrl.observe.events import event_files, read_events
 from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import Glance, Live, sentence
 from streamrl.observe.summary import print_summary
@@ -121,7 +121,7 @@ class Console:
 def ready_roles(run_folder: Path) -> str:
     """Which roles have started and which of them are ready, from their event logs."""
     words = []
-    for path in sorted((run_folder / "events").glob("*.jsonl")):
+    for path in event_files(run_folder):
         names = {record["event"] for record in read_events(path)}
         words.append(f"{path.stem} {'ready' if 'ready' in names else 'starting'}")
     return ", ".join(words) or "roles are starting"

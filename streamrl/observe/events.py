@@ -118,6 +118,17 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def event_files(run_folder: Path) -> list[Path]:
+    """The files of all processes of a run, by name."""
+    return sorted((run_folder / "events").glob("*.jsonl"))
+
+
+def events_by_time(run_folder: Path) -> list[dict[str, Any]]:
+    """The records of all processes of a run; each process's own order is kept at equal times."""
+    records = [record for path in event_files(run_folder) for record in read_events(path)]
+    return sorted(records, key=lambda record: record["time"])
+
+
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """One line of an event log, or None for a torn or empty one."""
     try:
@@ -129,12 +140,10 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 def merge(run_folder: Path) -> Path:
     """Write `RUN/events.jsonl`, all records by time, replaced as a whole; returns its path."""
-    records = [record for path in sorted((run_folder / "events").glob("*.jsonl")) for record in read_events(path)]
-    records.sort(key=lambda record: record["time"])  # stable: a process's own order is kept at equal times
     target = run_folder / "events.jsonl"
     draft = target.with_name(f".{target.name}.{os.getpid()}")
     with draft.open("w") as merged:
-        merged.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in records)
+        merged.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in events_by_time(run_folder))
     os.replace(draft, target)
     return target
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from streamrl.config import Config
-from streamrl.observe.events import read_events
+from streamrl.observe.events import events_by_time
 from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import shares
 from streamrl.observe.metrics import read_metrics
@@ -45,8 +45,7 @@ def probes(run_folder: Path) -> list[tuple[dict[str, Any], dict[str, Any] | None
     A `probe` event has the fields `moment` (start | end), `index`, `prompt`, `expected`, `answer`, `reward`.
     """
     moments: dict[str, dict[int, dict[str, Any]]] = {"start": {}, "end": {}}
-    records = [record for path in (run_folder / "events").glob("*.jsonl") for record in read_events(path)]
-    for record in sorted(records, key=lambda record: record["time"]):
+    for record in events_by_time(run_folder):
         if record["event"] != "probe":
             continue
         if record["moment"] == "start":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from streamrl.observe.events import parse_record
+from streamrl.observe.events import event_files, parse_record
 from streamrl.observe.metrics import parse_row
 
 
@@ -67,17 +67,17 @@ class Records:
     """The events of all roles of a run as they come, each role's in their order."""
 
     def __init__(self, run_folder: Path) -> None:
-        self._folder = run_folder / "events"
+        self._run_folder = run_folder
         self._tails: dict[Path, Tail] = {}
 
     def skip(self) -> None:
         """Pass over what is there now."""
-        for path in self._folder.glob("*.jsonl"):
+        for path in event_files(self._run_folder):
             self._tails.setdefault(path, Tail(path)).skip()
 
     def read(self) -> Iterator[dict[str, Any]]:
         """What is new, one file after another. A role that starts later is found."""
-        for path in sorted(self._folder.glob("*.jsonl")):
+        for path in event_files(self._run_folder):
             for line in self._tails.setdefault(path, Tail(path)).lines():
                 if (record := parse_record(line)) is not None:
                     yield record

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamrl.observe.events import read_events
+from streamrl.observe.events import event_files, read_events
 from streamrl.observe.intervals import Interval, clip, subtract, union
 
 START = "start"
@@ -261,7 +261,7 @@ class Timeline:
     def read(cls, run_folder: Path) -> Timeline:
         """Of everything that the run has recorded."""
         timeline = cls()
-        for path in sorted((run_folder / "events").glob("*.jsonl")):
+        for path in event_files(run_folder):
             for record in read_events(path):
                 timeline.feed(record)
         return timeline

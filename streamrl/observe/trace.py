@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.observe.events import read_events
+from streamrl.observe.events import event_files, read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.roofline import bottlenecks
 from streamrl.observe.timeline import PUBLISHER, Timeline, Track, kind_of
@@ -112,14 +112,14 @@ def trace(run_folder: Path) -> Iterator[Event]:
         records = list(read_events(run_folder / "events" / "replay-0.jsonl"))
         yield from _replay(records, numbers["replay-0"], begin)
         yield from _arrows(records, lanes, timeline, numbers, begin)
-    for path in sorted((run_folder / "events").glob("*.jsonl")):
+    for path in event_files(run_folder):
         yield from _points(path, numbers, begin)
     yield from _counters(run_folder, numbers, begin)
 
 
 def _order(timeline: Timeline, run_folder: Path) -> list[str]:
     """Roles from where data comes to where it goes: generators, service, learner, publisher, anybody else."""
-    files = [path.stem for path in (run_folder / "events").glob("*.jsonl")]
+    files = [path.stem for path in event_files(run_folder)]
     ranks = {"generator": 0, "replay": 1, "learner": 2, PUBLISHER: 3}
     return sorted({*files, *timeline.tracks}, key=lambda role: (ranks.get(kind_of(role), 4), len(role), role))
 

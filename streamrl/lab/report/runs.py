@@ -13,7 +13,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.lab.report.notes import Note, Notes
-from streamrl.observe.events import read_events
+from streamrl.observe.events import event_files, read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.timeline import Timeline
 from streamrl.places import load_run
@@ -97,7 +97,7 @@ def _read(folder: Path, name: str) -> Run:
         rows=list(read_metrics(folder)),
     )
     notes = Notes()
-    for path in sorted((folder / "events").glob("*.jsonl")):
+    for path in event_files(folder):
         for record in read_events(path):
             run.timeline.feed(record)
             notes.feed(record)

@@ -25,7 +25,7 @@ from streamrl.lab.simulate.figures import WARM_UP
 from streamrl.lab.simulate.fit import least, positive_line
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup, deviations
 from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed
-from streamrl.observe.events import read_events
+from streamrl.observe.events import events_by_time
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.recorded.journal import RunJournal
@@ -105,7 +105,7 @@ def _read(folder: Path) -> _Run:
     if len(rows) <= WARM_UP + 1:
         raise ConfigError(f"{folder}: {len(rows)} learner steps are too few to calibrate; allowed: above {WARM_UP + 1}")
     config = load_run(folder, ["generate.attach=[]"])
-    return _Run(folder, config, _records(folder), list(recorded_groups(folder)), rows)
+    return _Run(folder, config, events_by_time(folder), list(recorded_groups(folder)), rows)
 
 
 def _observed(run: _Run) -> Observed:
@@ -305,11 +305,6 @@ def _as_recorded(group: Group) -> RecordedGroup:
 
 
 # -- reading
-
-
-def _records(run_folder: Path) -> list[dict[str, Any]]:
-    found = [record for path in (run_folder / "events").glob("*.jsonl") for record in read_events(path)]
-    return sorted(found, key=lambda record: record["time"])
 
 
 def _is(record: dict[str, Any], event: str, phase: str) -> bool:

@@ -1,0 +1,12 @@
+"""The command that starts the ranks of a module on this machine."""
+
+from __future__ import annotations
+
+import sys
+
+
+def torchrun(ranks: int, module: str) -> list[str]:
+    """`python -m module` on so many ranks, which meet on a free loopback port of torchrun's choice."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
+    words += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0"]
+    return [*words, "-m", module]
