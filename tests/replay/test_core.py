@@ -164,6 +164,10 @@ def test_a_last_version_that_does_not_arrive_is_waited_for_until_publish_timeout
 def test_a_role_that_gives_up_ends_the_run_at_once(driven: Driven) -> None:
     driven.say(WORKER, GaveUp(reason="no device"))
     assert driven.got(LEARNER)[-1] == Stop(reason="no device", failed=True)
+    assert issued(driven)
+    driven.durable.buffer.release("w")
+    driven.tick()
+    assert issued(driven) == [], "tickets of a run that is over"
     assert driven.core.is_over()
     assert driven.core.code == 1
 
