@@ -123,15 +123,19 @@ class Circle(RuleBasedStateMachine):
             assert isinstance(word, Message)
             self.line.up.append(self.line.numbers.stamp(encode(word)))
 
-    @rule()
-    def all_goes_well_for_a_moment(self) -> None:
-        """What is said arrives and is answered."""
+    @rule(lost=st.sampled_from(["nothing", "words", "answers"]))
+    def talks_for_a_moment(self, lost: str) -> None:
+        """A word, its answer, and nothing of either on the way any more."""
         if self.sending is None and self.session.state is not State.BLOCKED:
             self.begins_to_send()
         while self.sending is not None:
             self.sends_a_word()
+        if lost == "words":
+            self.line.up.clear()
         while self.line.up and self.line.address == self.told:
             self.service_handles_a_word()
+        if lost == "answers":
+            self.line.down.clear()
         while self.line.down:
             self.peer_handles_a_word()
         self.hears_nothing()
@@ -199,13 +203,15 @@ class Circle(RuleBasedStateMachine):
         assert len(self.accepted) == len({*self.accepted})
 
     def teardown(self) -> None:
-        """Nothing fails any more."""
+        """What was said last, or its answer, is lost; then nothing fails any more."""
         if not hasattr(self, "session"):
             return
         self.line.is_full = False
+        self.puts_a_word()
+        self.talks_for_a_moment("answers" if self.put % 2 else "words")
         for _ in range(20 + 2 * self.put):
             self.time_passes(1.0)
-            self.all_goes_well_for_a_moment()
+            self.talks_for_a_moment("nothing")
         assert self.session.state is State.OPEN
         assert self.answered == {*self.accepted} == {*range(self.put)}
         assert not self.line.up
