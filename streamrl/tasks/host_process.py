@@ -155,7 +155,7 @@ class Host:
         self._timeout = task.timeout
         self._function = _function(task.function) if task.function else None
         share = TaskShare.model_validate(task.share) if task.share else None
-        self._environment = build_task(share, task.seed, split=task.split) if share else None  # type: ignore[arg-type]
+        self._environment = build_task(share, task.seed, split=task.split) if share else None
         self._infrastructure = INFRASTRUCTURE if self._environment is None else self._environment.infrastructure
         self._prompt = functools.lru_cache(PROMPTS)(self._environment.prompt) if self._environment else None
         self._tasks: dict[int, asyncio.Task[None]] = {}
