@@ -75,15 +75,18 @@ class TransportConformance(Conformance):
         from streamrl.generate.gate import RequestGate
         from streamrl.generate.sinks import make_sink
         from streamrl.publish.sources import make_source, make_staging
+        from streamrl.stream.keys import key_folder, service_keys
 
         config = self._config()
+        keys = key_folder(config, folder)
+        service_keys(keys)  # the replay service of a run makes them
         weights = [load_file(self.model / "model.safetensors")]
         weights += [{name: tensor * factor for name, tensor in weights[0].items()} for factor in (0.5, 2.0)]
         staging, state = make_staging(config), ServerState(name="server-0", version=PolicyVersion(0))
         async with self._server(config, folder) as client:
             before = await client.weights_checksum()
             source = make_source(config, folder, "tcp://127.0.0.1:1")
-            sink = make_sink(config, client, RequestGate())
+            sink = make_sink(config, client, RequestGate(), keys=keys)
             with contextlib.closing(source):
                 try:
                     await sink.apply(PolicyVersion(9), {"transport": "none such"})

@@ -182,7 +182,7 @@ def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is
 
         async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
             completions = await inference.generate(prompt.content, 2, max_new_tokens=2)
-            inference.deadline = asyncio.get_running_loop().time() + 0.3
+            inference.deadline = asyncio.get_running_loop().time() + 1.0
             inference._sampling["ignore_eos"] = True  # the tiny model ends an answer after a few tokens
             completions += await inference.generate(prompt.content, 2, max_new_tokens=1900, stop_token_ids=[])
             return await self.score_all(prompt, completions)
