@@ -93,8 +93,10 @@ class Kind:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
-    def _checked(self, name: str) -> str:
+    def _checked(self, name: str | None) -> str | None:
         try:
+            if name is None:  # the key leaves it open
+                return None
             if self.hosted and ":" in name and _PATH.fullmatch(name):
                 return name
             self.load(name)
@@ -184,7 +186,8 @@ LOSSES = Kind("algo.loss", "streamrl.algo.families", "streamrl.algo.families.bas
 WEIGHTS = Kind("algo.weight", "streamrl.algo.weights", "streamrl.algo.weights.base:ImportanceWeight")
 MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask")
 REGULARISERS = Kind("algo.covariance", "streamrl.algo.regularisers", "streamrl.algo.regularisers.base:Regulariser")
+FAMILIES = Kind("model.family", "streamrl.learner.families", "streamrl.learner.families.base:ModelFamily")
 TASKS = Kind("task.name", "streamrl.tasks.built_in", "streamrl.tasks.environment:Environment", hosted=True)
 TOOLS = Kind("task.args.tools", "streamrl.tasks.tools", "streamrl.tasks.tools.base:Tool")
 
-KINDS = (ORDERS, CURRICULA, TRANSPORTS, LOSSES, WEIGHTS, MASKS, REGULARISERS, TASKS, TOOLS)
+KINDS = (ORDERS, CURRICULA, TRANSPORTS, LOSSES, WEIGHTS, MASKS, REGULARISERS, FAMILIES, TASKS, TOOLS)

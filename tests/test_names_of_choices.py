@@ -15,6 +15,7 @@ NAMES = {name for kind in KINDS for name in kind.names}
 OTHER_MEANINGS = {
     "launch/folder.py": {"ready"},  # an event
     "launch/render.py": {"python"},  # a program
+    "launch/tiny_model.py": {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"},  # transformers' own names
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/config/learner.py": {"none"},  # algo.advantage.std, learner.recompute
     "streamrl/config/replay.py": {"none"},  # journal.keep

@@ -17,11 +17,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
-    @classmethod
-    def choices(cls) -> Iterator[tuple[str, Kind]]:
-        """The keys of this section that hold a choice whose options stand beside it."""
-        for key, field in cls.model_fields.items():
-            if (kind := kind_in(field.metadata)) and not kind.hosted:
+    def choices(self) -> Iterator[tuple[str, Kind]]:
+        """The keys of this section that hold a choice, whose options are beside it."""
+        for key, field in type(self).model_fields.items():
+            kind = kind_in(field.metadata)
+            if kind is not None and not kind.hosted and getattr(self, key) is not None:
                 yield key, kind
 
     def chosen(self, key: str) -> Any:

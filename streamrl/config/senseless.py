@@ -72,7 +72,7 @@ def _unused_by_choices(config: Config) -> Iterator[tuple[str, str]]:
     """Keys that some choice has a use for, and the chosen one has not; and what would have."""
     for path, field in fields():
         kind, section = kind_in(field.metadata), path.rpartition(".")[0]
-        if kind is None or kind.hosted:
+        if kind is None or kind.hosted or value_at(config, path) is None:
             continue
         used = kind.load(value_at(config, path)).uses
         for key in sorted({key for name in kind.names for key in kind.load(name).uses} - used):

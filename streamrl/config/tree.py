@@ -7,10 +7,11 @@ whatever does not fit with one line. No other package gives a default or reads a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from streamrl.choices import FAMILIES
 from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
@@ -51,6 +52,10 @@ class ModelConfig(Section):
 
     path: Path = Field(Path("models/tiny"), description="Hugging Face folder (config.json, safetensors, tokenizer)")
     shape: Path | None = Field(None, description="its config.json under any name, for `streamrl plan` without `path`")
+    family: Annotated[str | None, FAMILIES] = Field(
+        None, description="how it is built and what its tensors are called; null: by the architecture in config.json"
+    )
+    family_options: dict[str, Any] = Field(default_factory=dict, description="options of a family of your own")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights in learner and server")
     trust_remote_code: Literal[False] = Field(False, description="code from a model folder is never run")
 

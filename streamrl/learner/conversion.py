@@ -215,7 +215,7 @@ def megatron_arguments(shape: ModelShape, config: Config) -> Namespace:
 def _model(config: Config, ranks: Ranks) -> PolicyModel:
     """This rank's part of the model, without weights yet."""
     layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
-    (model,) = build(read_shape(config.model.path), config, ranks.device, layers)
+    (model,) = build(read_shape(config.model.path, family=config.model.family), config, ranks.device, layers)
     # A list has Megatron name the layers one by one, whatever the metadata says.
     model.decoder.config.moe_layer_freq = 1
     return model

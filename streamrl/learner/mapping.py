@@ -1,14 +1,15 @@
-"""The table of names: which Hugging Face tensors a Megatron parameter is made of, and how it is cut over ranks."""
+"""A family's tables of names at work: the Hugging Face tensors of each parameter, and how it is cut over ranks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from streamrl.learner.families.base import EMBEDDING, OUTPUT
 from streamrl.learner.shape import ModelShape, WeightsMismatchError
 
 
@@ -70,40 +71,22 @@ def _join_rows(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(pieces))
 
 
-_Entry = tuple[Cut, tuple[str, ...]]  # and the Hugging Face names
-
 REPLICATED = Cut(None, _one, _alone)
 COLUMNS = Cut(1, _one, _alone)
 QKV = Cut(0, _join_qkv, _split_qkv)
 GATE_AND_UP = Cut(0, _join_rows, lambda _, part: part.chunk(2))
 VOCABULARY = Cut(0, _one, _alone, vocabulary=True)
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
-_OUTSIDE_LAYERS: dict[str, _Entry] = {
-    _EMBEDDING: (VOCABULARY, ("model.embed_tokens.weight",)),
-    "decoder.final_layernorm.weight": (REPLICATED, ("model.norm.weight",)),
-    _OUTPUT: (VOCABULARY, ("lm_head.weight",)),
-}
-_IN_A_LAYER: dict[str, _Entry] = {
-    "input_layernorm.weight": (REPLICATED, ("input_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": (QKV, tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
-    "self_attention.linear_qkv.bias": (QKV, tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
-    "self_attention.q_layernorm.weight": (REPLICATED, ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": (REPLICATED, ("self_attn.k_norm.weight",)),
-    "self_attention.linear_proj.weight": (COLUMNS, ("self_attn.o_proj.weight",)),
-    "pre_mlp_layernorm.weight": (REPLICATED, ("post_attention_layernorm.weight",)),
-    "mlp.linear_fc1.weight": (GATE_AND_UP, ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": (COLUMNS, ("mlp.down_proj.weight",)),
-    "mlp.router.weight": (REPLICATED, ("mlp.gate.weight",)),
+CUTS: Mapping[str, Cut] = {
+    "replicated": REPLICATED,
+    "columns": COLUMNS,
+    "qkv": QKV,
+    "gate_and_up": GATE_AND_UP,
+    "vocabulary": VOCABULARY,
 }
 _ENGINE_NAMES = {  # Transformer Engine keeps a norm inside the linear layer that follows it
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
-_IN_AN_EXPERT: dict[str, _Entry] = {
-    "linear_fc1": (GATE_AND_UP, ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
-    "linear_fc2": (COLUMNS, ("mlp.experts.{}.down_proj.weight",)),
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERTS = (  # one module an expert, or all in one (Transformer Engine)
@@ -135,35 +118,40 @@ def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placeme
     >>> place("decoder.layers.0.mlp.linear_fc2.weight", shape, [12, 13]).names
     ('model.layers.12.mlp.down_proj.weight',)
     """
-    if name == _OUTPUT and shape.tied:
-        return Placement(*_OUTSIDE_LAYERS[_EMBEDDING], layer=shape.layers, copy=True)
-    if name in _OUTSIDE_LAYERS:
-        return Placement(*_OUTSIDE_LAYERS[name], layer=-1 if name == _EMBEDDING else shape.layers)
+    family = shape.family
+    cuts = {**CUTS, **family.cuts()}
+    if name == OUTPUT and shape.tied:
+        cut, names = family.outside_layers[EMBEDDING]
+        return Placement(cuts[cut], names, layer=shape.layers, copy=True)
+    if name in family.outside_layers:
+        cut, names = family.outside_layers[name]
+        return Placement(cuts[cut], names, layer=-1 if name == EMBEDDING else shape.layers)
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, inner = layer_numbers[int(match[1])], _ENGINE_NAMES.get(match[2], match[2])
-        if inner in _IN_A_LAYER:
-            cut, names = _IN_A_LAYER[inner]
-            return Placement(cut, _in_layer(layer, names), layer)
+        if inner in family.in_a_layer:
+            cut, names = family.in_a_layer[inner]
+            return Placement(cuts[cut], _in_layer(layer, names), layer)
         for pattern in _EXPERTS:
             if (expert := pattern.fullmatch(inner)) is not None:
-                cut, names = _IN_AN_EXPERT[expert["linear"]]
-                return Placement(cut, _in_layer(layer, names), layer, int(expert["expert"]))
+                cut, names = family.in_an_expert[expert["linear"]]
+                return Placement(cuts[cut], _in_layer(layer, names), layer, int(expert["expert"]))
     raise WeightsMismatchError(f"parameter {name} has no Hugging Face counterpart")
 
 
 def tensor_names(shape: ModelShape) -> Iterator[str]:
     """The name of every tensor that a folder with this model has."""
-    for name, (_, names) in _OUTSIDE_LAYERS.items():
-        if not (shape.tied and name == _OUTPUT):
+    family = shape.family
+    for name, (_, names) in family.outside_layers.items():
+        if not (shape.tied and name == OUTPUT):
             yield from names
     for layer in range(shape.layers):
         experts = 0 if shape.moe is None or layer in shape.moe.dense_layers else shape.moe.experts
-        for name, (_, names) in _IN_A_LAYER.items():
+        for name, (_, names) in family.in_a_layer.items():
             if _has(shape, name, experts > 0):
                 yield from _in_layer(layer, names)
         for expert in range(experts):
-            for _, names in _IN_AN_EXPERT.values():
+            for _, names in family.in_an_expert.values():
                 yield from (name.format(expert) for name in _in_layer(layer, names))
 
 

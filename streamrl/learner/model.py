@@ -184,7 +184,7 @@ def _transformer_config(
     shape: ModelShape, learner: LearnerConfig, dtype: torch.dtype, choice: LayerChoice, device: Device
 ) -> TransformerConfig:
     layout, engine = learner.layout, choice.kind == "transformer_engine"
-    return TransformerConfig(
+    fields: dict[str, Any] = dict(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
@@ -233,6 +233,7 @@ def _transformer_config(
         **_recomputed(learner),
         **_experts(shape, choice),
     )
+    return TransformerConfig(**{**fields, **shape.family.megatron(shape)})
 
 
 def _recomputed(learner: LearnerConfig) -> dict[str, Any]:

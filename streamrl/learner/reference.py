@@ -63,7 +63,7 @@ class Reference:
         if folder is None:
             folder = config.model.path
         else:
-            _refuse_another_shape(folder, policy_of(wrapped[0]).shape)
+            _refuse_another_shape(config, folder, policy_of(wrapped[0]).shape)
         load_weights([policy_of(chunk) for chunk in wrapped], folder, key)
         named = (pair for chunk in wrapped for pair in chunk.named_parameters())
         reference = cls(wrapped, (parameter for name, parameter in named if not lora.is_adapter_parameter(name)))
@@ -101,9 +101,9 @@ class Reference:
             held.copy_(leaving)
 
 
-def _refuse_another_shape(folder: Path, policy: ModelShape) -> None:
+def _refuse_another_shape(config: Config, folder: Path, policy: ModelShape) -> None:
     """The weights of the reference take the places of the policy's."""
-    shape = read_shape(folder, "algo.reference")
+    shape = read_shape(folder, "algo.reference", config.model.family)
     for field in dataclasses.fields(ModelShape):
         if field.name == "max_length":  # of the longest sequence, not of what is computed
             continue

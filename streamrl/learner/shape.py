@@ -11,13 +11,17 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig
-from streamrl.learner.rope import Rope, UnknownRopeError, read_rope
+from streamrl.learner.rope import Rope
+
+if TYPE_CHECKING:
+    from streamrl.learner.families.base import ModelFamily
 
 # The embedding is padded to a multiple of this many rows for each tensor-parallel rank: what GPU kernels like.
 # The pads are on no machine part of a softmax.
@@ -27,26 +31,6 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 
 # Bytes of the float32 logits that are computed at once: large enough for efficient products, small beside a model.
 CHUNK_BYTES = 256 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    """What an architecture's model code says and its `config.json` does not."""
-
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False  # its layers are mixtures of experts unless the configuration says otherwise
-    head_dim: int | None = None  # where the configuration has none; None: hidden / heads
-    sliding_window: int | None = None  # where the configuration has none
-
-
-ARCHITECTURES = {
-    "Qwen2ForCausalLM": Architecture(qkv_bias=True),
-    "Qwen3ForCausalLM": Architecture(qk_norm=True, head_dim=128),
-    "Qwen3MoeForCausalLM": Architecture(qk_norm=True, experts=True),
-    "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(sliding_window=4096),
-}
 
 
 class UnsupportedModelError(ConfigError):
@@ -75,11 +59,12 @@ class MoeShape:
 class ModelShape:
     """What `config.json` says of a model, under one set of names.
 
-    Example: Qwen2.5-0.5B is `ModelShape(architecture="Qwen2ForCausalLM", layers=24, hidden=896, heads=14,
-    groups=2, head_dim=64, ffn=4864, vocabulary=151936, tied=True, qkv_bias=True, qk_norm=False, ...)`.
+    Example: Qwen2.5-0.5B is `ModelShape(architecture="Qwen2ForCausalLM", family=Qwen2, layers=24, hidden=896,
+    heads=14, groups=2, head_dim=64, ffn=4864, vocabulary=151936, tied=True, qkv_bias=True, qk_norm=False, ...)`.
     """
 
     architecture: str
+    family: type[ModelFamily]
     layers: int
     hidden: int
     heads: int
@@ -111,45 +96,31 @@ class ModelShape:
         return math.ceil(self.vocabulary / multiple) * multiple
 
 
-def read_shape(folder: Path, key: str = "model.path") -> ModelShape:
+def read_shape(folder: Path, key: str = "model.path", family: str | None = None) -> ModelShape:
     """Read `folder/config.json`. Raises UnsupportedModelError, naming the key, for what is not built here.
 
-    key: of the configuration that names the folder.
+    key: of the configuration that names the folder. family: `model.family`.
     """
     path = folder / "config.json"
     if not path.is_file():
         raise UnsupportedModelError(f"{key}: {folder} has no config.json; a Hugging Face folder is needed")
     config = _read_config(path)
+    chosen = _family_of(path, config) if family is None else FAMILIES.load(family)
+    shape: ModelShape = chosen.read(path, config)
+    return shape
+
+
+def _family_of(path: Path, config: dict[str, Any]) -> type[ModelFamily]:
+    """The built-in family of an architecture."""
     architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
-        seen = "trained, only served and evaluated" if "vision_config" in config else "supported"
-        raise UnsupportedModelError(
-            f"{path}: architecture {architecture} is not {seen}; allowed: {', '.join(ARCHITECTURES)}"
-        )
-    known = ARCHITECTURES[architecture]
-    _refuse(path, config, known)
-    _need(path, config, "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
-    try:
-        rope = read_rope(config)
-    except UnknownRopeError as error:
-        raise UnsupportedModelError(f"{path}: {error}") from error
-    heads = config["num_attention_heads"]
-    return ModelShape(
-        architecture=architecture,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=heads,
-        groups=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or known.head_dim or config["hidden_size"] // heads,
-        ffn=config["intermediate_size"],
-        vocabulary=config["vocab_size"],
-        tied=config.get("tie_word_embeddings", False),
-        qkv_bias=known.qkv_bias,
-        qk_norm=known.qk_norm,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        rope=rope,
-        max_length=config.get("max_position_embeddings", 32768),
-        moe=_read_moe(path, config) if known.experts else None,
+    families: list[type[ModelFamily]] = [FAMILIES.load(name) for name in FAMILIES.names]
+    for family in families:
+        if architecture in family.architectures:
+            return family
+    seen = "trained, only served and evaluated" if "vision_config" in config else "supported"
+    known = ", ".join(name for family in families for name in family.architectures)
+    raise UnsupportedModelError(
+        f"{path}: architecture {architecture} is not {seen}; allowed: {known}, or a family of your own by model.family"
     )
 
 
@@ -163,66 +134,13 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _need(path: Path, config: dict[str, Any], *keys: str) -> None:
+def need(path: Path, config: dict[str, Any], *keys: str) -> None:
     """Refuse a configuration without one of these sizes."""
     for key in keys:
         given = config.get(key)
         if not isinstance(given, int) or given < 1:
             said = f"{key}={given!r} is not allowed" if key in config else f"{key} is missing"
             raise UnsupportedModelError(f"{path}: {said}; allowed: a whole number above 0")
-
-
-def _read_moe(path: Path, config: dict[str, Any]) -> MoeShape | None:
-    """The experts of a Qwen3-MoE configuration; None where every layer is dense."""
-    experts = config.get("num_experts") or config.get("num_local_experts") or 0
-    top_k = config.get("num_experts_per_tok") or 0
-    layers = range(config["num_hidden_layers"])
-    step = config.get("decoder_sparse_step", 1)
-    dense = set(config.get("mlp_only_layers") or []) | {layer for layer in layers if (layer + 1) % step}
-    if not experts or dense.issuperset(layers):
-        return None
-    if not 1 <= top_k <= experts:
-        raise UnsupportedModelError(f"{path}: num_experts_per_tok={top_k} is not allowed; allowed: 1 to {experts}")
-    _need(path, config, "moe_intermediate_size")
-    return MoeShape(
-        experts=experts,
-        top_k=top_k,
-        ffn=config["moe_intermediate_size"],
-        normalised=config.get("norm_topk_prob", False),
-        dense_layers=tuple(sorted(dense.intersection(layers))),
-    )
-
-
-def _refuse(path: Path, config: dict[str, Any], known: Architecture) -> None:
-    """Refuse what would silently be computed otherwise than Hugging Face does."""
-    allowed = {
-        "hidden_act": ("silu", config.get("hidden_act", "silu")),
-        "attention_bias": (False, config.get("attention_bias", False)),
-        "mlp_bias": (False, config.get("mlp_bias", False)),
-        "use_sliding_window": (False, config.get("use_sliding_window", False)),
-        "quantization_config": (None, config.get("quantization_config")),
-        "vision_config": (None, config.get("vision_config")),
-        "text_config": (None, config.get("text_config")),
-    }
-    for key, (value, given) in allowed.items():
-        if given != value:
-            raise UnsupportedModelError(f"{path}: {key}={given!r} is not supported; allowed: {value!r}")
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise UnsupportedModelError(f"{path}: layer_types has {sorted(kinds)}; allowed: full_attention alone")
-    if known.sliding_window is not None:
-        _refuse_window(path, config, known.sliding_window)
-
-
-def _refuse_window(path: Path, config: dict[str, Any], default: int) -> None:
-    """A window as long as the context hides nothing; a shorter one is not built."""
-    window = config.get("sliding_window", default)
-    longest = config.get("max_position_embeddings", 32768)
-    if window is not None and window < longest:
-        raise UnsupportedModelError(
-            f"{path}: sliding_window={window} is not supported; allowed: null, or at least "
-            f"max_position_embeddings={longest}"
-        )
 
 
 def weight_files(folder: Path, key: str = "model.path") -> list[Path]:

@@ -56,7 +56,7 @@ class Trainer:
 
         Raises ConfigError, also for a wrong number of ranks, and UnsupportedAcceleratorError.
         """
-        shape = read_shape(config.model.path)
+        shape = read_shape(config.model.path, family=config.model.family)
         self._config = config
         self._run_folder = run_folder
         self._checkpoints = run_folder / "checkpoints"

@@ -60,7 +60,7 @@ async def _check_sizes(config: Config, tasks: dict[str, Environment], evaluated:
 def check_layout(config: Config) -> ModelShape:
     """Those that ask the model alone, and no task. Returns its shape. Raises ConfigError."""
     check_folder(config)
-    shape = read_shape(config.model.path)
+    shape = read_shape(config.model.path, family=config.model.family)
     weight_files(config.model.path)
     check_model(config, shape)
     return shape

@@ -139,7 +139,7 @@ def test_a_sliding_window_as_long_as_the_context_is_none(tmp_path, window):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported; allowed: Qwen2ForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported; allowed: LlamaForCausalLM"),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "Qwen2_5_VLForConditionalGeneration is not supp"),
         ({"architectures": None}, "architecture none"),
         ({"vision_config": {"depth": 2}}, "vision_config="),

@@ -51,7 +51,7 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
     """
     folder = config.model.path
     if given is None and (folder / "config.json").is_file():
-        return read_shape(folder)
+        return read_shape(folder, family=config.model.family)
     file, key = (given, "--shape") if given is not None else (config.model.shape, "model.shape")
     if file is None:
         raise ConfigError(
@@ -64,7 +64,7 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
         copy = Path(scratch, "config.json")  # the one name under which the reader looks
         shutil.copyfile(file, copy)
         try:
-            return read_shape(copy.parent, key)
+            return read_shape(copy.parent, key, config.model.family)
         except UnsupportedModelError as error:
             raise ConfigError(str(error).replace(str(copy), str(file))) from None
 

@@ -1,0 +1,1 @@
+"""Model families: one file each. What a family is, `base.py` says."""

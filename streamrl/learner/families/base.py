@@ -1,0 +1,168 @@
+"""What a model family is: which architectures it builds, what it reads of a `config.json`, and the table of names.
+
+A subclass changes what its models have otherwise. No torch here: a plan, a conversion and the checks before a start ask
+a family as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from streamrl.choices import Choice
+from streamrl.learner.rope import UnknownRopeError, read_rope
+from streamrl.learner.shape import ModelShape, MoeShape, UnsupportedModelError, need
+
+if TYPE_CHECKING:
+    from streamrl.learner.mapping import Cut
+
+# How a parameter is cut over ranks, by a name of `learner/mapping.py:CUTS` or of `cuts`, and the Hugging Face tensors
+# that it is made of.
+Entry = tuple[str, tuple[str, ...]]
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+OUTSIDE_LAYERS: Mapping[str, Entry] = {
+    EMBEDDING: ("vocabulary", ("model.embed_tokens.weight",)),
+    "decoder.final_layernorm.weight": ("replicated", ("model.norm.weight",)),
+    OUTPUT: ("vocabulary", ("lm_head.weight",)),
+}
+IN_A_LAYER: Mapping[str, Entry] = {
+    "input_layernorm.weight": ("replicated", ("input_layernorm.weight",)),
+    "self_attention.linear_qkv.weight": ("qkv", tuple(f"self_attn.{x}_proj.weight" for x in "qkv")),
+    "self_attention.linear_qkv.bias": ("qkv", tuple(f"self_attn.{x}_proj.bias" for x in "qkv")),
+    "self_attention.q_layernorm.weight": ("replicated", ("self_attn.q_norm.weight",)),
+    "self_attention.k_layernorm.weight": ("replicated", ("self_attn.k_norm.weight",)),
+    "self_attention.linear_proj.weight": ("columns", ("self_attn.o_proj.weight",)),
+    "pre_mlp_layernorm.weight": ("replicated", ("post_attention_layernorm.weight",)),
+    "mlp.linear_fc1.weight": ("gate_and_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
+    "mlp.linear_fc2.weight": ("columns", ("mlp.down_proj.weight",)),
+    "mlp.router.weight": ("replicated", ("mlp.gate.weight",)),
+}
+IN_AN_EXPERT: Mapping[str, Entry] = {
+    "linear_fc1": ("gate_and_up", ("mlp.experts.{}.gate_proj.weight", "mlp.experts.{}.up_proj.weight")),
+    "linear_fc2": ("columns", ("mlp.experts.{}.down_proj.weight",)),
+}
+
+
+class ModelFamily(Choice):
+    """A decoder with RMS norms, rotary embeddings, grouped queries and gated MLPs, dense or of experts."""
+
+    architectures: ClassVar[tuple[str, ...]]
+    """Of `config.json`: the family is found by them, unless `model.family` names it."""
+
+    qkv_bias: ClassVar[bool] = False
+    qk_norm: ClassVar[bool] = False
+
+    experts: ClassVar[bool] = False
+    """Its layers are mixtures of experts unless `config.json` says otherwise."""
+
+    head_dim: ClassVar[int | None] = None
+    """Where `config.json` has none; None: hidden / heads."""
+
+    sliding_window: ClassVar[int | None] = None
+    """Where `config.json` has none."""
+
+    outside_layers: ClassVar[Mapping[str, Entry]] = OUTSIDE_LAYERS
+    in_a_layer: ClassVar[Mapping[str, Entry]] = IN_A_LAYER
+    """Parameters of one Megatron layer; their tensors follow `model.layers.N.` in a folder."""
+
+    in_an_expert: ClassVar[Mapping[str, Entry]] = IN_AN_EXPERT
+    """Linear layers of one expert; `{}` is its number."""
+
+    @classmethod
+    def read(cls, path: Path, config: dict[str, Any]) -> ModelShape:
+        """The shape that the `config.json` at `path` describes.
+
+        Raises UnsupportedModelError for what would silently be computed otherwise than Hugging Face does.
+        """
+        cls.refuse(path, config)
+        need(path, config, "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+        try:
+            rope = read_rope(config)
+        except UnknownRopeError as error:
+            raise UnsupportedModelError(f"{path}: {error}") from error
+        heads = config["num_attention_heads"]
+        return ModelShape(
+            architecture=(config.get("architectures") or ["none"])[0],
+            family=cls,
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            heads=heads,
+            groups=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or cls.head_dim or config["hidden_size"] // heads,
+            ffn=config["intermediate_size"],
+            vocabulary=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", False),
+            qkv_bias=cls.qkv_bias,
+            qk_norm=cls.qk_norm,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope=rope,
+            max_length=config.get("max_position_embeddings", 32768),
+            moe=cls.read_experts(path, config) if cls.experts else None,
+        )
+
+    @classmethod
+    def read_experts(cls, path: Path, config: dict[str, Any]) -> MoeShape | None:
+        """The experts; None where every layer is dense."""
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        top_k = config.get("num_experts_per_tok") or 0
+        layers = range(config["num_hidden_layers"])
+        step = config.get("decoder_sparse_step", 1)
+        dense = set(config.get("mlp_only_layers") or []) | {layer for layer in layers if (layer + 1) % step}
+        if not experts or dense.issuperset(layers):
+            return None
+        if not 1 <= top_k <= experts:
+            raise UnsupportedModelError(f"{path}: num_experts_per_tok={top_k} is not allowed; allowed: 1 to {experts}")
+        need(path, config, "moe_intermediate_size")
+        return MoeShape(
+            experts=experts,
+            top_k=top_k,
+            ffn=config["moe_intermediate_size"],
+            normalised=config.get("norm_topk_prob", False),
+            dense_layers=tuple(sorted(dense.intersection(layers))),
+        )
+
+    @classmethod
+    def refuse(cls, path: Path, config: dict[str, Any]) -> None:
+        """Raise UnsupportedModelError for what is not built."""
+        allowed = {
+            "hidden_act": ("silu", config.get("hidden_act", "silu")),
+            "attention_bias": (False, config.get("attention_bias", False)),
+            "mlp_bias": (False, config.get("mlp_bias", False)),
+            "use_sliding_window": (False, config.get("use_sliding_window", False)),
+            "quantization_config": (None, config.get("quantization_config")),
+            "vision_config": (None, config.get("vision_config")),
+            "text_config": (None, config.get("text_config")),
+        }
+        for key, (value, given) in allowed.items():
+            if given != value:
+                raise UnsupportedModelError(f"{path}: {key}={given!r} is not supported; allowed: {value!r}")
+        kinds = set(config.get("layer_types") or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise UnsupportedModelError(f"{path}: layer_types has {sorted(kinds)}; allowed: full_attention alone")
+        if cls.sliding_window is not None:
+            cls._refuse_window(path, config, cls.sliding_window)
+
+    @classmethod
+    def _refuse_window(cls, path: Path, config: dict[str, Any], default: int) -> None:
+        """A window as long as the context hides nothing; a shorter one is not built."""
+        window = config.get("sliding_window", default)
+        longest = config.get("max_position_embeddings", 32768)
+        if window is not None and window < longest:
+            raise UnsupportedModelError(
+                f"{path}: sliding_window={window} is not supported; allowed: null, or at least "
+                f"max_position_embeddings={longest}"
+            )
+
+    @classmethod
+    def cuts(cls) -> Mapping[str, Cut]:
+        """Ways of its own to cut a parameter, by their names in the tables. It may import torch."""
+        return {}
+
+    @classmethod
+    def megatron(cls, shape: ModelShape) -> Mapping[str, Any]:
+        """Fields of Megatron's TransformerConfig that differ from those of other families. It may import torch."""
+        return {}
