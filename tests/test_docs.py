@@ -16,6 +16,7 @@ import yaml
 from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from tests.own_choices import write_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -112,8 +113,9 @@ def test_every_path_of_the_repository_that_a_document_names_is_there():
     assert not missing
 
 
-def test_every_streamrl_command_parses_and_its_keys_fit(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_every_streamrl_command_parses_and_its_keys_fit(capsys, monkeypatch, tmp_path):
+    write_files(tmp_path)  # the user's own classes that commands name
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(config_file, "describe", str)  # the epilog of --help, made anew for every parser
     refused = []
     for page in PAGES:
@@ -138,7 +140,7 @@ def check(words: list[str]) -> None:
             raise config_file.ConfigError(f"{key}: unknown key")
     path = options.get("config")
     if path is not None and "CONFIG" not in str(path) and (ROOT / path).exists():
-        config_file.load(path, overrides)
+        config_file.load(ROOT / path, overrides)
     elif path is not None and str(path).startswith("configs/"):
         raise config_file.ConfigError(f"{path}: no such file")
 
