@@ -85,9 +85,8 @@ class TransportConformance(Conformance):
         staging, state = make_staging(config), ServerState(name="server-0", version=PolicyVersion(0))
         async with self._server(config, folder) as client:
             before = await client.weights_checksum()
-            source = make_source(config, folder, "tcp://127.0.0.1:1")
-            sink = make_sink(config, client, RequestGate(), keys=keys)
-            with contextlib.closing(source):
+            with contextlib.closing(make_source(config, folder, "tcp://127.0.0.1:1")) as source:
+                sink = make_sink(config, client, RequestGate(), keys=keys)
                 try:
                     await sink.apply(PolicyVersion(9), {"transport": "none such"})
                     raise AssertionError("a manifest that says nothing was applied")
