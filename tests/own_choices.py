@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.documented_commands import ROOT, blocks
 
 PAGES = ("howto-order.md", "howto-transport.md", "howto-loss.md")
+TASKS = ("howto-task.md", "tasks.md")
 OWN = (
     "replay.order=by_age.py:ByAge",
     "replay.order_options.oldest_first=true",
@@ -23,7 +24,7 @@ OWN = (
 
 def write_files(folder: Path) -> None:
     """Every block of the pages that begins with the name of a file."""
-    for page in PAGES:
+    for page in (*PAGES, *TASKS):
         for language, text in blocks(ROOT / "docs" / page):
             if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
                 (folder / name[1]).write_text(text)

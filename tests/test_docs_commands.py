@@ -51,6 +51,8 @@ MORE = (
 
 ELSEWHERE = (
     (r"make test(-all)?", "tests/test_docs_commands.py"),
+    (r"streamrl train .*backwards\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_task_of_the_page_trains"),
+    (r"streamrl train .*tools\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_tool_of_the_page_trains"),
     (r"streamrl .*\.py:[A-Z].*|streamrl audit runs/own",
      "tests/end_to_end/test_own_choices_run.py::test_the_commands_of_the_pages_run_with_what_the_pages_show"),
     (r"python -m pytest test_\w+.py",

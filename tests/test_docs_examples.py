@@ -55,7 +55,7 @@ def test_the_blocks_of_a_page_run_one_after_another(page):
 def test_the_task_of_the_howto_asks_words_backwards(capsys):
     names = run("howto-task.md")
     text, reward = capsys.readouterr().out.split()
-    assert (text[:-1] in names["BackwardsArguments"]().words, reward) == (True, "1.0")
+    assert (text, reward) == (names["prompt"].text, "1.0")
     wrong = names["Completion"](
         text="no", prompt_ids=names["nothing"], output_ids=names["nothing"], logprobs=names["logprobs"],
         spans=(), finish_reason="stop",

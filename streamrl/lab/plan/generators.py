@@ -1,4 +1,15 @@
-"""The servers of each pool: memory of their GPUs, tokens that their KV cache holds, answers that run at once."""
+"""The servers of each pool: memory of their GPUs, tokens that their KV cache holds, answers that run at once.
+
+SGLang's `mem_fraction_static` is the share of a GPU for weights and KV cache together. The cache has what weights
+leave:
+
+    bytes a token = 2 x layers x max(1, key and value heads / tensor_parallel) x head_dim x bytes of an item
+
+An item has the model's bytes, or one with `kv_cache_dtype: fp8_...`. `max_total_tokens` and `max_running_requests` of
+`server_args` limit tokens and answers. The longest sequence is a prompt and `sampling.max_new_tokens`, up to
+`context_length`; a pool asks for `groups_in_flight` x `group_size` answers. Served adapters take their places beside
+the weights.
+"""
 
 from __future__ import annotations
 

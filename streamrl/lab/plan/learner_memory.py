@@ -2,7 +2,40 @@
 
     weights + gradients + optimizer  +  the larger of  (activations + log-probs)  and  (one gathered tensor)
 
-Where each term comes from is in docs/plan.md. Not counted: CUDA's context, NCCL's buffers, gaps of the allocator.
+n: parameters of the rank (its layers, cut over `tensor`, experts over `expert` and `expert_tensor`; the embedding on
+the first stage, the output layer on the last one; rows padded as `learner/shape.py` pads them). e: bytes of a weight (2
+in bfloat16, 4 in float32). D: ranks with the same parameters (data parallel times context; for experts ranks / (expert
+x expert_tensor x pipeline)).
+
+    weights      e n
+    gradients    4 n, summed in float32; with LoRA n counts adapters alone, here and below
+    optimizer    12 n (bfloat16: float32 copy, two moments) or 8 n (float32); / D with the distributed optimizer
+                 (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054)
+    offloaded    the share `learner.optimizer.offload` of it; on the host 16 n of the share, with gradients
+    log-probs    one chunk of 256 MiB of logits (1 + e/4 of it), 3 e hidden a token, the output layer's gradient: 4
+                 bytes a weight, in bfloat16 e more for a product
+    reference    e n on the host, with `algo.kl` above 0 and no adapters
+
+Activations of one token in one layer on a rank of t tensor-parallel ranks, with q and k columns of queries and of keys,
+h hidden and f MLP columns, in values of e bytes:
+
+    4 h / t                 inputs of two norms and of two column-parallel layers (not divided without `sequence`)
+    (3 q + 3 k) / t         the projection, turned queries and keys, the output of attention
+    q / t                   with norms of queries and keys
+    4 f / t, or 3 f / t     gate and up, their product, and silu(gate) unless Transformer Engine fuses it
+
+and 4 bytes a head for attention's normaliser unless `recompute` is `selective`. This is the count of Korthikanti et al.
+2022 (arXiv:2205.05198, section 4) for layers without dropout, with grouped queries, a gated MLP, and attention that
+keeps no scores. A mixture of experts replaces the last line by top_k copies of the rank's own tokens with 2 h and the
+MLP of an expert each, spread evenly, and float32 router logits. With `recompute: full` a layer keeps its input, and one
+layer is whole while it is computed again.
+
+A row has `tokens_per_micro_batch` / `context` tokens on a rank. Stage i of p has p - i rows under way (1F1B, Narayanan
+et al. 2021, arXiv:2104.04473); with v virtual stages 2 (p - 1 - i) + (v - 1) p + 1 chunks of layers, Megatron-Core's
+warm-up. Transformer Engine counts as installed where the learner would use it.
+
+Not counted: CUDA's context, NCCL's buffers, gaps of the allocator; `--headroom` is for them. The distributed optimizer
+pads each tensor to a multiple of 64 values.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 generators ──groups──▶ replay service ──batches──▶ learner ──weights──▶ generators
                              └──groups──▶ journal
+
+A group is its header, as the codec writes it, 4 bytes a prompt token and 8 an output token; the router replay adds 2
+bytes for each layer and expert of a token. The journal gets the same bytes. One version is e x parameters of the whole
+model, or the adapters. The seconds of one publish: `times` of each class in `streamrl/publish/transports/`. Gathering
+tensor-parallel shards is not counted.
 """
 
 from __future__ import annotations
