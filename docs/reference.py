@@ -1,4 +1,4 @@
-"""The pages that are made from the code when the site is built: configuration.md and commands.md.
+"""The pages that are made from the code when the site is built: configuration.md, commands.md and metrics.md.
 
 A hook of mkdocs (`mkdocs.yml`). It also writes the state machines into machines.md, which is a kept page, and puts
 blank lines where CommonMark needs none and Python-Markdown does.
@@ -23,6 +23,7 @@ from streamrl.config.file import describe, fields
 from streamrl.config.section import Section
 from streamrl.config.words import allowed
 from streamrl.machine import Machine
+from streamrl.observe import metrics as table
 
 _BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
 # How a block begins that may stand right behind a paragraph in CommonMark.
@@ -90,6 +91,15 @@ def commands() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def metrics() -> str:
+    """The page of all metrics."""
+    return (
+        "# Metrics\n\nMade from `streamrl/observe/metrics.py`. Each learner step appends one object to "
+        "`RUN/metrics.jsonl`; Weights & Biases and TensorBoard use the same names, Prometheus `streamrl_` and the name "
+        "with `_` for `/`: [watching a run](watching.md).\n\n" + table.describe() + "\n"
+    )
+
+
 def machines(page: str) -> str:
     """The page of all state machines, with what stands between its markers written anew."""
     begin, end = "<!-- machines: written by docs/reference.py -->\n", "<!-- end of machines -->\n"
@@ -117,7 +127,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Called by mkdocs when it has found the pages: adds those that are made."""
     from mkdocs.structure.files import File
 
-    for name, content in (("configuration.md", configuration()), ("commands.md", commands())):
+    made = {"configuration.md": configuration(), "commands.md": commands(), "metrics.md": metrics()}
+    for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files
 

@@ -16,11 +16,12 @@ import yaml
 from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.observe.metrics import describe
 from tests.own_choices import write_files
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-MADE = {"configuration.md", "commands.md"}  # by docs/reference.py, when the site is built
+MADE = {"configuration.md", "commands.md", "metrics.md"}  # by docs/reference.py, when the site is built
 KEYS = {path for path, _ in config_file.fields()}
 SECTIONS = {path.rsplit(".", depth)[0] for path in KEYS for depth in (1, 2, 3)} - KEYS
 MAPPINGS = tuple(f"{path}." for path, field in config_file.fields() if config_file.allowed(field) == "a mapping")
@@ -226,8 +227,9 @@ def test_the_page_of_state_machines_is_current():
     assert page == reference().machines(page), "make docs writes it"
 
 
-def test_the_made_pages_have_every_key_and_every_command():
+def test_the_made_pages_have_every_key_every_command_and_every_metric():
     configuration, commands = reference().configuration(), reference().commands()
+    assert describe() in reference().metrics()
     assert {path for path in KEYS if f"| `{path}` |" in configuration} == KEYS
     headings = re.findall(r"^## (.*)$", configuration, re.MULTILINE)
     assert len(set(headings)) == len(headings)
@@ -251,6 +253,6 @@ def test_the_page_of_devices_says_what_the_device_layer_says():
     tree = ast.parse((ROOT / "streamrl" / "device.py").read_text())
     raised = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Raise)]
     missing = [found[1] for text in raised if (found := re.search(r"missing are (.*?)\. Use", text))]
-    page = (ROOT / "docs" / "devices.md").read_text()
+    page = (ROOT / "docs" / "gpu.md").read_text()
     assert len(missing) == 2
     assert all(text in page for text in missing)

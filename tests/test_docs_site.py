@@ -21,7 +21,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    for page in [*ROOT.glob("docs/*.md"), Path("configuration.md"), Path("commands.md")]:
+    for page in [*ROOT.glob("docs/*.md"), *map(Path, ("configuration.md", "commands.md", "metrics.md"))]:
         html = (site / page.with_suffix(".html").name).read_text()
         assert not [part for part in html.split("<link ")[1:] if 'href="http' in part.partition(">")[0]], page
         assert '<script src="http' not in html

@@ -1,4 +1,4 @@
-"""docs/faults.md: every test that a row names is there, and every row names one."""
+"""tests/faults.md: every test that a row names is there, and every row names one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "faults.md"
+PAGE = ROOT / "tests" / "faults.md"
 
 
 def rows() -> list[tuple[str, list[str]]]:

@@ -1,8 +1,9 @@
-"""Every failure that docs/operations.md names is exercised by the test that its row names, line for line."""
+"""Every failure that docs/operations.md names is exercised by a test, line for line."""
 
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,11 @@ from tests.operations_table import ROOT, Row, documented, rows
 LEAST = 12  # characters of a line that are the same each time: fewer would match anything
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.line[:60])
-def test_a_row_names_a_test_that_shows_its_line(row: Row) -> None:
-    path, _, name = row.test.partition("::")
-    assert (ROOT / path).is_file(), f"{path} is not there"
-    functions = {
-        node.name: node
-        for node in ast.walk(ast.parse((ROOT / path).read_text()))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert name in functions, f"{path} has no test {name}"
-    assert row.line in _documented_by(functions[name]), f"{row.test} does not call documented({row.line!r}, ...)"
+def test_every_row_has_a_test_of_its_own() -> None:
+    shown = Counter(line for _, line in _shown())
+    rows_of = Counter(row.line for row in rows())
+    assert len(rows_of) > 50
+    assert {line: number for line, number in rows_of.items() if shown[line] < number} == {}
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.line[:60])
@@ -33,33 +28,24 @@ def test_a_row_says_enough(row: Row) -> None:
     assert row.code in (None, 1, 2, 130)
 
 
-def test_no_row_stands_twice() -> None:
-    keys = [(row.line, row.test) for row in rows()]
+def test_no_row_is_there_twice() -> None:
+    keys = [(row.failure, row.line) for row in rows()]
     assert len(keys) == len(set(keys))
 
 
 def test_every_line_that_a_test_shows_has_its_row() -> None:
     """What `documented` would refuse when such a test runs, without running it."""
-    known = {(row.line, row.test) for row in rows()}
-    missing = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if path == Path(__file__):
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                test = f"{path.relative_to(ROOT)}::{node.name}"
-                missing += [(test, line) for line in _documented_by(node) if (line, test) not in known]
-    assert not missing
+    known = {row.line for row in rows()}
+    assert [(test, line) for test, line in _shown() if line not in known] == []
 
 
 def test_a_line_that_differs_from_the_page_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tests import operations_table
 
     page = tmp_path / "operations.md"
-    here = "tests/test_operations_table.py::test_a_line_that_differs_from_the_page_is_told"
     page.write_text(
-        "| failure | the line | code | what to do | test |\n|---|---|---|---|---|\n"
-        f"| a | `no room for ... in ...` | 1 | make room | `{here}` |\n"
+        "| failure | the line | code | what to do |\n|---|---|---|---|\n"
+        "| a | `no room for ... in ...` | 1 | make room |\n"
     )
     monkeypatch.setattr(operations_table, "PAGE", page)
     documented("no room for ... in ...", "12:00 no room for 3 MB in /tmp\n", 1)
@@ -69,6 +55,16 @@ def test_a_line_that_differs_from_the_page_is_told(monkeypatch: pytest.MonkeyPat
         documented("no room for ... in ...", "no room for 3 MB in /tmp", 2)
     with pytest.raises(AssertionError, match="has no row"):
         documented("no space for ...", "no space for 3 MB", 1)
+
+
+def _shown() -> list[tuple[str, str]]:
+    """(test, line) of every test that calls `documented`."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and path != Path(__file__):
+                found += [(f"{path.relative_to(ROOT)}::{node.name}", line) for line in _documented_by(node)]
+    return found
 
 
 def _documented_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
