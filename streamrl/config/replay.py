@@ -32,7 +32,7 @@ class StreamConfig(Section):
     )
     reply_timeout: float = Field(30.0, gt=0, description="seconds that a reply of the replay service may take")
     curve: Literal["auto", "on", "off"] = Field(
-        "auto", description="CURVE authentication and encryption; auto: on unless the address is ipc"
+        "auto", description="CURVE authentication and encryption; auto: on unless the address is a socket file (ipc)"
     )
     keys: Path | None = Field(None, description="folder of the run's CURVE keys; null: RUN/keys")
 

@@ -28,6 +28,7 @@ from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import JournalDamaged
 from streamrl.replay.listening import listen
 from streamrl.stream.address import address_path, tell_address
+from streamrl.stream.door import DoorFailed
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.sockets import Router
 
@@ -56,7 +57,7 @@ def main(config: Config, run_folder: Path) -> int:
     try:
         service = Service(config, run_folder, events)
         return service.run()
-    except (OSError, zmq.ZMQError, JournalDamaged, KeysUnusable) as error:
+    except (OSError, zmq.ZMQError, JournalDamaged, KeysUnusable, DoorFailed) as error:
         log.error("%s", error)
         log.debug("the replay service ends", exc_info=True)
         return 1

@@ -1,29 +1,34 @@
 """The connections of a listening socket: what they have brought and nobody has read, and which of them are cut.
 
-    accepted ─▶ stranger ──its handshake is over──▶ let in ─▶ closed
+    accepted ─▶ stranger ──its handshake is over──▶ let in ─▶ closed: what it left counts until the reader has found all
                    └─ too many, or too many bytes: cut ◀─┘ too many bytes that nobody has read
 
 libzmq puts a message of many frames together before the reader sees any of it, and its high-water mark counts whole
 messages: neither that nor its limit of a frame bounds a message that never ends. So the kernel's count of the bytes
 that came on a connection is compared with those of the messages that the reader took from it. The difference is what
-libzmq holds. Pure: it is told the counts.
+libzmq holds. Where that is more than it may, the connections are cut that bring it, and nobody is let in before the
+reader has read what is there: a peer that connects again and again would add to it each time. Pure: it is told the
+counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-FRAMED = 128
-# bytes that a frame counts for beside its content: more than ZMTP, CURVE and the commands between frames add, so
-# that a count never runs ahead of an honest peer; what it counts too much is taken back at the next look.
+SEALED = 33
+# bytes that CURVE adds to a frame: the command's name, a nonce, a checksum and flags.
+
+_SHORT = 255
+# bytes of the longest frame that ZMTP writes with two bytes before it, and not nine.
 
 
 class Count(NamedTuple):
     """What the kernel tells of one connection, in bytes since it was accepted."""
 
-    received: int  # and taken by libzmq
+    received: int  # and taken by libzmq, except for those `queued`
+    queued: int  # that libzmq has not taken
     answered: int  # and acknowledged by the other end
 
 
@@ -32,18 +37,18 @@ class Bounds:
     """How much the connections of one socket may cost. All in bytes, but for `strangers`."""
 
     strangers: int  # connections at a time whose handshake is not over; the oldest ones are cut
-    handshake: int  # that a stranger may send
+    handshake: int  # that a stranger may send; no more of a peer's bytes are not of messages
     welcome: int  # that a stranger is told at most; a peer that has been let in was told more
     unread: int  # of one connection
     unread_in_all: int  # of all of them; the one with most is cut
+    sealed: int  # that a frame has on the wire beside its content and its length
 
 
 @dataclass(slots=True)
 class _Connection:
     peer: str
     taken: int = 0  # by the reader; written by its thread alone
-    surplus: int = 0  # of `taken`, which counts generously
-    unread: int = 0  # at the last look
+    foreign: int = 0  # of `taken`, from a former connection with this descriptor
     let_in: bool = False
 
 
@@ -53,77 +58,103 @@ class Connections:
     >>> connections = Connections(bounds)
     >>> connections.accepted(20, "10.0.0.7:40112")
     >>> connections.took(20, [64, 4096])  # the reader: sizes of a message's frames
-    >>> for descriptor, reason in connections.look({20: Count(received=4500, answered=310)}):
+    >>> for descriptor, reason in connections.look({20: Count(received=4500, queued=0, answered=310)}.__getitem__):
     ...     cut(descriptor, reason)
     """
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._connections: dict[int, _Connection] = {}  # in the order in which they came
-        self._left_behind = 0  # bytes of connections that are closed, which the reader may still find
+        self._left = 0  # bytes that closed connections have ever left to the reader; written by the door alone
+        self._found = 0  # of them, that it has, or that never became whole; written by the reader alone
+        self.is_idle = False  # the reader has all that was whole, and waits; written by it alone
+        self.may_come_in = True  # strangers may be let in
         self.unread = 0  # bytes of all of them at the last look
         self.strangers = 0  # at the last look
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(tuple(self._connections))
-
     def __len__(self) -> int:
         return len(self._connections)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(tuple(self._connections))
 
     def peer(self, descriptor: int) -> str:
         """The other end's address, as it was accepted."""
         return self._connections[descriptor].peer
 
     def accepted(self, descriptor: int, peer: str) -> None:
-        """A new connection; one that had the descriptor before is closed."""
-        self.closed(descriptor)
+        """A new connection."""
         self._connections[descriptor] = _Connection(peer)
 
-    def closed(self, descriptor: int) -> None:
-        """May be said twice."""
-        connection = self._connections.pop(descriptor, None)
-        if connection is not None:
-            self._left_behind += connection.unread
+    def closed(self, descriptor: int, count: Count) -> None:
+        """It brings nothing any more. `count`: its last one, with nothing queued that libzmq may still take.
 
-    def drained(self) -> None:
-        """The reader has everything that was whole. May be called from its thread."""
-        self._left_behind = 0
+        What the reader finds of it later might pass for that of a connection with its number, so that nobody is let in
+        before the reader has found all.
+        """
+        connection = self._connections.pop(descriptor)
+        if self._is_let_in(connection, count) and (unread := self._unread(connection, count.received - count.queued)):
+            self._left += unread
+            self.may_come_in = False
+
+    @property
+    def left(self) -> int:
+        """What `drained` is told: read it before the last look for a message."""
+        return self._left
+
+    def drained(self, left: int) -> None:
+        """The reader has everything that was whole when `left` was read. May be called from its thread."""
+        self._found = left
 
     def took(self, descriptor: int, sizes: Iterable[int]) -> None:
         """The reader has a message with frames of these sizes. May be called from its thread."""
         connection = self._connections.get(descriptor)
         if connection is not None:
-            connection.taken += sum(size + FRAMED for size in sizes)
+            connection.taken += sum(map(self._on_wire, sizes))
 
-    def look(self, counts: Mapping[int, Count]) -> list[tuple[int, str]]:
-        """The connections to cut, with the reason, each one forgotten. `counts` of all that are still there."""
+    def look(self, count: Callable[[int], Count]) -> list[tuple[int, str]]:
+        """The connections to cut, with the reason; `closed` has to be said of each. `count` reads that of one."""
         bounds = self._bounds
+        left = self._left - self._found
         unread: dict[int, int] = {}
         strangers: list[int] = []
         cut: dict[int, str] = {}
-        for descriptor, count in counts.items():
-            connection = self._connections[descriptor]
-            connection.let_in |= count.answered > bounds.welcome
+        for descriptor, connection in self._connections.items():
             taken = connection.taken
-            connection.surplus = max(connection.surplus, taken - count.received)
-            waiting = count.received - taken + connection.surplus
-            connection.unread = unread[descriptor] = waiting
-            if not connection.let_in and count.received > bounds.handshake:
-                cut[descriptor] = f"{count.received} bytes before its handshake was over; allowed: {bounds.handshake}"
-            elif waiting > bounds.unread:
-                cut[descriptor] = f"a message or a queue of {waiting} bytes; allowed: {bounds.unread}"
-            elif not connection.let_in:
+            counted = count(descriptor)
+            received = counted.received - counted.queued
+            if self._is_let_in(connection, counted):
+                unread[descriptor] = waiting = self._unread(connection, received)
+                if waiting > bounds.unread:
+                    cut[descriptor] = f"a message or a queue of {waiting} bytes; allowed: {bounds.unread}"
+                continue
+            connection.foreign = taken
+            if received > bounds.handshake:
+                cut[descriptor] = f"{received} bytes before its handshake was over; allowed: {bounds.handshake}"
+            else:
                 strangers.append(descriptor)
-        behind = self._left_behind
-        self.strangers, self.unread = len(strangers), behind + sum(unread.values())
         for descriptor in strangers[: max(0, len(strangers) - bounds.strangers)]:
             cut[descriptor] = f"the oldest of {len(strangers)} without a handshake; allowed: {bounds.strangers}"
-        left = behind + sum(waiting for descriptor, waiting in unread.items() if descriptor not in cut)
+        behind = 0 if self.is_idle else left
+        self.strangers, self.unread = len(strangers), behind + sum(unread.values())
+        self.may_come_in = not left and self.unread <= bounds.unread_in_all
+        going_on = behind + sum(waiting for descriptor, waiting in unread.items() if descriptor not in cut)
         for descriptor in sorted(unread.keys() - cut.keys(), key=unread.__getitem__, reverse=True):
-            if left <= bounds.unread_in_all or not unread[descriptor]:
+            if going_on <= bounds.unread_in_all or not unread[descriptor]:
                 break
-            cut[descriptor] = f"{unread[descriptor]} of {left} unread bytes; allowed in all: {bounds.unread_in_all}"
-            left -= unread[descriptor]
-        for descriptor in cut:
-            self.closed(descriptor)
+            cut[descriptor] = f"{unread[descriptor]} of {going_on} unread bytes; allowed in all: {bounds.unread_in_all}"
+            going_on -= unread[descriptor]
         return list(cut.items())
+
+    def _is_let_in(self, connection: _Connection, count: Count) -> bool:
+        connection.let_in |= count.answered > self._bounds.welcome
+        return connection.let_in
+
+    def _unread(self, connection: _Connection, received: int) -> int:
+        taken = connection.taken - connection.foreign
+        return max(0, received - self._bounds.handshake - taken)
+
+    def _on_wire(self, size: int) -> int:
+        """Bytes of a frame at least: a count that runs ahead of the kernel's would hide what comes after it."""
+        size += self._bounds.sealed
+        return size + (2 if size <= _SHORT else 9)

@@ -26,6 +26,9 @@ from streamrl.config.replay import StreamConfig
 _OWN = ("ipc://", "inproc://")
 # Addresses that only this user's processes reach: a socket file has mode 0600, a port of loopback is everybody's.
 
+_ABSTRACT = "ipc://@"
+# But for Linux's abstract names: no file, so no mode.
+
 
 class KeysUnusable(RuntimeError):
     """A key that is missing, is no key, or can be read by others; the text says how to mend it."""
@@ -60,7 +63,8 @@ def needs_curve(stream: StreamConfig, address: str) -> bool:
     >>> needs_curve(StreamConfig(), "tcp://127.0.0.1:7000"), needs_curve(StreamConfig(), "ipc:///run/user/1000/replay")
     (True, False)
     """
-    return stream.curve == "on" or (stream.curve == "auto" and not address.startswith(_OWN))
+    is_own = address.startswith(_OWN) and not address.startswith(_ABSTRACT)
+    return stream.curve == "on" or (stream.curve == "auto" and not is_own)
 
 
 def service_keys(folder: Path | None) -> ServiceKeys:

@@ -19,10 +19,10 @@ import zmq
 import zmq.asyncio
 
 from streamrl.config.replay import StreamConfig
-from streamrl.stream.door import Door
+from streamrl.stream.door import Door, listening_context
 from streamrl.stream.keys import ServiceKeys, client_keys, needs_curve
 from streamrl.stream.messages import Buffer
-from streamrl.stream.sockets import SERVICE_UNREAD, configure, read_frames
+from streamrl.stream.sockets import SERVICE_UNREAD, configure, read_frames, wait_for_frame
 
 PIECE = 4 << 20  # bytes; large enough that the question before it costs nothing
 
@@ -72,7 +72,7 @@ class ParcelServer:
         address = f"tcp://[{host}]:0" if ":" in host else f"tcp://{host}:0"
         self.public_key = ""  # Z85 text, for the clients; empty: not encrypted
         self.sent = 0  # bytes of all pieces
-        self._context = zmq.Context()
+        self._context = listening_context()
         self._socket = self._context.socket(zmq.ROUTER)
         configure(self._socket, stream)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
@@ -93,13 +93,12 @@ class ParcelServer:
     def serve(self, order: int, find: Callable[[str], Buffer | None], timeout: float) -> bool:
         """Answer what has been asked, waiting `timeout` seconds for the first question. True: `order` is done.
 
-        `find` gives a parcel by its name. Who asks for another order is refused.
+        `find` gives a parcel by its name. Who asks for another order is refused. Raises DoorFailed.
         """
         done = False
-        wait = int(timeout * 1000)
-        while self._socket.poll(wait):
-            wait = 0
-            peer = self._socket.recv()
+        while (identity := wait_for_frame(self._socket, self._door, timeout)) is not None:
+            timeout = 0.0
+            peer = identity.bytes
             frames, _ = read_frames(self._socket, self._door, 1)
             try:
                 ask = _ASK.decode(frames[0].buffer)
@@ -113,8 +112,6 @@ class ParcelServer:
 
     def close(self) -> None:
         """May be called twice."""
-        if not self._socket.closed:
-            self._door.close()
         self._socket.close()
         self._context.term()
 

@@ -18,7 +18,9 @@ A socket belongs to the thread, or the event loop, that made it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import socket as network
 import struct
 import uuid
 from collections import OrderedDict
@@ -34,7 +36,7 @@ import zmq.asyncio
 from streamrl.config.replay import StreamConfig
 from streamrl.stream.arenas import COPIED, Arenas, keep_pages
 from streamrl.stream.codec import decode_batch, encode_group
-from streamrl.stream.door import Door
+from streamrl.stream.door import Door, listening_context
 from streamrl.stream.keys import KeysUnusable, client_keys, needs_curve, service_keys
 from streamrl.stream.messages import BatchHeader, Buffer, MalformedMessage, Message, decode, encode
 from streamrl.types import Batch, Group, Ledger
@@ -64,6 +66,8 @@ ALIVE = 10
 
 PEERS = 4096
 # identities whose numbers the service remembers; every process has one. Who is forgotten is heard with a gap.
+
+_FILE = "ipc://"
 
 _NUMBER = struct.Struct("<Q")
 
@@ -135,7 +139,7 @@ class Router:
         Raises zmq.ZMQError, naming the address, where binding fails, and KeysUnusable.
         """
         secured = service_keys(keys) if needs_curve(stream, address) else None
-        self._context = zmq.Context()
+        self._context = listening_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._stream = stream
         self._door = Door(self._context, self._socket, stream.max_message, stream.unread, secured)
@@ -169,12 +173,9 @@ class Router:
         return sum(self._door.cut.values())
 
     def receive(self, timeout: float) -> Received | None:
-        """A peer's next word; None when nothing came for `timeout` seconds."""
-        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))  # cheaper than a poll before each message
-        try:
-            identity = self._socket.recv(copy=False)
-        except zmq.Again:
-            self._door.drained()
+        """A peer's next word; None when nothing came for `timeout` seconds. Raises DoorFailed."""
+        identity = wait_for_frame(self._socket, self._door, timeout)
+        if identity is None:
             return None
         peer = identity.bytes
         parts, further = read_frames(self._socket, self._door, FRAMES)
@@ -213,8 +214,6 @@ class Router:
 
     def close(self) -> None:
         """Stop listening; what is queued has `LINGER` to leave. May be called twice."""
-        if not self._socket.closed:
-            self._door.close()
         self._socket.close()
         self._context.term()
 
@@ -312,6 +311,26 @@ class Dealer:
         return message
 
 
+def wait_for_frame(socket: zmq.Socket, door: Door, timeout: float) -> zmq.Frame | None:
+    """The first frame of the next message; None after `timeout` seconds. Raises DoorFailed."""
+    door.check()
+    left = door.connections.left
+    try:
+        return socket.recv(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        door.connections.drained(left)
+    if timeout <= 0:
+        return None
+    socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))  # cheaper than a poll
+    door.connections.is_idle = True
+    try:
+        return socket.recv(copy=False)
+    except zmq.Again:
+        return None
+    finally:
+        door.connections.is_idle = False
+
+
 def read_frames(socket: zmq.Socket, door: Door, most: int) -> tuple[list[zmq.Frame], int]:
     """The frames of a message that has come, at most so many, and the number of further ones, which are dropped."""
     parts, further = [socket.recv(copy=False)], 0
@@ -328,12 +347,27 @@ def read_frames(socket: zmq.Socket, door: Door, most: int) -> tuple[list[zmq.Fra
 
 def bind(socket: zmq.Socket, address: str) -> None:
     """Listen at `address`; a socket file is the user's alone. Raises zmq.ZMQError."""
-    before = os.umask(0o177) if address.startswith("ipc://") else None
+    if is_file := address.startswith(_FILE):
+        _refuse_taken(address.removeprefix(_FILE))
+    before = os.umask(0o177) if is_file else None
     try:
         socket.bind(address)
     finally:
         if before is not None:
             os.umask(before)
+
+
+def _refuse_taken(path: str) -> None:
+    """libzmq removes the file of a service that listens, where TCP would tell that its port is in use."""
+    with network.socket(network.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(f"\0{path[1:]}" if path.startswith("@") else path)
+        except BlockingIOError:
+            pass  # somebody does, and has many to accept
+        except OSError:
+            return  # nobody listens; what else is wrong is said by `bind`
+    raise zmq.ZMQError(errno.EADDRINUSE)
 
 
 def _connected(socket: Any, address: str, stream: StreamConfig, keys: Path | None, name: str) -> Any:

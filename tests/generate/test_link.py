@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ from streamrl.stream.messages import (
 from streamrl.types import Group, PolicyVersion, Ticket
 from tests.scripted_service import WAIT, ScriptedService
 
+LARGE = 50_000  # tokens of a sample; three such groups are more than may wait
 SERVER = ServerState(name="s", version=PolicyVersion(3))
 MakeGroup = Callable[..., Group]
 M = TypeVar("M")
@@ -211,6 +213,28 @@ def test_a_group_whose_answer_was_lost_is_sent_again_in_time(at_work, make_group
             pass
 
     at_work(script, reply_timeout=0.3)
+
+
+def test_a_worker_that_is_cut_since_nobody_reads_loses_no_group(at_work, make_group: MakeGroup) -> None:
+    """More groups than may wait of one connection: the door cuts it, and lets it in again when it has been read."""
+    groups = 7
+
+    async def script(service: Service, link: ServiceLink) -> None:
+        await greeted(service)
+        for group_id in range(groups):
+            link.open(ticket(group_id))
+            link.finish(make_group(group_id, tokens=LARGE))
+        deadline = time.monotonic() + WAIT
+        while not service.router.cut:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        heard: set[int] = set()
+        while len(heard) < groups:
+            group_id = (await service.heard_by(Group, between=(Hello, Credit))).group_id
+            heard.add(group_id)
+            service.router.send(service.peer, Accepted(group_id=group_id, attempt=0))
+
+    at_work(script, max_message=1 << 20)
 
 
 def test_a_drained_worker_takes_no_tickets_and_ends_when_the_last_group_is_answered_for(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,6 +33,7 @@ from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import Journal, JournalFull
 from streamrl.replay.records import Completed, Consumed
 from streamrl.replay.segments import segments
+from streamrl.stream.address import replay_address
 from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import Credit, Hello, Next, ServerState, Welcome
 from streamrl.stream.sockets import Dealer, ReceivedBatch
@@ -172,3 +175,27 @@ def test_strangers_who_only_connect_neither_end_the_service_nor_hold_up_its_peer
         for peer in (learner, worker):
             peer.close()
         service.kill()
+
+
+FAILING_DOOR = """
+from streamrl.stream.door import Door
+def fails(self): raise RuntimeError("counts that cannot be")
+Door._look = fails
+"""
+
+
+def test_a_door_that_fails_ends_the_service_with_one_line(tmp_path: Path) -> None:
+    """Unguarded, or waiting for a thread that is gone, it would serve nobody or everybody. The failure is put there."""
+    config = make_config(stream={"curve": "on"})
+    command = [sys.executable, "-c", FAILING_DOOR + ServiceProcess.SCRIPT, config.model_dump_json(), str(tmp_path)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        host, port = replay_address(config, tmp_path).removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=WAIT):
+            _, told = process.communicate(timeout=WAIT)
+    finally:
+        process.kill()
+        process.wait()
+    assert told.count("\n") == 1
+    documented("nobody bounds any more what connections cost: ...", told, process.returncode)
+    assert "counts that cannot be" in told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import socket
 import stat
 import subprocess
@@ -16,7 +18,8 @@ import zmq
 
 from streamrl.config.replay import StreamConfig
 from streamrl.stream import door
-from streamrl.stream.keys import client_keys
+from streamrl.stream.door import DoorFailed
+from streamrl.stream.keys import client_keys, service_keys
 from streamrl.stream.messages import Credit, decode, encode
 from streamrl.stream.parcels import ParcelClient, ParcelServer
 from streamrl.stream.sockets import Dealer, Router
@@ -238,7 +241,7 @@ def test_an_honest_peer_that_nobody_reads_for_a_while_is_not_cut(router: Router,
     whole = [bytes(8), bytes(MESSAGE - 8)]
     for _ in range(2):
         dealer._socket.send_multipart(whole)
-    until(lambda: router._door.connections.unread > 2 * MESSAGE)
+    until(lambda: router._door.connections.unread > 2 * MESSAGE - door.HANDSHAKE)
     time.sleep(20 * door.LOOK)  # many looks, in which it could be cut
     for number in range(30):
         received = router.receive(WAIT)
@@ -262,6 +265,208 @@ def test_all_peers_together_have_a_bound_too(keys: Path, connect: Connect) -> No
         router.close()
 
 
+@pytest.mark.parametrize("is_secured", [True, False])
+def test_what_the_reader_took_is_counted_as_it_came_on_the_wire(keys: Path, connect: Connect, is_secured: bool) -> None:
+    """Neither more, which would hide what comes later, nor less, which would cut an honest peer in the end."""
+    stream = STREAM if is_secured else OPEN
+    router = Router("tcp://127.0.0.1:0", stream, keys)
+    try:
+        dealer = connect(router.address, stream, keys)
+        sizes = [1, 33, 220, 222, 223, 255, 256, 8192, 70_000]
+        for size in sizes * 20:
+            dealer._socket.send_multipart([bytes(8), bytes(size)])
+        for _ in sizes * 20:
+            assert router.receive(WAIT) is not None
+        (connection,) = router._door.connections._connections.values()
+        (own,) = router._door._own.values()
+        count = door._count(own)
+        assert count.queued == 0
+        handshake = count.received - connection.taken
+        assert 100 < handshake < door.HANDSHAKE
+        for _ in range(door.HANDSHAKE):
+            dealer._socket.send_multipart([b"", b""])
+        for _ in range(door.HANDSHAKE):
+            assert router.receive(WAIT) is not None
+        assert door._count(own).received - connection.taken == handshake
+    finally:
+        router.close()
+
+
+def test_who_connects_again_and_again_to_a_reader_that_does_not_read_adds_nothing(
+    router: Router, keys: Path, connect: Connect
+) -> None:
+    """A peer that was cut comes back with what it still has to say; what it brought before waits to be read."""
+    first = connect(router.address, STREAM, keys, "first")
+    for _ in range(64):
+        first._socket.send_multipart([bytes(8), bytes(MESSAGE // 2)])
+    until(lambda: router.cut == 1)
+    second = connect(router.address, STREAM, keys, "second")
+    second.send(Credit(capacity=1))
+    time.sleep(1.0)  # libzmq tries again ten times
+    assert router.cut == 1
+    heard: list[bytes] = []
+    deadline = time.monotonic() + WAIT
+    while b"second" not in heard:  # what is there is read: they come in
+        assert time.monotonic() < deadline
+        if (received := router.receive(0.1)) is not None:
+            heard.append(received.peer.partition(b":")[0])
+    assert heard[0] == b"first"
+
+
+def test_a_parcel_server_lets_clients_in_again_when_it_has_read_what_one_has_left(
+    keys: Path,
+) -> None:
+    service_keys(keys)
+    server = ParcelServer("127.0.0.1", STREAM, keys)
+    try:
+        gone = ParcelClient(server.address, server.public_key, STREAM, keys)
+        for order in range(500):
+            asyncio.run(gone._ask(order, "a", 0))
+        until(lambda: server._door.connections.unread > 0)
+        gone.close()
+        until(lambda: server._door.connections.left > 0)
+        client = ParcelClient(server.address, server.public_key, STREAM, keys)
+        ending = threading.Event()
+
+        def serve() -> None:
+            while not ending.is_set():
+                server.serve(1, {"a": b"content"}.get, 0.02)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            fetched = asyncio.run(asyncio.wait_for(client.fetch(1, "a"), WAIT))
+        finally:
+            ending.set()
+            thread.join()
+            client.close()
+        assert bytes(fetched) == b"content"
+    finally:
+        server.close()
+
+
+SMALL = """
+import sys, time
+from pathlib import Path
+import psutil, zmq
+from streamrl.config.replay import StreamConfig
+from streamrl.stream.door import DoorFailed
+from streamrl.stream.keys import client_keys, service_keys
+from streamrl.stream.sockets import Router
+router = Router("tcp://127.0.0.1:0", StreamConfig(), Path(sys.argv[1]))
+mine = client_keys(Path(sys.argv[1]))
+peer = zmq.Context().socket(zmq.DEALER)
+peer.setsockopt(zmq.LINGER, 0)
+peer.curve_secretkey, peer.curve_publickey, peer.curve_serverkey = mine.secret, mine.public, mine.service_public
+peer.connect(router.address)
+connections = router._door.connections
+before = psutil.Process().memory_info().rss
+while connections.unread < 500_000:
+    peer.send(b"x")
+    time.sleep(0)  # for libzmq's thread: each in a segment of its own
+print((psutil.Process().memory_info().rss - before) / connections.unread)
+"""
+
+
+def test_a_small_message_takes_no_buffer_of_its_own_in_memory(keys: Path) -> None:
+    """libzmq reads into 18 KB, which a message in it keeps: a hundred times of what it took on the wire."""
+    done = subprocess.run([sys.executable, "-c", SMALL, str(keys)], capture_output=True, text=True, timeout=120)
+    assert float(done.stdout) < 20, done.stderr
+
+
+def test_a_door_that_fails_lets_nobody_in_tells_its_reader_and_holds_up_no_end(
+    router: Router, keys: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would make it fail is not known: something is put in its place."""
+    peer = connect(router.address, STREAM, keys)
+    peer.send(Credit(capacity=1))
+    assert router.receive(WAIT) is not None
+
+    def fails() -> None:
+        raise RuntimeError("counts that cannot be")
+
+    monkeypatch.setattr(router._door, "_look", fails)
+    with pytest.raises(DoorFailed, match="counts that cannot be"):
+        until(lambda: router.receive(0.1))
+    monkeypatch.setattr(router._door, "_failure", None)  # a reader that does not care
+    public, secret = zmq.curve_keypair()
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.curve_secretkey, stranger.curve_publickey = secret, public
+    stranger.curve_serverkey = client_keys(keys).service_public
+    stranger.connect(router.address)
+    stranger.send(bytes(8) + encode(Credit(capacity=7)))
+    peer.send(Credit(capacity=2))
+    received = router.receive(WAIT)
+    assert received is not None  # who is inside is heard
+    assert decode(received.frames[0]) == Credit(capacity=2)
+    assert router.receive(0.5) is None
+    stranger.close(linger=0)
+    context.term()
+    ending = threading.Thread(target=router.close, daemon=True)
+    ending.start()
+    ending.join(WAIT)
+    assert not ending.is_alive()
+
+
+def test_a_file_of_the_process_that_has_the_number_of_a_former_connection_is_left_alone(router: Router) -> None:
+    """libzmq tells of a connection that it may have closed meanwhile; the process's own ones may have its number."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as own:
+        accepted, _ = listener.accept()
+        with accepted:
+            own.sendall(bytes(door.HANDSHAKE + 1))  # more than a stranger may say
+            for descriptor in (accepted.fileno(), listener.fileno(), os.open(os.devnull, os.O_RDONLY)):
+                router._door._accepted(descriptor, router.address)
+            assert len(router._door.connections) == 0
+            router._door._look()
+            accepted.sendall(b"whole")
+            assert own.recv(5) == b"whole"
+
+
+def test_connections_by_ipv6_have_the_same_bounds(
+    keys: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(door, "STRANGERS", 2)
+    router = Router("tcp://[::1]:0", STREAM, keys)
+    port = int(router.address.rpartition(":")[2])
+    strangers = []
+    try:
+        for _ in range(5):
+            strangers.append(socket.create_connection(("::1", port), timeout=WAIT))
+        until(lambda: router.cut == 3)
+        assert "a connection of [::1]:" in caplog.text
+        assert is_served(router, connect, STREAM, keys)
+    finally:
+        for stranger in strangers:
+            stranger.close()
+        router.close()
+
+
+def test_a_connection_for_which_no_descriptor_is_left_is_told_of_and_holds_up_no_end(
+    keys: Path, exhaust: Callable, caplog: pytest.LogCaptureFixture
+) -> None:
+    """libzmq tries to accept it again and again, and fills its queue of events."""
+    router = Router("tcp://127.0.0.1:0", STREAM, keys)
+    made = [socket.socket() for _ in range(3)]
+    host, port = router.address.removeprefix("tcp://").split(":")
+    spare = os.open(os.devnull, os.O_RDONLY)
+    exhaust()
+    os.close(spare)  # libzmq's; for the door's own there is none
+    for connection in made:
+        connection.settimeout(WAIT)
+        connection.connect((host, int(port)))
+    try:
+        until(lambda: "a connection was not taken: Too many open files" in caplog.text)
+        assert _is_hung_up_on(made[0])
+        ending = threading.Thread(target=router.close, daemon=True)
+        ending.start()
+        ending.join(WAIT)
+        assert not ending.is_alive()
+    finally:
+        for connection in made:
+            connection.close()
+
+
 def test_a_parcel_server_reads_questions_and_nothing_else(raw: Callable) -> None:
     server = ParcelServer("127.0.0.1", OPEN, None)
     try:
@@ -273,7 +478,7 @@ def test_a_parcel_server_reads_questions_and_nothing_else(raw: Callable) -> None
 
 
 def test_a_flood_at_the_end_does_not_hold_up_the_end(keys: Path, raw: Callable) -> None:
-    """libzmq waits for whoever listens to its events."""
+    """libzmq waits for room in its queue of events, and an end of its monitor for libzmq."""
     router = Router("tcp://127.0.0.1:0", STREAM, keys)
     stop = threading.Event()
     address = router.address.removeprefix("tcp://").split(":")

@@ -56,6 +56,7 @@ def router(keys: Path) -> Iterator[Router]:
         ("tcp://localhost:7000", True),
         ("tcp://lo:7000", True),
         ("ipc:///tmp/replay", False),
+        ("ipc://@replay", True),
         ("inproc://replay", False),
         ("tcp://0.0.0.0:7000", True),
         ("tcp://*:7000", True),

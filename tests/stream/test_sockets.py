@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket as network
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -267,6 +268,33 @@ def test_frames_behind_a_message_that_has_none_are_refused(router: Router, conne
     router.send(received.peer, Bye(), received.frames)
     with pytest.raises(MalformedMessage, match="1 frames behind"):
         dealer.receive(10.0)
+
+
+@pytest.mark.parametrize("address", ["ipc://{}/replay", "ipc://@{}/replay"])
+def test_a_socket_file_that_somebody_listens_at_is_not_taken_away(
+    tmp_path: Path, connect: Connect, address: str
+) -> None:
+    """libzmq would remove it, and two runs would serve each other's peers."""
+    here = address.format(tmp_path)
+    first = Router(here, STREAM)
+    try:
+        with pytest.raises(zmq.ZMQError, match=r"replay\.address ipc://.*/replay: Address already in use"):
+            Router(here, STREAM)
+        connect(here, STREAM).send(Bye())
+        assert first.receive(10.0) is not None
+    finally:
+        first.close()
+
+
+def test_a_socket_file_that_a_killed_service_has_left_is_used_again(tmp_path: Path, connect: Connect) -> None:
+    with network.socket(network.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "replay"))
+    router = Router(f"ipc://{tmp_path}/replay", STREAM)
+    try:
+        connect(f"ipc://{tmp_path}/replay", STREAM).send(Bye())
+        assert router.receive(10.0) is not None
+    finally:
+        router.close()
 
 
 def test_an_address_that_cannot_be_bound_is_named(router: Router) -> None:
