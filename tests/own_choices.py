@@ -24,7 +24,7 @@ OWN = (
 
 def write_files(folder: Path) -> None:
     """Every block of the pages that begins with the name of a file."""
-    for page in (*PAGES, *TASKS):
+    for page in (*PAGES, *TASKS, "howto-model.md"):
         for language, text in blocks(ROOT / "docs" / page):
             if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
                 (folder / name[1]).write_text(text)
