@@ -81,6 +81,7 @@ class State:
     def fixed(self) -> dict[str, Any]:
         """What must not change between the run that wrote a checkpoint and the one that reads it."""
         shape = dataclasses.asdict(self.chunks[0].shape)
+        del shape["family"]  # a class; what it makes of the model is in the other fields
         fixed = {**self.settings, **{f"model {name}": value for name, value in shape.items()}}
         return dict(msgspec.json.decode(msgspec.json.encode(fixed)))  # as it comes back from the file
 
