@@ -135,7 +135,7 @@ KEYS: list[tuple[str, str]] = [
 MODEL: list[tuple[str, str]] = [
     # what the model, the prompts or this machine do not allow; `plan` says the same
     ("model.path=nowhere", "nowhere is no model; allowed: a Hugging Face folder"),
-    ("model.path=foreign", "architecture GPT2LMHeadModel is not supported; allowed: Qwen2ForCausalLM"),
+    ("model.path=foreign", "architecture GPT2LMHeadModel is not supported; allowed: LlamaForCausalLM"),
     ("model.path=broken", "is not JSON"),
     (
         "model.path=torn",

@@ -57,7 +57,7 @@ class TransportConformance(Conformance):
             "from streamrl.publish.transport import ServerEnd\n"
             "from streamrl.publish.transports import transport_of\n"
             f"config = Config.model_validate_json({self._config().model_dump_json()!r})\n"
-            "other = dict.fromkeys(('client', 'update', 'loading', 'keys'), mock.Mock())\n"
+            "other = {name: mock.Mock(address='http://127.0.0.1:1') for name in ('client', 'update', 'loading', 'keys')}\n"
             "end = ServerEnd(stream=config.stream, timeout=1.0, **other)\n"
             "transport_of(config).sink(end)\n"
             "assert 'torch' not in sys.modules, 'the sink imports torch, which a worker does without'"
