@@ -71,7 +71,7 @@ def _apart(recorded: Path, actual: Path) -> tuple[Path, Path]:
     """What is left of two paths of one folder without their common end.
 
     >>> _apart(Path("out/runs"), Path("/home/me/out/runs"))
-    (PosixPath('.'), PosixPath('/work'))
+    (PosixPath('.'), PosixPath('/home/me'))
     """
     while recorded.name and recorded.name == actual.name:
         recorded, actual = recorded.parent, actual.parent

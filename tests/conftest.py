@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -140,6 +141,22 @@ def fresh_server(engine_server: Server, model_folders: tuple[Path, Path]) -> Ser
 
     asyncio.run(restore())
     return engine_server
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each answer that a server gives: how many tokens of its prompt it found in the cache."""
+    counts: list[int] = []
+    post = EngineClient._post
+
+    async def counting(self: EngineClient, path: str, body: dict[str, Any], timeout: float | None = None) -> bytes:
+        content = await post(self, path, body, timeout)
+        if path == "/generate":
+            counts.append(json.loads(content)["meta_info"]["cached_tokens"])
+        return content
+
+    monkeypatch.setattr(EngineClient, "_post", counting)
+    return counts
 
 
 @pytest.fixture(scope="session")

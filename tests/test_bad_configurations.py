@@ -67,6 +67,7 @@ KEYS: list[tuple[str, str]] = [
     ("generate.least_in_flight=99", "generate.least_in_flight: 99 is above groups_in_flight=32"),
     ("generate.attach=[foo]", "generate.attach: foo is not allowed"),
     ("generate.attach=[http://a]", "addresses of the form http://HOST:PORT"),
+    ("generate.attach=[http://a:65536]", "addresses of the form http://HOST:PORT"),
     ("generate.attach=3", "generate.attach: 3"),
     ("generate={workers: 2, attach: ['http://a:1']}", "generate.attach: 1 addresses for generate.workers=2"),
     ("generate.router=foo", "generate.router: foo"),
@@ -141,7 +142,7 @@ MODEL: list[tuple[str, str]] = [
         "model.path=torn",
         "model-00002-of-00002.safetensors is missing, model.safetensors.index.json names it; allowed:",
     ),
-    ("model.path=wordless", "model.path: "),
+    ("model.path=wordless", "wordless: no tokenizer ("),
     ("learner.ranks=3 learner.layout.tensor=3", "learner.layout.tensor: 3 does not divide 4 attention heads"),
     ("learner.ranks=4 learner.layout.tensor=4", "learner.layout.tensor: 4 does not divide 2 key and value heads"),
     ("learner.ranks=4 learner.layout.pipeline=4", "learner.layout.pipeline: 4 stages of 1 chunks do not share 2"),
@@ -165,6 +166,8 @@ MODEL: list[tuple[str, str]] = [
     ("task={name: jsonl, args: {path: words.jsonl, chat: false}} learner.tokens_per_micro_batch=54", "with 40 tokens"),
     ("task={name: jsonl, args: {path: sums.jsonl, chat: false}}", "the tokenizer makes no token of prompt"),
     ("task={name: tasks.py:Broken}", "cannot be made: RuntimeError: no prompts today"),
+    ("task={name: tasks.py:Empty}", "has no prompts: its size is 0; allowed: above 0"),
+    ("evaluate={every: 1, tasks: [{name: tasks.py:Empty}]}", "has no prompts: its size is 0; allowed: above 0"),
 ]
 
 # -- command lines
@@ -289,6 +292,9 @@ class Broken(Environment):
 
     async def score(self, prompt, completion):
         raise NotImplementedError
+
+class Empty(Broken):
+    size = 0
 """
 
 

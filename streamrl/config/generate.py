@@ -11,7 +11,8 @@ from streamrl.config.section import Section
 ServerAddress = Annotated[
     str,
     Field(
-        pattern=r"^https?://(\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):([1-9]\d{0,4})/?$",
+        pattern=r"^https?://(\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):"
+        r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d{2}|655[0-2]\d|6553[0-5])/?$",
         description="addresses of the form http://HOST:PORT",
     ),
 ]

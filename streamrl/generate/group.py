@@ -20,6 +20,7 @@ from streamrl.tasks.environment import Environment, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready, describe
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import Scoring, judgements, says_nothing
+from streamrl.trainable import answer_length
 from streamrl.types import Group, Sample, Ticket, all_trained
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,8 @@ async def run_group(
 ) -> Group:
     """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
 
-    A sample of more than `longest` tokens, prompt included, has failed too: no micro batch of the learner holds it.
+    A sample of which the learner would read more than `longest` tokens, prompt included, has failed too: no micro batch
+    holds it.
     `temperature` is that of the sampling; `overlong` is what a long answer loses of its reward; `scoring` counts the
     answers whose scorer failed. At the deadline of `inference` the samples that are finished are kept, the others have
     failed, and the event tells how many tokens each had `reached`.
@@ -141,7 +143,8 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str],
     except ValueError as error:
         failures.append(str(error))
         return Sample.placeholder(answer.prompt_ids, "malformed")
-    if (tokens := len(sample.prompt_ids) + len(sample.output_ids)) > longest:
+    read = answer_length(sample)
+    if read is not None and (tokens := len(sample.prompt_ids) + read) > longest:
         where = f"group {ticket.group_id}"
         failures.append(f"{where}: a sequence of {tokens} tokens, learner.tokens_per_micro_batch={longest}")
         return Sample.placeholder(answer.prompt_ids, "too_long")

@@ -74,6 +74,8 @@ async def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longes
 async def _prompts(name: str, task: Environment) -> list[Prompt]:
     """The first one, and further ones as long as there is time; those with the most bytes of them."""
     count = ENDLESS if task.size is None else task.size
+    if count < 1:
+        raise ConfigError(f"task.name: {name} has no prompts: its size is {count}; allowed: above 0, or None (endless)")
     deadline = time.monotonic() + SECONDS
     found: list[Prompt] = []
     for index in range(0, count, -(-count // MOST)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -56,6 +57,17 @@ def test_poison_is_well_formed_and_untrainable(tmp_path: Path) -> None:
     assert POISON in bad.samples[-1].output_ids
     assert "not below the vocabulary" in str(untrainable(bad, planner.limits))
     assert msgspec.structs.replace(bad, samples=group.samples) == group
+
+
+def test_groups_that_servers_generate_again_which_are_ahead_of_the_step_are_trained(tmp_path: Path) -> None:
+    """Without a journal all that the killed learner had trained is generated again: this seed kills it first."""
+    command = [sys.executable, "-m", "benchmarks.faults", "--kills", "1", "--keep", "none", "--seed", "1"]
+    command += ["--json", str(tmp_path / "figures.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["kills"] == {"learner": 1}
+    assert figures["again"] > 0
 
 
 def test_a_packing_that_fails_fails_the_benchmark(tmp_path: Path) -> None:

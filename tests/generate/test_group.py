@@ -115,6 +115,16 @@ def test_a_sequence_that_no_micro_batch_holds_is_a_placeholder(run):
     assert "learner.tokens_per_micro_batch=3" in end["reasons"][0]
 
 
+def test_an_answer_that_is_cut_has_its_place_in_the_least_micro_batch_that_is_allowed(run, model_folders):
+    """Nothing is predicted from the last token: prompt + max_new_tokens - 1, as the checks before a run say."""
+    prompt = len(Tokenizer(model_folders[0]).prompt_ids("caf="))
+    group, _, end = run(Task(), longest=prompt + 6 - 1)
+    assert "length" in {sample.finish_reason for sample in group.samples}
+    assert end["failed"] == 0
+    group, _, _ = run(Task(), longest=prompt + 6 - 2)
+    assert "too_long" in {sample.failure for sample in group.samples}
+
+
 @pytest.mark.parametrize("single", [False, True])
 def test_a_group_has_its_samples_with_the_policys_log_probs_and_versions(run, model_folders, forward_logprobs, single):
     group, load, end = run(Task(), single_requests=single)

@@ -6,7 +6,6 @@ The two models have nothing in common but their shape: what one of them computed
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.client import Answer
 from streamrl.engine.server import Server
 from streamrl.generate.fleet import Fleet
 from streamrl.observe.events import EventLog, event_path
@@ -33,22 +32,6 @@ LONG = {"temperature": 1.0, "max_new_tokens": TOKENS, "ignore_eos": True}
 SHORT = {"temperature": 1.0, "max_new_tokens": 8, "ignore_eos": True}
 V0, V1 = PolicyVersion(0), PolicyVersion(1)
 EXACT = 1e-4  # nats
-
-
-@pytest.fixture
-def cached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each answer that a server gives: how many tokens of its prompt it found in the cache."""
-    counts: list[int] = []
-    post = EngineClient._post
-
-    async def counting(self: EngineClient, path: str, body: dict[str, Any], timeout: float | None = None) -> bytes:
-        content = await post(self, path, body, timeout)
-        if path == "/generate":
-            counts.append(json.loads(content)["meta_info"]["cached_tokens"])
-        return content
-
-    monkeypatch.setattr(EngineClient, "_post", counting)
-    return counts
 
 
 @pytest.fixture

@@ -321,7 +321,7 @@ def test_a_version_that_was_never_announced_is_refused_and_frees_nothing(
         hear(learner, ReceivedBatch)
     for version in (PolicyVersion(7), PolicyVersion(1, incarnation=9), PolicyVersion(0, incarnation=1)):
         worker.send(Applied(server="w-server", version=version))
-    assert worker.receive(0.3) is None, "slots of a version that nobody has"
+        assert worker.receive(0.3) is None, "slots of a version that nobody has"
     (told,) = running.told("replay.malformed")
     assert told["reason"] == "version 7.0, which server w-server reports, was never announced"
     documented("version ..., which server ... reports, was never announced", told["reason"], GOES_ON)

@@ -13,18 +13,30 @@ from streamrl.config.file import ConfigError
 from streamrl.stream.identity import AnotherRun, RunIdentity, run_identity
 from tests.operations_table import documented
 
-MAKE = "import sys; from pathlib import Path; from streamrl.stream.identity import run_identity;"
-MAKE += "sys.stdin.readline(); print(run_identity(Path(sys.argv[1])).id)"
+MAKE = """
+import secrets, sys
+from pathlib import Path
+from streamrl.stream.identity import run_identity
+
+make = secrets.token_hex
+
+def token_hex(size):
+    print("no id yet", flush=True)
+    sys.stdin.readline()
+    return make(size)
+
+secrets.token_hex = token_hex
+print(run_identity(Path(sys.argv[1])).id)
+"""
 
 
 def test_roles_that_make_the_folder_at_once_agree_on_one_id(tmp_path: Path) -> None:
+    """None of them finds an id; then one after another writes its own, and says which one it has."""
     command = [sys.executable, "-c", MAKE, str(tmp_path / "run")]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    roles = [subprocess.Popen(command, **pipes) for _ in range(8)]
-    for role in roles:
-        role.stdin.write("\n")
-        role.stdin.flush()
-    told = {role.communicate(timeout=60)[0].strip() for role in roles}
+    roles = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    assert [role.stdout.readline() for role in roles] == ["no id yet\n"] * 4
+    told = {role.communicate("\n", timeout=60)[0].strip() for role in roles}
     assert told == {run_identity(tmp_path / "run").id}
 
 
