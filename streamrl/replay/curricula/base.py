@@ -26,5 +26,5 @@ class Curriculum(Choice, ABC):
     def choose(self, task: str, count: int) -> int:
         """The prompt index, >= 0, of the `count`-th prompt (from 0) that this task is asked for."""
 
-    def record(self, task: str, prompt_index: int, pass_rate: float) -> None:  # noqa: B027: most have no use for it
+    def record(self, task: str, prompt_index: int, pass_rate: float) -> None:
         """A group of this prompt came back with this share of right answers."""
