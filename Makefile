@@ -1,6 +1,8 @@
 # Every target sets up what it needs: a virtual environment inside the clone, made once, remade when the pins change.
 VENV ?= .venv
 RUN := $(VENV)/bin
+# Two tests at a time, each file in one process: servers that a file shares are started once.
+PYTEST := $(RUN)/python -m pytest --numprocesses 2 --dist loadfile
 export HF_HUB_OFFLINE ?= 1
 export PYTHONUNBUFFERED := 1
 
@@ -22,10 +24,10 @@ models/smollm2/config.json: | venv
 	$(RUN)/python -m launch.smollm2 models/smollm2
 
 test: venv  ## the tests, with the real SGLang, ZeroMQ and Megatron-Core
-	$(RUN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: venv  ## the slow ones too
-	$(RUN)/python -m pytest
+	$(PYTEST)
 
 check: venv  ## lint, format, types
 	$(RUN)/ruff check .
