@@ -121,7 +121,7 @@ def send_kinds(circle: Circle, result: Result, quick: bool) -> None:
             slow += 1
             if slow > 3:
                 continue
-        circle.told()
+        circle.events_of()
         try:
             seen = kind.act(circle, circle.address)
         except (OSError, TimeoutError, zmq.ZMQError) as error:
@@ -218,7 +218,7 @@ def _junk(circle: Circle, count: int) -> str:
     def send(_: int) -> None:
         with Member(circle.address, circle.keys) as member:
             for _ in range(count):
-                member.say(b"\xc1 junk")
+                member.send(b"\xc1 junk")
             _delivered(member)
 
     _at_once(send, 3)
@@ -256,10 +256,10 @@ def _queues(circle: Circle, members: int, messages: int) -> str:
 
 def _delivered(member: Member, seconds: float = WAIT) -> None:
     """Wait until the service has heard what was said before; a connection that was cut never tells."""
-    member.say(Hello(run="nobody", role="generator", name=member.name))
+    member.send(Hello(run="nobody", role="generator", name=member.name))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if isinstance(message := member.hear(), Stop) and "nobody" in message.reason:
+        if isinstance(message := member.receive(), Stop) and "nobody" in message.reason:
             return
 
 
@@ -288,8 +288,8 @@ def meet(circle: Circle, result: Result, folder: Path) -> None:
         result.broken.append(f"two runs: the second service ended with {result.runs['its service']}")
     for role in ("generator", "learner", "publisher"):
         with Member(circle.address, circle.keys) as member:
-            member.say(Hello(run=config.run.id or "", role=role, name=member.name, version=PolicyVersion(0)))
-            answer = member.hear(WAIT)
+            member.send(Hello(run=config.run.id or "", role=role, name=member.name, version=PolicyVersion(0)))
+            answer = member.receive(WAIT)
         refused = isinstance(answer, Stop) and answer.refused and f"is of run {config.run.id}" in answer.reason
         result.runs[f"its {role}"] = answer.reason[:110] if isinstance(answer, Stop) else str(answer)
         if not refused:

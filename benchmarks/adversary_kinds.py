@@ -75,11 +75,11 @@ def _seen(circle: Circle, member: Member) -> str:
     deadline = time.monotonic() + WAIT
     quiet = time.monotonic() + PATIENCE
     while time.monotonic() < min(deadline, quiet):
-        if (message := member.hear(0.05)) is not None:
+        if (message := member.receive(0.05)) is not None:
             if isinstance(message, Tickets | Publish):
                 continue
             return _told(message)
-        for event in circle.told():
+        for event in circle.events_of():
             about = event.get("peer") == member.identity or member.name in (event.get("name"), event.get("worker"))
             if event["event"] in NOTED and about:
                 return f"{event['event']}: {event['reason']}"
@@ -149,7 +149,7 @@ def _wrong_key(client: bool | None) -> Callable[[Circle, str], str]:
             )
         with Member(address, given) as member:
             member.join(circle.run, V0)
-            message = member.hear(PATIENCE)
+            message = member.receive(PATIENCE)
             return SILENCE if message is None else _told(message)
 
     return act
@@ -206,7 +206,7 @@ def _members() -> Iterator[Kind]:
 def _member(header: bytes) -> Callable[[Circle, str], str]:
     def act(circle: Circle, address: str) -> str:
         with Member(address, circle.keys) as member:
-            member.say(header)
+            member.send(header)
             return _seen(circle, member)
 
     return act
@@ -234,7 +234,7 @@ def _hello(run: str | None = None, **fields: Any) -> Callable[[Circle, str], str
     def act(circle: Circle, address: str) -> str:
         with Member(address, circle.keys) as member:
             given: dict[str, Any] = {"role": "generator", "version": V0} | fields
-            member.say(Hello(run=run or circle.run, name=member.name, **given))
+            member.send(Hello(run=run or circle.run, name=member.name, **given))
             return _seen(circle, member)
 
     return act
@@ -276,9 +276,9 @@ def _worker(word: Message | bytes) -> Callable[[Circle, str], str]:
     def act(circle: Circle, address: str) -> str:
         with Member(address, circle.keys) as member:
             member.join(circle.run, V0)
-            member.say(word)
+            member.send(word)
             seen = _seen(circle, member)
-            member.say(Bye())
+            member.send(Bye())
             return seen
 
     return act
@@ -288,9 +288,9 @@ def _unannounced(version: PolicyVersion) -> Callable[[Circle, str], str]:
     def act(circle: Circle, address: str) -> str:
         with Member(address, circle.keys) as member:
             member.join(circle.run, V0)
-            member.say(Applied(server=f"{member.name}-server", version=version))
+            member.send(Applied(server=f"{member.name}-server", version=version))
             seen = _seen(circle, member)
-            member.say(Bye())
+            member.send(Bye())
             return seen
 
     return act
@@ -384,7 +384,7 @@ def _with_ticket(act: Callable[[Circle, Member, Ticket], str]) -> Callable[[Circ
         with Member(address, circle.keys) as member:
             ticket = member.ticket(circle.run, V0)
             seen = act(circle, member, ticket)
-            member.say(Bye())
+            member.send(Bye())
             time.sleep(0.02)  # it has left
             return seen
 
@@ -393,7 +393,7 @@ def _with_ticket(act: Callable[[Circle, Member, Ticket], str]) -> Callable[[Circ
 
 def _answer(spoil: Spoil) -> Callable[[Circle, str], str]:
     def act(circle: Circle, member: Member, ticket: Ticket) -> str:
-        member.say(*spoil(ticket, *_frames(circle, ticket, circle.config.generate.group_size, member.name)))
+        member.send(*spoil(ticket, *_frames(circle, ticket, circle.config.generate.group_size, member.name)))
         return _seen(circle, member)
 
     return _with_ticket(act)
@@ -401,7 +401,7 @@ def _answer(spoil: Spoil) -> Callable[[Circle, str], str]:
 
 def _samples(count: int, tokens: int = TOKENS) -> Callable[[Circle, str], str]:
     def act(circle: Circle, member: Member, ticket: Ticket) -> str:
-        member.say(*_frames(circle, ticket, count, member.name, tokens))
+        member.send(*_frames(circle, ticket, count, member.name, tokens))
         return _seen(circle, member)
 
     return _with_ticket(act)
@@ -409,7 +409,7 @@ def _samples(count: int, tokens: int = TOKENS) -> Callable[[Circle, str], str]:
 
 @_with_ticket
 def _half(circle: Circle, member: Member, ticket: Ticket) -> str:
-    member.say(_frames(circle, ticket, circle.config.generate.group_size, member.name)[0])
+    member.send(_frames(circle, ticket, circle.config.generate.group_size, member.name)[0])
     return _seen(circle, member)
 
 
@@ -417,9 +417,9 @@ def _half(circle: Circle, member: Member, ticket: Ticket) -> str:
 def _stolen(circle: Circle, member: Member, ticket: Ticket) -> str:
     with Member(circle.address, circle.keys, "thief") as thief:
         thief.join(circle.run, V0)
-        thief.say(*_frames(circle, ticket, circle.config.generate.group_size, thief.name))
+        thief.send(*_frames(circle, ticket, circle.config.generate.group_size, thief.name))
         seen = _seen(circle, thief)
-        thief.say(Bye())
+        thief.send(Bye())
         return seen
 
 
@@ -428,10 +428,10 @@ def _twice(circle: Circle, member: Member, ticket: Ticket) -> str:
     frames = _frames(circle, ticket, circle.config.generate.group_size, member.name)
     answers = []
     for _ in range(2):
-        member.say(*frames)
+        member.send(*frames)
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            message = member.hear()
+            message = member.receive()
             if isinstance(message, Accepted | Refused):
                 answers.append(_told(message))
                 break

@@ -29,7 +29,7 @@ from benchmarks.fault_roles import Trained, read_record
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.observe.events import event_path
-from streamrl.stream.address import address_path, told_address
+from streamrl.stream.address import address_path, read_address
 from streamrl.stream.keys import ClientKeys, client_keys, key_folder
 from streamrl.stream.messages import (
     Applied,
@@ -80,7 +80,7 @@ class Member:
         self.socket.close(linger=0)
         self._context.term()
 
-    def say(self, message: Message | bytes, *frames: Frame) -> None:
+    def send(self, message: Message | bytes, *frames: Frame) -> None:
         """A header behind its number, and further frames."""
         header = encode(message) if isinstance(message, Message) else message
         self.raw(self._said.to_bytes(8, "little") + header, *frames)
@@ -90,7 +90,7 @@ class Member:
         self._said += 1
         self.socket.send_multipart(frames)
 
-    def hear(self, timeout: float = PATIENCE) -> Message | None:
+    def receive(self, timeout: float = PATIENCE) -> Message | None:
         """What the service says; None after `timeout` seconds."""
         if not self.socket.poll(int(timeout * 1000)):
             return None
@@ -99,19 +99,19 @@ class Member:
     def join(self, run: str, version: PolicyVersion) -> None:
         """As a worker with one server."""
         server = ServerState(name=f"{self.name}-server", version=version)
-        self.say(Hello(run=run, role="generator", name=self.name, servers=(server,)))
+        self.send(Hello(run=run, role="generator", name=self.name, servers=(server,)))
 
     def ticket(self, run: str, version: PolicyVersion) -> Ticket:
         """Join, and wait for one ticket. Raises TimeoutError."""
         self.join(run, version)
-        self.say(Credit(capacity=1))
+        self.send(Credit(capacity=1))
         deadline = time.monotonic() + WAIT
         while time.monotonic() < deadline:
-            message = self.hear()
+            message = self.receive()
             if isinstance(message, Tickets):
                 return message.tickets[0]
             if isinstance(message, Publish):  # only a server with the newest weights gets tickets
-                self.say(Applied(server=message.server, version=message.version))
+                self.send(Applied(server=message.server, version=message.version))
         raise TimeoutError("no ticket came")
 
 
@@ -255,7 +255,7 @@ class Circle:
         """Returns its address. Raises RuntimeError with its log where it does not come up."""
         self._start("service", "streamrl.cli", "replay", "--run", str(self.folder))
         deadline = time.monotonic() + WAIT
-        while (address := told_address(self.folder)) is None or not self._is_ready():
+        while (address := read_address(self.folder)) is None or not self._is_ready():
             if time.monotonic() > deadline or self.service.poll() is not None:
                 raise RuntimeError(f"the service does not come up:\n{self.log('service')}")
             time.sleep(0.01)
@@ -294,7 +294,7 @@ class Circle:
             time.sleep(0.02)
         return False
 
-    def told(self) -> list[dict[str, Any]]:
+    def events_of(self) -> list[dict[str, Any]]:
         """The service's events since the last call."""
         with event_path(self.folder, "replay").open("rb") as file:
             file.seek(self._seen)

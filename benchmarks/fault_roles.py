@@ -159,7 +159,7 @@ async def serve_tickets(
             elif isinstance(message, Publish):
                 state = ServerState(name=state.name, version=max(state.version, message.version))
                 note(step=state.version.step)
-                await link.say(Applied(server=state.name, version=state.version))
+                await link.send(Applied(server=state.name, version=state.version))
         for task in running:
             task.cancel()
     await link.bye()
@@ -247,7 +247,7 @@ class Publisher(threading.Thread):
         peer = Peer(self._config, self._run_folder, "publisher", self._opening)
         while not self.ending.is_set():
             peer.beat()
-            self._note(peer.receive(0.005))
+            self._handle(peer.receive(0.005))
             if self.newest is not None and self.newest != self._announced:
                 self._announced = self.newest
                 peer.send(Announce(version=self.newest))
@@ -261,7 +261,7 @@ class Publisher(threading.Thread):
         hello = Hello(run=self._run, role="publisher", name="publisher", version=version)
         return [hello] if self.newest is None else [hello, Announce(version=self.newest)]
 
-    def _note(self, message: object) -> None:
+    def _handle(self, message: object) -> None:
         if isinstance(message, Roster):
             self._servers = {server.name: server for server in message.servers}
         elif isinstance(message, Applied) and message.server in self._servers:

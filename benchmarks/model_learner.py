@@ -153,7 +153,7 @@ class LearnerModel:
 
     def _hear_the_end(self) -> None:
         self._source._peer.beat()
-        self._source._hear(0.0)
+        self._source._handle(0.0)
         if self._source._stopped:
             self.ended = True
             self._publisher.bye()

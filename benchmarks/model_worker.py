@@ -98,7 +98,7 @@ class WorkerModel:
     def act(self) -> None:
         """What a worker does between two looks."""
         while (message := self._end.receive(0.0)) is not None:
-            self._hear(message)
+            self._handle(message)
         now = self._world.time.now
         for due, publish in [each for each in self._updates if each[0] <= now]:
             self._updates.remove((due, publish))
@@ -139,7 +139,7 @@ class WorkerModel:
         self._updates.clear()
         self.greet()
 
-    def _hear(self, received: Message | ReceivedBatch) -> None:
+    def _handle(self, received: Message | ReceivedBatch) -> None:
         message = self._session.handle(received, self._end.missed, self._world.time.now)
         self._say()
         match message:

@@ -34,7 +34,7 @@ def taker(run_folder: Path) -> list[str]:
     return [sys.executable, "-m", "benchmarks.one_side", str(run_folder)]
 
 
-def take(config: Config, run_folder: Path) -> None:
+def train_side(config: Config, run_folder: Path) -> None:
     """Every batch of a run as soon as it is complete, each with a row of the run's metrics."""
     events, metrics = EventLog(event_path(run_folder, "learner"), "learner-0"), MetricsWriter(run_folder)
     version = PolicyVersion(0)
@@ -80,7 +80,7 @@ def trained_alone(
 def main() -> int:
     run_folder = Path(sys.argv[1])
     end_with([os.getppid()], GRACE)
-    take(config_file.load(run_folder / "config.yaml"), run_folder)
+    train_side(config_file.load(run_folder / "config.yaml"), run_folder)
     return 0
 
 

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from streamrl.config.replay import StreamConfig
 from streamrl.engine.kept_memory import KeptReader, Place
 from streamrl.engine.load_plan import BucketLayout, LoadPlan
-from streamrl.engine.memory_loader import take
+from streamrl.engine.memory_loader import load_plan
 from streamrl.publish.delta_sink import DeltaSink
 from streamrl.publish.memory_sink import MemorySink
 from streamrl.publish.model_folder import WEIGHTS, checksum
@@ -77,7 +77,7 @@ class Here:
 
     async def load(self, version: PolicyVersion, place: Place, buckets: Sequence[BucketLayout], verify: bool) -> None:
         plan = LoadPlan(place=place, buckets=tuple(buckets), verify=verify, receipt="", rank=0)
-        receipt = take(self._model, plan, self._reader)
+        receipt = load_plan(self._model, plan, self._reader)
         assert receipt.status == "loaded", receipt
 
 
@@ -90,7 +90,7 @@ class Broadcasts:
         self._members: Any = None
         self._buffers: dict[int, torch.Tensor] = {}
 
-    def take(self, manifest: dict[str, Any]) -> None:
+    def receive(self, manifest: dict[str, Any]) -> None:
         plan = msgspec.convert(manifest, BroadcastManifest)
         if plan.group != self._group:
             self._join(plan)
@@ -145,7 +145,7 @@ def receive(shapes: Shapes, orders: Connection) -> None:
     while (order := orders.recv()) is not None:
         manifest = order.manifest or {}
         if order.transport == "broadcast":
-            broadcasts.take(manifest)
+            broadcasts.receive(manifest)
         elif order.transport == "disk":
             take_folder(model, manifest)
         elif order.transport:

@@ -71,11 +71,11 @@ class Circle:
         ticket = self.durable.buffer.issue(WORKER, LATEST, now)
         assert ticket is not None
         assert self.durable.complete(WORKER, group, frames) is not None
-        self.durable.tend(now)
+        self.durable.tick(now)
 
     def batch(self) -> None:
         """A step, when its groups are complete: durable, delivered, trained, acknowledged, and saved now and then."""
-        groups = self.durable.buffer.take(self.step)
+        groups = self.durable.buffer.pop(self.step)
         if groups is None:
             return
         now = time.monotonic()

@@ -36,7 +36,7 @@ def console_page(run_folder: Path) -> str:
     return terminal.export_html(theme=DIMMED_MONOKAI, code_format=PAGE)
 
 
-async def take(run_folder: Path, folder: Path) -> None:
+async def capture(run_folder: Path, folder: Path) -> None:
     """Write `console.png` and `report.png` to `folder`. Raises NoBrowser."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("folder", type=Path, help="where the pictures go")
     options = parser.parse_args()
-    asyncio.run(take(options.run, options.folder))
+    asyncio.run(capture(options.run, options.folder))
 
 
 if __name__ == "__main__":

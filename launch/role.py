@@ -4,7 +4,7 @@ python -m launch.role --run-folder RUN --grace 120 -- python -m streamrl.cli gen
 
 exit code 0   the run is complete
           2   the configuration is refused
-         75   the run goes on: told to end, or the run was interrupted; start this role again (EX_TEMPFAIL)
+         75   the run goes on: signalled to end, or the run was interrupted; start this role again (EX_TEMPFAIL)
       other   it failed, more often than --restarts, or the run was given up: some role has said so, with the reason
 """
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 DONE, REFUSED, GOES_ON = 0, 2, 75
 
-POLL = 0.1  # seconds between two looks at a signal's flag, or at a child that was told to end
+POLL = 0.1  # seconds between two looks at a signal's flag, or at a child that was signalled to end
 
 PAUSE = 5.0  # seconds before a role that failed is started again: what it fell over may need as long to be back
 
 LAUNCHER = "torch.distributed.run"
-# It kills its ranks 30 s after SIGTERM, which may be in the middle of a checkpoint. So the ranks are told instead.
+# It kills its ranks 30 s after SIGTERM, which may be in the middle of a checkpoint. So the ranks are signalled instead.
 
 
 class Role:
@@ -102,28 +102,28 @@ class Role:
             time.sleep(POLL)
 
     def _see_out(self, child: subprocess.Popen[bytes]) -> None:
-        """Tell the role once. A rank that dies on its way is started again by its launcher: it is told as well."""
-        told: set[int] = set()
+        """Tell the role once. A rank that dies on its way is started again by its launcher: it is signalled as well."""
+        signalled: set[int] = set()
         deadline = time.monotonic() + self._grace
         while child.returncode is None and time.monotonic() < deadline:
-            told |= tell(child.pid, to_children=LAUNCHER in self._command, but=told)
+            signalled |= signal_tree(child.pid, to_children=LAUNCHER in self._command, but=signalled)
             time.sleep(POLL)
         if child.returncode is None:
             log.warning("it did not end in %g s and is killed", self._grace)
             end_tree(child.pid, timeout=0)
 
 
-def tell(pid: int, *, to_children: bool, but: Set[int] = frozenset()) -> set[int]:
-    """SIGTERM to a process, or to its children where it has had any; `but` not to these. Returns who was told."""
-    told = set()
+def signal_tree(pid: int, *, to_children: bool, but: Set[int] = frozenset()) -> set[int]:
+    """SIGTERM to a process, or to its children where it has had any; `but` not to these. Returns who was signalled."""
+    signalled = set()
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         receivers = (process.children() if to_children else []) or ([] if but else [process])
         for receiver in receivers:
             if receiver.pid not in but:
                 receiver.send_signal(signal.SIGTERM)
-                told.add(receiver.pid)
-    return told
+                signalled.add(receiver.pid)
+    return signalled
 
 
 def visible(positions: str) -> str:

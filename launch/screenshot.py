@@ -52,10 +52,10 @@ def main() -> None:
     parser.add_argument("--height", type=int, help="default: the whole page")
     parser.add_argument("--dark", action="store_true")
     options = parser.parse_args()
-    asyncio.run(_take(options))
+    asyncio.run(_capture(options))
 
 
-async def _take(options: argparse.Namespace) -> None:
+async def _capture(options: argparse.Namespace) -> None:
     async with Browser() as browser:
         await browser.open(options.page, width=options.width, dark=options.dark)
         options.picture.write_bytes(await browser.picture(options.height))
@@ -66,7 +66,7 @@ class Browser:
 
     >>> async with Browser() as browser:
     ...     await browser.open(page, width=1400)
-    ...     assert await browser.say("document.title") == "Report"
+    ...     assert await browser.evaluate("document.title") == "Report"
     """
 
     def __init__(self) -> None:
@@ -112,10 +112,10 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.command("Emulation.setEmulatedMedia", features=[scheme])
         await self.command("Page.navigate", url=page.resolve().as_uri())
-        while await self.say("document.readyState") != "complete":
+        while await self.evaluate("document.readyState") != "complete":
             await asyncio.sleep(0.05)
 
-    async def say(self, expression: str) -> Any:
+    async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, as JSON. Raises RuntimeError where it throws."""
         reply = await self.command("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in reply:
@@ -124,11 +124,11 @@ class Browser:
 
     async def click(self, selector: str) -> None:
         """Press the first element that a CSS selector finds."""
-        await self.say(f"document.querySelector({json.dumps(selector)}).click()")
+        await self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
 
     async def point(self, selector: str, share: float = 0.5) -> None:
         """Put the pointer on an element, at a share of its width; it is scrolled into view."""
-        place = await self.say(
+        place = await self.evaluate(
             f"(() => {{ const node = document.querySelector({json.dumps(selector)}); node.scrollIntoView("
             "{block: 'center'}); const box = node.getBoundingClientRect();"
             f"return [box.left + {share} * box.width, box.top + box.height / 2]; }})()"
@@ -137,7 +137,7 @@ class Browser:
 
     async def picture(self, height: int | None = None) -> bytes:
         """A PNG of the page from its top; `height` in pixels, None: the whole page."""
-        width, whole = await self.say("[innerWidth, document.documentElement.scrollHeight]")
+        width, whole = await self.evaluate("[innerWidth, document.documentElement.scrollHeight]")
         clip = {"x": 0, "y": 0, "width": width, "height": height or whole, "scale": 1}
         reply = await self.command("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
         return base64.b64decode(reply["data"])
@@ -152,24 +152,24 @@ class Browser:
                 if "error" in message:
                     raise RuntimeError(f"{method}: {message['error']}")
                 return dict(message["result"])
-            self._hear(message)
+            self._handle(message)
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        told = message.get("params", {})
+    def _handle(self, message: dict[str, Any]) -> None:
+        found = message.get("params", {})
         match message.get("method"):
             case "Runtime.exceptionThrown":
-                self.errors.append(json.dumps(told["exceptionDetails"]))
-            case "Runtime.consoleAPICalled" if told["type"] == "error":
-                self.errors.append(json.dumps(told["args"]))
-            case "Log.entryAdded" if told["entry"]["level"] == "error":
-                self.errors.append(told["entry"]["text"])
+                self.errors.append(json.dumps(found["exceptionDetails"]))
+            case "Runtime.consoleAPICalled" if found["type"] == "error":
+                self.errors.append(json.dumps(found["args"]))
+            case "Log.entryAdded" if found["entry"]["level"] == "error":
+                self.errors.append(found["entry"]["text"])
             case "Network.requestWillBeSent":
-                self.requests.append(told["request"]["url"])
+                self.requests.append(found["request"]["url"])
 
     async def _port(self) -> int:
         """The port that the browser chose. Raises NoBrowser where it ended instead."""
-        told = Path(self._folder.name) / "DevToolsActivePort"
-        while not told.exists() or not (lines := told.read_text().splitlines()):
+        found = Path(self._folder.name) / "DevToolsActivePort"
+        while not found.exists() or not (lines := found.read_text().splitlines()):
             if (code := self._process.poll()) is not None:
                 raise NoBrowser(f"{self._process.args!r} ended with code {code} instead of starting")
             await asyncio.sleep(0.05)

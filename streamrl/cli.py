@@ -63,7 +63,7 @@ def _run(config: Config, *, fresh: bool = False) -> int:
     claim = run_folder.lock(config)
     try:
         folder = run_folder.make(config, fresh=fresh)
-        senseless.tell([*senseless.warnings(config), *machine.crowding(config)])
+        senseless.warn([*senseless.warnings(config), *machine.crowding(config)])
         return supervisor.Supervisor(config, folder).run()
     finally:
         os.close(claim)
@@ -224,7 +224,7 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     if options.run_folder is None:
         config = config_file.load(options.config, options.override)
         folder = run_folder.prepare(config, fresh=False)
-        senseless.tell(senseless.warnings(config))
+        senseless.warn(senseless.warnings(config))
     else:
         folder = run_folder_of(options.run_folder)
         config = load_run(folder)

@@ -33,7 +33,7 @@ class Role:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0  # on the monotonic clock
     restarts: int = 0
-    told: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last event of each name since the start
+    last_events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last event of each name since the start
 
     def __post_init__(self) -> None:
         self._tail = Tail(self.events)
@@ -42,7 +42,7 @@ class Role:
     def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self._tail.skip()
-        self.told.clear()
+        self.last_events.clear()
         with self.log.open("ab") as output:
             self._log_start = output.tell()
             self.process = subprocess.Popen(
@@ -87,8 +87,8 @@ class Role:
         for line in self._tail.lines():
             record = parse_record(line)
             if record is not None and record.get("phase") != "begin" and "error" not in record:
-                self.told[record["event"]] = record
-        return self.told.get(name)
+                self.last_events[record["event"]] = record
+        return self.last_events.get(name)
 
     def is_ready(self) -> bool:
         return self.event("ready") is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from streamrl.config.replay import StreamConfig
-from streamrl.stream.address import tell_address
+from streamrl.stream.address import write_address
 from streamrl.stream.codec import decode_group
 from streamrl.stream.messages import Buffer, Heartbeat, Message, decode
 from streamrl.stream.sockets import Router
@@ -30,8 +30,8 @@ class ScriptedService:
     """It receives in the thread of the test; or, once it has a script to `play`, in one of its own. `close` it.
 
     >>> service = ScriptedService(tmp_path)
-    >>> hello = service.hear(Hello)
-    >>> service.say(Introduce())
+    >>> hello = service.expect(Hello)
+    >>> service.send(Introduce())
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ScriptedService:
         script: Script | None = None,
     ) -> None:
         self.router = Router(address, stream)
-        self.address = tell_address(folder, self.router.address)
+        self.address = write_address(folder, self.router.address)
         self.peer = b""  # who spoke last
         self.heard: list[Word] = []  # all but heartbeats
         self._orders: deque[Answer] = deque()
@@ -62,20 +62,20 @@ class ScriptedService:
             self.heard.append(word)
         return word
 
-    def hear(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
+    def expect(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
         """The next word of this kind; heartbeats may come before it, and words of the kinds `between`."""
         while not isinstance(word := self.receive(), kind):
             assert isinstance(word, (Heartbeat, between)), word
         return word
 
-    def hears_nothing(self, seconds: float) -> bool:
+    def expect_nothing(self, seconds: float) -> bool:
         """No word but heartbeats for so long."""
         before, end = len(self.heard), time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.receive(left)
         return len(self.heard) == before
 
-    def say(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """To who spoke last."""
         if self._thread is None:
             assert self.router.send(self.peer, message)

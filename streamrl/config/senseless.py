@@ -54,7 +54,7 @@ def warnings(config: Config) -> list[str]:
     return [*_unused(config), *_out_of_proportion(config)]
 
 
-def tell(lines: Iterable[str]) -> None:
+def warn(lines: Iterable[str]) -> None:
     """Print them for the user who starts something."""
     for line in lines:
         print(f"streamrl: warning: {line}", file=sys.stderr)

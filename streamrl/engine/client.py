@@ -183,10 +183,10 @@ class EngineClient:
         Raises EngineError, without a status where the server was lost; with `pieces` also in the middle.
         """
         body = _request(input_ids, {**sampling, "n": n}, request_id, options)
-        if take := options.get("pieces"):
+        if on_piece := options.get("pieces"):
             body["stream"] = True
             body["sampling_params"]["stream_interval"] = options.get("every")
-            await self._stream(body, take)
+            await self._stream(body, on_piece)
             return []
         answers = self._decode(_ANSWERS, "/generate", await self._post("/generate", body))
         return answers if isinstance(answers, list) else [answers]
@@ -319,7 +319,7 @@ class EngineClient:
             raise EngineError(self.address, path, response.status, _first_line(content))
         return content
 
-    async def _stream(self, body: dict[str, Any], take: Callable[[Piece], None]) -> None:
+    async def _stream(self, body: dict[str, Any], on_piece: Callable[[Piece], None]) -> None:
         """Give every piece of the answers to `take`, until the server says that there are no more."""
         async with self._answering("POST", "/generate", _JSON.encode(body), self._timeout) as response:
             if response.status != 200:
@@ -330,7 +330,7 @@ class EngineClient:
                 if event.startswith(ERROR_START):
                     error = self._decode(_EVENT, "/generate", event).error or _StreamError()
                     raise EngineError(self.address, "/generate", _status(error.code), error.message[:500])
-                take(self._decode(_PIECE, "/generate", event))
+                on_piece(self._decode(_PIECE, "/generate", event))
         raise EngineError(self.address, "/generate", None, "the answer broke off")
 
     @contextlib.asynccontextmanager

@@ -213,7 +213,7 @@ class KeptReader:
         os.close(opened.file)
 
 
-def look(place: Place) -> None:
+def check_readable(place: Place) -> None:
     """Raises Unreadable where this process does not see the memory, as on another host."""
     opened = _open(place)
     opened.header.close()

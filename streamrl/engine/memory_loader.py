@@ -40,14 +40,14 @@ def load(model: Loads, named_tensors: Sequence[tuple[str, Any]]) -> None:
     """What SGLang calls. Each name is a LoadPlan in JSON; what stands for its tensor says nothing."""
     for text, _ in named_tensors:
         plan = msgspec.json.decode(text, type=LoadPlan)
-        receipt = take(model, plan, _reader)
+        receipt = load_plan(model, plan, _reader)
         try:
             write_receipt(plan, receipt)
         except OSError as error:
             log.warning("nobody waits for a receipt (%s): %s", error, receipt)
 
 
-def take(model: Loads, plan: LoadPlan, reader: KeptReader) -> Receipt:
+def load_plan(model: Loads, plan: LoadPlan, reader: KeptReader) -> Receipt:
     """Copy the plan's buckets into the model, if they are still what was announced."""
     touched = False
     try:

@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 
 class Adapters:
-    """The adapters of one server: the newest, which new requests take, and those that requests still use."""
+    """The adapters of one server: the newest, which new requests on_piece, and those that requests still use."""
 
     def __init__(self, version: PolicyVersion) -> None:
         """`version` of the base weights that the server starts with: generating with it needs no adapter."""
@@ -84,8 +84,8 @@ class AdapterPolicy:
     async def generate(self, *request: Any, **options: Any) -> list[Answer]:
         """EngineClient.generate by the newest adapter; its version is on every token of the answers."""
         with self._adapters.use() as use:
-            if take := options.get("pieces"):
-                options["pieces"] = lambda piece: take(_stamped_piece(piece, use.version))
+            if on_piece := options.get("pieces"):
+                options["pieces"] = lambda piece: on_piece(_stamped_piece(piece, use.version))
             answers = await self._client.generate(*request, adapter=use.name, **options)
         return [_stamped(answer, use.version) for answer in answers]
 

@@ -20,14 +20,14 @@ SHRINK = 0.8
 # Requests retracted at the edge cost their prefill again; a fifth of them gives the others their tokens.
 
 PATIENCE = 3
-# looks after a shrinkage without another one: the groups that are too many end first.
+# records after a shrinkage without another one: the groups that are too many end first.
 
 
 class Concurrency:
     """A number of groups between `least` and `most`.
 
     >>> concurrency = Concurrency(least=4, most=64)
-    >>> concurrency.hear(usage=0.2, waiting=0, busy=4), concurrency.hear(usage=0.95, waiting=3, busy=8)
+    >>> concurrency.record(usage=0.2, waiting=0, busy=4), concurrency.record(usage=0.95, waiting=3, busy=8)
     (8, 6)
     """
 
@@ -40,7 +40,7 @@ class Concurrency:
         self._pressed = False  # the limit was met once: from then on it is approached one by one
         self._patience = 0
 
-    def hear(self, usage: float, waiting: int, busy: int) -> int:
+    def record(self, usage: float, waiting: int, busy: int) -> int:
         """The new number. `usage` of the fullest KV cache, requests `waiting` for a place in it, `busy` groups now."""
         if usage >= FULL or waiting > 0:
             self._shrink()

@@ -30,7 +30,7 @@ class Continuation:
     """An answer under way.
 
     >>> answer = Continuation([5, 6], {"max_new_tokens": 8})
-    >>> answer.take(part)  # 17, 4, 9 and an abort
+    >>> answer.add(part)  # 17, 4, 9 and an abort
     >>> answer.rest()
     ([5, 6, 17, 4, 9], {'max_new_tokens': 5})
     """
@@ -72,11 +72,11 @@ class Continuation:
         """
         self._part = _Part(str(version), keeps_cache)
 
-    def take(self, part: Answer | Piece) -> None:
+    def add(self, part: Answer | Piece) -> None:
         """What a server answered to the prompt, or to `rest`: the whole part, or its next piece after `begin`."""
         if isinstance(part, Piece):
             assert self._part is not None, "a piece of no part"
-            self._part.take(part)
+            self._part.add(part)
             if part.meta_info.finish_reason is not None:
                 self._join(part.meta_info, self._part.ids, self._part.logprobs)
         else:
@@ -157,7 +157,7 @@ class _Part:
             return spans
         return [replace(span, exact=span.version == self.version) for span in spans]
 
-    def take(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> None:
         """Raises ValueError where a piece is missing before this one."""
         meta, new = piece.meta_info, len(piece.output_ids)
         start = meta.completion_tokens - new

@@ -92,12 +92,12 @@ class ServiceLink(AsyncPeer):
         """Hold so many tickets at most from now on; those that are there stay."""
         if not self._draining and capacity != self._capacity:
             self._capacity = capacity
-            await self.say(Credit(capacity=capacity))
+            await self.send(Credit(capacity=capacity))
 
     async def drain(self, timeout: float) -> None:
         """Take no more tickets, and wait `timeout` seconds at most until no ticket is open."""
         self._draining, self._capacity = True, 0
-        await self.say(Credit(capacity=0))
+        await self.send(Credit(capacity=0))
         try:
             async with asyncio.timeout(timeout):
                 await self._settled.wait()
@@ -106,7 +106,7 @@ class ServiceLink(AsyncPeer):
 
     async def bye(self) -> None:
         """The last word: open tickets go to other workers at once."""
-        await self.say(Bye())
+        await self.send(Bye())
 
     async def receive(self) -> Message | None:
         """What the worker itself must act on; None after a heartbeat's time without it.
@@ -128,7 +128,7 @@ class ServiceLink(AsyncPeer):
     async def beat(self, busy: float, generated: int) -> None:
         """One heartbeat: `busy` seconds and `generated` tokens since the worker's start."""
         self.tick()
-        await self.say(Heartbeat(tickets=self.tickets, busy=busy, generated=generated))
+        await self.send(Heartbeat(tickets=self.tickets, busy=busy, generated=generated))
 
     async def deliver(self) -> None:
         """Send the groups of the outbox, one after another, for ever."""

@@ -56,7 +56,7 @@ class Pinning:
 
     >>> pinning = Pinning(config, run_folder, make, tokenizer=tokenizer, events=events)
     >>> pinned = pinning.begin("server-0", version)  # True: `serve`, which runs beside the rest, evaluates it
-    >>> await link.say(Applied(server="server-0", version=version, pinned=pinned))
+    >>> await link.send(Applied(server="server-0", version=version, pinned=pinned))
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Pinning:
         self,
         policy: Callable[[str], Policy],
         states: Callable[[], Iterable[ServerState]],
-        say: Callable[[Message], Awaitable[bool]],
+        send: Callable[[Message], Awaitable[bool]],
     ) -> None:
         """Evaluate what is begun, for ever.
 
-        policy: a server by its name, that one alone. states: of all servers. say: one message to the replay service,
+        policy: a server by its name, that one alone. states: of all servers. send: one message to the replay service,
         False when it takes none now.
         """
         while True:
@@ -109,12 +109,12 @@ class Pinning:
             assert self._pinned is not None  # set before the event
             server, version = self._pinned
             metrics = await self._evaluate(server, version, policy)
-            while metrics and not await say(Evaluated(version=version, metrics=metrics)):
+            while metrics and not await send(Evaluated(version=version, metrics=metrics)):
                 await asyncio.sleep(self._heartbeat)
             self._pinned = None
             self._begun.clear()
             if state := next((state for state in states() if state.name == server), None):
-                await say(Applied(server=server, version=state.version))  # lost, the next Hello tells the same
+                await send(Applied(server=server, version=state.version))  # lost, the next Hello tells the same
 
     async def _evaluate(self, server: str, version: PolicyVersion, policy: Callable[[str], Policy]) -> dict[str, float]:
         """The metrics; none where the evaluation failed."""

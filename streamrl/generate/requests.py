@@ -189,7 +189,7 @@ class _Request:
                 await self._unless_over(asking)
             parts = [] if asking.cancelled() else await asking
             for answer, part in zip(answers, parts, strict=False):  # none where they came in pieces
-                answer.take(part)
+                answer.add(part)
         except EngineError as error:
             if not _is_loss(error):
                 raise
@@ -226,10 +226,10 @@ class _Request:
 
 
 def _distribute(answers: list[Continuation]) -> Callable[[Piece], None]:
-    def take(piece: Piece) -> None:
-        answers[piece.index].take(piece)
+    def add(piece: Piece) -> None:
+        answers[piece.index].add(piece)
 
-    return take
+    return add
 
 
 def _is_loss(error: EngineError) -> bool:

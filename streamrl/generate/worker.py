@@ -191,7 +191,7 @@ class Worker:
         try:
             await self._serve(stop)
         except ScorerBroken as broken:
-            await self._link.say(GaveUp(reason=str(broken)[:MAX_REASON]))
+            await self._link.send(GaveUp(reason=str(broken)[:MAX_REASON]))
             raise
         finally:
             await self._link.bye()
@@ -220,7 +220,7 @@ class Worker:
                 together.create_task(self._drain(stop))
                 together.create_task(self._give_up())
                 together.create_task(
-                    self._pinning.serve(lambda name: self._fleet.servers[name].policy, self._states, self._link.say)
+                    self._pinning.serve(lambda name: self._fleet.servers[name].policy, self._states, self._link.send)
                 )
                 if self._config.generate.least_in_flight:
                     together.create_task(self._adapt())
@@ -234,9 +234,9 @@ class Worker:
         while True:
             message = await self._link.receive()
             if message is not None:
-                self._take(message, together)
+                self._handle(message, together)
 
-    def _take(self, message: Message, together: asyncio.TaskGroup) -> None:
+    def _handle(self, message: Message, together: asyncio.TaskGroup) -> None:
         match message:
             case Tickets(tickets=tickets):
                 for ticket in tickets:
@@ -315,7 +315,7 @@ class Worker:
             if pressure is None:
                 continue
             former, busy = concurrency.capacity, len(self._link.tickets)
-            capacity = concurrency.hear(pressure.token_usage, pressure.num_waiting_reqs, busy)
+            capacity = concurrency.record(pressure.token_usage, pressure.num_waiting_reqs, busy)
             if capacity != former:
                 usage, waiting = pressure.token_usage, pressure.num_waiting_reqs
                 self._events.emit("concurrency", groups=capacity, usage=usage, waiting=waiting)
@@ -341,7 +341,7 @@ class Worker:
             lost = not sink.whole and served.version != INITIAL
             if lost:
                 self._fleet.lose_weights(served)
-            await self._link.say(answer)
+            await self._link.send(answer)
             if lost:
                 await self._link.greet()
 
@@ -365,7 +365,7 @@ class Worker:
     async def _refuse(self, publish: Publish) -> None:
         reason = f"{self.name} has no server {publish.server} now"
         server, version, attempt = publish.server, publish.version, publish.attempt
-        await self._link.say(PublishFailed(server=server, version=version, reason=reason, attempt=attempt))
+        await self._link.send(PublishFailed(server=server, version=version, reason=reason, attempt=attempt))
 
     async def _probe(self, moment: str) -> None:
         """Worker 0 answers the held-out prompts; at the end servers that cannot are no failure of the run."""

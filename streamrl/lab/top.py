@@ -80,7 +80,7 @@ def frame(live: Live, config: Config) -> RenderableType:
                 figures.add_row(name, escape(text))
         parts += ["", figures]
     if notes := list(live.notes)[-NOTES:]:
-        parts += ["", Text("events of note", style="bold"), *(_note(record) for record in notes)]
+        parts += ["", Text("events of note", style="bold"), *(_event_line(record) for record in notes)]
     return Group(*parts)
 
 
@@ -132,7 +132,7 @@ def _bottleneck(glance: Glance) -> Text:
     return text.append(f" {glance.held_up[holder] / whole:.0%} of the time: {HOLDERS[holder]}", style="dim")
 
 
-def _note(record: dict[str, Any]) -> Text:
+def _event_line(record: dict[str, Any]) -> Text:
     details = ", ".join(
         f"{key} {value}" for key, value in record.items() if key not in ("time", "role", "event", "span", "phase")
     )

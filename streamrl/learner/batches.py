@@ -140,7 +140,7 @@ class ServiceBatches:
         if not self._welcomed and not self._stopped:
             self._peer.beat()
             self._peer.insist()
-            self._hear(timeout)
+            self._handle(timeout)
         return self._welcomed or self._stopped
 
     def next(self, step: int, timeout: float) -> Delivery:
@@ -152,7 +152,7 @@ class ServiceBatches:
             self._asked, self._since = step, time.monotonic()
             self._peer.ask(Next, Next(step=step))
         self._peer.beat()
-        received = None if self._stopped else self._hear(timeout)
+        received = None if self._stopped else self._handle(timeout)
         if self._stopped:
             return Delivery("stop", failure=self._failure)
         if isinstance(received, ReceivedBatch) and received.batch.step == step:
@@ -192,7 +192,7 @@ class ServiceBatches:
         deadline = time.monotonic() + self._config.stream.reply_timeout + self._config.evaluate.longest
         while not self._stopped and time.monotonic() < deadline:
             self._peer.beat()
-            self._hear(self._config.learner.tick)
+            self._handle(self._config.learner.tick)
         return self._late
 
     def gave_up(self, reason: str) -> None:
@@ -212,7 +212,7 @@ class ServiceBatches:
         if self._complete is not None:
             yield Finished(version=self._complete)
 
-    def _hear(self, timeout: float) -> Message | ReceivedBatch | None:
+    def _handle(self, timeout: float) -> Message | ReceivedBatch | None:
         """One message, noted."""
         received = self._peer.receive(timeout)
         if isinstance(received, Welcome):

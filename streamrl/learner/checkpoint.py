@@ -102,7 +102,7 @@ class State:
         optimizer = self.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
         return {**weights, "optimizer": optimizer}
 
-    def take(self, loaded: dict[str, Any]) -> None:
+    def restore(self, loaded: dict[str, Any]) -> None:
         """Set weights and optimizer state from what dist_checkpointing loaded for `sharded`."""
         for index, chunk in enumerate(self.chunks):
             chunk.load_state_dict(loaded[f"model{index}"])
@@ -182,7 +182,7 @@ def load(checkpoint: Checkpoint, state: State) -> None:
         _clear_pads(state.chunks)
     _mend_distributed_optimizer()
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
-    state.take(loaded)
+    state.restore(loaded)
     state.optimizer.load_counts(loaded["counts"])
     if same_layout:
         _set_random_state(loaded["random"])

@@ -49,9 +49,9 @@ class SummedWriting(_StorageWriterTransforms):
 
     def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[IO[bytes], list[str]]:
         """torch's own, behind a stream that notes what passes."""
-        return super().transform_save_stream(write_item, cast(Any, _Noting(raw_stream, self._note)))
+        return super().transform_save_stream(write_item, cast(Any, _Noting(raw_stream, self._record)))
 
-    def _note(self, written: Content) -> None:
+    def _record(self, written: Content) -> None:
         self._hash.update(written)
         self._size += memoryview(written).nbytes
 
@@ -59,11 +59,11 @@ class SummedWriting(_StorageWriterTransforms):
 class _Noting:
     """The two calls that torch makes on the stream of a file."""
 
-    def __init__(self, raw: IO[bytes], note: Callable[[Content], None]) -> None:
-        self._raw, self._note = raw, note
+    def __init__(self, raw: IO[bytes], record: Callable[[Content], None]) -> None:
+        self._raw, self._record = raw, record
 
     def write(self, content: Content) -> int:
-        self._note(content)
+        self._record(content)
         return self._raw.write(content)
 
     def flush(self) -> None:

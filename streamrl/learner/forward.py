@@ -164,7 +164,7 @@ class Passes:
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:
         """Sum the gradients over ranks, without dividing by a token count: the loss is divided already."""
         self._ranks.device.synchronize()
-        self.busy, self.forward = time.perf_counter() - self._began, self._stopwatch.take()
+        self.busy, self.forward = time.perf_counter() - self._began, self._stopwatch.pop()
         finalize_model_grads(model, None, **groups)
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,33 +27,33 @@ log = logging.getLogger(__name__)
 SET_ASIDE = ".damaged"
 # suffix of a checkpoint that cannot be read: it is kept for whoever wants to look, and counts no more.
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def newest_whole(root: Path, ranks: Ranks, run: RunIdentity, tell: Tell = log.error) -> Checkpoint | None:
+def newest_whole(root: Path, ranks: Ranks, run: RunIdentity, report: Report = log.error) -> Checkpoint | None:
     """The checkpoint of `root` (RUN/checkpoints) to resume from; None when there is none at all. All ranks call.
 
-    `tell` hears on rank 0, in one line each, of what is damaged. Raises ConfigError on every rank where there are
+    `report` hears on rank 0, in one line each, of what is damaged. Raises ConfigError on every rank where there are
     checkpoints and none is whole, and where the newest whole one is of another run or another format.
     """
     folders = ranks.broadcast(checkpoint.complete(root))
-    told: list[str] = []
+    reported: list[str] = []
     for tried, folder in enumerate(reversed(folders)):
         try:
             found = _read(folder, ranks, run)
-            _verify(found, ranks, tell)
+            _verify(found, ranks, report)
         except CheckpointDamaged as error:
-            told.append(str(error))
+            reported.append(str(error))
             continue
         if ranks.rank == 0:
-            for damaged, line in zip(reversed(folders[len(folders) - tried :]), told, strict=True):
-                tell(f"{line}: {damaged.name} is set aside, training goes on from {folder.name}")
+            for damaged, line in zip(reversed(folders[len(folders) - tried :]), reported, strict=True):
+                report(f"{line}: {damaged.name} is set aside, training goes on from {folder.name}")
                 _set_aside(damaged)
         ranks.barrier()
         return found
     if folders:
         raise ConfigError(
-            f"{'; '.join(told)}: no checkpoint is left to resume from; allowed: a copy of one put back, or a new run "
+            f"{'; '.join(reported)}: no checkpoint is left to resume from; allowed: a copy of one put back, or a new run "
             "(--fresh)"
         )
     return None
@@ -75,10 +75,10 @@ def _read(folder: Path, ranks: Ranks, run: RunIdentity) -> Checkpoint:
     return found
 
 
-def _verify(found: Checkpoint, ranks: Ranks, tell: Tell) -> None:
+def _verify(found: Checkpoint, ranks: Ranks, report: Report) -> None:
     """Read every file once, each on one of the ranks. Raises CheckpointDamaged on every rank.
 
-    An export beside the checkpoint, in a folder of its own, is told and no reason not to resume.
+    An export beside the checkpoint, in a folder of its own, is reported and no reason not to resume.
     """
     by_size = sorted(found.files, key=lambda name: (-found.files[name].size, name))
     mine = by_size[ranks.rank :: ranks.world]
@@ -90,7 +90,7 @@ def _verify(found: Checkpoint, ranks: Ranks, tell: Tell) -> None:
         raise CheckpointDamaged(needed[0] if len(needed) == 1 else f"{needed[0]}, and so with {len(needed) - 1} more")
     if ranks.rank == 0:
         for name, text in sorted(problems.items()):
-            tell(f"{found.folder / name} {text}: it is part of an export, and training goes on")
+            report(f"{found.folder / name} {text}: it is part of an export, and training goes on")
         if not found.files:
             log.info("%s is from before checkpoints had checksums: it is read as it is", found.folder)
 

@@ -179,7 +179,7 @@ class LeadLoop:
                 row["time/publish"] = self._publish()
             row["time/step"] = time.monotonic() - began
             self.metrics.write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
-            self._tell_saved()
+            self._report_saved()
             self._watch.step(time.monotonic())
             if (failure := self._empty.verdict(complete=False)) is not None:
                 break
@@ -267,7 +267,7 @@ class LeadLoop:
         with self.events.span("learner.save", step=self.trainer.version.step):
             self.trainer.save(self.source.ledger)
 
-    def _tell_saved(self, *, wait: bool = False) -> None:
+    def _report_saved(self, *, wait: bool = False) -> None:
         """Tell the source of the checkpoints that are complete on disk: what it may forget hangs on that."""
         for saved in self.trainer.saved(wait=wait):
             oldest = self.trainer.oldest_checkpoint
@@ -281,7 +281,7 @@ class LeadLoop:
         is told by who opened the source.
         """
         self.trainer.broadcast("end")
-        self._tell_saved(wait=True)  # after "end": the other ranks wait for nothing but their part of it
+        self._report_saved(wait=True)  # after "end": the other ranks wait for nothing but their part of it
         if failed:
             return
         complete = self._is_last()

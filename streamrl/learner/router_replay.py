@@ -54,7 +54,7 @@ def attach(model: GPTModel, shape: ModelShape) -> None:
         if router is not None:
             replay = LayerReplay(layer.layer_number - 1, model.pg_collection.tp)
             router.router_replay = replay
-            layer.register_forward_pre_hook(replay.look, with_kwargs=True)
+            layer.register_forward_pre_hook(replay.record, with_kwargs=True)
 
 
 class LayerReplay:
@@ -66,7 +66,7 @@ class LayerReplay:
         self._tensor_parallel = tensor_parallel
         self._experts: Tensor | None = None  # [t, top_k] of the row that the layer is computing
 
-    def look(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the layer runs: whose row is it?"""
         row = kwargs.get("packed_seq_params")
         experts = row.routed_experts if isinstance(row, PackedRow) else None

@@ -20,7 +20,7 @@ class Stopwatch:
     >>> with stopwatch.running():
     ...     model(row)
     >>> device.synchronize()
-    >>> seconds = stopwatch.take()
+    >>> seconds = stopwatch.pop()
     """
 
     def __init__(self, device: Device) -> None:
@@ -42,7 +42,7 @@ class Stopwatch:
         end.record()
         self._marks.append((begin, end))
 
-    def take(self) -> float:
+    def pop(self) -> float:
         """Seconds since the last call. The device must be done with what was counted."""
         seconds = self._seconds + sum(begin.elapsed_time(end) for begin, end in self._marks) / 1000
         self._seconds = 0.0

@@ -112,7 +112,7 @@ class Trainer:
         """
         reference = Reference.of(self._config, self._wrapped)
         incarnation = checkpoint.next_incarnation(self._checkpoints, self._ranks)
-        found = newest_whole(self._checkpoints, self._ranks, self._identity, self._tell_damage)
+        found = newest_whole(self._checkpoints, self._ranks, self._identity, self._report_damage)
         if found is None:
             load_weights(self._chunks, self._config.model.path)
             if self._config.learner.lora.rank:
@@ -212,7 +212,7 @@ class Trainer:
         self._saver.close()
         self._ranks.stop()
 
-    def _tell_damage(self, line: str) -> None:
+    def _report_damage(self, line: str) -> None:
         log.error("%s", line)
         self.damage.append(line)
 

@@ -54,7 +54,7 @@ class Console:
         self._live = Live(run_folder)
         self._glance = Glance()
         self._glanced = self._printed = time.monotonic()
-        self._read(look=True)
+        self._read(poll=True)
         self._first = len(self._rows)
         self._screen: Screen | None = None
         if config.observe.console and self._terminal.is_terminal:
@@ -63,7 +63,7 @@ class Console:
 
     def refresh(self) -> None:
         """Read what has been appended and show it."""
-        self._read(look=time.monotonic() - self._glanced >= GLANCE_EVERY)
+        self._read(poll=time.monotonic() - self._glanced >= GLANCE_EVERY)
         if self._screen is not None:
             self._screen.update(self.table(), refresh=True)
         elif time.monotonic() - self._printed >= LINE_EVERY:
@@ -71,7 +71,7 @@ class Console:
 
     def close(self) -> None:
         """Show the last state and give the terminal back. May be called twice."""
-        self._read(look=True)
+        self._read(poll=True)
         if self._screen is not None:
             self._screen.update(self.table(), refresh=True)
             self._screen.stop()
@@ -88,9 +88,9 @@ class Console:
     def _rows(self) -> list[dict[str, Any]]:
         return self._live.rows
 
-    def _read(self, *, look: bool) -> None:
-        """The metrics, and where asked for a `look` at what the roles do."""
-        if not look:
+    def _read(self, *, poll: bool) -> None:
+        """The metrics, and where asked for a `poll` of what the roles do."""
+        if not poll:
             self._live.read_rows()
             return
         self._live.read()

@@ -29,7 +29,7 @@ from streamrl.types import PolicyVersion
 
 CHAIN = 8  # versions that a server may be behind and still get what changed; more are rarely smaller than the whole
 
-WAIT = 0.002  # seconds between two looks at what the replay service says, while nobody asks for bytes
+WAIT = 0.002  # seconds between two polls of what the replay service says, while nobody asks for bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DeltaSource(Source):
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
         if staged.version != self._version:
-            self._take(staged)
+            self._add(staged)
         self._order += 1
         manifest = DeltaManifest(
             address=self.parcels.address,
@@ -87,7 +87,7 @@ class DeltaSource(Source):
     def close(self) -> None:
         self.parcels.close()
 
-    def _take(self, staged: Staged) -> None:
+    def _add(self, staged: Staged) -> None:
         """Lengthen the chain by `staged`, and keep it to compare the next version with."""
         shape = [_shape(bucket.layout) for bucket in staged.buckets]
         if shape == self._shape and self._version is not None:

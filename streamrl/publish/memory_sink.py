@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.engine.kept_memory import Unreadable, look
+from streamrl.engine.kept_memory import Unreadable, check_readable
 from streamrl.publish.transport import Loading, MemoryManifest, PublishError, Sink, as_publish_errors
 from streamrl.types import PolicyVersion
 
@@ -27,7 +27,7 @@ class MemorySink(Sink):
         except msgspec.ValidationError as error:
             raise PublishError(f"manifest of version {version}: {error}") from error
         try:
-            look(plan.place)
+            check_readable(plan.place)
         except Unreadable as error:
             raise PublishError(
                 f"version {version}: {error}; publish.transport=memory needs learner, worker and servers on one host, "

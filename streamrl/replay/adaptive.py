@@ -38,7 +38,7 @@ class AdaptiveBound:
             return self._order.capacity
         return max(self._least, self._order.slots_at(self.staleness))
 
-    def hear(self, step: int, ess: float | None) -> None:
+    def record(self, step: int, ess: float | None) -> None:
         """A learner step is trained. `ess` is its metric offpolicy/ess, None where it has none."""
         if not self._config.enabled or ess is None or step <= self._step:
             return

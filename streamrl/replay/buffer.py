@@ -90,7 +90,7 @@ class Buffer:
         self._state = State(shares)
         self._lives = self._state.lives
         self._records: list[AnyRecord] = []
-        self.told = self._lives.told  # (event, fields), for the log: what happened to groups, and no answer says
+        self.emitted = self._lives.emitted  # (event, fields), for the log: what happened to groups, and no answer says
         self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
         self._trained = 0  # weights of this step contain the batch taken last
         self._audit = Audit()
@@ -197,7 +197,7 @@ class Buffer:
                 self._state.recover(*record)
             else:
                 self._state.recover(record)
-        self.told.clear()  # that was told when it happened
+        self.emitted.clear()  # that was told when it happened
         self._state.reopen_placeless()
         self._trained = self._state.next_step
         for life in self._lives.out.values():
@@ -246,7 +246,7 @@ class Buffer:
 
     def progress(self, version: PolicyVersion, ess: float | None) -> None:
         """The learner has made `version`; `ess` is the off-policy effective sample size of its step."""
-        self.adaptive.hear(version.step, ess)
+        self.adaptive.record(version.step, ess)
 
     # -- tickets
 
@@ -332,7 +332,7 @@ class Buffer:
 
     # -- batches
 
-    def take(self, step: int) -> tuple[Stored, ...] | None:
+    def pop(self, step: int) -> tuple[Stored, ...] | None:
         """The groups of a learner step, in order; None while they are not complete.
 
         A step that was consumed may be asked for again, as long as it may be needed. Raises ValueError for
@@ -406,7 +406,7 @@ class Buffer:
         cursor = self._state.cursors[life.task]
         prompt_index = life.prompt_index if same_prompt else self._curriculum.choose(life.task, cursor)
         key = {"group_id": life.group_id, "attempt": life.attempt}
-        self._lives.tell(DROP, worker=life.holder, tokens=record.tokens, reason=reason, **key)
+        self._lives.emit(DROP, worker=life.holder, tokens=record.tokens, reason=reason, **key)
         self._emit(Dropped(**key, reason=reason, same_prompt=same_prompt, prompt_index=prompt_index))
         life.spent, life.excused = 0.0, 0
         self._leases.exhaust(life)
@@ -420,7 +420,7 @@ class Buffer:
             assert life.out is not None
             tickets.append(life.out)
             key = {"group_id": life.group_id, "attempt": life.attempt}
-            self._lives.tell(event, worker=life.holder, reason=reason, **key)
+            self._lives.emit(event, worker=life.holder, reason=reason, **key)
             self._leases.end(life, excused=excused)
             self._leases.exhaust(life)
         return tickets

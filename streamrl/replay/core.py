@@ -78,7 +78,7 @@ class Core:
 
     def _dispatch(self, identity: bytes, frames: list[memoryview], missed: int, now: float) -> None:
         run = self._run
-        worker = run.workers.hear(identity, self._time.now)
+        worker = run.workers.touch(identity, self._time.now)
         known = worker is not None or run.peers.knows(identity)
         message = None if len(frames) == 2 and (worker or not known) else _only_message(frames)
         if isinstance(message, Hello):
@@ -145,7 +145,7 @@ class Core:
         if run.peers.to_complain(identity, now):
             log.warning("malformed message from %r refused: %s", identity, error.reason)
             run.events.emit("replay.malformed", peer=identity.decode(errors="replace"), reason=error.reason)
-        worker = run.workers.hear(identity, now)
+        worker = run.workers.touch(identity, now)
         if worker is not None and error.ticket is not None:
             self._generators.refuse_group(worker, error.ticket, error.reason)
         elif worker is None and not run.peers.knows(identity):
@@ -155,11 +155,11 @@ class Core:
 
     def tick(self, now: float, *, emptied: bool) -> None:
         """Do what is due, and hand out tickets, a batch, the roster. `emptied`: every message that came was handled."""
-        run, peers_now = self._run, self._time.look(now, emptied=emptied)
+        run, peers_now = self._run, self._time.tick(now, emptied=emptied)
         self._generators.tick(peers_now)
-        if (waited := run.evaluations.look(run.workers.servers, now)) is not None:
+        if (waited := run.evaluations.tick(run.workers.servers, now)) is not None:
             run.events.emit("publish.waited", seconds=round(waited, 6), reason="every server was being evaluated")
-        run.durable.tend(now)
+        run.durable.tick(now)
         self._generators.send_answers()
         self._learner.send_progress(peers_now)
         if run.phases.phase is Phase.FINISHING:

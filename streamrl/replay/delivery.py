@@ -65,7 +65,7 @@ class Delivery:
         if self.asked is None:
             return None
         if self._batch is None or self._batch.header.step != self.asked:
-            self._batch = self._take(self.asked, now)
+            self._batch = self._pop(self.asked, now)
         batch = self._batch
         if batch is None or not (self._durable.is_durable(batch.mark) or self._durable.commit(now)):
             return None
@@ -84,13 +84,13 @@ class Delivery:
             return None
         return batch.header, frames
 
-    def _take(self, step: int, now: float) -> _Batch | None:
+    def _pop(self, step: int, now: float) -> _Batch | None:
         """The batch of a step, if it is complete, with what happened since the one before."""
         buffer = self._durable.buffer
-        groups = buffer.take(step)
+        groups = buffer.pop(step)
         if groups is None:
             return None
-        self._durable.note()
+        self._durable.append()
         stats = BatchStats(
             tokens_generated=self._tokens,
             generator_busy=self._workers.busy(),

@@ -41,7 +41,7 @@ class DurableBuffer:
     >>> durable = DurableBuffer(config, run_folder, events)
     >>> stored = durable.complete("generator-0", group, frames)
     >>> mark = durable.mark
-    >>> durable.tend(time.monotonic())
+    >>> durable.tick(time.monotonic())
     >>> durable.is_durable(mark)  # once `journal.commit_seconds` are over
     False
     """
@@ -89,7 +89,7 @@ class DurableBuffer:
     def begin(self, version: PolicyVersion, ledger: Ledger | None, limits: Limits | None = None) -> None:
         """A learner starts, or starts again."""
         self.buffer.begin(version, ledger, limits)
-        self.note()
+        self.append()
 
     def ledger(self) -> Ledger:
         """What the weights contain once the batch taken last is trained, with the run whose groups they are."""
@@ -97,9 +97,9 @@ class DurableBuffer:
 
     def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Stored | None:
         """Take a worker's group. None: a filter dropped it. Raises GroupRefused."""
-        self.note()
+        self.append()
         stored = self.buffer.complete(worker, group, frames, _size(frames))
-        self.note(frames)
+        self.append(frames)
         return stored
 
     def give_up(self, ticket: Ticket) -> None:
@@ -112,14 +112,14 @@ class DurableBuffer:
             samples=(Sample.placeholder(failure="lost"),) * self._config.generate.group_size,
         )
         frames = encode_group(group, self._config.stream.max_message)
-        self.note()
+        self.append()
         self.buffer.complete_placeholder(group, frames, _size(frames))
-        self.note(frames)
+        self.append(frames)
 
-    def note(self, frames: Sequence[Frame] = ()) -> None:
+    def append(self, frames: Sequence[Frame] = ()) -> None:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
-        if self.buffer.told:
-            self._tell()
+        if self.buffer.emitted:
+            self._emit()
         if self._journal is None:
             self.mark += len(self.buffer.drain())
             self._durable = self.mark
@@ -149,7 +149,7 @@ class DurableBuffer:
                 frames += self._emptied(found) if stored.quarantined else found
         if lost:
             self.buffer.lose(step, lost)
-            self.note()
+            self.append()
         return None if lost else frames
 
     def saved(self, oldest: int, now: float) -> None:
@@ -168,15 +168,15 @@ class DurableBuffer:
             self._retry = now
             self.commit(now)
 
-    def tend(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         """Commit when it is time."""
-        self.note()
+        self.append()
         if now >= self.due_at:
             self.commit(now)
 
     def commit(self, now: float) -> bool:
         """Put everything on the disk. False when that is full, or was less than `RETRY` seconds ago."""
-        self.note()
+        self.append()
         if self._journal is None:
             return True
         if self.full and now < self._retry:
@@ -200,10 +200,10 @@ class DurableBuffer:
         if self._journal is not None:
             self._journal.close()
 
-    def _tell(self) -> None:
-        for event, fields in self.buffer.told:
+    def _emit(self) -> None:
+        for event, fields in self.buffer.emitted:
             self._events.emit(event, **fields)
-        self.buffer.told.clear()
+        self.buffer.emitted.clear()
 
     def _frames(self, stored: Stored) -> Sequence[Frame]:
         if stored.frames is not None:

@@ -20,7 +20,7 @@ class Evaluations:
     A publish waits while a newer version exists than any server has, and all of them are pinned: with a single
     server that is as long as its evaluation still takes.
 
-    >>> evaluations.hear(Evaluated(version=v20, metrics={"eval/copy/pass@1": 0.5}))
+    >>> evaluations.record(Evaluated(version=v20, metrics={"eval/copy/pass@1": 0.5}))
     >>> evaluations.metrics(step=21, now=3.0)
     {'eval/copy/pass@1': 0.5}
     """
@@ -37,11 +37,11 @@ class Evaluations:
         """The learner has published `version`."""
         self._newest = version
 
-    def hear(self, message: Evaluated) -> None:
+    def record(self, message: Evaluated) -> None:
         """An evaluation is complete."""
         self._news.append(message)
 
-    def look(self, servers: Sequence[ServerState], now: float) -> float | None:
+    def tick(self, servers: Sequence[ServerState], now: float) -> float | None:
         """Take note of the live servers. The seconds of a wait for an evaluation that is over now, else None."""
         newest = self._newest
         waits = bool(servers) and newest is not None and all(s.pinned and s.version < newest for s in servers)
@@ -60,7 +60,7 @@ class Evaluations:
         """
         if step not in self._given and self._news:
             self._given[step] = self._news.popleft().metrics
-        if waited := self._take_waited(now):
+        if waited := self._pop_waited(now):
             self._given[step] = self._given.get(step, {}) | {WAIT: waited}
         return self._given.get(step, {})
 
@@ -75,7 +75,7 @@ class Evaluations:
             self._waited += now - self._counted
             self._counted = now
 
-    def _take_waited(self, now: float) -> float:
+    def _pop_waited(self, now: float) -> float:
         self._count(now)
         waited, self._waited = self._waited, 0.0
         return waited

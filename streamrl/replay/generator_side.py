@@ -59,7 +59,7 @@ class GeneratorSide:
         run.buffer.adopt(hello.name, hello.tickets, now)
         if replaced:
             gone = set(run.buffer.tickets(hello.name)) - set(hello.tickets)
-            self._take_back(hello.name, gone)
+            self._return_tickets(hello.name, gone)
             run.events.emit("worker.replaced", worker=hello.name, tickets=len(gone))
         for server in hello.servers:
             run.acknowledge(server.version)
@@ -72,7 +72,7 @@ class GeneratorSide:
             case Credit(capacity=capacity):
                 worker.capacity = capacity
             case Heartbeat(tickets=tickets):
-                worker.busy.hear(message, now)
+                worker.busy.record(message, now)
                 run.buffer.extend(worker.name, tickets, now)
             case Applied() | PublishFailed() if message.server not in worker.servers:
                 raise MalformedMessage(f"server {message.server} is not one of worker {worker.name}")
@@ -83,7 +83,7 @@ class GeneratorSide:
                 run.acknowledge(version)
                 run.send_publisher(message)
             case Evaluated(version=version, metrics=metrics):
-                run.evaluations.hear(message)
+                run.evaluations.record(message)
                 run.events.emit("evaluated", worker=worker.name, version=version, metrics=metrics)
             case PublishFailed(server=server, version=version, reason=reason):
                 worker.missed(server, version, run.buffer.began.incarnation if run.buffer.began else 0)
@@ -162,9 +162,9 @@ class GeneratorSide:
             keys = [(ticket.group_id, ticket.attempt) for ticket in tickets]
             run.events.emit("tickets", worker=name, tickets=keys)
             if not run.send_worker(by_name[name], Tickets(tickets=tuple(tickets))):
-                self._take_back(name, keys)
+                self._return_tickets(name, keys)
 
-    def _take_back(self, worker: str, tickets: Iterable[TicketKey]) -> None:
+    def _return_tickets(self, worker: str, tickets: Iterable[TicketKey]) -> None:
         """The worker does not have these: they are issued again at once."""
         for group_id, attempt in sorted(tickets):
             self._run.buffer.fail(worker, group_id, attempt, "its worker does not have it")

@@ -52,7 +52,7 @@ class Leases:
                 self._lives.move(life, ADOPT)
                 self._lives.hold(life, holder)
                 life.since = now
-                self._lives.tell(ADOPT, worker=holder, group_id=group_id, attempt=attempt)
+                self._lives.emit(ADOPT, worker=holder, group_id=group_id, attempt=attempt)
         self.extend(holder, keys, now)
         self._earliest = min(self._earliest, now)  # what was nobody's has another end now
 
@@ -86,7 +86,7 @@ class Leases:
         """A group that waits gets no further ticket if it had them often enough, or long enough."""
         if life.issues - life.excused >= self._max_attempts or life.spent >= self._limit:
             self._lives.move(life, EXHAUST)
-            self._lives.tell(EXHAUST, group_id=life.group_id, attempt=life.attempt, issues=life.issues)
+            self._lives.emit(EXHAUST, group_id=life.group_id, attempt=life.attempt, issues=life.issues)
 
     def recover(self) -> None:
         """After a crash: the tickets that are out are nobody's. Their leases begin at the next `expired`."""

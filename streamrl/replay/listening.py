@@ -8,7 +8,7 @@ from pathlib import Path
 import zmq
 
 from streamrl.config import Config
-from streamrl.stream.address import told_address
+from streamrl.stream.address import read_address
 from streamrl.stream.keys import key_folder
 from streamrl.stream.sockets import Router
 
@@ -26,7 +26,7 @@ def listen(config: Config, run_folder: Path) -> Router:
     """
     keys = key_folder(config, run_folder)
     configured = config.replay.address
-    former = told_address(run_folder)
+    former = read_address(run_folder)
     if former is not None and configured.endswith(_FREE_PORT):
         again = configured.removesuffix(_FREE_PORT) + ":" + former.rpartition(":")[2]
         try:

@@ -87,7 +87,7 @@ class Lives(dict[int, Life]):
         self.exhausted: dict[int, Life] = {}  # EXHAUSTED
         self._held: defaultdict[str, dict[int, Life]] = defaultdict(dict)  # of `out`, by holder
         self._waiting: list[int] = []  # a heap of all that are WAITING; others are left in it until they come up
-        self.told: list[tuple[str, dict[str, Any]]] = []  # events for the log, `events/replay-0.jsonl`
+        self.emitted: list[tuple[str, dict[str, Any]]] = []  # events for the log, `events/replay-0.jsonl`
 
     @property
     def first_waiting(self) -> Life | None:
@@ -161,6 +161,6 @@ class Lives(dict[int, Life]):
         """The groups whose tickets a worker has."""
         return list(self._held.get(holder, {}).values())
 
-    def tell(self, event: str, /, **fields: Any) -> None:
+    def emit(self, event: str, /, **fields: Any) -> None:
         """Keep an event for the log."""
-        self.told.append((event, fields))
+        self.emitted.append((event, fields))

@@ -23,7 +23,7 @@ class PeerTime:
     """Seconds, that begin with the clock's and never pass it.
 
     >>> time = PeerTime(100.0, lease=30.0)
-    >>> time.look(100.2, emptied=True), time.look(160.0, emptied=False), time.look(160.1, emptied=True)
+    >>> time.tick(100.2, emptied=True), time.tick(160.0, emptied=False), time.tick(160.1, emptied=True)
     (100.2, 100.2, 100.3)
     """
 
@@ -39,7 +39,7 @@ class PeerTime:
         """Is the service still hearing what was said during a pause?"""
         return self._looks > 0
 
-    def look(self, now: float, *, emptied: bool) -> float:
+    def tick(self, now: float, *, emptied: bool) -> float:
         """The service has heard what there was, `emptied`: all of it. Returns the time of the peers."""
         elapsed, self._looked = now - self._looked, now
         if elapsed > self._pause and not self.catches_up:

@@ -27,7 +27,7 @@ from streamrl.replay.core import Core
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import JournalDamaged
 from streamrl.replay.listening import listen
-from streamrl.stream.address import address_path, tell_address
+from streamrl.stream.address import address_path, write_address
 from streamrl.stream.door import DoorFailed
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.sockets import Router
@@ -91,7 +91,7 @@ class Service:
         self._router = router or listen(config, run_folder)
         self.core = Core(config, self._durable, self._router.send, events, clock())
         self._interrupted: tuple[str, int] | None = None
-        self.address = tell_address(run_folder, self._router.address, config.replay.host)
+        self.address = write_address(run_folder, self._router.address, config.replay.host)
         events.emit("ready", address=self.address)
 
     def interrupt(self, reason: str, code: int) -> None:

@@ -230,7 +230,7 @@ class State:
     def _regenerate(self, life: Life) -> None:
         """Its frames are nowhere."""
         self.lives.move(life, REGENERATE)
-        self.lives.tell(REGENERATE, group_id=life.group_id, attempt=life.attempt)
+        self.lives.emit(REGENERATE, group_id=life.group_id, attempt=life.attempt)
         self._empty(life)
 
     def _empty(self, life: Life) -> None:
@@ -281,7 +281,7 @@ class State:
             self._remove(group_ids)
         self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
         if forgotten:
-            self.lives.tell(FORGET, steps=[step for step, _ in forgotten])
+            self.lives.emit(FORGET, steps=[step for step, _ in forgotten])
 
     def _remove(self, group_ids: Iterable[int]) -> None:
         lives, move = self.lives, self.lives.move
@@ -349,7 +349,7 @@ class State:
         """The learner's weights contain these, or know nothing of them."""
         self._remove(group_ids)
         if group_ids:
-            self.lives.tell(FORGET, group_ids=group_ids)
+            self.lives.emit(FORGET, group_ids=group_ids)
 
     def _roll_back(self, step: int, lost: frozenset[int]) -> None:
         """The steps from `step` on are not consumed any more; of their groups, the lost ones are asked for again."""
@@ -360,7 +360,7 @@ class State:
             self.lives.move(life, RETURN)
             life.step = None
         if lives:
-            self.lives.tell(RETURN, step=step, group_ids=[life.group_id for life in lives])
+            self.lives.emit(RETURN, step=step, group_ids=[life.group_id for life in lives])
         for life in [life for life in lives if life.group_id in lost]:
             self._regenerate(life)
             life.issues = 0

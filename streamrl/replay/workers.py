@@ -30,7 +30,7 @@ class BusyMeter:
         self._to: tuple[float, float] | None = None
         self._last = 0.0
 
-    def hear(self, heartbeat: Heartbeat, now: float) -> None:
+    def record(self, heartbeat: Heartbeat, now: float) -> None:
         self._to = (now, heartbeat.busy)
         self._from = self._from or self._to
 
@@ -49,7 +49,7 @@ class Worker:
 
     name: str
     identity: bytes  # of its socket
-    heard: float  # seconds, on the service's clock
+    last_seen: float  # seconds, on the service's clock
     servers: dict[str, ServerState]
     failed: dict[str, PolicyVersion] = field(default_factory=dict)  # servers that missed a version
     capacity: int = 0
@@ -66,7 +66,7 @@ class Worker:
     @property
     def outlives(self) -> bool:
         """Has it spoken since its rival came?"""
-        return self.rival is not None and self.heard > self.rival[1] + SETTLED
+        return self.rival is not None and self.last_seen > self.rival[1] + SETTLED
 
     def applied(self, server: str, version: PolicyVersion, *, pinned: bool = False) -> None:
         """One of its servers reports its weights, and whether it keeps them for an evaluation.
@@ -122,7 +122,7 @@ class Workers:
         states = {state.name: state for state in servers}
         before = self._by_name.get(name)
         if before is not None and before.identity == identity:
-            before.servers, before.heard, before.lost = states, now, False
+            before.servers, before.last_seen, before.lost = states, now, False
             before.failed = {server: version for server, version in before.failed.items() if server in states}
             return None
         if before is not None:
@@ -140,11 +140,11 @@ class Workers:
             holder.rival = identity, now
         return holder
 
-    def hear(self, identity: bytes, now: float) -> Worker | None:
+    def touch(self, identity: bytes, now: float) -> Worker | None:
         """A word from this peer: its worker, which lives. None for a peer that is no worker."""
         worker = self._by_identity.get(identity)
         if worker is not None:
-            worker.heard, worker.lost = now, False
+            worker.last_seen, worker.lost = now, False
         return worker
 
     def leave(self, worker: Worker) -> None:
@@ -159,7 +159,7 @@ class Workers:
 
     def silent(self, now: float) -> list[Worker]:
         """Workers that became lost now."""
-        fresh = [worker for worker in self.live if now - worker.heard > self._silence]
+        fresh = [worker for worker in self.live if now - worker.last_seen > self._silence]
         for worker in fresh:
             worker.lost = True
         return fresh

@@ -18,7 +18,7 @@ def address_path(run_folder: Path) -> Path:
     return run_folder / "replay.address"
 
 
-def tell_address(run_folder: Path, endpoint: str, host: str | None = None) -> str:
+def write_address(run_folder: Path, endpoint: str, host: str | None = None) -> str:
     """Write the address of a service that listens at `endpoint`, whole or not at all. Returns the address.
 
     A wildcard becomes `host` (None: this machine's name), which peers on other machines can reach.
@@ -32,7 +32,7 @@ def tell_address(run_folder: Path, endpoint: str, host: str | None = None) -> st
     return endpoint
 
 
-def told_address(run_folder: Path) -> str | None:
+def read_address(run_folder: Path) -> str | None:
     """The service's address; None while it does not listen."""
     try:
         return address_path(run_folder).read_text().strip()
@@ -44,7 +44,7 @@ def replay_address(config: Config, run_folder: Path, give_up: Callable[[], bool]
     """The service's address, waited for. Raises TimeoutError after `run.start_timeout` seconds, or on `give_up()`."""
     deadline = time.monotonic() + config.run.start_timeout
     while time.monotonic() < deadline and not give_up():
-        if (address := told_address(run_folder)) is not None:
+        if (address := read_address(run_folder)) is not None:
             return address
         time.sleep(POLL)
     raise TimeoutError(

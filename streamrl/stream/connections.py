@@ -58,7 +58,7 @@ class Connections:
     >>> connections = Connections(bounds)
     >>> connections.accepted(20, "10.0.0.7:40112")
     >>> connections.took(20, [64, 4096])  # the reader: sizes of a message's frames
-    >>> for descriptor, reason in connections.look({20: Count(received=4500, queued=0, answered=310)}.__getitem__):
+    >>> for descriptor, reason in connections.poll({20: Count(received=4500, queued=0, answered=310)}.__getitem__):
     ...     cut(descriptor, reason)
     """
 
@@ -112,7 +112,7 @@ class Connections:
         if connection is not None:
             connection.taken += sum(map(self._on_wire, sizes))
 
-    def look(self, count: Callable[[int], Count]) -> list[tuple[int, str]]:
+    def poll(self, count: Callable[[int], Count]) -> list[tuple[int, str]]:
         """The connections to cut, with the reason; `closed` has to be said of each. `count` reads that of one."""
         bounds = self._bounds
         left = self._left - self._found

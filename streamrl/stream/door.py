@@ -45,7 +45,7 @@ LOOK = 0.02
 # how long one waits for the interpreter, while the reader is at work, does not put off the next.
 
 EVENTS = 64
-# events of the monitor that are heard at a time, and connections that come between two looks: as many may come beyond
+# events of the monitor that are handled at a time, and connections that come between two looks: as many may come beyond
 # `STRANGERS`, and as many as wait in the queue of events.
 
 QUEUED = 1064
@@ -163,20 +163,20 @@ class Door:
         poller = zmq.Poller()
         poller.register(questions, zmq.POLLIN)
         poller.register(events, zmq.POLLIN)
-        asked: deque[tuple[int, list[bytes]]] = deque(maxlen=STRANGERS)  # with the events that were heard before
-        heard, due = 0, 0.0
+        asked: deque[tuple[int, list[bytes]]] = deque(maxlen=STRANGERS)  # with the events that were handled before
+        handled, due = 0, 0.0
         while True:
             wait = math.ceil(1000 * max(0.0, due - time.monotonic()))
             ready = dict(poller.poll(wait if self.connections or asked else None))
             if questions in ready:
-                asked.append((heard, questions.recv_multipart()))
-            heard += (new := self._hear(events))
+                asked.append((handled, questions.recv_multipart()))
+            handled += (new := self._handle(events))
             if (begun := time.monotonic()) >= due or self._newcomers >= EVENTS:
                 spent = time.thread_time()
-                self._look()
+                self._poll()
                 due = begun + max(LOOK, 10 * (time.thread_time() - spent))
             # A peer that is let in is one whose connection is watched, and followed nobody whose events still wait.
-            while asked and self.connections.may_come_in and (new < EVENTS or heard - asked[0][0] >= QUEUED):
+            while asked and self.connections.may_come_in and (new < EVENTS or handled - asked[0][0] >= QUEUED):
                 questions.send_multipart(self._answer(asked.popleft()[1]))
 
     def _answer(self, question: list[bytes]) -> list[bytes]:
@@ -187,7 +187,7 @@ class Door:
         status = [b"200", b"OK"] if known else [b"400", b"not a key of this run"]
         return [*question[:end], version, request, *status, b"", b""]
 
-    def _hear(self, events: zmq.Socket) -> int:
+    def _handle(self, events: zmq.Socket) -> int:
         """What came and went. Returns the number of events; fewer than EVENTS: there are no more."""
         for number in range(EVENTS):
             try:
@@ -201,7 +201,7 @@ class Door:
             elif event == zmq.EVENT_ACCEPTED:
                 self._accepted(value, endpoint.decode())
             elif event == zmq.EVENT_ACCEPT_FAILED:
-                self._tell("accept", f"a connection was not taken: {os.strerror(value)}")
+                self._report("accept", f"a connection was not taken: {os.strerror(value)}")
             elif value in self._own:
                 self._closed(value, _count(self._own[value]))
         return EVENTS
@@ -220,7 +220,7 @@ class Door:
                     own = network.socket(fileno=os.dup(descriptor))
                 except OSError as error:
                     connection.shutdown(network.SHUT_RDWR)
-                    self._tell("accept", f"a connection was not taken: {error.strerror}")
+                    self._report("accept", f"a connection was not taken: {error.strerror}")
                     return
         except OSError:
             return
@@ -233,16 +233,16 @@ class Door:
         self.connections.closed(descriptor, count)
         self._own.pop(descriptor).close()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._newcomers = 0
-        for descriptor, reason in self.connections.look(lambda descriptor: _count(self._own[descriptor])):
+        for descriptor, reason in self.connections.poll(lambda descriptor: _count(self._own[descriptor])):
             peer, connection = self.connections.peer(descriptor), self._own[descriptor]
             with suppress(OSError):  # the other end was faster
                 connection.shutdown(network.SHUT_RDWR)
             self._closed(descriptor, _count(connection)._replace(queued=0))  # libzmq takes what has come
-            self._tell(reason.rpartition("; ")[2], f"a connection of {peer} was cut: {reason}")
+            self._report(reason.rpartition("; ")[2], f"a connection of {peer} was cut: {reason}")
 
-    def _tell(self, kind: str, line: str) -> None:
+    def _report(self, kind: str, line: str) -> None:
         self.cut[kind] += 1
         self._log(kind, line)
 

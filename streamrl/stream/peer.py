@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic
 
 from streamrl.config import Config
-from streamrl.stream.address import replay_address, told_address
+from streamrl.stream.address import replay_address, read_address
 from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import Heartbeat, MalformedMessage, Message, TicketKey
 from streamrl.stream.session import K, Outbox, Session, State, Word
@@ -50,7 +50,7 @@ class _Driver(Generic[K]):
     @property
     def silence(self) -> float:
         """Seconds since the service was heard last, or since the beginning."""
-        return time.monotonic() - self._session.heard
+        return time.monotonic() - self._session.last_seen
 
     def answered(self, key: K) -> None:
         """What was asked by this key has its answer."""
@@ -68,8 +68,8 @@ class _Driver(Generic[K]):
         self._dealer = Dealer(self.address, self._config.stream, keys, self._name, on_loop=self._on_loop)
         self._session.connected()
 
-    def _reconnect(self, told: str | None) -> None:
-        self._session.leave(told, time.monotonic())
+    def _reconnect(self, found: str | None) -> None:
+        self._session.leave(found, time.monotonic())
         self._dealer.close()
         self._connect()
 
@@ -85,7 +85,7 @@ class Peer(_Driver[Hashable]):
     def __init__(self, config: Config, run_folder: Path, name: str, opening: Opening) -> None:
         """Wait for the service's address, connect, and say the `opening` words.
 
-        Raises TimeoutError where no service has told its address in `run.start_timeout`.
+        Raises TimeoutError where no service has found its address in `run.start_timeout`.
         """
         self._interval = config.learner.tick  # seconds between two heartbeats
         self._beaten = float("-inf")
@@ -166,15 +166,15 @@ class Peer(_Driver[Hashable]):
 
     def _follow(self) -> None:
         """Connect to where the service listens now, where that is needed."""
-        if self._session.leaves(told := told_address(self._run_folder)):
-            self._reconnect(told)
+        if self._session.leaves(found := read_address(self._run_folder)):
+            self._reconnect(found)
 
 
 class AsyncPeer(_Driver[TicketKey]):
     """A session on asyncio: one task receives, any may send.
 
     >>> peer = AsyncPeer(config, run_folder, "generator-0", address, opening)
-    >>> await peer.say(Applied(server=server, version=version))
+    >>> await peer.send(Applied(server=server, version=version))
     True
     >>> message = await peer.receive_word(timeout=1.0)
     """
@@ -192,7 +192,7 @@ class AsyncPeer(_Driver[TicketKey]):
         self._session.put(key, word, time.monotonic())
         self._due.set()
 
-    async def say(self, *words: Word) -> bool:
+    async def send(self, *words: Word) -> bool:
         """Send what is due: the opening words, then these. False when the service takes none now.
 
         Raises StreamTimeout when it has taken none for `run.silence_timeout` seconds, and ValueError as `Dealer.send`.
@@ -213,7 +213,7 @@ class AsyncPeer(_Driver[TicketKey]):
     async def greet(self) -> None:
         """Say the opening words again: they have changed."""
         self._session.changed()
-        await self.say()
+        await self.send()
 
     def tick(self) -> None:
         """Send the outbox again where no answer came in time, with what is said next."""
@@ -230,11 +230,11 @@ class AsyncPeer(_Driver[TicketKey]):
             while (unsent := self.outbox.unsent()) is not None:
                 key, word = unsent
                 try:
-                    is_sent = await self.say(word)
+                    is_sent = await self.send(word)
                 except ValueError as error:
                     word = instead(word, error)
                     self.outbox.put(key, word)
-                    is_sent = await self.say(word)
+                    is_sent = await self.send(word)
                 if not is_sent:
                     break  # until something is said again
                 self.outbox.sent(key)
@@ -256,13 +256,13 @@ class AsyncPeer(_Driver[TicketKey]):
         before, received = self._session.state, self._handle(received)
         # What was blocked is greeted by whoever speaks next: nothing is received while it may be blocked again.
         if before is State.OPEN and self._session.state is State.UNKNOWN:
-            await self.say()
+            await self.send()
         return received
 
     async def _follow(self) -> None:
         """Connect to where the service listens now, where that is needed."""
-        told = told_address(self._run_folder)
-        if self._session.leaves(told):
+        found = read_address(self._run_folder)
+        if self._session.leaves(found):
             async with self._sending:
-                self._reconnect(told)
-            await self.say()
+                self._reconnect(found)
+            await self.send()

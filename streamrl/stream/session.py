@@ -189,13 +189,13 @@ class Session(Generic[K]):
         self.address = address
         self.state = SESSION.initial
         self.outbox: Outbox[K, Word] = Outbox()
-        self.heard = now
+        self.last_seen = now
         self._opening = opening
         self._reply_timeout = reply_timeout
         self._settle = settle
         self._patience = patience
         self._greeted = float("-inf")  # when the last greeting began
-        self._looked = now  # when the service was last looked for elsewhere
+        self._last_poll = now  # when the service was last looked for elsewhere
         self._missed = 0  # words of the service that were lost on this connection
         self._blocked: float | None = None  # since when, with no word of the service since
         self._progress = now  # when the outbox last got a word, or an answer
@@ -215,7 +215,7 @@ class Session(Generic[K]):
         while words:
             yield words[0]
             del words[0]
-        if self._blocked is not None and self.heard > self._blocked:
+        if self._blocked is not None and self.last_seen > self._blocked:
             self._blocked = None
 
     def put(self, key: K, word: Word, now: float) -> None:
@@ -239,7 +239,7 @@ class Session(Generic[K]):
 
     def insist(self, now: float) -> None:
         """The service should have answered: greet it again where it was silent for `reply_timeout`."""
-        if now - max(self.heard, self._greeted) >= self._reply_timeout:
+        if now - max(self.last_seen, self._greeted) >= self._reply_timeout:
             self._move(Event.SILENCE)
 
     # -- what happens to it
@@ -253,7 +253,7 @@ class Session(Generic[K]):
 
         Raises PeerRefused where the service does not let this peer take part.
         """
-        self.heard = now
+        self.last_seen = now
         self._move(Event.RECEIVE)
         if isinstance(received, Stop) and received.refused:
             self._move(Event.REFUSE)
@@ -275,20 +275,20 @@ class Session(Generic[K]):
 
     def is_patient(self, now: float) -> bool:
         """Whether it is too early to look for the service elsewhere."""
-        return now - max(self.heard, self._looked) < self._patience
+        return now - max(self.last_seen, self._last_poll) < self._patience
 
-    def leaves(self, told: str | None) -> bool:
-        """Whether a new connection is needed, now that RUN/replay.address says `told`."""
-        return self.state is State.BLOCKED or told not in (None, self.address)
+    def leaves(self, found: str | None) -> bool:
+        """Whether a new connection is needed, now that RUN/replay.address says `found`."""
+        return self.state is State.BLOCKED or found not in (None, self.address)
 
-    def leave(self, told: str | None, now: float) -> None:
-        """Give the connection up: the next one goes where `told` says."""
-        self._looked = now
-        if told is None or told == self.address:
+    def leave(self, found: str | None, now: float) -> None:
+        """Give the connection up: the next one goes where `found` says."""
+        self._last_poll = now
+        if found is None or found == self.address:
             self._move(Event.RENEW)
             return
-        log.info("the replay service has moved from %s to %s", self.address, told)
-        self.address = told
+        log.info("the replay service has moved from %s to %s", self.address, found)
+        self.address = found
         self._move(Event.MOVE)
 
     def _move(self, event: Event) -> None:

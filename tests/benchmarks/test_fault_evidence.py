@@ -28,20 +28,20 @@ class Story:
         self._time = 0.0
         (folder / "events").mkdir()
 
-    def tell(self, role: str, event: str, **fields: Any) -> None:
+    def emit(self, role: str, event: str, **fields: Any) -> None:
         self._time += 1
         line = {"time": self._time, "role": f"{role}-0", "event": event, **fields}
         with (self.folder / "events" / f"{role}-0.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     def start(self, version: str) -> None:
-        self.tell("learner", "ready", version=version)
+        self.emit("learner", "ready", version=version)
 
     def train(self, step: int, ids: Sequence[int], prompts: Sequence[int] | None = None) -> None:
         for group_id, prompt in zip(ids, prompts or ids, strict=True):
-            self.tell("generator", "group", phase="end", group_id=group_id, prompt_index=prompt)
-        self.tell("replay", "batch", step=step, group_ids=list(ids))
-        self.tell("learner", "learner.step", phase="end", step=step)
+            self.emit("generator", "group", phase="end", group_id=group_id, prompt_index=prompt)
+        self.emit("replay", "batch", step=step, group_ids=list(ids))
+        self.emit("learner", "learner.step", phase="end", step=step)
 
     def end(self, steps: int, staleness: int = 2) -> Verdict:
         """The verdict, with a last checkpoint of so many steps and a metrics row for each."""

@@ -78,7 +78,7 @@ class Run:
         work = serve_tickets(self.config, self.folder, 0, answer)
         threading.Thread(target=lambda: asyncio.run(work), daemon=True).start()
 
-    def told(self, role: str, event: str) -> list[dict[str, Any]]:
+    def events_of(self, role: str, event: str) -> list[dict[str, Any]]:
         path = event_path(self.folder, role)
         return [each for each in read_events(path) if each["event"] == event] if path.exists() else []
 
@@ -133,15 +133,15 @@ def test_a_killed_learner_with_a_damaged_checkpoint_trains_the_same_groups_from_
     flip(newest)
 
     assert run.start("learner").wait(PATIENCE) == 0, run.log("learner").read_text()
-    (damage,) = run.told("learner", "checkpoint.damaged")
+    (damage,) = run.events_of("learner", "checkpoint.damaged")
     assert damage["told"] in run.log("learner").read_text()
     assert damage["told"].endswith(f"{newest.name} is set aside, training goes on from {older.name}")
-    assert run.told("learner", "ready")[-1]["version"] == f"{checkpoint.step_of(older)}.1"
+    assert run.events_of("learner", "ready")[-1]["version"] == f"{checkpoint.step_of(older)}.1"
     assert run.steps() == list(range(1, STEPS + 1))
     # The journal had deleted what no checkpoint needs, and still had every group behind the older one.
-    assert run.told("replay", "journal.compacted")
-    assert Counter(event["step"] for event in run.told("replay", "batch"))[checkpoint.step_of(older)] == 2
-    accepted = Counter(event["group_id"] for event in run.told("replay", "group.accepted"))
+    assert run.events_of("replay", "journal.compacted")
+    assert Counter(event["step"] for event in run.events_of("replay", "batch"))[checkpoint.step_of(older)] == 2
+    accepted = Counter(event["group_id"] for event in run.events_of("replay", "group.accepted"))
     assert set(accepted.values()) == {1}
     assert set(range(2 * STEPS)) <= accepted.keys()
 
@@ -166,11 +166,11 @@ def test_two_runs_on_one_address_exchange_nothing(make_run: Callable[[str], Run]
         f"streamrl: learner-0 is of run {ids[1]}, and run {ids[0]} is served at this address; allowed"
     )
     documented("... is of run ..., and run ... is served at this address; allowed...", last, code)
-    assert other.told("learner", "learner.refused")
+    assert other.events_of("learner", "learner.refused")
     assert other.steps() == []
 
     own.generate()
     assert own.start("learner").wait(PATIENCE) == 0
     assert own.steps() == list(range(1, STEPS + 1))
-    assert {event["run"] for event in own.told("replay", "replay.refused")} == {ids[1]}
+    assert {event["run"] for event in own.events_of("replay", "replay.refused")} == {ids[1]}
     assert service.wait(PATIENCE) == 0

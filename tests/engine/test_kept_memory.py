@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import xxhash
 
-from streamrl.engine.kept_memory import DoubleMemory, KeptMemory, KeptReader, Place, Unreadable, look
+from streamrl.engine.kept_memory import DoubleMemory, KeptMemory, KeptReader, Place, Unreadable, check_readable
 from streamrl.engine.load_plan import BucketLayout, LoadPlan, Receipt, Receipts, write_receipt
-from streamrl.engine.memory_loader import take
+from streamrl.engine.memory_loader import load_plan
 
 DEADLINE = 60.0  # seconds
 
@@ -138,14 +138,14 @@ def test_nothing_has_a_name_and_whoever_comes_late_is_told():
     before = set(Path("/dev/shm").iterdir())
     memory = KeptMemory()
     place = write(memory, 1)
-    look(place)
+    check_readable(place)
     assert not any("streamrl" in path.name for path in set(Path("/dev/shm").iterdir()) - before)
     memory.close()
     with pytest.raises(Unreadable):
-        look(place)
+        check_readable(place)
     other = KeptMemory()  # takes the number that the first one had
     with pytest.raises(Unreadable):
-        look(place)
+        check_readable(place)
     other.close()
 
 
@@ -179,7 +179,7 @@ def test_the_loader_copies_the_tensors_and_every_outcome_is_a_receipt():
 
     memory, receipts, reader, model = KeptMemory(), Receipts(2), KeptReader(), Model()
     plan = plan_of(write(memory, 1), receipts)
-    assert take(model, plan, reader) == Receipt(status="loaded")
+    assert load_plan(model, plan, reader) == Receipt(status="loaded")
     assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in model.weights.items()} == {
         "a": (torch.float32, (50, 40)),
         "b": (torch.bfloat16, (1000,)),
@@ -190,13 +190,13 @@ def test_the_loader_copies_the_tensors_and_every_outcome_is_a_receipt():
     assert (none, told.status, told.reason[:4]) == (None, "failed", "? \x01?")
 
     model = Model()
-    refused = take(model, plan_of(plan.place, receipts, checksum="0" * 16), reader)
+    refused = load_plan(model, plan_of(plan.place, receipts, checksum="0" * 16), reader)
     assert (refused.status, model.weights) == ("refused", {})
     assert "announced was 0000000000000000" in refused.reason
-    failed = take(model, plan_of(plan.place, receipts, names=("a", "bad")), reader)
+    failed = load_plan(model, plan_of(plan.place, receipts, names=("a", "bad")), reader)
     assert (failed.status, failed.reason) == ("failed", "KeyError: 'bad'")
     write(memory, 2)
-    assert take(Model(), plan, reader).status == "stale"
+    assert load_plan(Model(), plan, reader).status == "stale"
     assert memory.begin()  # no outcome has left a lock behind
     receipts.close()
     memory.close()

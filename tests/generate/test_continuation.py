@@ -33,13 +33,13 @@ def part(start: int, end: int, finish: str, *spans: tuple[str, int, int], expert
 
 def test_the_parts_of_an_answer_are_joined_and_each_request_asks_for_what_is_missing():
     answer = Continuation(PROMPT, SAMPLING)
-    answer.take(part(0, 5, "abort", ("1.0", 0, 3), ("2.0", 3, 5)))
+    answer.add(part(0, 5, "abort", ("1.0", 0, 3), ("2.0", 3, 5)))
     assert answer.rest() == (PROMPT + IDS[:5], {"temperature": 0.7, "max_new_tokens": 7})
-    answer.take(part(5, 5, "abort"))
-    answer.take(part(5, 9, "abort", ("2.0", 0, 4), experts=-EXPERTS))
+    answer.add(part(5, 5, "abort"))
+    answer.add(part(5, 9, "abort", ("2.0", 0, 4), experts=-EXPERTS))
     assert not answer.finished
     assert answer.rest() == (PROMPT + IDS[:9], {"temperature": 0.7, "max_new_tokens": 3})
-    answer.take(part(9, 11, "stop", ("3.0", 0, 2), experts=EXPERTS + 100))
+    answer.add(part(9, 11, "stop", ("3.0", 0, 2), experts=EXPERTS + 100))
     assert answer.finished
     whole = answer.answer()
     assert whole.output_ids == IDS[:11]
@@ -52,8 +52,8 @@ def test_the_parts_of_an_answer_are_joined_and_each_request_asks_for_what_is_mis
 
 def test_the_experts_of_a_token_are_those_of_the_part_that_read_it_first():
     answer = Continuation(PROMPT, SAMPLING)
-    answer.take(part(0, 5, "abort", ("1.0", 0, 5)))
-    answer.take(part(5, 9, "length", ("2.0", 0, 4), experts=EXPERTS + 1000))
+    answer.add(part(0, 5, "abort", ("1.0", 0, 5)))
+    answer.add(part(5, 9, "length", ("2.0", 0, 4), experts=EXPERTS + 1000))
     experts = np.frombuffer(base64.b64decode(answer.answer().meta_info.routed_experts), np.int32)
     known, read = 2 * (len(PROMPT) + 5 - 1), 2 * (len(PROMPT) + 9 - 1)
     assert np.array_equal(experts[:known], EXPERTS[:known])
@@ -62,7 +62,7 @@ def test_the_experts_of_a_token_are_those_of_the_part_that_read_it_first():
 
 def test_an_answer_that_was_cut_behind_its_last_token_is_whole():
     answer = Continuation(PROMPT, SAMPLING)
-    answer.take(part(0, 12, "abort", ("1.0", 0, 12)))
+    answer.add(part(0, 12, "abort", ("1.0", 0, 12)))
     assert answer.finished
     assert answer.answer().meta_info.finish_reason.type == "length"
 
@@ -70,7 +70,7 @@ def test_an_answer_that_was_cut_behind_its_last_token_is_whole():
 @pytest.mark.parametrize("tokens", [0, 4])
 def test_an_answer_that_is_given_up_is_an_abort_with_what_it_has(tokens: int):
     answer = Continuation(PROMPT, SAMPLING)
-    answer.take(part(0, tokens, "abort", ("1.0", 0, tokens)))
+    answer.add(part(0, tokens, "abort", ("1.0", 0, tokens)))
     whole = answer.answer()
     assert (whole.output_ids, whole.meta_info.finish_reason.type) == (IDS[:tokens], "abort")
 
@@ -97,15 +97,15 @@ def spans(answer: Continuation) -> list[tuple[str, int, int]]:
 def test_the_pieces_that_a_lost_server_had_told_are_kept(again: bool):
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1))
-    answer.take(piece(0, 3, "1.0"))
-    answer.take(piece(0 if again else 3, 5, "1.0"))
+    answer.add(piece(0, 3, "1.0"))
+    answer.add(piece(0 if again else 3, 5, "1.0"))
     assert len(answer) == 5
     answer.cut()
     assert answer.rest() == (PROMPT + IDS[:5], {"temperature": 0.7, "max_new_tokens": 7})
     assert answer.version == PolicyVersion(1)
     answer.begin(PolicyVersion(2))
-    answer.take(piece(5, 8, "2.0", again=5))
-    answer.take(piece(8, 9, "2.0", again=5, ends="stop"))
+    answer.add(piece(5, 8, "2.0", again=5))
+    answer.add(piece(8, 9, "2.0", again=5, ends="stop"))
     assert answer.finished
     answer.cut()
     assert answer.answer().output_ids == IDS[:9]
@@ -116,9 +116,9 @@ def test_the_pieces_that_a_lost_server_had_told_are_kept(again: bool):
 def test_pieces_behind_an_update_are_drawn_again_because_nobody_knows_whose_they_are():
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1))
-    answer.take(piece(0, 3, "1.0"))
-    answer.take(piece(3, 5, "2.0"))
-    answer.take(piece(5, 7, "2.0"))
+    answer.add(piece(0, 3, "1.0"))
+    answer.add(piece(3, 5, "2.0"))
+    answer.add(piece(5, 7, "2.0"))
     answer.cut()
     assert (len(answer), spans(answer)) == (3, [("1.0", 0, 3)])
 
@@ -126,7 +126,7 @@ def test_pieces_behind_an_update_are_drawn_again_because_nobody_knows_whose_they
 def test_a_piece_that_was_told_after_an_update_in_the_first_interval_is_nobodys():
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1))
-    answer.take(piece(0, 3, "2.0"))
+    answer.add(piece(0, 3, "2.0"))
     answer.cut()
     assert (len(answer), answer.version) == (0, None)
 
@@ -134,9 +134,9 @@ def test_a_piece_that_was_told_after_an_update_in_the_first_interval_is_nobodys(
 def test_a_missing_piece_is_an_error():
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1))
-    answer.take(piece(0, 3, "1.0"))
+    answer.add(piece(0, 3, "1.0"))
     with pytest.raises(ValueError, match="begins at token 5, 3 are known"):
-        answer.take(piece(5, 7, "1.0"))
+        answer.add(piece(5, 7, "1.0"))
 
 
 def stamps(answer: Continuation) -> list[tuple[str, int, int, bool]]:
@@ -148,15 +148,15 @@ def test_where_an_update_keeps_the_cache_tokens_behind_it_are_inexact_until_anot
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1), keeps_cache=True)
     if in_pieces:
-        answer.take(piece(0, 3, "1.0"))
+        answer.add(piece(0, 3, "1.0"))
         last = piece(3, 7, "2.0", ends="abort")
         spans_of_all = (WeightVersionSpan("1.0", 0, 5), WeightVersionSpan("2.0", 5, 7))
-        answer.take(replace(last, meta_info=replace(last.meta_info, completion_tokens=7, weight_versions=spans_of_all)))
+        answer.add(replace(last, meta_info=replace(last.meta_info, completion_tokens=7, weight_versions=spans_of_all)))
     else:
-        answer.take(part(0, 7, "abort", ("1.0", 0, 5), ("2.0", 5, 7)))
+        answer.add(part(0, 7, "abort", ("1.0", 0, 5), ("2.0", 5, 7)))
     answer.cut()
     answer.begin(PolicyVersion(2), keeps_cache=True)  # reads all tokens again
-    answer.take(part(7, 11, "stop", ("2.0", 0, 4)))
+    answer.add(part(7, 11, "stop", ("2.0", 0, 4)))
     answer.cut()
     assert stamps(answer) == [("1.0", 0, 5, True), ("2.0", 5, 7, False), ("2.0", 7, 11, True)]
 
@@ -164,12 +164,12 @@ def test_where_an_update_keeps_the_cache_tokens_behind_it_are_inexact_until_anot
 def test_where_an_update_empties_the_cache_every_token_is_exact():
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1))
-    answer.take(part(0, 11, "stop", ("1.0", 0, 5), ("2.0", 5, 11)))
+    answer.add(part(0, 11, "stop", ("1.0", 0, 5), ("2.0", 5, 11)))
     assert stamps(answer) == [("1.0", 0, 5, True), ("2.0", 5, 11, True)]
 
 
 def test_a_request_that_waited_while_the_cache_changed_hands_is_inexact_from_its_first_token():
     answer = Continuation(PROMPT, SAMPLING)
     answer.begin(PolicyVersion(1), keeps_cache=True)
-    answer.take(part(0, 11, "stop", ("2.0", 0, 11)))
+    answer.add(part(0, 11, "stop", ("2.0", 0, 11)))
     assert stamps(answer) == [("2.0", 0, 11, False)]

@@ -40,7 +40,7 @@ class Service(ScriptedService):
     """One that a script on asyncio plays."""
 
     async def heard_by(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
-        return await asyncio.to_thread(self.hear, kind, between)
+        return await asyncio.to_thread(self.expect, kind, between)
 
 
 def ticket(group_id: int) -> Ticket:
@@ -111,11 +111,11 @@ def test_an_introduce_is_answered_by_hello_and_everything_that_is_open(at_work, 
         for group_id in range(3):
             link.finish(make_group(group_id))
         assert [(await service.heard_by(Group)).group_id for _ in range(3)] == [0, 1, 2]
-        service.say(Accepted(group_id=0, attempt=0))
-        service.say(Refused(group_id=1, attempt=0, reason="late"))
+        service.send(Accepted(group_id=0, attempt=0))
+        service.send(Refused(group_id=1, attempt=0, reason="late"))
         while (await service.heard_by(Heartbeat)).tickets != ((3, 0), (2, 0)):
             pass
-        service.say(Introduce())
+        service.send(Introduce())
         assert (await greeted(service)).tickets == ((3, 0), (2, 0))
         assert (await service.heard_by(Group)).group_id == 2
         assert not link.open(ticket(2))  # a service that lost its record may issue it again
@@ -176,7 +176,7 @@ def test_a_worker_that_nobody_hears_waits_and_begins_again_when_the_service_is_b
     async def script(service: Service, link: ServiceLink) -> None:
         await greeted(service)
         service.close()
-        heard = [await link.say(Heartbeat()) for _ in range(70)]  # more than the socket's queue holds
+        heard = [await link.send(Heartbeat()) for _ in range(70)]  # more than the socket's queue holds
         assert heard[0]
         assert not all(heard)  # a new connection was tried meanwhile, and takes something again
         link.open(ticket(0))
@@ -195,7 +195,7 @@ def test_words_of_the_service_that_were_lost_make_the_worker_begin_again(at_work
     async def script(service: Service, link: ServiceLink) -> None:
         await greeted(service)
         service.loses(2)
-        service.say(Accepted(group_id=9, attempt=0))
+        service.send(Accepted(group_id=9, attempt=0))
         await greeted(service)
 
     at_work(script)
@@ -208,7 +208,7 @@ def test_a_group_whose_answer_was_lost_is_sent_again_in_time(at_work, make_group
         link.finish(make_group(0))
         for _ in range(2):
             assert (await service.heard_by(Group)).group_id == 0
-        service.say(Accepted(group_id=0, attempt=0))
+        service.send(Accepted(group_id=0, attempt=0))
         while (await service.heard_by(Heartbeat, between=Group)).tickets:
             pass
 
@@ -248,7 +248,7 @@ def test_a_drained_worker_takes_no_tickets_and_ends_when_the_last_group_is_answe
         link.finish(make_group(0))
         await service.heard_by(Group)
         assert not draining.done()
-        service.say(Accepted(group_id=0, attempt=0))
+        service.send(Accepted(group_id=0, attempt=0))
         await asyncio.wait_for(draining, WAIT)
         await link.bye()
         await service.heard_by(Bye)
@@ -265,7 +265,7 @@ def test_a_group_that_is_larger_than_a_message_goes_as_placeholders(
         link.finish(make_group(0, tokens=10_000))
         group = await service.heard_by(Group)
         assert [sample.failure for sample in group.samples] == ["too_large", "too_large"]
-        service.say(Accepted(group_id=0, attempt=0))
+        service.send(Accepted(group_id=0, attempt=0))
 
     at_work(script, max_message=1 << 12)
     assert [
@@ -283,9 +283,9 @@ def test_what_the_worker_must_act_on_is_handed_to_it(tmp_path: Path) -> None:
         try:
             await link.greet()
             await service.heard_by(Hello)
-            service.say(Tickets(tickets=(ticket(5),)))
-            service.say(Accepted(group_id=1, attempt=0))
-            service.say(Stop(reason="over"))
+            service.send(Tickets(tickets=(ticket(5),)))
+            service.send(Accepted(group_id=1, attempt=0))
+            service.send(Stop(reason="over"))
             heard = [message for _ in range(3) if (message := await link.receive()) is not None]
             assert [type(message) for message in heard] == [Tickets, Stop]
         finally:

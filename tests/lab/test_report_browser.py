@@ -36,7 +36,7 @@ def look(work: Callable[[Browser], Awaitable[None]]) -> None:
     async def with_browser() -> None:
         async with Browser() as browser:
             await work(browser)
-            await browser.say("new Promise((done) => setTimeout(done, 100))")
+            await browser.evaluate("new Promise((done) => setTimeout(done, 100))")
             assert browser.errors == []
             assert {address.partition(":")[0] for address in browser.requests} <= {"file", "about"}
             assert len([address for address in browser.requests if address.startswith("file")]) == 1
@@ -47,8 +47,8 @@ def look(work: Callable[[Browser], Awaitable[None]]) -> None:
 def test_every_section_is_drawn_and_no_text_of_the_run_became_markup(pages: tuple[Path, Path]) -> None:
     async def work(browser: Browser) -> None:
         await browser.open(pages[0])
-        assert await browser.say("document.title") == "Report of one"
-        assert await browser.say("[...document.querySelectorAll('h2')].map((each) => each.textContent)") == [
+        assert await browser.evaluate("document.title") == "Report of one"
+        assert await browser.evaluate("[...document.querySelectorAll('h2')].map((each) => each.textContent)") == [
             "Curves",
             "Staleness",
             "Lengths and selection",
@@ -58,12 +58,12 @@ def test_every_section_is_drawn_and_no_text_of_the_run_became_markup(pages: tupl
             "Configuration",
         ]
         empty = "[...document.querySelectorAll('.diagram')].filter((each) => !each.querySelector('path[d^=M]')).length"
-        assert await browser.say(empty) == 0
-        assert await browser.say("document.querySelectorAll('.diagram').length") > 10
-        assert await browser.say("document.querySelectorAll('img, main script, main b b').length") == 0
+        assert await browser.evaluate(empty) == 0
+        assert await browser.evaluate("document.querySelectorAll('.diagram').length") > 10
+        assert await browser.evaluate("document.querySelectorAll('img, main script, main b b').length") == 0
         text = "[...document.querySelector('.tokens').childNodes].map((each) => each.textContent).join('')"
-        assert (await browser.say(text)).replace("·", "") == NASTY
-        assert NASTY.split(" &amp;")[0] in await browser.say("document.querySelector('main').textContent")
+        assert (await browser.evaluate(text)).replace("·", "") == NASTY
+        assert NASTY.split(" &amp;")[0] in await browser.evaluate("document.querySelector('main').textContent")
 
     look(work)
 
@@ -72,26 +72,26 @@ def test_buttons_change_axis_colours_and_step(pages: tuple[Path, Path]) -> None:
     async def work(browser: Browser) -> None:
         await browser.open(pages[0])
         name = "document.querySelector('.diagram .tick.name').textContent"
-        assert await browser.say(name) == "learner steps"
+        assert await browser.evaluate(name) == "learner steps"
         await press(browser, "tokens")
-        assert await browser.say(name) == "trained tokens"
+        assert await browser.evaluate(name) == "trained tokens"
         await press(browser, "time")
-        assert await browser.say(name) == "seconds since the start"
+        assert await browser.evaluate(name) == "seconds since the start"
         colours = "[...document.querySelectorAll('.tokens span')].map((each) => getComputedStyle(each).backgroundColor)"
-        seen = [await browser.say(colours)]
+        seen = [await browser.evaluate(colours)]
         for mode in ("log-prob ratio", "advantage", "log-prob"):
             await press(browser, mode)
-            seen.append(await browser.say(colours))
+            seen.append(await browser.evaluate(colours))
         assert len({tuple(each) for each in seen}) == 4
         assert len({each[1] for each in seen}) == 1  # a token that was not trained has no colour
         assert all(each[1] != each[2] for each in seen)
         heading = "document.querySelector('.answer').parentNode.querySelector('.title').textContent"
-        assert f"step {STEPS - 1}" in await browser.say(heading)
-        await browser.say(
+        assert f"step {STEPS - 1}" in await browser.evaluate(heading)
+        await browser.evaluate(
             "(() => { const slider = document.querySelector('input[type=range]'); slider.value = 0;"
             "slider.dispatchEvent(new Event('input')); })()"
         )
-        assert "step 0" in await browser.say(heading)
+        assert "step 0" in await browser.evaluate(heading)
 
     look(work)
 
@@ -100,15 +100,15 @@ def test_the_pointer_shows_the_values_under_it(pages: tuple[Path, Path]) -> None
     async def work(browser: Browser) -> None:
         await browser.open(pages[0])
         label = "document.querySelector('.label').innerText"
-        assert await browser.say("document.querySelector('.label').hidden")
+        assert await browser.evaluate("document.querySelector('.label').hidden")
         first = "[...document.querySelectorAll('.card')].find((each) => each.textContent.startsWith('Reward'))"
-        await browser.say(f"{first}.querySelector('.catch').id = 'reward'")
+        await browser.evaluate(f"{first}.querySelector('.catch').id = 'reward'")
         await browser.point("#reward", 0.999)
-        told = (await browser.say(label)).split()
+        told = (await browser.evaluate(label)).split()
         assert told[:3] == [str(STEPS), "learner", "steps"]
         assert told[3:5] == ["reward/mean", "1"]
         await browser.point(".tokens span:nth-child(3)")
-        told = await browser.say(label)
+        told = await browser.evaluate(label)
         assert told.startswith("token 2")
         for name in ("version", "behaviour log-prob", "log-prob ratio", "advantage"):
             assert name in told
@@ -119,18 +119,18 @@ def test_the_pointer_shows_the_values_under_it(pages: tuple[Path, Path]) -> None
 def test_several_runs_stand_side_by_side_in_their_colours(pages: tuple[Path, Path]) -> None:
     async def work(browser: Browser) -> None:
         await browser.open(pages[1])
-        rows = await browser.say("[...document.querySelectorAll('section')][0].innerText")
+        rows = await browser.evaluate("[...document.querySelectorAll('section')][0].innerText")
         assert rows.split() == ["What", "differs", "key", "one", "other", "replay.max_staleness", "2.0", "4.0"]
         card = "[...document.querySelectorAll('.card')].find((each) => each.textContent.startsWith('Reward'))"
-        strokes = await browser.say(
+        strokes = await browser.evaluate(
             f"[...new Set([...{card}.querySelectorAll('.line')].map((each) => getComputedStyle(each).stroke))]"
         )
-        heads = await browser.say(
+        heads = await browser.evaluate(
             "[...document.querySelectorAll('.runs > span > i')].map((each) => getComputedStyle(each).backgroundColor)"
         )
         assert len(heads) == 2
         assert set(heads) <= set(strokes)
-        assert await browser.say("document.querySelector('.state.bad').textContent") == "ended without a last word"
+        assert await browser.evaluate("document.querySelector('.state.bad').textContent") == "ended without a last word"
 
     look(work)
 
@@ -142,7 +142,7 @@ def test_it_fits_wide_and_narrow_in_light_and_dark(pages: tuple[Path, Path], wid
         for page in pages:
             for dark in (False, True):
                 await browser.open(page, width=width, dark=dark)
-                assert await browser.say("document.documentElement.scrollWidth") <= width
+                assert await browser.evaluate("document.documentElement.scrollWidth") <= width
                 picture = np.asarray(Image.open(io.BytesIO(await browser.picture())).convert("L"), np.float32)
                 assert picture.shape[1] == width
                 assert picture.std() > 5  # something is drawn
@@ -157,4 +157,4 @@ def test_it_fits_wide_and_narrow_in_light_and_dark(pages: tuple[Path, Path], wid
 
 async def press(browser: Browser, text: str) -> None:
     """Press the button with this text."""
-    await browser.say(f"[...document.querySelectorAll('button')].find((each) => each.textContent === {text!r}).click()")
+    await browser.evaluate(f"[...document.querySelectorAll('button')].find((each) => each.textContent === {text!r}).click()")

@@ -90,7 +90,7 @@ class FourHosts:
                 command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log
             )
 
-    def tell(self, host: str) -> None:
+    def signal_tree(self, host: str) -> None:
         """SIGTERM to what was started on a host."""
         first = psutil.Process(self._processes[host].pid).children()[0]
         first.send_signal(signal.SIGTERM)
@@ -148,7 +148,7 @@ def test_a_run_on_four_hosts_learns_while_one_host_is_cut_off_and_another_one_di
     _lose(run, "four", worker=1)
     run.wait(lambda: run.steps() >= LEARNED)
 
-    run.tell("one")
+    run.signal_tree("one")
     assert [run.ended(host) for host in run.hosts.addresses] == [GOES_ON] * 4
     rewards = [row["reward/mean"] for row in read_metrics(run.run)]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.4

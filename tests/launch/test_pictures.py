@@ -34,7 +34,7 @@ def test_the_page_of_the_console_has_its_lines_and_loads_nothing(run_folder):
 
 @pytest.mark.slow
 def test_a_browser_draws_both(run_folder, tmp_path):
-    asyncio.run(pictures.take(run_folder, tmp_path))
+    asyncio.run(pictures.capture(run_folder, tmp_path))
     for name in ("console.png", "report.png"):
         picture = np.asarray(Image.open(io.BytesIO((tmp_path / name).read_bytes())).convert("L"))
         assert picture.shape[1] >= pictures.CONSOLE_WIDTH

@@ -13,7 +13,7 @@ import pytest
 from launch import folder, role, tiny_model
 from launch.description import load
 from launch.render import Launch
-from streamrl.stream.address import told_address
+from streamrl.stream.address import read_address
 
 TIMEOUT = 100.0  # seconds; a busy machine takes half a minute for the imports
 
@@ -48,12 +48,12 @@ def test_a_prepared_run_is_served_at_the_told_name_until_sigterm_and_goes_on_aft
                 assert process.poll() is None
                 assert time.time() < started + TIMEOUT
                 time.sleep(0.1)
-            assert told_address(run) == f"tcp://localhost:{made.description.port}"
+            assert read_address(run) == f"tcp://localhost:{made.description.port}"
             process.send_signal(signal.SIGTERM)
             assert process.wait(TIMEOUT) == role.GOES_ON
         finally:
             process.kill()
-        assert told_address(run) is None
+        assert read_address(run) is None
     assert (run / "keys" / "service.key").exists()  # it listened on all addresses, so with CURVE
 
 

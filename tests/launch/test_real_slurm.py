@@ -74,7 +74,7 @@ class Jobs:
         self.slurm.run("bash", "-ec", self._lines, cwd=REPOSITORY)
         return sorted(set(self.slurm.run("squeue", "--noheader", "--format=%F").split()), key=int)
 
-    def tell(self, job: str, *options: str) -> None:
+    def signal_tree(self, job: str, *options: str) -> None:
         self.slurm.run("scancel", *options, "--signal=TERM", job)
 
     def preempt(self, job: str) -> None:
@@ -143,7 +143,7 @@ def test_a_job_starts_each_role_on_its_node_is_queued_again_when_told_to_end_and
     (job,) = jobs.submit()
     expected = ["generator third", "learner first", "learner second", "replay first"]
     jobs.wait(lambda: sorted(calls.read_text().splitlines()) == expected)
-    jobs.tell(job)
+    jobs.signal_tree(job)
     jobs.wait_for(job, "PENDING", restarts=1)
 
     jobs.wait(lambda: sorted(calls.read_text().splitlines()) == sorted(2 * expected))
@@ -159,14 +159,14 @@ def test_one_allocation_is_told_to_end_is_queued_again_and_comes_to_its_last_ste
     jobs = Jobs(slurm, tmp_path)
     (job,) = jobs.submit()
     jobs.wait((jobs.run / "replay.address").exists)
-    jobs.tell(job, "--batch")  # while learner and generator still start
+    jobs.signal_tree(job, "--batch")  # while learner and generator still start
     jobs.wait_for(job, "PENDING", restarts=1)
     assert jobs.steps() == 0
 
     stops = []
     for restarts, options in ((2, ["--batch"]), (3, [])):  # the script alone is told, then every process but that
         jobs.wait(lambda: jobs.steps() >= 30 * (len(stops) + 1))
-        jobs.tell(job, *options)
+        jobs.signal_tree(job, *options)
         jobs.wait_for(job, "PENDING", restarts=restarts)
         stops.append(jobs.steps())
     first, second = stops
@@ -189,7 +189,7 @@ def test_jobs_of_their_own_are_preempted_come_back_and_end_with_the_learner(slur
     assert slurm.state(learner) == slurm.state(second) == ("RUNNING", 0)
 
     jobs.wait(lambda: jobs.steps() >= 60)
-    jobs.tell(learner, "--batch")
+    jobs.signal_tree(learner, "--batch")
     jobs.wait_for(learner, "PENDING", restarts=1)
     stopped = jobs.steps()
     assert stopped < STEPS

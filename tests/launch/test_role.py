@@ -116,7 +116,7 @@ def test_the_ranks_are_told_and_not_their_launcher(run):
     rank = _python(LISTENER.format(told))
     parent = subprocess.Popen(_python(f"import subprocess, sys; sys.exit(subprocess.run({rank!r}).returncode)"))
     _until(run / "told.up")
-    role.tell(parent.pid, to_children=True)
+    role.signal_tree(parent.pid, to_children=True)
     assert parent.wait(20) == 0
     assert told.read_text() == "told"
 

@@ -128,7 +128,7 @@ def test_a_service_that_was_started_again_hears_the_present_version_its_ledger_a
     service.wait_for(Progress)
     source.next(5, TICK)
     service.wait_for(Next)
-    service.say(Introduce())
+    service.send(Introduce())
     time.sleep(2 * TICK)
     for _ in range(6):
         source.next(5, TICK)
@@ -138,7 +138,7 @@ def test_a_service_that_was_started_again_hears_the_present_version_its_ledger_a
         Next(step=5),
     ]
     service.generous = True
-    service.say(Introduce())
+    service.send(Introduce())
     assert take(source, 5).batch.step == 5
 
 
@@ -163,7 +163,7 @@ def test_a_service_that_does_not_answer_the_hello_ends_the_learner_at_its_deadli
 def test_stop_ends_the_wait(service, source):
     begin(source)
     service.generous = False
-    service.say(Stop(reason="the run is over"))
+    service.send(Stop(reason="the run is over"))
     assert take(source, 4).kind == "stop"
 
 
@@ -174,10 +174,10 @@ def test_the_end_of_a_run_is_said_until_the_service_has_heard_it(service, source
     ending.start()
     service.wait_for(Finished)
     time.sleep(2 * TICK)
-    service.say(Introduce())  # it was killed before it could note that
+    service.send(Introduce())  # it was killed before it could note that
     heard = service.wait_for(Hello, Finished)
     assert heard[-1] == Finished(version=PolicyVersion(5, 1))
-    service.say(Stop(reason="complete"))
+    service.send(Stop(reason="complete"))
     ending.join(WAIT)
     assert not ending.is_alive()
 
@@ -187,8 +187,8 @@ def test_an_evaluation_that_ends_behind_the_last_batch_is_heard_at_the_end(servi
     service.wait_for(Hello)
     late = [Evaluated(version=PolicyVersion(step, 1), metrics={"eval/copy/pass@1": 0.75}) for step in (4, 5)]
     for message in late:
-        service.say(message)
-    service.say(Stop(reason="complete"))
+        service.send(message)
+    service.send(Stop(reason="complete"))
     assert source.end(PolicyVersion(5, 1)) == late
 
 

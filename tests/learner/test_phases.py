@@ -40,5 +40,5 @@ def test_a_stopwatch_adds_up_what_ran_under_it_and_begins_anew_when_it_is_read(m
     for _ in range(3):
         with watch.running():
             pass
-    assert watch.take() == 3
-    assert watch.take() == 0
+    assert watch.pop() == 3
+    assert watch.pop() == 0

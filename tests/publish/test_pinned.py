@@ -58,19 +58,19 @@ def test_a_pinned_server_is_left_out_until_it_is_free_and_then_gets_the_newest_v
     played: Played, model_folders: tuple[Path, Path]
 ) -> None:
     weights = load_file(model_folders[1] / "model.safetensors")
-    played.hear(lambda: bool(played.heard))
+    played.expect(lambda: bool(played.heard))
     free, pinned = ServerState(name="free", version=V0), ServerState(name="pinned", version=V0, pinned=True)
-    played.say(Roster(servers=(free, pinned)))
+    played.send(Roster(servers=(free, pinned)))
     for version in (V1, V2):
         played.publisher.offer(version, weights.items())
-        played.hear(lambda version=version: ("free", version) in played.published())
-        played.say(Applied(server="free", version=version))
-    played.hear(announced(played, V2))
+        played.expect(lambda version=version: ("free", version) in played.published())
+        played.send(Applied(server="free", version=version))
+    played.expect(announced(played, V2))
     assert not played.publisher.wait(0.3), "the pinned one does not have it"
     assert {server for server, _ in played.published()} == {"free"}
-    played.say(Applied(server="pinned", version=V0))
-    played.hear(lambda: ("pinned", V2) in played.published())
-    played.say(Applied(server="pinned", version=V2, pinned=True))
+    played.send(Applied(server="pinned", version=V0))
+    played.expect(lambda: ("pinned", V2) in played.published())
+    played.send(Applied(server="pinned", version=V2, pinned=True))
     assert played.publisher.wait(DEADLINE)  # pinned to the newest: nothing is left to do
     assert [each for each in played.published() if each[0] == "pinned"] == [("pinned", V2)]
 
@@ -79,11 +79,11 @@ def test_a_server_that_turns_out_to_be_pinned_is_given_up_at_once(
     played: Played, model_folders: tuple[Path, Path]
 ) -> None:
     weights = load_file(model_folders[1] / "model.safetensors")
-    played.hear(lambda: bool(played.heard))
-    played.say(Roster(servers=(ServerState(name="late", version=V0),)))
+    played.expect(lambda: bool(played.heard))
+    played.send(Roster(servers=(ServerState(name="late", version=V0),)))
     played.publisher.offer(V1, weights.items())
-    played.hear(lambda: bool(played.published()))
-    played.say(Applied(server="late", version=V0, pinned=True))
+    played.expect(lambda: bool(played.published()))
+    played.send(Applied(server="late", version=V0, pinned=True))
     deadline = time.monotonic() + DEADLINE / 2  # of publish.timeout
     while played.publisher.statistics.failed == 0:
         assert time.monotonic() < deadline

@@ -277,7 +277,7 @@ class Schedule(RuleBasedStateMachine):
         if step >= STEPS:
             return False
         again = step < self.buffer.next_step
-        batch = self.buffer.take(step)
+        batch = self.buffer.pop(step)
         self.write()
         if batch is None:
             assert not again, "a step that was consumed is not there"
@@ -289,7 +289,7 @@ class Schedule(RuleBasedStateMachine):
         self.check_ages(step, [self.oldest[stored.group_id, stored.attempt] for stored in batch])
         if self.config.replay.order in ("fifo", "synchronous"):
             assert ids == list(range(step * self.groups, (step + 1) * self.groups))
-        assert self.buffer.take(step) == batch  # a learner that lost it asks again
+        assert self.buffer.pop(step) == batch  # a learner that lost it asks again
         self.trained[step] = ids
         self.position += 1
         self.ledger = self.buffer.ledger()

@@ -65,12 +65,12 @@ class Running:
 
     def peer(self, hello: Hello) -> Dealer:
         """A peer whose Hello was heard: what another one says next comes after it."""
-        heard = len(self.told("replay.hello"))
+        heard = len(self.events_of("replay.hello"))
         dealer = Dealer(self.service.address, self.config.stream, name=hello.name)
         self.peers.append(dealer)
         dealer.send(hello)
         deadline = time.monotonic() + WAIT
-        while len(self.told("replay.hello")) == heard:
+        while len(self.events_of("replay.hello")) == heard:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         return dealer
@@ -98,15 +98,15 @@ class Running:
 
     def announce(self, *versions: PolicyVersion, publisher: Dealer | None = None) -> None:
         """A publisher, this one or another, tells of these versions, and is heard."""
-        publisher, heard = publisher or self.publisher(), len(self.told("publish.announced"))
+        publisher, heard = publisher or self.publisher(), len(self.events_of("publish.announced"))
         for version in versions:
             publisher.send(Announce(version=version))
         deadline = time.monotonic() + WAIT
-        while len(self.told("publish.announced")) < heard + len(versions):
+        while len(self.events_of("publish.announced")) < heard + len(versions):
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
-    def told(self, event: str) -> list[dict[str, Any]]:
+    def events_of(self, event: str) -> list[dict[str, Any]]:
         return [record for record in read_events(self.events.path) if record["event"] == event]
 
     def end(self) -> int:
@@ -137,10 +137,10 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Until it listens; a file of a former service tells nothing about that."""
-        before = len(self.told("ready"))
+        before = len(self.events_of("ready"))
         command = [sys.executable, "-c", self.SCRIPT, self.config.model_dump_json(), str(self.folder)]
         self.process = subprocess.Popen(command)
-        while len(self.told("ready")) == before:
+        while len(self.events_of("ready")) == before:
             assert self.process.poll() is None
         self.address = replay_address(self.config, self.folder)
 
@@ -148,7 +148,7 @@ class ServiceProcess:
         self.process.kill()
         self.process.wait(WAIT)
 
-    def told(self, event: str) -> list[dict[str, Any]]:
+    def events_of(self, event: str) -> list[dict[str, Any]]:
         path = self.folder / "events" / "replay-0.jsonl"
         return [record for record in read_events(path) if record["event"] == event] if path.exists() else []
 

@@ -52,7 +52,7 @@ def train(buffer: Buffer, step: int, version: PolicyVersion | None = None) -> li
     """One step in which everything is answered and published."""
     version = version or PolicyVersion(step)
     complete(buffer, issue_all(buffer, version=version), version)
-    batch = buffer.take(step)
+    batch = buffer.pop(step)
     assert batch is not None
     buffer.acknowledge(PolicyVersion(step + 1))
     return [stored.group_id for stored in batch]
@@ -117,7 +117,7 @@ def ages(buffer: Buffer, steps: int, interval: int = 1) -> list[int]:
         tickets = issue_all(buffer, version=version)
         complete(buffer, tickets, version)
         found += [ticket.group_id // 4 - version.step for ticket in tickets]
-        assert buffer.take(step) is not None
+        assert buffer.pop(step) is not None
         if (step + 1) % interval == 0:
             version = PolicyVersion(step + 1)
             buffer.acknowledge(version)
@@ -146,13 +146,13 @@ def test_a_straggler_holds_fifo_and_is_passed_by_the_window_within_its_bound() -
         straggler, *others = issue_all(buffer)
         complete(buffer, others)
         trained[order] = 0
-        while buffer.take(trained[order]) is not None:
+        while buffer.pop(trained[order]) is not None:
             trained[order] += 1
             buffer.acknowledge(PolicyVersion(trained[order]))
             complete(buffer, issue_all(buffer, version=PolicyVersion(trained[order])), PolicyVersion(trained[order]))
         complete(buffer, [straggler])
         step = trained[order]
-        batch = buffer.take(step)
+        batch = buffer.pop(step)
         assert batch is not None
         assert batch[0].group_id == 0
         assert buffer.order.worst_staleness is not None
@@ -168,7 +168,7 @@ def test_ready_generates_an_over_age_group_again_with_the_same_prompt_and_younge
         assert 0 not in train(buffer, step)
     complete(buffer, [straggler])
     complete(buffer, issue_all(buffer, version=PolicyVersion(2)), PolicyVersion(2))
-    assert buffer.take(2) is not None
+    assert buffer.pop(2) is not None
     assert buffer.phase(0) is Phase.WAITING
     assert buffer.issue("a", NEW, 0.0) is None  # it could not be trained by step 3
     again = buffer.issue("a", PolicyVersion(2), 0.0)
@@ -341,7 +341,7 @@ def test_a_restarted_learner_gets_the_same_batches_again_while_servers_keep_thei
     assert buffer.acknowledged == PolicyVersion(3)
     assert buffer.issue("a", PolicyVersion(3), 0.0) is not None
     for step in (1, 2):
-        batch = buffer.take(step)
+        batch = buffer.pop(step)
         assert batch is not None
         assert [stored.group_id for stored in batch] == batches[step]
         assert all(stored.place is not None for stored in batch)
@@ -354,7 +354,7 @@ def test_the_ledger_of_a_step_that_is_delivered_again_holds_no_later_group() -> 
         train(buffer, step)
         written(buffer)
     buffer.begin(PolicyVersion(1, incarnation=1))
-    assert buffer.take(1) is not None
+    assert buffer.pop(1) is not None
     ledger = buffer.ledger()
     assert (ledger.below, ledger.above) == (8, ())
     assert list(ledger.pending) == list(range(8, ledger.cursors["copy"]))
@@ -368,13 +368,13 @@ def test_frames_that_cannot_be_read_are_generated_again_with_their_prompts() -> 
     buffer.begin(PolicyVersion(1, incarnation=1))
     buffer.lose(1, [5])
     assert buffer.next_step == 1
-    assert buffer.take(1) is None
+    assert buffer.pop(1) is None
     ticket = buffer.issue("a", PolicyVersion(3), 0.0)
     assert ticket is not None
     assert (ticket.group_id, ticket.attempt, ticket.prompt_index) == (5, 1, 5)
     complete(buffer, [ticket], PolicyVersion(3))
-    assert [stored.group_id for stored in buffer.take(1) or ()] == [4, 5, 6, 7]
-    assert [stored.group_id for stored in buffer.take(2) or ()] == [8, 9, 10, 11]
+    assert [stored.group_id for stored in buffer.pop(1) or ()] == [4, 5, 6, 7]
+    assert [stored.group_id for stored in buffer.pop(2) or ()] == [8, 9, 10, 11]
 
 
 def test_a_completed_group_without_readable_frames_is_generated_again_after_a_crash() -> None:
@@ -399,7 +399,7 @@ def test_a_fresh_buffer_goes_on_where_the_ledger_of_a_checkpoint_ends() -> None:
     tickets = issue_all(buffer, version=PolicyVersion(1))
     assert [(ticket.group_id, ticket.prompt_index) for ticket in tickets[:4]] == [(1, 4), (3, 3), (4, 5), (5, 6)]
     complete(buffer, tickets, PolicyVersion(1))
-    assert [stored.group_id for stored in buffer.take(1) or ()] == [1, 3]
+    assert [stored.group_id for stored in buffer.pop(1) or ()] == [1, 3]
 
 
 def test_what_the_learner_has_trained_beyond_a_torn_journal_is_settled() -> None:
@@ -422,7 +422,7 @@ def test_a_learner_whose_groups_are_others_than_the_journal_says_is_believed() -
     journal = written(buffer)
     buffer.begin(PolicyVersion(0, incarnation=1))
     buffer.lose(0, [2])
-    assert [stored.group_id for stored in buffer.take(0) or ()] == [0, 1, 3, 4]
+    assert [stored.group_id for stored in buffer.pop(0) or ()] == [0, 1, 3, 4]
     recovered = buffer_of(order="ready", over_age="pass")
     recovered.restore(None, journal)
     recovered.begin(PolicyVersion(1, incarnation=1), buffer.ledger())
@@ -442,20 +442,20 @@ def test_steps_before_the_oldest_checkpoint_are_forgotten_with_their_segments() 
     buffer.saved(oldest=2)
     assert buffer.oldest_place() == 1  # a group of step 2 was generated during step 1
     with pytest.raises(ValueError, match="step 1 was asked for, 3 is next"):
-        buffer.take(1)
+        buffer.pop(1)
 
 
 def test_without_a_journal_frames_and_step_go_when_the_next_one_is_asked_for() -> None:
     buffer = buffer_of()
     train(buffer, 0)
-    first = buffer.take(0)
+    first = buffer.pop(0)
     assert first is not None
     assert first[0].frames == (b"header", b"arena")
     assert buffer.phase(0) is Phase.CONSUMED
     train(buffer, 1)
     assert buffer.phase(0) is None
     with pytest.raises(ValueError, match="step 0 was asked for, 2 is next"):
-        buffer.take(0)
+        buffer.pop(0)
 
 
 # -- filters
@@ -497,9 +497,9 @@ def test_the_adaptive_bound_admits_fewer_groups_and_takes_nothing_back() -> None
     buffer.acknowledge(PolicyVersion(1))
     assert buffer.issue("a", PolicyVersion(9), 0.0) is None  # nothing is contained yet
     complete(buffer, [slot.ticket(1, 0.0) for slot in buffer.snapshot().slots])
-    assert buffer.take(0) is not None
+    assert buffer.pop(0) is not None
     assert [ticket.group_id for ticket in issue_all(buffer, version=PolicyVersion(1))] == []
-    assert buffer.take(1) is not None
+    assert buffer.pop(1) is not None
     buffer.acknowledge(PolicyVersion(2))
     tickets = issue_all(buffer, version=PolicyVersion(2))
     assert [(ticket.group_id, ticket.issued_version.step) for ticket in tickets] == [(12, 2), (13, 2), (14, 2), (15, 2)]
@@ -518,13 +518,13 @@ def test_damage_takes_back_the_step_that_is_asked_for_and_nothing_else() -> None
         written(buffer)
     buffer.saved(9)
     complete(buffer, issue_all(buffer, version=PolicyVersion(12))[:6], PolicyVersion(12))
-    assert [stored.group_id for stored in buffer.take(12) or ()] == [48, 49, 50, 51]
+    assert [stored.group_id for stored in buffer.pop(12) or ()] == [48, 49, 50, 51]
     buffer.lose(12, [49, 51])  # two of one batch
     assert buffer.next_step == 12
     again = issue_all(buffer, version=PolicyVersion(12))
     assert [(each.group_id, each.attempt, each.prompt_index) for each in again[:2]] == [(49, 1, 49), (51, 1, 51)]
     complete(buffer, again[:2], PolicyVersion(12))
-    assert [stored.group_id for stored in buffer.take(12) or ()] == [48, 49, 50, 51]
+    assert [stored.group_id for stored in buffer.pop(12) or ()] == [48, 49, 50, 51]
     assert [buffer.phase(group_id) for group_id in (36, 52, 53)] == [Phase.CONSUMED, Phase.COMPLETED, Phase.COMPLETED]
     assert buffer.charged <= buffer.order.capacity
 
@@ -552,12 +552,12 @@ def test_no_prompt_is_trained_twice_where_ids_agree_and_prompts_do_not() -> None
     (replaced,) = issue_all(buffer)
     assert (replaced.group_id, replaced.prompt_index) == (0, 8)
     complete(buffer, [replaced, *tickets[1:4]])
-    assert [stored.group_id for stored in buffer.take(0) or ()] == [0, 1, 2, 3]
+    assert [stored.group_id for stored in buffer.pop(0) or ()] == [0, 1, 2, 3]
 
     recovered = buffer_of(filter={"signal": True}, steps=30)
     recovered.restore(None, journal)
     complete(recovered, tickets[:4])  # prompt 0 as group 0
-    assert [stored.group_id for stored in recovered.take(0) or ()] == [0, 1, 2, 3]
+    assert [stored.group_id for stored in recovered.pop(0) or ()] == [0, 1, 2, 3]
     recovered.begin(PolicyVersion(1, incarnation=2), buffer.ledger())
     recovered.acknowledge(PolicyVersion(1, incarnation=2))
     asked = [ticket.prompt_index for ticket in issue_all(recovered, version=PolicyVersion(1))]
@@ -578,7 +578,7 @@ def test_a_quarantined_group_stays_so_through_a_crash_and_a_restore() -> None:
     recovered = buffer_of(steps=30)
     recovered.restore(None, journal + written(buffer))
     recovered.begin(PolicyVersion(0, incarnation=1))
-    assert [stored.quarantined for stored in recovered.take(0) or ()] == [False, False, True, False]
+    assert [stored.quarantined for stored in recovered.pop(0) or ()] == [False, False, True, False]
     assert recovered.ledger().quarantined == {2: 0}
 
 

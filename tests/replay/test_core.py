@@ -64,7 +64,7 @@ class Driven:
         self.sent[peer].append((message, frames))
         return True
 
-    def say(self, peer: bytes, *messages: Message) -> None:
+    def send(self, peer: bytes, *messages: Message) -> None:
         """Messages of a peer, and the tick that follows."""
         for message in messages:
             self.core.handle(Received(peer, [memoryview(encode(message))], 0), self.now)
@@ -83,7 +83,7 @@ class Driven:
         assert isinstance(header, BatchHeader)
         return decode_batch(header, [memoryview(frame) for frame in frames])
 
-    def told(self, event: str) -> list[dict[str, Any]]:
+    def events_of(self, event: str) -> list[dict[str, Any]]:
         return [record for record in read_events(self.events.path) if record["event"] == event]
 
 
@@ -91,9 +91,9 @@ class Driven:
 def driven(tmp_path: Path) -> Driven:
     """A learner that was welcomed, a publisher, and a worker with one server and credit for all slots."""
     driven = Driven(tmp_path)
-    driven.say(LEARNER, Hello(run=RUN, role="learner", name="learner-0", version=V0))
-    driven.say(PUBLISHER, Hello(run=RUN, role="publisher", name="publisher-0", version=V0))
-    driven.say(WORKER, Hello(run=RUN, role="generator", name="w", servers=(SERVER,)), Credit(capacity=99))
+    driven.send(LEARNER, Hello(run=RUN, role="learner", name="learner-0", version=V0))
+    driven.send(PUBLISHER, Hello(run=RUN, role="publisher", name="publisher-0", version=V0))
+    driven.send(WORKER, Hello(run=RUN, role="generator", name="w", servers=(SERVER,)), Credit(capacity=99))
     assert [type(message) for message in driven.got(LEARNER)] == [Welcome]
     return driven
 
@@ -114,25 +114,25 @@ def test_a_run_from_the_first_hello_to_the_last_bye(driven: Driven, make_group: 
     assert driven.got(PUBLISHER)[-1] == Roster(servers=(SERVER,))
     for step in range(3):
         tickets = issued(driven)
-        driven.say(LEARNER, Next(step=step))
+        driven.send(LEARNER, Next(step=step))
         answer(driven, make_group, tickets)
         accepted = [message for message in driven.got(WORKER) if isinstance(message, Accepted)]
         assert [message.group_id for message in accepted] == [ticket.group_id for ticket in tickets]
         assert [group.group_id for group in driven.batch().groups] == [2 * step, 2 * step + 1]
         version = PolicyVersion(step + 1)
-        driven.say(LEARNER, Progress(version=version))
-        driven.say(PUBLISHER, Announce(version=version), Publish(server="s", version=version, manifest={}))
+        driven.send(LEARNER, Progress(version=version))
+        driven.send(PUBLISHER, Announce(version=version), Publish(server="s", version=version, manifest={}))
         assert any(isinstance(message, Publish) for message, _ in driven.sent[WORKER])
         if step < 2:
-            driven.say(WORKER, Applied(server="s", version=version))
-    driven.say(LEARNER, Finished(version=PolicyVersion(3)))
+            driven.send(WORKER, Applied(server="s", version=version))
+    driven.send(LEARNER, Finished(version=PolicyVersion(3)))
     driven.tick(1.0)
     assert not any(isinstance(message, Stop) for message in driven.got(LEARNER)), "the last version is not out"
-    driven.say(WORKER, Applied(server="s", version=PolicyVersion(3)))
+    driven.send(WORKER, Applied(server="s", version=PolicyVersion(3)))
     for peer in (LEARNER, PUBLISHER, WORKER):
         assert Stop(reason="the run is complete with version 3.0", failed=False) in driven.got(peer)
     assert not driven.core.is_over()
-    driven.say(WORKER, Bye())
+    driven.send(WORKER, Bye())
     assert driven.core.is_over()
     assert driven.core.code == 0
 
@@ -141,20 +141,20 @@ def test_leases_and_silence_pass_in_simulated_time(driven: Driven) -> None:
     before = issued(driven)
     for _ in range(45):  # replay.lease is 30 s, and nothing is heard
         driven.tick(1.0)
-    assert [event["worker"] for event in driven.told("worker.silent")] == ["w"]
-    driven.say(WORKER, Heartbeat(busy=0.0, tickets=()))
+    assert [event["worker"] for event in driven.events_of("worker.silent")] == ["w"]
+    driven.send(WORKER, Heartbeat(busy=0.0, tickets=()))
     again = issued(driven)
     assert [(ticket.group_id, ticket.attempt) for ticket in again] == [(t.group_id, t.attempt + 1) for t in before]
 
 
 def test_a_last_version_that_does_not_arrive_is_waited_for_until_publish_timeout(driven: Driven) -> None:
-    driven.say(LEARNER, Finished(version=PolicyVersion(3)))
+    driven.send(LEARNER, Finished(version=PolicyVersion(3)))
     for seconds in range(5):
-        assert not driven.told("replay.stop"), seconds
-        driven.say(WORKER, Heartbeat(busy=0.0, tickets=()))
+        assert not driven.events_of("replay.stop"), seconds
+        driven.send(WORKER, Heartbeat(busy=0.0, tickets=()))
         driven.tick(1.0)
-    assert driven.told("replay.stop")[0]["code"] == 0
-    assert not driven.told("publish.complete")
+    assert driven.events_of("replay.stop")[0]["code"] == 0
+    assert not driven.events_of("publish.complete")
     for _ in range(5):  # run.stop_timeout: nobody says Bye
         assert not driven.core.is_over()
         driven.tick(1.0)
@@ -162,7 +162,7 @@ def test_a_last_version_that_does_not_arrive_is_waited_for_until_publish_timeout
 
 
 def test_a_role_that_gives_up_ends_the_run_at_once(driven: Driven) -> None:
-    driven.say(WORKER, GaveUp(reason="no device"))
+    driven.send(WORKER, GaveUp(reason="no device"))
     assert driven.got(LEARNER)[-1] == Stop(reason="no device", failed=True)
     assert issued(driven)
     driven.durable.buffer.release("w")
@@ -173,9 +173,9 @@ def test_a_role_that_gives_up_ends_the_run_at_once(driven: Driven) -> None:
 
 
 def test_who_comes_too_late_is_told_what_became_of_the_run(driven: Driven) -> None:
-    driven.say(WORKER, GaveUp(reason="no device"))
-    driven.say(b"w:2", Hello(run=RUN, role="generator", name="w2", servers=(SERVER,)))
-    driven.say(b"stranger", Heartbeat(busy=0.0, tickets=()))
+    driven.send(WORKER, GaveUp(reason="no device"))
+    driven.send(b"w:2", Hello(run=RUN, role="generator", name="w2", servers=(SERVER,)))
+    driven.send(b"stranger", Heartbeat(busy=0.0, tickets=()))
     over = Stop(reason="the run is over", failed=True)
     assert (driven.got(b"w:2"), driven.got(b"stranger")) == ([over], [over])
 
@@ -184,18 +184,18 @@ def test_a_run_without_a_step_is_given_up_after_progress_timeout(driven: Driven)
     for _ in range(4000):
         if driven.core.is_over():
             break
-        driven.say(WORKER, Heartbeat(busy=0.0, tickets=()))
+        driven.send(WORKER, Heartbeat(busy=0.0, tickets=()))
         driven.tick(1.0)
     assert driven.core.code == 1
-    assert "no learner step in run.progress_timeout=" in driven.told("gave_up")[0]["reason"]
+    assert "no learner step in run.progress_timeout=" in driven.events_of("gave_up")[0]["reason"]
 
 
 def test_what_was_lost_is_asked_for(driven: Driven) -> None:
     missed = Received(PUBLISHER, [memoryview(encode(Heartbeat(busy=0.0, tickets=())))], 2)
     driven.core.handle(missed, driven.now)
     assert driven.got(PUBLISHER)[-1] == Introduce()
-    driven.say(WORKER, Bye())
-    driven.say(PUBLISHER, Publish(server="s", version=PolicyVersion(1), manifest={}, attempt=7))
+    driven.send(WORKER, Bye())
+    driven.send(PUBLISHER, Publish(server="s", version=PolicyVersion(1), manifest={}, attempt=7))
     failed = [message for message in driven.got(PUBLISHER) if isinstance(message, PublishFailed)]
     assert [(message.server, message.attempt) for message in failed] == [("s", 7)]
 

@@ -38,11 +38,11 @@ def servers(*states: tuple[PolicyVersion, bool]) -> tuple[ServerState, ...]:
 def test_an_evaluation_goes_with_the_next_batch_alone_and_with_its_redelivery() -> None:
     evaluations = Evaluations()
     assert evaluations.metrics(1, 0.0) == {}
-    evaluations.hear(Evaluated(version=V20, metrics={"eval/copy/pass@1": 0.5}))
+    evaluations.record(Evaluated(version=V20, metrics={"eval/copy/pass@1": 0.5}))
     assert evaluations.metrics(2, 0.0) == {"eval/copy/pass@1": 0.5}
     assert evaluations.metrics(3, 0.0) == {}
-    evaluations.hear(Evaluated(version=V20, metrics={"eval/copy/pass@1": 0.75}))
-    evaluations.hear(Evaluated(version=V20, metrics={"eval/copy/pass@1": 1.0}))
+    evaluations.record(Evaluated(version=V20, metrics={"eval/copy/pass@1": 0.75}))
+    evaluations.record(Evaluated(version=V20, metrics={"eval/copy/pass@1": 1.0}))
     assert evaluations.metrics(2, 0.0) == {"eval/copy/pass@1": 0.5}  # a learner that lost it
     assert [evaluations.metrics(step, 0.0) for step in (4, 5)] == [{"eval/copy/pass@1": x} for x in (0.75, 1.0)]
 
@@ -50,11 +50,11 @@ def test_an_evaluation_goes_with_the_next_batch_alone_and_with_its_redelivery() 
 def test_a_version_waits_while_every_server_is_pinned_behind_it_and_each_second_counts_once() -> None:
     evaluations = Evaluations()
     evaluations.announce(V1)
-    assert evaluations.look(servers((V0, True), (V0, False)), 10.0) is None  # one is free: nobody waits
-    assert evaluations.look(servers((V0, True)), 20.0) is None
+    assert evaluations.tick(servers((V0, True), (V0, False)), 10.0) is None  # one is free: nobody waits
+    assert evaluations.tick(servers((V0, True)), 20.0) is None
     assert evaluations.metrics(1, 22.0) == {"eval/publish_wait": 2.0}
-    assert evaluations.look(servers((V0, True)), 23.0) is None
-    assert evaluations.look(servers((V0, False)), 25.0) == 5.0  # the whole wait
+    assert evaluations.tick(servers((V0, True)), 23.0) is None
+    assert evaluations.tick(servers((V0, False)), 25.0) == 5.0  # the whole wait
     assert evaluations.metrics(2, 30.0) == {"eval/publish_wait": 3.0}
     assert evaluations.metrics(3, 31.0) == {}
 
@@ -62,19 +62,19 @@ def test_a_version_waits_while_every_server_is_pinned_behind_it_and_each_second_
 @pytest.mark.parametrize("states", [servers((V1, True)), servers((V0, False)), ()])
 def test_nothing_waits_for_a_server_that_has_the_version_or_is_free_or_is_gone(states: tuple[ServerState, ...]) -> None:
     evaluations = Evaluations()
-    assert evaluations.look(servers((V0, True)), 0.0) is None  # nothing is announced
+    assert evaluations.tick(servers((V0, True)), 0.0) is None  # nothing is announced
     evaluations.announce(V1)
-    assert evaluations.look(states, 1.0) is None
-    assert evaluations.look(states, 2.0) is None
+    assert evaluations.tick(states, 1.0) is None
+    assert evaluations.tick(states, 2.0) is None
     assert evaluations.metrics(1, 3.0) == {}
 
 
 def test_a_server_that_dies_while_it_is_pinned_ends_the_wait() -> None:
     evaluations = Evaluations()
     evaluations.announce(V1)
-    evaluations.look(servers((V0, True)), 1.0)
-    assert evaluations.look((), 4.0) == 3.0
-    assert evaluations.look((), 5.0) is None
+    evaluations.tick(servers((V0, True)), 1.0)
+    assert evaluations.tick((), 4.0) == 3.0
+    assert evaluations.tick((), 5.0) is None
 
 
 def test_what_comes_behind_the_last_batch_is_the_rest() -> None:
@@ -82,7 +82,7 @@ def test_what_comes_behind_the_last_batch_is_the_rest() -> None:
     assert evaluations.rest() == []
     late = [Evaluated(version=version, metrics={"eval/seconds": 3.0}) for version in (V1, V20)]
     for message in late:
-        evaluations.hear(message)
+        evaluations.record(message)
     assert evaluations.rest() == late
     assert evaluations.rest() == []
 
@@ -117,14 +117,14 @@ def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_ot
             assert ticket.issued_version.step == step + 1
             answer(free, make_group, ticket)
     assert pinned.receive(0.3) is None, "a ticket that version 0 does not suffice for"
-    assert not running.told("publish.waited"), "the other server had every version"
+    assert not running.events_of("publish.waited"), "the other server had every version"
     pinned.send(Evaluated(version=V0, metrics={"eval/copy/pass@1": 0.25}))
     pinned.send(Applied(server="p-server", version=V0))
     while {state.name: state for state in hear_roster(publisher).servers}["p-server"].pinned:
         pass
     learner.send(Next(step=2))
     assert hear(learner, ReceivedBatch).stats["evaluation"] == {"eval/copy/pass@1": 0.25}
-    (told,) = running.told("evaluated")
+    (told,) = running.events_of("evaluated")
     assert (told["worker"], told["version"]) == ("p", "0.0")
 
 
@@ -135,9 +135,9 @@ def test_a_publish_that_waits_for_the_only_server_is_timed(start: Callable[..., 
     publisher.send(Announce(version=V1))
     assert worker.receive(0.3) is None
     worker.send(Applied(server="w-server", version=V0))
-    while not hear_roster(publisher).servers or not running.told("publish.waited"):
+    while not hear_roster(publisher).servers or not running.events_of("publish.waited"):
         pass
-    (waited,) = running.told("publish.waited")
+    (waited,) = running.events_of("publish.waited")
     assert 0.2 < waited["seconds"] < 20
 
 

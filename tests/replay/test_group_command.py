@@ -21,7 +21,7 @@ Start = Callable[..., Running]
 
 def wait_for(running: Running, event: str, version: str | None = None) -> None:
     deadline = time.monotonic() + WAIT
-    while version not in [record.get("version") for record in running.told(event)]:
+    while version not in [record.get("version") for record in running.events_of(event)]:
         assert time.monotonic() < deadline, event
         time.sleep(0.01)
 

@@ -128,8 +128,8 @@ def issue(buffer: Buffer, worker: str = "a", now: float = 0.0) -> Ticket:
 
 
 def drained(buffer: Buffer) -> list[tuple[str, dict[str, Any]]]:
-    events = list(buffer.told)
-    buffer.told.clear()
+    events = list(buffer.emitted)
+    buffer.emitted.clear()
     return events
 
 
@@ -165,7 +165,7 @@ def test_what_is_delivered_again_regenerated_quarantined_and_forgotten_is_told()
             ticket = issue(buffer)
             buffer.complete("a", answer(ticket, NEW), (b"", b""), 1)
             buffer.placed(ticket.group_id, Place(0, ticket.group_id))
-        assert buffer.take(step) is not None
+        assert buffer.pop(step) is not None
     assert told(buffer) == []
     buffer.quarantine(1, 3, 0, "it fails")
     assert buffer.phase(3) is Phase.QUARANTINED
@@ -174,7 +174,7 @@ def test_what_is_delivered_again_regenerated_quarantined_and_forgotten_is_told()
     assert told(buffer) == [("groups.returned", [2, 3]), ("group.regenerated", 2)]
     again = issue(buffer)
     buffer.complete("a", answer(again, NEW), (b"", b""), 1)
-    assert buffer.take(1) is not None
+    assert buffer.pop(1) is not None
     assert (buffer.phase(2), buffer.phase(3)) == (Phase.CONSUMED, Phase.QUARANTINED)
     buffer.saved(2)
     assert told(buffer) == [("groups.forgotten", [0, 1])]

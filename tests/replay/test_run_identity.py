@@ -48,7 +48,7 @@ def test_a_peer_of_another_run_is_refused_with_both_ids_and_replaces_nobody(
     stop = hear(stranger, Stop)
     assert stop.refused
     assert stop.reason.startswith(f"{hello.name} is of run {OTHER}, and run {RUN} is served at this address; allowed:")
-    assert [event["run"] for event in running.told("replay.refused")] == [OTHER]
+    assert [event["run"] for event in running.events_of("replay.refused")] == [OTHER]
     for ticket in tickets[:2]:
         assert isinstance(answer(worker, make_group, ticket), Accepted)
     learner.send(Next(step=0))
@@ -66,7 +66,7 @@ def test_a_group_of_another_runs_worker_is_never_taken(start: Callable[..., Runn
     stranger.send(Credit(capacity=9))
     stranger.send(make_group(0))
     assert hear(stranger, Stop).refused
-    assert running.told("group.accepted") == running.told("worker.replaced") == []
+    assert running.events_of("group.accepted") == running.events_of("worker.replaced") == []
 
 
 def test_the_learners_own_line_ends_with_the_services_words(start: Callable[..., Running], tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_learners_own_line_ends_with_the_services_words(start: Callable[...,
             source.begun(WAIT)
     finally:
         source.close()
-    assert running.told("learner.progress") == []
+    assert running.events_of("learner.progress") == []
 
 
 def test_every_opening_and_every_ledger_names_the_run(start: Callable[..., Running], make_group: MakeGroup) -> None:

@@ -79,7 +79,7 @@ def test_the_admitted_staleness_follows_the_effective_sample_size() -> None:
     bound = adaptive()
     admitted = []
     for step, ess in enumerate([0.3] * 6 + [0.65] * 4 + [0.9] * 4):
-        bound.hear(step, ess)
+        bound.record(step, ess)
         admitted.append(bound.staleness)
     assert admitted == [2, 1.5, 1.5, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1, 1, 1.5]
     assert bound.slots == 10
@@ -101,19 +101,19 @@ def test_it_never_leaves_what_is_configured_and_never_deadlocks(
     every = data.draw(st.integers(1, order.capacity // groups))
     bound = AdaptiveBound(AdaptiveConfig(enabled=True, patience=1, change=0.7), order, highest, every)
     for step, value in enumerate(ess):
-        bound.hear(step, value)
+        bound.record(step, value)
         assert every * groups <= bound.slots <= order.capacity
 
 
 def test_it_is_off_unless_it_is_asked_for() -> None:
     bound = AdaptiveBound(AdaptiveConfig(), Fifo(4, 12), 2.0)
     for step in range(20):
-        bound.hear(step, 0.01)
+        bound.record(step, 0.01)
     assert (bound.slots, bound.metrics()) == (12, {})
 
 
 def test_steps_that_are_trained_again_are_not_heard_twice() -> None:
     bound = adaptive(patience=2)
     for step in (5, 5, 4, 5):
-        bound.hear(step, 0.1)
+        bound.record(step, 0.1)
     assert bound.staleness == 2.0

@@ -115,7 +115,7 @@ def test_a_whole_run_with_two_workers_a_learner_and_a_publisher(
         (1, [2, 3]),
         (2, [4, 5]),
     ]
-    assert [event["tokens"] for event in running.told("group.accepted")] == [20] * 6
+    assert [event["tokens"] for event in running.events_of("group.accepted")] == [20] * 6
     assert not (running.folder / "replay.address").exists()
 
 
@@ -151,7 +151,7 @@ def test_the_same_step_may_be_asked_for_again_and_a_wrong_one_ends_the_run(
     learner = running.learner()  # after a reconnect
     learner.send(Next(step=0))
     assert ids(hear(learner, ReceivedBatch)) == [0, 1]
-    assert len(running.told("batch")) == 2  # one for each start of a learner
+    assert len(running.events_of("batch")) == 2  # one for each start of a learner
     learner.send(Next(step=2))
     assert "step 2 was asked for, 1 is next" in hear(learner, Stop).reason
     assert running.end() == 1
@@ -199,7 +199,7 @@ def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
     stranger.close()
     assert isinstance(answer(worker, make_group, ticket), Accepted)
     assert running.service.core.malformed == 2 * len(junk)  # and the stranger's, less the learner's rightful Next
-    assert len(running.told("replay.malformed")) == 3
+    assert len(running.events_of("replay.malformed")) == 3
     documented("malformed message from ... refused: ...", caplog.text, GOES_ON)
 
 
@@ -322,7 +322,7 @@ def test_a_version_that_was_never_announced_is_refused_and_frees_nothing(
     for version in (PolicyVersion(7), PolicyVersion(1, incarnation=9), PolicyVersion(0, incarnation=1)):
         worker.send(Applied(server="w-server", version=version))
         assert worker.receive(0.3) is None, "slots of a version that nobody has"
-    (told,) = running.told("replay.malformed")
+    (told,) = running.events_of("replay.malformed")
     assert told["reason"] == "version 7.0, which server w-server reports, was never announced"
     documented("version ..., which server ... reports, was never announced", told["reason"], GOES_ON)
     assert running.service.core.malformed == 3
@@ -382,9 +382,9 @@ def test_a_disk_that_fails_ends_the_role_with_one_line_and_the_next_goes_on_from
     )
     assert "the journal cannot be written: Input/output error; check the disk, what is committed is safe" in line
     service.start()
-    (recovered,) = service.told("journal.recovered")[-1:]
+    (recovered,) = service.events_of("journal.recovered")[-1:]
     assert recovered["step"] == 0
-    assert not service.told("journal.damage")
+    assert not service.events_of("journal.damage")
 
 
 def test_an_address_in_use_is_told_before_anything_is_started(start: Callable[..., Running]) -> None:

@@ -55,7 +55,7 @@ def test_a_lease_that_is_over_gives_the_ticket_to_another_and_the_late_group_is_
     late = answer(lost, make_group, tickets[0])
     assert isinstance(late, Refused)
     assert isinstance(answer(heir, make_group, again[0]), Accepted)
-    assert len(running.told("ticket.expired")) == 4
+    assert len(running.events_of("ticket.expired")) == 4
 
 
 def test_a_silent_worker_keeps_its_tickets_for_their_lease(
@@ -66,10 +66,10 @@ def test_a_silent_worker_keeps_its_tickets_for_their_lease(
     running.learner()
     ticket = hear_tickets(worker, 4)[0]
     deadline = time.monotonic() + WAIT
-    while not running.told("worker.silent") and time.monotonic() < deadline:
+    while not running.events_of("worker.silent") and time.monotonic() < deadline:
         time.sleep(0.05)
     assert isinstance(answer(worker, make_group, ticket), Accepted)
-    assert not running.told("ticket.expired")
+    assert not running.events_of("ticket.expired")
 
 
 def test_heartbeats_that_name_a_ticket_extend_its_lease(start: Callable[..., Running]) -> None:
@@ -114,9 +114,9 @@ def test_what_a_drained_worker_hands_back_is_issued_again_however_often_and_what
             worker.send(Credit(capacity=0))
         worker.send(Bye())
     deadline = time.monotonic() + WAIT
-    while len(running.told("group.placeholders")) < 4 and time.monotonic() < deadline:
+    while len(running.events_of("group.placeholders")) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [event["attempt"] for event in running.told("group.placeholders")] == [2] * 4
+    assert [event["attempt"] for event in running.events_of("group.placeholders")] == [2] * 4
 
 
 def test_a_worker_that_reconnects_keeps_the_tickets_that_it_names(
@@ -144,10 +144,10 @@ def test_a_worker_that_outlives_the_service_keeps_the_leases_that_it_names(start
     worker = second.worker(tickets=tickets[:3])
     second.learner()
     deadline = time.monotonic() + WAIT
-    while not second.told("ticket.expired") and time.monotonic() < deadline:
+    while not second.events_of("ticket.expired") and time.monotonic() < deadline:
         worker.send(Heartbeat(tickets=tickets[:3]))
         worker.receive(0.05)
-    assert [event["group_id"] for event in second.told("ticket.expired")] == [3]
+    assert [event["group_id"] for event in second.events_of("ticket.expired")] == [3]
 
 
 def test_a_group_that_is_sent_twice_is_accepted_twice_and_kept_once(
@@ -162,7 +162,7 @@ def test_a_group_that_is_sent_twice_is_accepted_twice_and_kept_once(
     received = hear(learner, ReceivedBatch)
     assert received.stats["tokens_generated"] == 40
     assert received.stats["groups"] == 2
-    assert len(running.told("group.duplicate")) == 4
+    assert len(running.events_of("group.duplicate")) == 4
 
 
 def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
@@ -185,7 +185,7 @@ def test_a_prompt_that_nobody_answers_ends_as_placeholders_and_the_step_is_made(
     assert not any(sample.is_placeholder for sample in good.samples)
     assert [sample.failure for sample in poisoned.samples] == ["lost"] * 3
     assert received.stats["selection"]["selection/placeholders"] == 1
-    assert [event["attempt"] for event in running.told("group.placeholders")] == [1]
+    assert [event["attempt"] for event in running.events_of("group.placeholders")] == [1]
     documented("group ... is given up after attempt ...: placeholders", caplog.text, GOES_ON)
 
 
@@ -209,8 +209,8 @@ def test_a_second_worker_of_a_name_is_refused_while_the_first_speaks(start: Call
     assert stop.refused
     assert stop.reason == "a worker w is at work already; allowed: one of each name, so another --index for this one"
     documented("... is at work already; allowed: one of each name, so another --index for this one", stop.reason, 2)
-    assert not running.told("worker.replaced")
-    assert not running.told("ticket.expired")
+    assert not running.events_of("worker.replaced")
+    assert not running.events_of("ticket.expired")
 
 
 def test_a_worker_that_fell_silent_is_replaced_by_the_one_that_waits_for_its_name(
@@ -232,7 +232,7 @@ def test_a_worker_that_fell_silent_is_replaced_by_the_one_that_waits_for_its_nam
             second.send(Credit(capacity=4))
         again += message.tickets if isinstance(message, Tickets) else ()
     assert [ticket.attempt for ticket in again] == [1] * 4
-    assert len(running.told("worker.replaced")) == 1
+    assert len(running.events_of("worker.replaced")) == 1
 
 
 def test_what_was_said_while_the_service_sat_in_a_long_fsync_is_heard_before_leases_end(
@@ -263,7 +263,7 @@ def test_what_was_said_while_the_service_sat_in_a_long_fsync_is_heard_before_lea
     while time.monotonic() < deadline:
         worker.send(Heartbeat(tickets=named))
         time.sleep(0.1)
-    assert not running.told("ticket.expired")
+    assert not running.events_of("ticket.expired")
 
 
 def test_a_stopped_service_hears_its_workers_before_their_leases_end(
@@ -287,8 +287,8 @@ def test_a_stopped_service_hears_its_workers_before_their_leases_end(
             for _ in range(5):
                 worker.send(Heartbeat(tickets=named))
                 time.sleep(0.1)
-        assert not service.told("ticket.expired")
-        assert not service.told("worker.silent")
+        assert not service.events_of("ticket.expired")
+        assert not service.events_of("worker.silent")
     finally:
         for peer in peers:
             peer.close()
@@ -301,4 +301,4 @@ def test_a_gap_in_a_workers_words_is_answered_by_introduce(start: Callable[..., 
     worker._numbers._said += 3  # three words that never arrived
     worker.send(Heartbeat())
     hear(worker, Introduce)
-    assert [event["messages"] for event in running.told("replay.missed")] == [3]
+    assert [event["messages"] for event in running.events_of("replay.missed")] == [3]

@@ -58,7 +58,7 @@ def test_a_quarantined_group_comes_as_placeholders_ever_after(
     again = deliver(learner, 1)
     assert (ids(again), emptied(again), again.batch.quarantined) == ([2, 3], [False, True], {3})
     assert again.ledger.quarantined == {3: 0}
-    (event,) = running.told("group.quarantined")
+    (event,) = running.events_of("group.quarantined")
     assert (event["step"], event["group_id"], event["reason"]) == (1, 3, REASON)
     restored = running.learner(PolicyVersion(0, incarnation=1))
     assert emptied(deliver(restored, 0)) == [False, False]
@@ -91,7 +91,7 @@ def test_a_quarantine_of_a_step_that_is_not_there_changes_nothing(
     for step, group_id in ((0, 3), (5, 0), (0, 1 << 40)):
         quarantine(running, learner, step, group_id)
     assert emptied(deliver(learner, 0)) == [False, False]
-    assert running.told("group.quarantined") == []
+    assert running.events_of("group.quarantined") == []
 
 
 def test_rot_that_is_found_when_checkpoints_have_moved_on_costs_its_groups_alone(

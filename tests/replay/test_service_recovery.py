@@ -390,10 +390,10 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size + len(header) + len(arena) // 2, resource.RLIM_INFINITY))
         worker.send(make_group(2, tokens=50_000))
         deadline = time.monotonic() + WAIT
-        while not service.told("journal.full") and time.monotonic() < deadline:
+        while not service.events_of("journal.full") and time.monotonic() < deadline:
             worker.receive(0.05)
         learner.send(Next(step=0))
-        assert service.told("journal.full")
+        assert service.events_of("journal.full")
         worker.send(make_group(3))
         assert worker.receive(1.5) is None  # neither Accepted nor a ticket
         assert service.process.poll() is None
@@ -405,7 +405,7 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
         while not isinstance(received, ReceivedBatch):
             received = learner.receive(WAIT)
         assert ids(received) == [0, 1]
-        assert len(service.told("journal.full")) == len(service.told("journal.room")) == 1
+        assert len(service.events_of("journal.full")) == len(service.events_of("journal.room")) == 1
     finally:
         worker.close()
         learner.close()
@@ -442,11 +442,11 @@ def test_a_full_disk_does_not_keep_the_segments_that_would_free_it(
     room[0] = sum(path.stat().st_size for path in folder.glob("*.journal"))
     worker.send(make_group(tickets[0].group_id, version=tickets[0].issued_version))
     deadline = time.monotonic() + WAIT
-    while not running.told("journal.full") and time.monotonic() < deadline:
+    while not running.events_of("journal.full") and time.monotonic() < deadline:
         time.sleep(0.01)
     learner.send(Saved(version=PolicyVersion(20), oldest=20))
     hear(worker, Accepted)
-    assert len(running.told("journal.room")) == 1
+    assert len(running.events_of("journal.room")) == 1
     assert len(list(folder.glob("*.journal"))) < segments
 
 
@@ -534,7 +534,7 @@ def test_a_flipped_byte_in_the_journal_costs_that_group_alone(
     (segment,) = (service.folder / "journal").glob("*.journal")
     flip_a_byte(segment, trainer.trained[3].groups[1])
     service.start()
-    assert ["group 7 is generated again" in event["told"] for event in service.told("journal.damage")] == [True]
+    assert ["group 7 is generated again" in event["told"] for event in service.events_of("journal.damage")] == [True]
     trainer.step, trainer.ledger, trainer.trained = 3, None, {}
     trainer.run(12, lambda: None)
     assert _content(trainer.trained[3].groups[0]) == _content(first.groups[0])

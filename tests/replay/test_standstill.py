@@ -30,7 +30,7 @@ def test_a_service_whose_learner_never_comes_ends(start: Callable[..., Running],
     running = start(**QUICK)
     code = running.end()
     documented("no learner step in run.progress_timeout=... s: no learner is there", caplog.text, code)
-    assert [event["reason"] for event in running.told("gave_up")] == [
+    assert [event["reason"] for event in running.events_of("gave_up")] == [
         "no learner step in run.progress_timeout=1.5 s: no learner is there"
     ]
 
@@ -102,7 +102,7 @@ def test_a_run_that_has_finished_is_not_given_up(start: Callable[..., Running]) 
     running.worker(version=V0)
     running.learner().send(Finished(version=V1))  # which the worker's server never gets
     assert running.end() == 0
-    assert not running.told("gave_up")
+    assert not running.events_of("gave_up")
 
 
 def test_a_learner_that_gives_up_ends_everybody_with_its_reason(start: Callable[..., Running]) -> None:
@@ -112,7 +112,7 @@ def test_a_learner_that_gives_up_ends_everybody_with_its_reason(start: Callable[
     learner.send(GaveUp(reason="8 steps in a row made no update"))
     assert hear(worker, Stop) == Stop(reason="8 steps in a row made no update", failed=True)
     assert running.end() == 1
-    assert [event["reason"] for event in running.told("gave_up")] == ["8 steps in a row made no update"]
+    assert [event["reason"] for event in running.events_of("gave_up")] == ["8 steps in a row made no update"]
 
 
 def test_a_worker_whose_scorer_is_broken_ends_everybody_with_its_reason(start: Callable[..., Running]) -> None:

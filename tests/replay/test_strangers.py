@@ -156,7 +156,7 @@ def test_strangers_who_only_connect_neither_end_the_service_nor_hold_up_its_peer
         late = Dealer(service.address, config.stream, keys, "late")
         late.send(Hello(run=RUN, role="generator", name="late"))
         deadline = time.monotonic() + WAIT
-        while not any(event["name"] == "late" for event in service.told("replay.hello")):
+        while not any(event["name"] == "late" for event in service.events_of("replay.hello")):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         late.close()

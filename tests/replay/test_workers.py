@@ -111,7 +111,7 @@ def test_ten_missed_heartbeats_take_a_worker_off_the_roster_and_a_word_brings_it
     assert workers.silent(10.2) == []
     assert workers.servers == ()
     assert workers.owner("sa") is None
-    workers.hear(b"a", 11.0)
+    workers.touch(b"a", 11.0)
     assert workers.servers == (server("sa"),)
 
 
@@ -120,7 +120,7 @@ def test_a_new_process_of_the_same_name_replaces_the_old_one() -> None:
     join(workers, "a", 5, server("sa", V1))
     replaced = workers.join("a", b"second", (server("sa"),), 1.0)
     assert replaced is not None
-    assert workers.hear(b"a", 2.0) is None
+    assert workers.touch(b"a", 2.0) is None
     assert workers.servers == (server("sa", V0),)
     again = workers.join("a", b"second", (server("sa"), server("sb")), 3.0)
     assert again is None
@@ -142,8 +142,8 @@ def test_the_busy_share_is_taken_between_heartbeats() -> None:
     join(workers, "a", 1, server("sa"))
     join(workers, "b", 1, server("sb"))
     for now, busy in ((0.0, 0.0), (4.0, 1.0)):
-        workers.live[0].busy.hear(Heartbeat(busy=busy), now)
+        workers.live[0].busy.record(Heartbeat(busy=busy), now)
     assert workers.busy() == pytest.approx(0.125)  # a: 0.25, b: nothing known
     assert workers.busy() == pytest.approx(0.125)  # no news
-    workers.live[0].busy.hear(Heartbeat(busy=5.0), 8.0)
+    workers.live[0].busy.record(Heartbeat(busy=5.0), 8.0)
     assert workers.busy() == pytest.approx(0.5)

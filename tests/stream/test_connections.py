@@ -22,7 +22,7 @@ def accepted(connections: Connections, *descriptors: int) -> None:
 
 def look(connections: Connections, counts: dict[int, Count]) -> list[tuple[int, str]]:
     """Each one that is to be cut is closed with the count that it had."""
-    cut = connections.look(counts.__getitem__)
+    cut = connections.poll(counts.__getitem__)
     for descriptor, _ in cut:
         connections.closed(descriptor, counts[descriptor]._replace(queued=0))
     return cut

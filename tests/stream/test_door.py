@@ -385,7 +385,7 @@ def test_a_door_that_fails_lets_nobody_in_tells_its_reader_and_holds_up_no_end(
     def fails() -> None:
         raise RuntimeError("counts that cannot be")
 
-    monkeypatch.setattr(router._door, "_look", fails)
+    monkeypatch.setattr(router._door, "_poll", fails)
     with pytest.raises(DoorFailed, match="counts that cannot be"):
         until(lambda: router.receive(0.1))
     monkeypatch.setattr(router._door, "_failure", None)  # a reader that does not care
@@ -418,7 +418,7 @@ def test_a_file_of_the_process_that_has_the_number_of_a_former_connection_is_lef
             for descriptor in (accepted.fileno(), listener.fileno(), os.open(os.devnull, os.O_RDONLY)):
                 router._door._accepted(descriptor, router.address)
             assert len(router._door.connections) == 0
-            router._door._look()
+            router._door._poll()
             accepted.sendall(b"whole")
             assert own.recv(5) == b"whole"
 

@@ -53,7 +53,7 @@ def test_the_opening_words_come_first(service, peer):
 def test_an_introduce_is_answered_by_the_opening_words_and_not_handed_on(service, peer):
     service.receive(), service.receive()
     time.sleep(0.1)  # the interval in which a second opening is no answer
-    service.say(Introduce())
+    service.send(Introduce())
     assert listen(peer, 0.3) == []
     words = [service.receive() for _ in range(3)]
     assert [word for word in words if not isinstance(word, Heartbeat)][:2] == [HELLO, Next(step=3)]
@@ -64,7 +64,7 @@ def test_opening_words_that_the_connection_does_not_take_are_said_on_a_new_one(s
     service.receive(), service.receive()
     former = service.peer
     time.sleep(0.1)  # as above
-    service.say(Introduce())
+    service.send(Introduce())
 
     def takes_nothing(message: Message) -> None:
         raise StreamTimeout("nothing was taken in 0.5 s")
@@ -73,7 +73,7 @@ def test_opening_words_that_the_connection_does_not_take_are_said_on_a_new_one(s
     assert peer.receive(WAIT) is None
     assert [service.receive(), service.receive()] == [HELLO, Next(step=3)]
     assert service.peer != former
-    service.say(Stop(reason="heard"))
+    service.send(Stop(reason="heard"))
     assert isinstance(peer.receive(WAIT), Stop)
 
 
@@ -81,20 +81,20 @@ def test_many_introduces_at_once_are_answered_once(service, peer):
     service.receive(), service.receive()
     time.sleep(0.2)
     for _ in range(20):
-        service.say(Introduce())
+        service.send(Introduce())
     peer.receive(1.0)
     assert service.receive() == HELLO
     assert service.receive() == Next(step=3)
     while peer.receive(0.05) is not None:
         pass
-    assert service.hears_nothing(0.3)
+    assert service.expect_nothing(0.3)
 
 
 def test_a_gap_in_the_words_of_the_service_is_answered_by_the_opening_words(service, peer):
     service.receive(), service.receive()
     time.sleep(0.2)
     service.loses(1)
-    service.say(Stop(reason="after the gap"))
+    service.send(Stop(reason="after the gap"))
     assert [type(word) for word in listen(peer, 0.3)] == [Stop]
     words = [service.receive() for _ in range(3)]
     assert HELLO in words
@@ -109,7 +109,7 @@ def test_a_service_at_the_same_address_is_greeted_when_it_asks(config, service, 
         deadline = time.monotonic() + WAIT
         listen(peer, 0.3)
         assert isinstance(again.receive(), Heartbeat)
-        again.say(Introduce())
+        again.send(Introduce())
         words: list[Message] = []
         while HELLO not in words:
             assert time.monotonic() < deadline

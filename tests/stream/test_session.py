@@ -138,7 +138,7 @@ class Circle(RuleBasedStateMachine):
             self.line.down.clear()
         while self.line.down:
             self.peer_handles_a_word()
-        self.hears_nothing()
+        self.expect_nothing()
 
     @precondition(lambda self: self.sending is not None)
     @rule()
@@ -160,7 +160,7 @@ class Circle(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.line.down and self.sending is None)
     @rule()
-    def hears_nothing(self) -> None:
+    def expect_nothing(self) -> None:
         if not self.session.is_patient(self.now) and self.session.leaves(self.told):
             self.session.leave(self.told, self.now)
             self.connect()

@@ -14,7 +14,7 @@ import zmq
 
 from streamrl.config import Config
 from streamrl.config.replay import StreamConfig
-from streamrl.stream.address import address_path, replay_address, tell_address
+from streamrl.stream.address import address_path, replay_address, write_address
 from streamrl.stream.codec import decode_group
 from streamrl.stream.messages import BatchHeader, BatchStats, Bye, Credit, MalformedMessage, Next, Stop, decode
 from streamrl.stream.sockets import (
@@ -306,14 +306,14 @@ def test_the_address_file_is_waited_for(tmp_path: Path) -> None:
     config = Config.model_validate({"run": {"start_timeout": 0.2}})
     with pytest.raises(TimeoutError, match=r"replay\.address in run\.start_timeout=0\.2"):
         replay_address(config, tmp_path)
-    told = tell_address(tmp_path, "tcp://0.0.0.0:77")
+    told = write_address(tmp_path, "tcp://0.0.0.0:77")
     assert replay_address(config, tmp_path) == told != "tcp://0.0.0.0:77"
     assert [path.name for path in tmp_path.iterdir()] == [address_path(tmp_path).name]
 
 
 def test_another_name_of_the_service_s_machine_is_told_where_it_has_one(tmp_path: Path) -> None:
-    assert tell_address(tmp_path, "tcp://0.0.0.0:77", "run-replay-0.run") == "tcp://run-replay-0.run:77"
-    assert tell_address(tmp_path, "tcp://10.0.0.7:77", "run-replay-0.run") == "tcp://10.0.0.7:77"
+    assert write_address(tmp_path, "tcp://0.0.0.0:77", "run-replay-0.run") == "tcp://run-replay-0.run:77"
+    assert write_address(tmp_path, "tcp://10.0.0.7:77", "run-replay-0.run") == "tcp://10.0.0.7:77"
 
 
 def test_a_bound_of_all_unread_bytes_that_two_messages_would_break_is_refused() -> None:

@@ -38,7 +38,7 @@ def main(
     config = config_file.load(source, overrides)
     plan = make_plan(config, model_shape(config, shape), machines, figures)
     show(plan, config, machines, Console(width=WIDTH))
-    senseless.tell(senseless.warnings(config))
+    senseless.warn(senseless.warnings(config))
     if output is not None:
         output.write_text(json.dumps(plan.as_json(), indent=1) + "\n")
     return 0

@@ -195,7 +195,7 @@ class Circle:
         """The batch that the learner waits for, if it is complete."""
         if self._asked is None:
             return
-        stored = self._buffer.take(self._asked)
+        stored = self._buffer.pop(self._asked)
         if stored is None:
             return
         groups = tuple(each.frames[0] for each in stored if each.frames is not None)
