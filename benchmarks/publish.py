@@ -44,10 +44,10 @@ from benchmarks.publish_receiver import DEADLINE, Order, Shapes, checksum_of, re
 from streamrl.config.replay import StreamConfig
 from streamrl.device import Device
 from streamrl.engine.kept_memory import DoubleMemory
-from streamrl.publish.broadcast import BroadcastSource
-from streamrl.publish.delta import DeltaSource
-from streamrl.publish.disk import DiskSource
-from streamrl.publish.memory import MemorySource
+from streamrl.publish.broadcast_source import BroadcastSource
+from streamrl.publish.delta_source import DeltaSource
+from streamrl.publish.disk_source import DiskSource
+from streamrl.publish.memory_source import MemorySource
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import Source
 from streamrl.stream.messages import ServerState

@@ -34,7 +34,7 @@ from streamrl.engine.client import Answer, EngineClient, Interruption
 from streamrl.engine.server import Server
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.requests import GroupPolicy, Place
-from streamrl.generate.sinks import make_sink
+from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion

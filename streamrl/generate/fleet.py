@@ -19,7 +19,7 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError, Pressure
 from streamrl.engine.server import ServerFailed
-from streamrl.generate.placement import Placement
+from streamrl.generate.request_placement import Placement
 from streamrl.generate.requests import GroupPolicy, Place
 from streamrl.generate.router import ROUTER, RouterPolicy
 from streamrl.generate.served import INITIAL, ServedModel, engine_keys, keeps_cache

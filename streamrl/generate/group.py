@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference
-from streamrl.generate.routing import shared_prompt_routing
+from streamrl.generate.moe_routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.stream.contiguous import arena_of
 from streamrl.tasks.environment import Environment, Rollout

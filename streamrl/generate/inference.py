@@ -14,7 +14,7 @@ import numpy as np
 
 from streamrl.config.generate import GenerateConfig
 from streamrl.engine.client import Answer, EngineError
-from streamrl.generate.routing import routing_columns
+from streamrl.generate.moe_routing import routing_columns
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.stream.contiguous import answer_arrays
 from streamrl.tasks.environment import Completion, Message

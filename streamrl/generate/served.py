@@ -16,7 +16,7 @@ from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
-from streamrl.generate.sinks import make_sink
+from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.stream.messages import ServerState

@@ -19,7 +19,7 @@ import numpy as np
 
 from streamrl.config.file import ConfigError
 from streamrl.learner.batch_metrics import token_ages
-from streamrl.routing import OUTPUT, UNKNOWN, Alike, routed_alike, unfold
+from streamrl.moe_routing import OUTPUT, UNKNOWN, Alike, routed_alike, unfold
 from streamrl.trainable import answer_length
 from streamrl.types import Batch, Group, Sample
 

@@ -53,8 +53,8 @@ def newest_whole(root: Path, ranks: Ranks, run: RunIdentity, report: Report = lo
         return found
     if folders:
         raise ConfigError(
-            f"{'; '.join(reported)}: no checkpoint is left to resume from; allowed: a copy of one put back, or a new run "
-            "(--fresh)"
+            f"{'; '.join(reported)}: no checkpoint is left to resume from; allowed: a copy of one put back, or a new "
+            "run (--fresh)"
         )
     return None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from streamrl.config.file import ConfigError
 from streamrl.learner.attention import PackedRow
 from streamrl.learner.shape import ModelShape
-from streamrl.routing import UNKNOWN
+from streamrl.moe_routing import UNKNOWN
 
 
 def row_experts(routed: np.ndarray, shape: ModelShape, tokens: int, device: torch.device) -> Tensor:

@@ -39,7 +39,7 @@ def group_bytes(config: Config, shape: ModelShape, prompt: int) -> GroupBytes:
     header, _ = encode_group(zero_group(size, prompt, answer), max_message=1 << 62)
     routing = 0
     if config.learner.router_replay and shape.moe:
-        routing = 2 * shape.layers * shape.moe.top_k  # int16 of each layer's experts (streamrl/routing.py)
+        routing = 2 * shape.layers * shape.moe.top_k  # int16 of each layer's experts (streamrl/moe_routing.py)
     folded = answer * math.ceil(prompt / answer) * routing  # of one sample of the group
     fixed = 4 * prompt + folded
     token = TOKEN + routing

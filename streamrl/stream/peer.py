@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic
 
 from streamrl.config import Config
-from streamrl.stream.address import replay_address, read_address
+from streamrl.stream.address import read_address, replay_address
 from streamrl.stream.keys import key_folder
 from streamrl.stream.messages import Heartbeat, MalformedMessage, Message, TicketKey
 from streamrl.stream.session import K, Outbox, Session, State, Word

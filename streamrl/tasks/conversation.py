@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.routing import OUTPUT, PROMPT, UNKNOWN, fold
+from streamrl.moe_routing import OUTPUT, PROMPT, UNKNOWN, fold
 from streamrl.tasks.environment import Completion, Inference, Message, Prompt
 from streamrl.types import PolicyVersion, VersionSpan
 

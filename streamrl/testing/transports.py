@@ -74,7 +74,7 @@ class TransportConformance(Conformance):
         from safetensors.torch import load_file, save_file
 
         from streamrl.generate.gate import RequestGate
-        from streamrl.generate.sinks import make_sink
+        from streamrl.generate.weight_sinks import make_sink
         from streamrl.publish.sources import make_source, make_staging
         from streamrl.stream.keys import key_folder, service_keys
 

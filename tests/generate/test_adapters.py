@@ -18,7 +18,7 @@ from streamrl.engine.client import Answer, EngineClient, EngineError
 from streamrl.engine.server import Server, server_arguments
 from streamrl.generate.adapters import Adapters
 from streamrl.generate.served import ServedModel
-from streamrl.publish.adapter import AdapterSource
+from streamrl.publish.adapter_source import AdapterSource
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError
 from streamrl.stream.messages import ServerState

@@ -16,7 +16,7 @@ from streamrl.config import Config
 from streamrl.engine.client import EngineClient
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.tokenizer import Tokenizer
-from streamrl.routing import OUTPUT, PROMPT
+from streamrl.moe_routing import OUTPUT, PROMPT
 from streamrl.tasks.environment import Completion, Prompt, Score
 from streamrl.tasks.turns import TurnByTurn
 

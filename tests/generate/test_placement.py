@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.generate.placement import Placement
+from streamrl.generate.request_placement import Placement
 
 SERVERS = ["server-0-0", "server-0-1", "server-0-2"]
 

@@ -25,7 +25,7 @@ from streamrl.engine.client import (
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
 from streamrl.generate.requests import STALLS, GroupPolicy, Place
-from streamrl.generate.sinks import make_sink
+from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.sources import make_source
 from streamrl.publish.staging import Staging
 from streamrl.stream.messages import ServerState

@@ -18,7 +18,7 @@ from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server, server_arguments
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load
-from streamrl.generate.routing import routing_columns, shared_prompt_routing
+from streamrl.generate.moe_routing import routing_columns, shared_prompt_routing
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.observe.events import EventLog

@@ -14,8 +14,8 @@ from streamrl.lab.plan.generators import pools
 from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
 from streamrl.lab.plan.machines import GIB
 from streamrl.lab.plan.parameters import layers_of, of_server_rank, of_stage, whole_adapters, whole_model
+from streamrl.moe_routing import OUTPUT, PROMPT, fold
 from streamrl.preflight.wire import group_bytes, zero_group
-from streamrl.routing import OUTPUT, PROMPT, fold
 from streamrl.stream.codec import encode_group
 from tests.lab.plan_recipes import H100, LORA, MOE, QWEN, SHAPES, UNEVEN, planned, recipe, shape_of
 

@@ -157,4 +157,6 @@ def test_it_fits_wide_and_narrow_in_light_and_dark(pages: tuple[Path, Path], wid
 
 async def press(browser: Browser, text: str) -> None:
     """Press the button with this text."""
-    await browser.evaluate(f"[...document.querySelectorAll('button')].find((each) => each.textContent === {text!r}).click()")
+    await browser.evaluate(
+        f"[...document.querySelectorAll('button')].find((each) => each.textContent === {text!r}).click()"
+    )

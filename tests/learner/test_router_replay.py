@@ -13,7 +13,7 @@ from streamrl.config.file import ConfigError
 from streamrl.learner.attention import describe_row
 from streamrl.learner.logprobs import Targets
 from streamrl.learner.router_replay import row_experts
-from streamrl.routing import UNKNOWN
+from streamrl.moe_routing import UNKNOWN
 
 TOKENS, LAYERS, EXPERTS, TOP_K = 20, 3, 6, 2
 

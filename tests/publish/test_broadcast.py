@@ -19,8 +19,8 @@ from streamrl.device import Device
 from streamrl.engine.client import Answer, EngineClient
 from streamrl.engine.server import Server
 from streamrl.generate.gate import RequestGate
-from streamrl.generate.sinks import make_sink
-from streamrl.publish.broadcast import BroadcastSource
+from streamrl.generate.weight_sinks import make_sink
+from streamrl.publish.broadcast_source import BroadcastSource
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import Check, PublishError, Sink
 from streamrl.stream.messages import ServerState

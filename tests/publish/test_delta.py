@@ -19,9 +19,9 @@ from streamrl.engine.client import EngineClient
 from streamrl.engine.kept_memory import KeptReader, Place
 from streamrl.engine.load_plan import BucketLayout
 from streamrl.generate.gate import RequestGate
-from streamrl.generate.sinks import make_sink
-from streamrl.publish.delta import DeltaSource
+from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.delta_sink import DeltaSink
+from streamrl.publish.delta_source import DeltaSource
 from streamrl.publish.sources import make_source
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import Check, PublishError, Sink

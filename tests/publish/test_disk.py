@@ -18,8 +18,8 @@ from streamrl.engine.client import Answer, EngineClient
 from streamrl.engine.server import Server
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.served import ServedModel
-from streamrl.generate.sinks import make_sink
-from streamrl.publish.disk import DiskSource
+from streamrl.generate.weight_sinks import make_sink
+from streamrl.publish.disk_source import DiskSource
 from streamrl.publish.sources import make_source
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError, Sink

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from streamrl.config import Config
 from streamrl.engine.client import Answer, EngineClient
 from streamrl.generate.gate import GatedPolicy, RequestGate
-from streamrl.generate.sinks import make_sink
+from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.sources import make_source
 from streamrl.publish.staging import Staging
 from streamrl.publish.transport import PublishError, Sink, Source

@@ -19,8 +19,8 @@ from streamrl.config.file import ConfigError, load
 from streamrl.engine.client import Answer, EngineClient
 from streamrl.engine.kept_memory import DoubleMemory
 from streamrl.generate.gate import RequestGate
-from streamrl.generate.sinks import make_sink
-from streamrl.publish.memory import MemorySource
+from streamrl.generate.weight_sinks import make_sink
+from streamrl.publish.memory_source import MemorySource
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError, Sink

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient
 from streamrl.generate.gate import RequestGate
-from streamrl.generate.sinks import make_sink
+from streamrl.generate.weight_sinks import make_sink
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.publish import publisher
 from streamrl.publish.publisher import Publisher

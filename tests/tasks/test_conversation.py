@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from streamrl.routing import OUTPUT, PROMPT, UNKNOWN, fold, unfold
+from streamrl.moe_routing import OUTPUT, PROMPT, UNKNOWN, fold, unfold
 from streamrl.tasks.conversation import Conversation
 from streamrl.tasks.environment import Completion, Message, Prompt
 from streamrl.types import PolicyVersion, Sample, VersionSpan

@@ -14,7 +14,7 @@ class Adapter(Transport):
     """A PEFT folder in the run folder; the servers keep the base weights."""
 
     def source(self, at: LearnerEnd) -> Source:
-        from streamrl.publish.adapter import AdapterSource
+        from streamrl.publish.adapter_source import AdapterSource
 
         return AdapterSource(at.run_folder, at.config.learner.lora, at.config.model.path)
 

@@ -15,7 +15,7 @@ class Broadcast(Transport):
 
     def source(self, at: LearnerEnd) -> Source:
         from streamrl.device import detect
-        from streamrl.publish.broadcast import BroadcastSource
+        from streamrl.publish.broadcast_source import BroadcastSource
 
         return BroadcastSource(at.host, detect(), at.config.publish.timeout)
 

@@ -18,7 +18,7 @@ class Delta(Transport):
     uses = frozenset({"verify_every"})
 
     def source(self, at: LearnerEnd) -> Source:
-        from streamrl.publish.delta import DeltaSource
+        from streamrl.publish.delta_source import DeltaSource
         from streamrl.stream.keys import key_folder
 
         config = at.config

@@ -18,7 +18,7 @@ class Disk(Transport):
     verifies = "every version's checksum"
 
     def source(self, at: LearnerEnd) -> Source:
-        from streamrl.publish.disk import DiskSource
+        from streamrl.publish.disk_source import DiskSource
 
         folder = at.config.publish.folder
         return DiskSource(folder / at.config.run.name if folder else at.run_folder / "published", at.config.model.path)

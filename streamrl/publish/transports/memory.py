@@ -21,7 +21,7 @@ class Memory(Transport):
     uses = frozenset({"verify_every"})
 
     def source(self, at: LearnerEnd) -> Source:
-        from streamrl.publish.memory import MemorySource
+        from streamrl.publish.memory_source import MemorySource
 
         return MemorySource(at.config.publish.verify_every)
 

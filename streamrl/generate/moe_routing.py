@@ -1,4 +1,4 @@
-"""The experts that a server routed each token to, from SGLang's answer to the columns of `streamrl.routing`."""
+"""The experts that a server routed each token to, from SGLang's answer to the columns of `streamrl.moe_routing`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.routing import PROMPT, Alike, fold, routed_alike
+from streamrl.moe_routing import PROMPT, Alike, fold, routed_alike
 from streamrl.types import Sample
 
 
