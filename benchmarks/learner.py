@@ -37,7 +37,7 @@ from torch import Tensor
 
 from benchmarks.peak_memory import peak_bytes
 from benchmarks.random_models import write_model
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
 from streamrl.device import Device

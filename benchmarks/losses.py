@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.losses_reference import slow_covariant, slow_loss, slow_outliers
 from benchmarks.losses_trl import NORM_LENGTH, TRL_LOSS, rectangular, token_batch, trl_loss
 from benchmarks.random_models import worst
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import finish
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch

@@ -24,12 +24,12 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from benchmarks.random_models import make_batch, worst
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
 from streamrl.learner.forward import Passes, wrap
 from streamrl.learner.huggingface import export_weights, load_weights
-from streamrl.learner.model import PolicyModel, build, choose_layers
+from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import MicroBatch, Packing, plan_batch
 from streamrl.learner.parallel import Ranks
@@ -120,8 +120,7 @@ def gradient_of(case: Case) -> Gradient:
     config = Config.model_validate_json(case.config)
     ranks = Ranks.start(config)
     try:
-        layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
-        chunks = build(read_shape(config.model.path), config, ranks.device, layers)
+        chunks = build(read_shape(config.model.path), config, ranks.device)
         load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
         passes = Passes(wrapped, ranks, config)

@@ -13,29 +13,26 @@ from safetensors.torch import load_file
 
 from streamrl.config.learner import LORA_PROJECTIONS
 from streamrl.publish.peft import tensor_name
+from streamrl.testing.families import VOCABULARY, random_model
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
-VOCABULARY = 131  # not a multiple of anything, so that the embedding is padded
-
-FAMILIES = {
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+    ),
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None}),
 }
-
-_OF_A_FAMILY: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 32},
-    "qwen3_moe": {
-        "head_dim": 32,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48,
-        "norm_topk_prob": True,
-    },
-    "mistral": {"sliding_window": None},
-}
+# transformers' class, and what its configuration needs.
 
 
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:
@@ -43,30 +40,9 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
 
     Further keyword arguments go into its configuration.
     """
-    import transformers
-
-    config_class, model_class = (getattr(transformers, name) for name in FAMILIES[family])
-    torch.manual_seed(0)
-    config = config_class(
-        **{
-            "vocab_size": VOCABULARY,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
-            "tie_word_embeddings": tied,
-            **_OF_A_FAMILY.get(family, {}),
-            **shape,
-        }
-    )
-    model = model_class(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    model_class, needed = FAMILIES[family]
+    config = {"num_hidden_layers": layers, "tie_word_embeddings": tied, **needed, **shape}
+    random_model(model_class, **config).save_pretrained(folder)
     return folder
 
 

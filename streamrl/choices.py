@@ -186,8 +186,12 @@ LOSSES = Kind("algo.loss", "streamrl.algo.families", "streamrl.algo.families.bas
 WEIGHTS = Kind("algo.weight", "streamrl.algo.weights", "streamrl.algo.weights.base:ImportanceWeight")
 MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask")
 REGULARISERS = Kind("algo.covariance", "streamrl.algo.regularisers", "streamrl.algo.regularisers.base:Regulariser")
+PROXIMALS = Kind("algo.proximal", "streamrl.algo.proximals", "streamrl.algo.proximals.base:Proximal")
+AGGREGATIONS = Kind("algo.aggregation", "streamrl.algo.aggregations", "streamrl.algo.aggregations.base:Aggregation")
 FAMILIES = Kind("model.family", "streamrl.learner.families", "streamrl.learner.families.base:ModelFamily")
 TASKS = Kind("task.name", "streamrl.tasks.built_in", "streamrl.tasks.environment:Environment", hosted=True)
 TOOLS = Kind("task.args.tools", "streamrl.tasks.tools", "streamrl.tasks.tools.base:Tool")
+SINKS = Kind("observe.sink", "streamrl.observe.sinks", "streamrl.observe.sinks.base:Sink")
 
-KINDS = (ORDERS, CURRICULA, TRANSPORTS, LOSSES, WEIGHTS, MASKS, REGULARISERS, FAMILIES, TASKS, TOOLS)
+ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, AGGREGATIONS)
+KINDS = (ORDERS, CURRICULA, TRANSPORTS, *ALGORITHM, FAMILIES, TASKS, TOOLS, SINKS)

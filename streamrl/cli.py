@@ -201,7 +201,7 @@ def _convert(options: argparse.Namespace) -> int:
     from streamrl.lab import convert
 
     sizes = {name: getattr(options, name) for name in ("tensor", "pipeline", "expert")}
-    how = {"dtype": options.dtype, "model": options.model, "timeout": options.timeout}
+    how = {"dtype": options.dtype, "model": options.model, "family": options.family, "timeout": options.timeout}
     return convert.main(options.source, options.output, sizes, **how)
 
 
@@ -387,6 +387,9 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
         )
     convert.add_argument("--dtype", choices=("float32", "bfloat16"), help="of what is written (default: as stored)")
     convert.add_argument("--model", type=Path, metavar="FOLDER", help="config.json and tokenizer of a checkpoint")
+    convert.add_argument(
+        "--family", metavar="CLASS", help="as model.family (default: of the run, or by the architecture)"
+    )
     convert.add_argument("--timeout", type=flags.seconds, default=3600.0, metavar="SECONDS", help="(default: 3600)")
 
 

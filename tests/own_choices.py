@@ -7,8 +7,15 @@ from pathlib import Path
 
 from tests.documented_commands import ROOT, blocks
 
-PAGES = ("howto-order.md", "howto-transport.md", "howto-loss.md")
-TASKS = ("howto-task.md", "tasks.md")
+PAGES = (
+    "howto-order.md",
+    "howto-transport.md",
+    "howto-loss.md",
+    "howto-task.md",
+    "howto-model.md",
+    "tasks.md",
+    "watching.md",
+)
 OWN = (
     "replay.order=by_age.py:ByAge",
     "replay.order_options.oldest_first=true",
@@ -19,12 +26,13 @@ OWN = (
     "algo.loss_options.penalty=0.5",
     "algo.weight=sqrt_weight.py:SquareRoot",
     "algo.covariance=slow_down.py:SlowDown",
+    "observe.sink=csv_sink.py:Csv",
 )
 
 
 def write_files(folder: Path) -> None:
     """Every block of the pages that begins with the name of a file."""
-    for page in (*PAGES, *TASKS, "howto-model.md"):
+    for page in PAGES:
         for language, text in blocks(ROOT / "docs" / page):
             if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
                 (folder / name[1]).write_text(text)

@@ -17,12 +17,16 @@ OTHER_MEANINGS = {
     "launch/render.py": {"python"},  # a program
     "launch/tiny_model.py": {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"},  # transformers' own names
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
+    "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/config/learner.py": {"none"},  # algo.advantage.std, learner.recompute
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event
+    "streamrl/lab/plan/learner_memory.py": {"recompute"},  # learner.recompute
     "streamrl/lab/plan/machines.py": {"copy", "memory", "disk"},  # speeds of a machine
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
+    "streamrl/learner/packing.py": {"behaviour"},  # a field
+    "streamrl/learner/selection.py": {"behaviour"},  # a field
     "streamrl/observe/console.py": {"ready"},  # an event
     "streamrl/observe/timeline.py": {"ready"},  # an event
     "streamrl/replay/durable.py": {"none"},  # journal.keep
@@ -33,6 +37,7 @@ OTHER_MEANINGS = {
     "streamrl/tasks/python_tool.py": {"memory"},  # a limit of the sandbox
     "streamrl/tasks/questions.py": {"memory", "math", "countdown"},  # a limit of the sandbox; judges
     "streamrl/tasks/sandbox.py": {"memory"},  # a limit of the sandbox
+    "streamrl/testing/tools.py": {"tools"},  # an argument of the task
 }
 # Words that are spelled like a choice and are none.
 

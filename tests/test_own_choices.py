@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from docs import reference
 from streamrl import choices
-from streamrl.choices import FAMILIES, KINDS, TOOLS
+from streamrl.choices import FAMILIES, KINDS, SINKS, TOOLS
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
@@ -146,8 +146,8 @@ def test_every_declaration_is_loaded_without_torch():
 
 
 def test_what_is_built_in_may_be_given_by_its_path_and_is_the_same():
-    # Tools are arguments of one task; the family is found by the model.
-    keys = [kind for kind in KINDS if kind not in (TOOLS, FAMILIES)]
+    # Tools are arguments of one task; the family is found by the model; there is no sink.
+    keys = [kind for kind in KINDS if kind not in (TOOLS, FAMILIES, SINKS)]
     names = [f"{kind.key}={config_file.value_at(Config(), kind.key)}" for kind in keys]
     paths = [f"{kind.key}={kind.package}.{name.partition('=')[2]}" for kind, name in zip(keys, names, strict=True)]
     classes = [kind.load(name.partition("=")[2]).__qualname__ for kind, name in zip(keys, names, strict=True)]

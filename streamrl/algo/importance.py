@@ -1,4 +1,4 @@
-"""How far a token is off-policy and what its weight is: proximal policy, importance weight, mask, discount.
+"""How far a token is off-policy and what its weight is: importance weight, mask, discount.
 
     log ratio ──aggregate──▶ q ──f, C(s)──▶ weight ──masks──▶ 0 or weight ──discount──▶ w
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.masks import mask_of
+from streamrl.algo.proximals import proximal_of
 from streamrl.algo.ratios import log_ratio
 from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.tokens import TokenBatch, needed
@@ -35,26 +36,6 @@ class Weights:
     masked_by: dict[str, Tensor]  # bool [n] of each mask that is on, by its name
 
 
-def proximal_logprobs(
-    behaviour: Tensor, log_rho: Tensor, staleness: Tensor, config: AlgoConfig, scores: Tensor | None = None
-) -> Tensor:
-    """log pi_old: [n], without gradient.
-
-    behaviour, log_rho: float [n], log mu and log pi - log mu; staleness: int64 [n]; scores: float [n],
-    log-probs of the weights that the step starts from.
-
-    `behaviour`: mu itself. `recompute`: the scores (decoupled PPO, arXiv:2110.00641). `interpolate`:
-    `log mu + alpha log rho`, `alpha = s / (s + 1)`: a fresh token stays near the policy that generated it, an
-    old one near the learner, without the second forward pass. Raises ValueError where the scores are missing.
-    """
-    if config.proximal == "behaviour":
-        return behaviour
-    if config.proximal == "recompute":
-        return needed(scores, "proximal", "algo.proximal=recompute").detach()
-    age = staleness.to(log_rho.dtype)
-    return behaviour + age / (age + 1) * log_rho
-
-
 def importance_weights(
     tokens: TokenBatch, log_rho: Tensor, proximal: Tensor, config: AlgoConfig, *, has_ratio: bool = True
 ) -> Weights:
@@ -67,10 +48,10 @@ def importance_weights(
     that w is 1 until f acts. The other proximal policies: w = f(q, s), q of pi_old / mu. f(q, s) = min(q, C(s)),
     the truncation of IMPALA (arXiv:1802.01561); s is the token's staleness, the sample's where q is a product.
     """
-    behaviour = config.proximal == "behaviour"
-    log_correction = log_rho if behaviour else log_ratio(proximal, tokens.behaviour)
-    ratio, weight = weight_of(config).factors(tokens, log_correction, config, of_policy=behaviour)
-    if behaviour and has_ratio:
+    of_policy = proximal_of(config).of_policy
+    log_correction = log_rho if of_policy else log_ratio(proximal, tokens.behaviour)
+    ratio, weight = weight_of(config).factors(tokens, log_correction, config, of_policy=of_policy)
+    if of_policy and has_ratio:
         weight = weight / ratio
 
     masked_by = _masks(tokens, log_correction, config)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.algo.aggregation import Denominators, token_shares
+from streamrl.algo.aggregations import aggregation_of
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import PENALISED_BY, bucket_sums, off_policy_values, weight_values
 from streamrl.algo.families import family_of
-from streamrl.algo.importance import importance_weights, proximal_logprobs
+from streamrl.algo.importance import importance_weights
+from streamrl.algo.proximals import proximal_of
 from streamrl.algo.ratios import bounded, log_ratio
 from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.tokens import TokenBatch, needed
@@ -33,12 +35,12 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     # Selecting, rather than multiplying by 0, keeps whatever the other tokens hold out of the gradient.
     index = usable.nonzero().squeeze(-1)
     tokens = batch.select(index)
-    share = token_shares(batch, config, denominators)[index]
+    share = aggregation_of(config).shares(batch, config, denominators)[index]
     family = family_of(config)
 
     with torch.no_grad():
         log_rho = log_ratio(tokens.logprobs.detach(), tokens.behaviour)
-        proximal = proximal_logprobs(tokens.behaviour, log_rho, tokens.staleness, config, tokens.proximal)
+        proximal = proximal_of(config).logprobs(tokens.behaviour, log_rho, tokens.staleness, tokens.proximal)
         applied = importance_weights(tokens, log_rho, proximal, config, has_ratio=family.has_ratio)
     log_r = log_ratio(tokens.logprobs, proximal)
     surrogate, clipped = family.surrogate(tokens, log_r, config)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.families import family_of
-from streamrl.algo.importance import proximal_logprobs
 from streamrl.algo.masks import mask_of
+from streamrl.algo.proximals import proximal_of
 from streamrl.algo.ratios import log_ratio
 from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.regularisers.base import Measured
@@ -48,7 +48,7 @@ def needs_selection(config: AlgoConfig) -> bool:
 
 def needs_scores(config: AlgoConfig) -> bool:
     """Whether the step begins with a forward pass for log-probs alone."""
-    return config.proximal == "recompute" or needs_selection(config)
+    return config.chosen("proximal").scored or needs_selection(config)
 
 
 def select(tokens: StepTokens, seed: int, config: AlgoConfig) -> Selection:
@@ -68,7 +68,7 @@ def select(tokens: StepTokens, seed: int, config: AlgoConfig) -> Selection:
     regulariser = regulariser_of(config)
     if regulariser.acts:
         advantages = tokens.advantages.double()[measured]
-        proximal = proximal_logprobs(behaviour, log_rho, tokens.staleness[measured], config, scores)
+        proximal = proximal_of(config).logprobs(behaviour, log_rho, tokens.staleness[measured], scores)
         seen = Measured(
             covariance=_centred(advantages) * _centred(scores),
             stopped=family_of(config).stopped(log_ratio(scores, proximal), advantages, config),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.choices import LOSSES, MASKS, REGULARISERS, WEIGHTS
+from streamrl.choices import AGGREGATIONS, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
 from streamrl.config.section import Section
 
 
@@ -32,8 +32,11 @@ class AlgoConfig(Section):
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="group-relative advantages")
     loss: Annotated[str, LOSSES] = Field("clip", description="family of the policy loss")
     loss_options: dict[str, Any] = Field(default_factory=dict, description="options of a family of your own")
-    proximal: Literal["behaviour", "recompute", "interpolate"] = Field(
+    proximal: Annotated[str, PROXIMALS] = Field(
         "behaviour", description="the proximal policy; recompute takes one more forward pass"
+    )
+    proximal_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of a proximal policy of your own"
     )
     eps_low: float = Field(0.2, ge=0, le=1, description="lower clip range")
     eps_high: float = Field(0.28, ge=0, description="upper clip range")
@@ -67,8 +70,9 @@ class AlgoConfig(Section):
     covariance_high: float = Field(5.0, description="clip_cov: upper edge of the covariance it picks from")
     covariance_kl: float = Field(1.0, ge=0, description="kl_cov: weight of the KL penalty on the tokens it picks")
     discount: float = Field(1.0, gt=0, le=1, description="lambda_s, weight factor per step of staleness")
-    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_norm"] = Field(
-        "token_mean", description="mean over tokens or samples"
+    aggregation: Annotated[str, AGGREGATIONS] = Field("token_mean", description="mean over tokens or samples")
+    aggregation_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of an aggregation of your own"
     )
     norm_length: int | None = Field(None, ge=1, description="tokens by which sequence_sum_norm divides")
 
@@ -96,12 +100,6 @@ class AlgoConfig(Section):
             raise ValueError(
                 f"covariance_low: {self.covariance_low:g} is not below covariance_high={self.covariance_high:g}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _norm_length_given(self) -> AlgoConfig:
-        if self.aggregation == "sequence_sum_norm" and self.norm_length is None:
-            raise ValueError("norm_length: a length in tokens is needed by aggregation=sequence_sum_norm")
         return self
 
 

@@ -28,11 +28,6 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "replay.adaptive.enabled=true",
         lambda c: c.replay.adaptive.enabled,
     ),
-    (
-        ("algo.norm_length",),
-        "algo.aggregation=sequence_sum_norm",
-        lambda c: c.algo.aggregation == "sequence_sum_norm",
-    ),
     (("learner.lora.alpha", "learner.lora.dropout"), "learner.lora.rank above 0", lambda c: c.learner.lora.rank > 0),
     (
         ("learner.optimizer.min_lr",),

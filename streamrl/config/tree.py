@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.choices import FAMILIES
+from streamrl.choices import FAMILIES, SINKS
 from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
@@ -67,6 +67,8 @@ class ObserveConfig(Section):
     wandb: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases")
     wandb_project: str = Field("streamrl", description="project at Weights & Biases")
     tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
+    sink: Annotated[str | None, SINKS] = Field(None, description="a further sink, such as one of your own; null: none")
+    sink_options: dict[str, Any] = Field(default_factory=dict, description="options of a sink of your own")
     prometheus_port: int = Field(0, ge=0, le=65535, description="port of the Prometheus endpoint; 0: none")
     prometheus_host: str = Field(
         "127.0.0.1", min_length=1, description="address of the Prometheus endpoint, which asks nobody who they are"

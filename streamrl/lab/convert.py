@@ -19,12 +19,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from streamrl.choices import FAMILIES
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LoraConfig
@@ -67,17 +68,25 @@ class Source:
     model: Path  # Hugging Face folder: config.json, tokenizer, and without a checkpoint the weights
     checkpoint: Path | None = None  # folder with Megatron's metadata.json
     adapters: LoraConfig = field(default_factory=LoraConfig)
+    family: str | None = None  # `model.family`; None: found by the architecture
 
 
 def main(
-    source: Path, output: Path, sizes: dict[str, int], *, dtype: str | None, model: Path | None, timeout: float
+    source: Path,
+    output: Path,
+    sizes: dict[str, int],
+    *,
+    dtype: str | None,
+    model: Path | None,
+    timeout: float,
+    family: str | None = None,
 ) -> int:
     """Convert. Returns 0, or 1 when a rank failed or `timeout` seconds have passed; then there is no `output`.
 
     sizes: tensor, pipeline and expert, over how many ranks the model is cut, and so the files of a Megatron
     checkpoint that is written. dtype: of the weights that are written; None: as they are stored. model: where
-    config.json and tokenizer are taken from if not from beside a checkpoint. Raises ConfigError with one line for
-    whatever is refused.
+    config.json and tokenizer are taken from if not from beside a checkpoint. family: as `model.family`; None: that of
+    the run. Raises ConfigError with one line for whatever is refused.
     """
     begun = time.monotonic()
     check_new_folder("OUT", output)
@@ -85,7 +94,8 @@ def main(
         if size < 1:
             raise ConfigError(f"--{name}: {size} is not allowed; allowed: a whole number from 1")
     found = identify(source, model)
-    shape = read_shape(found.model, key="SOURCE")
+    found = replace(found, family=family or found.family)
+    shape = _shape(found)
     config = _config(found, LayoutConfig(**sizes), shape, dtype or _stored_dtype(found), timeout)
     needed = whole_model(shape) * BYTES[config.model.dtype]
     _check_space(output, needed + (_pads(shape, config) if found.checkpoint is None else 0))
@@ -157,12 +167,21 @@ def _step(checkpoint: Path, model: Path | None) -> Source:
     if model is None and (checkpoint / DESCRIPTION / "config.json").is_file():
         model = checkpoint / DESCRIPTION
     run = checkpoint.resolve().parents[1]
-    if model is None and (run / "config.yaml").is_file():
-        model = load_run(run).model.path
+    recorded = load_run(run).model if (run / "config.yaml").is_file() else None
+    if model is None and recorded is not None:
+        model = recorded.path
     if model is None or not (model / "config.json").is_file():
         said = f"{run} has no config.yaml" if model is None else f"{model} has no config.json"
         raise ConfigError(f"SOURCE: {checkpoint}: {said}; allowed: --model with the Hugging Face folder of the run")
-    return Source(model, checkpoint, adapters)
+    return Source(model, checkpoint, adapters, None if recorded is None else recorded.family)
+
+
+def _shape(source: Source) -> ModelShape:
+    """The model's. Raises ConfigError for a family that there is not, and for a model that is not built."""
+    try:
+        return read_shape(source.model, key="SOURCE", family=source.family)
+    except ValueError as error:
+        raise ConfigError(str(error).replace(FAMILIES.key, "--family")) from None
 
 
 def _config(source: Source, layout: LayoutConfig, shape: ModelShape, dtype: str, timeout: float) -> Config:
@@ -175,7 +194,8 @@ def _config(source: Source, layout: LayoutConfig, shape: ModelShape, dtype: str,
     learner = {
         "ranks": ranks, "layout": layout, "lora": source.adapters, "collective_timeout": timeout, "tick": timeout / 2,
     }  # fmt: skip
-    return Config.model_validate({"model": {"path": source.model.resolve(), "dtype": dtype}, "learner": learner})
+    model = {"path": source.model.resolve(), "dtype": dtype, "family": source.family}
+    return Config.model_validate({"model": model, "learner": learner})
 
 
 def _layout_text(config: Config) -> str:

@@ -30,8 +30,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.learner.checkpoint import sync
-from streamrl.learner.huggingface import copy_description, export_weights, load_weights, save_folder
-from streamrl.learner.model import PolicyModel, build, choose_layers
+from streamrl.learner.huggingface import copy_description, export_folder, load_weights
+from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import VOCABULARY_MULTIPLE, ModelShape, WeightsMismatchError, read_shape
 from streamrl.lifeline import end_with
@@ -125,13 +125,9 @@ def to_huggingface(config: Config, ranks: Ranks, checkpoint: Path, target: Path)
     _refuse_others(model, wanted, stored, checkpoint)
     loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint))
     model.load_state_dict(loaded["model"], strict=False)  # but for those scales it is complete
-    weights = export_weights([model])
+    export_folder([model], config.model.path, target)
     if ranks.rank == 0:
-        save_folder(weights, config.model.path, target)
         _sync(target)
-    else:
-        for _ in weights:
-            continue
     ranks.barrier()
 
 
@@ -214,8 +210,7 @@ def megatron_arguments(shape: ModelShape, config: Config) -> Namespace:
 
 def _model(config: Config, ranks: Ranks) -> PolicyModel:
     """This rank's part of the model, without weights yet."""
-    layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
-    (model,) = build(read_shape(config.model.path, family=config.model.family), config, ranks.device, layers)
+    (model,) = build(read_shape(config.model.path, family=config.model.family), config, ranks.device)
     # A list has Megatron name the layers one by one, whatever the metadata says.
     model.decoder.config.moe_layer_freq = 1
     return model

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -210,6 +211,15 @@ class _Safetensors:
             return stored[:, first:last]
         rows = stored[first:last]
         return pad(rows, (0, 0) * (rows.dim() - 1) + (0, piece[0] - len(rows)))
+
+
+def export_folder(chunks: Sequence[PolicyModel], source: Path, target: Path) -> None:
+    """`save_folder` of what `export_weights` gives, by the first rank. All ranks call."""
+    weights = export_weights(chunks)
+    if dist.get_rank() == 0:
+        save_folder(weights, source, target)
+    else:
+        deque(weights, maxlen=0)
 
 
 def save_folder(weights: Iterator[tuple[str, Tensor]], source: Path, target: Path) -> None:

@@ -6,6 +6,7 @@ One factory decides which layers they are made of, and can say so: Transformer E
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,6 +37,8 @@ from streamrl.learner import lora, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.shape import ModelShape, check_fit
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class PolicyModel(GPTModel):
         return over_context(both, labels.places, labels.total, self.pg_collection.cp).unbind()
 
 
-def build(shape: ModelShape, config: Config, device: Device, layers: LayerChoice) -> list[PolicyModel]:
+def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel]:
     """The model chunks of this rank, parameters allocated and not yet set. Parallel state must be initialised.
 
     One chunk for each virtual pipeline stage of this rank, in order; one alone without virtual stages. Layers
@@ -120,6 +123,8 @@ def build(shape: ModelShape, config: Config, device: Device, layers: LayerChoice
     """
     check_fit(shape, config.learner.layout)
     dtype = getattr(torch, config.model.dtype)
+    layers = choose_layers(device, dtype, config.learner)
+    log.info("%s on %s", layers, device)
     _do_without_engine()
     transformer = _transformer_config(shape, config.learner, dtype, layers, device)
     virtual = config.learner.layout.virtual_stages

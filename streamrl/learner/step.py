@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from streamrl.algo.advantages import group_advantages
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
@@ -170,7 +170,7 @@ class LearnerStep:
             picked = select(rows, scores, seed, algo) if needs_selection(algo) else nothing
             known = [
                 Signals(
-                    proximal=score if algo.proximal == "recompute" else None,
+                    proximal=score if algo.chosen("proximal").scored else None,
                     reference=other,
                     outliers=choice and choice.outliers,
                     covariant=choice and choice.covariant,

@@ -23,8 +23,8 @@ from streamrl.learner.blame import MicroBatchFailed, blame
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import Saver
 from streamrl.learner.forward import Passes, gather_parameters, wrap
-from streamrl.learner.huggingface import export_weights, load_weights, save_folder
-from streamrl.learner.model import LayerChoice, build, choose_layers
+from streamrl.learner.huggingface import export_folder, export_weights, load_weights
+from streamrl.learner.model import LayerChoice, build
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
@@ -66,10 +66,8 @@ class Trainer:
         with ExitStack() as on_failure:
             on_failure.callback(self._ranks.stop)
             device, dtype = self._ranks.device, getattr(torch, config.model.dtype)
-            layers = choose_layers(device, dtype, config.learner)
-            log.info("%s on %s", layers, device)
-            self._packing = _packing(config.learner, shape, layers)
-            self._chunks = build(shape, config, device, layers)
+            self._chunks = build(shape, config, device)
+            self._packing = _packing(config.learner, shape, self._chunks[0].layers)
             if config.learner.lora.rank:
                 lora.freeze(self._chunks)
             self._wrapped = wrap(self._chunks, config, self._ranks)
@@ -229,12 +227,7 @@ class Trainer:
 
     def _export_folder(self, folder: Path) -> None:
         """Write the weights of this version as a Hugging Face folder, from rank 0, and adapters in PEFT's beside it."""
-        weights = export_weights(self._chunks)
-        if self.rank == 0:
-            save_folder(weights, self._config.model.path, folder)
-        else:
-            for _ in weights:
-                continue
+        export_folder(self._chunks, self._config.model.path, folder)
         if self._config.learner.lora.rank:
             base, settings = self._config.model.path, self._config.learner.lora
             lora_folder.save_adapters(self._chunks, folder.with_name("adapter"), settings, base)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.observe.disk import NO_ROOM, append
-from streamrl.observe.sinks import Sink
+from streamrl.observe.sinks.base import Sink
 from streamrl.types import FAILURES
 
 log = logging.getLogger(__name__)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import BaseModel
+
 from streamrl import choices
 from streamrl.choices import Kind
 
@@ -25,7 +27,7 @@ class Conformance:
         code = (
             f"import sys; from streamrl import choices\n"
             f"kind = next(kind for kind in choices.KINDS if kind.key == {self.kind.key!r})\n"
-            f"kind.load({_absolute(self.name)!r})\n"
+            f"kind.load({absolute(self.name)!r})\n"
             f"assert 'torch' not in sys.modules, 'the declaration imports torch: import it inside a method'"
         )
         environment = {"PYTHONPATH": ":".join(path or "." for path in sys.path)}
@@ -37,12 +39,17 @@ class Conformance:
             "the class has no docstring: the reference shows its first line"
         )
 
-    def test_its_options_say_what_they_are(self) -> None:
+    @property
+    def options(self) -> type[BaseModel]:
         assert issubclass(self.declaration.Options, choices.Options)
-        for option, field in self.declaration.Options.model_fields.items():
+        return self.declaration.Options
+
+    def test_its_options_say_what_they_are(self) -> None:
+        for option, field in self.options.model_fields.items():
             assert field.description, f"option {option} has no description"
 
 
-def _absolute(name: str) -> str:
+def absolute(name: str) -> str:
+    """The name of a choice, with an absolute path where it names a class in a file."""
     where, _, attribute = name.rpartition(":")
     return f"{Path(where).resolve()}:{attribute}" if where.endswith(".py") else name

@@ -1,4 +1,6 @@
-"""What a family of the policy loss, an importance weight and a regulariser must do. They need torch, on the CPU.
+"""What each part of the policy loss must do: its family, weight, mask, regulariser, proximal policy and mean.
+
+They need torch, on the CPU.
 
 from streamrl.testing.losses import FamilyConformance
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamrl.algo.families.base import CLIPPED
-from streamrl.choices import LOSSES, MASKS, REGULARISERS, WEIGHTS
+from streamrl.choices import AGGREGATIONS, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
 from streamrl.config.learner import AlgoConfig
 from streamrl.testing.declarations import Conformance
 
@@ -62,7 +64,7 @@ class _OfTheLoss(Conformance):
     def test_the_loss_and_its_gradient_are_finite_with_it(self) -> None:
         import torch
 
-        from streamrl.algo.aggregation import Denominators
+        from streamrl.algo.aggregations.base import Denominators
         from streamrl.algo.losses import policy_loss
 
         for spread in (0.0, 0.5, 30.0):
@@ -229,3 +231,61 @@ class RegulariserConformance(_OfTheLoss):
         from streamrl.algo.regularisers import regulariser_of
 
         return regulariser_of(self.config)
+
+
+class ProximalConformance(_OfTheLoss):
+    """A proximal policy: the one that generated a token where nothing has changed since, and always a constant."""
+
+    kind = PROXIMALS
+
+    def test_on_policy_it_is_the_policy_that_generated_the_tokens(self) -> None:
+        import torch
+
+        batch = token_batch(spread=0.0)
+        found = self._logprobs(batch, torch.zeros_like(batch.behaviour), batch.behaviour)
+        assert torch.equal(found, batch.behaviour)
+
+    def test_it_is_finite_and_without_gradient(self) -> None:
+        import torch
+
+        batch = token_batch()
+        for size in EXTREME:
+            log_rho = torch.full_like(batch.behaviour, -size)
+            found = self._logprobs(batch, log_rho, batch.behaviour + log_rho)
+            assert found.shape == batch.behaviour.shape
+            assert found.isfinite().all(), f"not finite at log rho = {-size:g}"
+            assert not found.requires_grad
+
+    def _logprobs(self, batch: TokenBatch, log_rho: Tensor, scores: Tensor) -> Tensor:
+        from streamrl.algo.proximals import proximal_of
+
+        proximal = proximal_of(self.config)
+        given = scores.clone().requires_grad_() if proximal.scored else None
+        return proximal.logprobs(batch.behaviour, log_rho, batch.staleness, given)
+
+
+class AggregationConformance(_OfTheLoss):
+    """A mean: every trained token counts, and parts of an update add up to the whole."""
+
+    kind = AGGREGATIONS
+
+    def test_every_token_counts(self) -> None:
+        shares = self._shares(token_batch())
+        assert shares.shape == (TOKENS,)
+        assert shares.isfinite().all()
+        assert (shares > 0).all()
+        assert not shares.requires_grad
+
+    def test_the_parts_of_an_update_add_up_whatever_their_order(self) -> None:
+        import torch
+
+        batch = token_batch()
+        whole = self._shares(batch)
+        for part in (batch.sample.argsort(), (batch.sample < 2).nonzero()[:, 0], (batch.sample >= 2).nonzero()[:, 0]):
+            assert torch.allclose(self._shares(batch.select(part)), whole[part])
+
+    def _shares(self, batch: TokenBatch) -> Tensor:
+        from streamrl.algo.aggregations import aggregation_of
+        from streamrl.algo.aggregations.base import Denominators
+
+        return aggregation_of(self.config).shares(batch, self.config, Denominators(tokens=TOKENS, samples=5))

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import BUCKETS, bucket_sums, finish, merge
 from streamrl.algo.losses import policy_loss
 from streamrl.config.learner import AlgoConfig

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from streamrl.algo.importance import Weights, importance_weights, mask_edges, proximal_logprobs, weight_cap
+from streamrl.algo.importance import Weights, importance_weights, mask_edges, weight_cap
+from streamrl.algo.proximals import proximal_of
 from streamrl.algo.ratios import bounded_exp, geometric_mean, log_ratio, product
 from streamrl.algo.tokens import TokenBatch
 from streamrl.config.learner import AlgoConfig
@@ -39,7 +40,7 @@ def weights(staleness=FRESH, rho=RHO, *, scored=None, has_ratio=True, picked=Non
         outliers=picked,
         covariant=picked,
     )
-    proximal = proximal_logprobs(mu, log_rho, staleness, config, tokens.proximal)
+    proximal = proximal_of(config).logprobs(mu, log_rho, staleness, tokens.proximal)
     return importance_weights(tokens, log_rho, proximal, config, has_ratio=has_ratio)
 
 
@@ -78,9 +79,9 @@ def test_interpolate_moves_the_proximal_policy_from_mu_towards_pi_with_age():
     mu = torch.tensor([-1.0, -1.0, -2.0], dtype=torch.float64)
     log_rho = torch.tensor([0.6, 0.6, -0.9], dtype=torch.float64)
     staleness = torch.tensor([0, 2, 1])
-    interpolated = proximal_logprobs(mu, log_rho, staleness, AlgoConfig(proximal="interpolate"))
+    interpolated = proximal_of(AlgoConfig(proximal="interpolate")).logprobs(mu, log_rho, staleness, None)
     assert interpolated.tolist() == pytest.approx([-1.0, -0.6, -2.45])
-    assert torch.equal(proximal_logprobs(mu, log_rho, staleness, AlgoConfig()), mu)
+    assert torch.equal(proximal_of(AlgoConfig()).logprobs(mu, log_rho, staleness, None), mu)
 
 
 def test_interpolate_weighs_by_the_truncated_ratio_of_the_proximal_policy_to_mu():
@@ -92,7 +93,7 @@ def test_interpolate_weighs_by_the_truncated_ratio_of_the_proximal_policy_to_mu(
 def test_recompute_takes_the_scores_as_the_proximal_policy_and_weighs_by_their_truncated_ratio():
     mu = torch.tensor([-1.0, -2.0])
     scores = torch.tensor([-0.5, -3.0], requires_grad=True)
-    proximal = proximal_logprobs(mu, mu, FRESH[:2], AlgoConfig(proximal="recompute"), scores)
+    proximal = proximal_of(AlgoConfig(proximal="recompute")).logprobs(mu, mu, FRESH[:2], scores)
     assert proximal.tolist() == [-0.5, -3.0]
     assert not proximal.requires_grad
     result = weights(AGED, scored=[3.0, 0.5, 1.0, 1.5, 2.5], proximal="recompute").weight

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import pytest
 
+from streamrl.algo.aggregations.token_mean import TokenMean
 from streamrl.algo.families.clip import Clip
+from streamrl.algo.proximals.interpolate import Interpolate
 from streamrl.algo.weights.token import TokenWeight
-from streamrl.testing.losses import FamilyConformance, MaskConformance, RegulariserConformance, WeightConformance
+from streamrl.testing.losses import (
+    AggregationConformance,
+    FamilyConformance,
+    MaskConformance,
+    ProximalConformance,
+    RegulariserConformance,
+    WeightConformance,
+)
 
 TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
-SETTINGS = {"second_moment": {"proximal": "recompute"}}
+SETTINGS = {"second_moment": {"proximal": "recompute"}, "sequence_sum_norm": {"norm_length": 20}}
+KITS = (
+    FamilyConformance, WeightConformance, MaskConformance, RegulariserConformance, ProximalConformance,
+    AggregationConformance,
+)  # fmt: skip
 
-for _kit in (FamilyConformance, WeightConformance, MaskConformance, RegulariserConformance):
+for _kit in KITS:
     for _name in _kit.kind.names:
         _class = f"Test{_kit.__name__.removesuffix('Conformance')}_{_name}"
         globals()[_class] = type(_class, (_kit,), {"name": _name, "settings": SETTINGS.get(_name, {}), **TOGETHER})
@@ -48,6 +61,20 @@ class Halved(TokenWeight):
         return ratio, weight / 2
 
 
+class Always(Interpolate):
+    """Not the policy that generated the tokens, when nothing has changed either."""
+
+    def logprobs(self, behaviour, log_rho, staleness, scores):
+        return super().logprobs(behaviour, log_rho, staleness, scores) - 0.1
+
+
+class OfThePart(TokenMean):
+    """The mean over the tokens of a micro batch."""
+
+    def shares(self, batch, config, denominators):
+        return super().shares(batch, config, denominators) * 60 / len(batch.mask)
+
+
 @pytest.mark.parametrize(
     ("kit", "own", "test"),
     [
@@ -55,6 +82,8 @@ class Halved(TokenWeight):
         (FamilyConformance, Doubled, "test_on_policy_its_gradient_is_the_advantage"),
         (FamilyConformance, Silent, "test_it_says_which_tokens_are_clipped"),
         (WeightConformance, Halved, "test_what_is_on_policy_weighs_one"),
+        (ProximalConformance, Always, "test_on_policy_it_is_the_policy_that_generated_the_tokens"),
+        (AggregationConformance, OfThePart, "test_the_parts_of_an_update_add_up_whatever_their_order"),
     ],
 )
 def test_one_that_breaks_a_promise_is_found_out(kit, own, test):

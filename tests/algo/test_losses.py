@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.losses_reference import slow_loss
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.clipping import clipped_surrogate
 from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.losses import policy_loss, reference_kl
 from streamrl.algo.tokens import TokenBatch
-from streamrl.choices import LOSSES
+from streamrl.choices import AGGREGATIONS, LOSSES, PROXIMALS
 from streamrl.config.learner import AlgoConfig
 
-AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum_norm")
 COVARIANCES = ("none", "clip_cov", "kl_cov")
-PROXIMALS = ("behaviour", "recompute", "interpolate")
 MASKS = ("none", "token", "sequence", "geometric", "second_moment")
 COMBINATIONS = [
-    (*choice, AGGREGATIONS[index % 3], COVARIANCES[index // 3 % 3])
-    for index, choice in enumerate(itertools.product(LOSSES.names, PROXIMALS, ("none", "token", "sequence"), MASKS))
+    (*choice, AGGREGATIONS.names[index % 3], COVARIANCES[index // 3 % 3])
+    for index, choice in enumerate(
+        itertools.product(LOSSES.names, PROXIMALS.names, ("none", "token", "sequence"), MASKS)
+    )
     if choice[1] == "recompute" or choice[3] != "second_moment"
 ]
 """Every family with every proximal policy, weight and mask; aggregations and covariance rules in turn."""
@@ -68,10 +68,10 @@ def test_value_and_gradients_equal_the_loop(token_batch, choice):
         torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.names)
 @pytest.mark.parametrize("loss", LOSSES.names)
 @pytest.mark.parametrize("weight", ["none", "token", "sequence"])
-@pytest.mark.parametrize("proximal", PROXIMALS)
+@pytest.mark.parametrize("proximal", PROXIMALS.names)
 def test_on_policy_the_gradient_is_that_of_reinforce_with_a_baseline(token_batch, proximal, weight, loss, aggregation):
     batch = token_batch(1, spread=0.0)
     config = config_of((loss, proximal, weight, "geometric", aggregation), kl=0.7)
@@ -193,7 +193,7 @@ def test_the_default_weight_bounds_what_the_clip_lets_through():
     assert gradient.item() == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.names)
 def test_masked_and_dropped_tokens_stay_in_the_denominator_and_untrained_ones_are_not_in_it(token_batch, aggregation):
     trained = torch.tensor([True, True, True, False, True, True])
     batch = token_batch(0, lengths=(4, 2), mask=trained, spread=0.0)
@@ -225,7 +225,7 @@ def test_a_token_whose_behaviour_is_not_finite_is_dropped_counted_and_harmless(t
     assert finish(policy_loss(batch, AlgoConfig(), denominators_of(batch))[1])["tokens/dropped"] == 1
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.names)
 def test_whatever_an_untrained_token_holds_changes_nothing(token_batch, aggregation):
     config = config_of(("clip", "interpolate", "sequence", "geometric", aggregation), entropy=0.1)
     batch = token_batch(2)
@@ -252,7 +252,7 @@ def test_a_log_prob_of_the_learner_that_is_nan_is_not_hidden(token_batch):
     assert policy_loss(batch, AlgoConfig(), denominators_of(batch))[0].isnan()
 
 
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS.names)
 @pytest.mark.parametrize("lengths", [(3, 2), ()])
 def test_a_batch_without_a_trained_token_gives_zero_and_zero_gradients(token_batch, aggregation, lengths):
     batch = token_batch(0, lengths=lengths, mask=torch.zeros(sum(lengths), dtype=torch.bool))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from benchmarks.parity_ranks import Step
 from benchmarks.random_models import largest_difference
-from streamrl.algo.aggregation import Denominators
+from streamrl.algo.aggregations.base import Denominators
 from streamrl.config import Config
 
 ONE, NAN, INF = torch.tensor([1.0, 2.0]), torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf])

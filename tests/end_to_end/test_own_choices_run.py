@@ -12,7 +12,7 @@ import pytest
 from streamrl.config import file as config_file
 from streamrl.observe.events import event_path, read_events
 from streamrl.observe.metrics import read_metrics
-from tests.documented_commands import ROOT, blocks
+from tests.documented_commands import ROOT, commands
 from tests.own_choices import OWN, PAGES, write_files
 
 STEPS = 12
@@ -41,10 +41,9 @@ def streamrl(*words: str) -> str:
 
 def test_every_command_of_the_pages_is_one_that_can_be_given(folder):
     for page in PAGES:
-        for language, text in blocks(ROOT / "docs" / page):
-            for line in text.splitlines() if language == "bash" else []:
-                if line.startswith("streamrl train"):
-                    config_file.load(folder / line.split()[2], line.split()[3:])
+        for command in commands(ROOT / "docs" / page):
+            if command.words[:2] == ("streamrl", "train"):
+                config_file.load(folder / command.words[2], command.words[3:])
 
 
 @pytest.mark.slow
@@ -57,6 +56,7 @@ def test_the_commands_of_the_pages_run_with_what_the_pages_show(folder):
     assert json.loads((run / "environment.json").read_text())["warnings"] == []
     applied = [event for event in read_events(event_path(run, "generator", 0)) if event["event"] == "publish.apply"]
     assert applied
+    assert f"{STEPS},reward/mean," in (run / "metrics.csv").read_text()
     assert list((folder / "fetched").rglob("model.safetensors"))  # through the worker's own disk
     assert "tokens audited" in streamrl("audit", "runs/own")
     assert "oldest_first" in (run / "config.yaml").read_text()

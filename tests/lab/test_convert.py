@@ -240,6 +240,54 @@ def test_tensors_that_are_missing_or_have_no_place_are_refused_by_name(model, tm
             to_huggingface(tied, ranks, checkpoint, tmp_path / "out")
 
 
+RENAMED = '''
+from streamrl.learner.families.base import IN_A_LAYER, ModelFamily
+
+
+class Renamed(ModelFamily):
+    """Qwen2 with another name."""
+
+    architectures = ("RenamedForCausalLM",)
+    qkv_bias = True
+    in_a_layer = {**IN_A_LAYER, "mlp.linear_fc2.weight": ("columns", ("mlp.down.weight",))}
+'''
+
+
+@pytest.fixture
+def renamed(model: Path, tmp_path: Path) -> Path:
+    """A folder of another architecture, with a family for it in `family.py` beside it."""
+    folder = changed(model, tmp_path / "renamed", architectures=["RenamedForCausalLM"])
+    weights = {name.replace("mlp.down_proj", "mlp.down"): tensor for name, tensor in weights_of(model).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "family.py").write_text(RENAMED)
+    return folder
+
+
+def test_a_family_of_ones_own_goes_there_and_back_bitwise(renamed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = {"family": "family.py:Renamed", "dtype": None, "model": None, "timeout": 600}
+    assert convert.main(renamed, tmp_path / "megatron", ALONE, **own) == 0
+    assert convert.main(tmp_path / "megatron", tmp_path / "back", ALONE, **own) == 0
+    assert_equal(tmp_path / "back", renamed)
+
+
+def test_a_runs_checkpoint_is_of_the_family_that_its_run_names(renamed, tmp_path):
+    own, checkpoint = f"{tmp_path}/family.py:Renamed", tmp_path / "run/checkpoints/step_2"
+    checkpoint.mkdir(parents=True)
+    fixed = {"lora_rank": 0, "lora_alpha": 1.0, "lora_targets": []}
+    (checkpoint / "checkpoint.json").write_text(json.dumps({"fixed": fixed}))
+    config = Config.model_validate({"model": {"path": renamed, "family": own}, "run": {"folder": tmp_path}})
+    config_file.save(config, tmp_path / "run/config.yaml")
+    source = convert.identify(checkpoint)
+    assert (source.model, source.family) == (renamed, own)
+
+
+def test_a_family_that_is_none_is_refused_by_one_line(renamed, tmp_path):
+    out = tmp_path / "out"
+    assert "or a family of your own by --family" in refusal(renamed, out)
+    assert refusal(renamed, out, family="qwen5").startswith("--family: qwen5 is not allowed; allowed: one of llama, ")
+
+
 def changed(model: Path, folder: Path, **keys: object) -> Path:
     """A copy of a model's folder with other keys in config.json."""
     shutil.copytree(model, folder)
@@ -261,9 +309,11 @@ def test_a_layout_that_does_not_fit_is_refused_by_one_line(sizes, text, model, t
     assert not list(tmp_path.iterdir())
 
 
-def refusal(source: Path, output: Path, dtype: str | None = None, model: Path | None = None) -> str:
+def refusal(
+    source: Path, output: Path, dtype: str | None = None, model: Path | None = None, family: str | None = None
+) -> str:
     with pytest.raises(ConfigError) as refused:
-        convert.main(source, output, ALONE, dtype=dtype, model=model, timeout=60)
+        convert.main(source, output, ALONE, dtype=dtype, model=model, family=family, timeout=60)
     assert len(str(refused.value).splitlines()) == 1
     return str(refused.value)
 
@@ -275,7 +325,7 @@ def test_what_cannot_be_converted_is_refused_before_anything_starts(model, megat
     refused = refusal(other, out)
     assert "architecture GPT2LMHeadModel is not supported; allowed: " in refused
     assert "Qwen2ForCausalLM" in refused
-    assert "a family of your own by model.family" in refused
+    assert "a family of your own by --family" in refused
     assert f"OUT: {model} is not empty; allowed: a new folder" in refusal(model, model)
     assert f"--model: {model} would describe {model}" in refusal(model, out, model=model)
     bare = tmp_path / "release"

@@ -13,14 +13,13 @@ import torch
 
 from streamrl.config import Config
 from streamrl.learner.huggingface import export_weights, load_weights
-from streamrl.learner.model import build, choose_layers
+from streamrl.learner.model import build
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import read_shape
 
 
 def convert(config: Config, ranks: Ranks, folder: Path) -> list[tuple[str, torch.Tensor]]:
-    layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
-    chunks = build(read_shape(folder), config, ranks.device, layers)
+    chunks = build(read_shape(folder), config, ranks.device)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(float("nan"))  # what is not loaded shows

@@ -15,7 +15,7 @@ from streamrl.config import Config
 from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.model import build, choose_layers
+from streamrl.learner.model import build
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import read_shape
 from streamrl.learner.trainer import Trainer
@@ -76,8 +76,7 @@ def tensor_parallel(config: Config, run_folder: Path) -> Any:
     ranks = Ranks.start(config)
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
-    layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
-    (model,) = build(read_shape(config.model.path), config, ranks.device, layers)
+    (model,) = build(read_shape(config.model.path), config, ranks.device)
     load_weights([model], config.model.path)
     row = torch.arange(12)
     targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from streamrl.config import Config
 from streamrl.learner.forward import Passes, wrap
 from streamrl.learner.huggingface import export_weights, load_weights
-from streamrl.learner.model import build, choose_layers
+from streamrl.learner.model import build
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import ModelShape, read_shape
@@ -45,8 +45,7 @@ def replayed_gradient(config: Config) -> dict[str, torch.Tensor]:
     ranks = Ranks.start(config)
     try:
         shape = read_shape(config.model.path)
-        layers = choose_layers(ranks.device, torch.float32, config.learner)
-        chunks = build(shape, config, ranks.device, layers)
+        chunks = build(shape, config, ranks.device)
         load_weights(chunks, config.model.path)
         passes = Passes(wrap(chunks, config, ranks), ranks, config)
         batch = routed_batch(shape)

@@ -11,7 +11,7 @@ from learner_parts import make_batch, make_config
 from streamrl.config.learner import LoraConfig
 from streamrl.learner.forward import Passes, gather_parameters, wrap
 from streamrl.learner.huggingface import load_weights
-from streamrl.learner.model import build, choose_layers
+from streamrl.learner.model import build
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import read_shape
@@ -25,8 +25,7 @@ def started(model_folder):
     def start(config):
         ranks = Ranks.start(config)
         running.append(ranks)
-        layers = choose_layers(ranks.device, getattr(torch, config.model.dtype), config.learner)
-        chunks = build(read_shape(config.model.path), config, ranks.device, layers)
+        chunks = build(read_shape(config.model.path), config, ranks.device)
         load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
         return chunks, wrapped, Passes(wrapped, ranks, config)

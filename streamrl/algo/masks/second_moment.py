@@ -24,7 +24,7 @@ class SecondMoment(Mask):
 
     @classmethod
     def check(cls, section: AlgoConfig) -> None:
-        if section.proximal != "recompute":
+        if not section.chosen("proximal").scored:
             raise ValueError(f"mask: {section.mask} needs proximal=recompute, not {section.proximal}")
 
     def outliers(self, log_rho: Tensor, config: AlgoConfig) -> Tensor:
