@@ -39,7 +39,14 @@ def event_path(run_folder: Path, role: str, index: int = 0) -> Path:
     return run_folder / "events" / f"{role}-{index}.jsonl"
 
 
-class EventLog:
+class Events:
+    """What happens in a process, kept nowhere."""
+
+    def emit(self, event: str, /, **fields: Any) -> None:
+        """Add one record."""
+
+
+class EventLog(Events):
     """Appends events of one process; safe to share between its threads.
 
     Every record is one `write` in append mode: nothing is buffered, so that kill -9 loses no record and

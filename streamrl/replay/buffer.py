@@ -250,21 +250,30 @@ class Buffer:
 
     # -- tickets
 
-    def issue(self, holder: str, newest: PolicyVersion, now: float) -> Ticket | None:
-        """The next ticket for a worker whose newest server is at `newest`; None when there is none for it."""
+    @property
+    def required(self) -> int | None:
+        """The step of the weights that the next ticket asks for; None while there is no next one."""
         state = self._state
         waiting = self._lives.first_waiting
         group_id = state.next_id if waiting is None else waiting.group_id
         if state.began is None or state.acknowledged is None or group_id >= self._end_id:
             return None
         required = self.order.required_step(group_id, state.next_step, self.adaptive.slots)
-        if newest.step < required or self._contained < required:
+        return required if required <= self._contained else None
+
+    def issue(self, holder: str, newest: PolicyVersion, now: float) -> Ticket | None:
+        """The next ticket for a worker whose newest server is at `newest`; None when there is none for it."""
+        required = self.required
+        if required is None or newest.step < required:
             return None
+        state, waiting = self._state, self._lives.first_waiting
         if waiting is None:
+            group_id = state.next_id
             task, attempt = self._shares.task(group_id), 0
             prompt_index = self._curriculum.choose(task, state.cursors[task])
         else:
-            task, prompt_index, attempt = waiting.task, waiting.prompt_index, waiting.attempt + 1
+            group_id, task, prompt_index = waiting.group_id, waiting.task, waiting.prompt_index
+            attempt = waiting.attempt + 1
             self._audit.counts["reissued"] += waiting.issues > 0
         ticket = Ticket(
             group_id=group_id,

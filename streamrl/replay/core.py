@@ -10,9 +10,10 @@ Nothing in it waits for a peer. What each may say is listed in `stream/messages.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from streamrl.config import Config
-from streamrl.observe.events import EventLog
+from streamrl.observe.events import Events
 from streamrl.replay.admission import foreign
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.generator_side import GeneratorSide
@@ -21,9 +22,10 @@ from streamrl.replay.peer_time import PeerTime
 from streamrl.replay.phases import Phase
 from streamrl.replay.publisher_side import PublisherSide
 from streamrl.replay.run_parts import RunParts, Send
-from streamrl.stream.codec import ticket_of
-from streamrl.stream.messages import MAX_REASON, Bye, Hello, Introduce, MalformedMessage, Message, Stop, decode
+from streamrl.stream.codec import decode_group, ticket_of
+from streamrl.stream.messages import MAX_REASON, Buffer, Bye, Hello, Introduce, MalformedMessage, Message, Stop, decode
 from streamrl.stream.sockets import Received
+from streamrl.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class Core:
     ...     core.tick(clock(), emptied=True)
     """
 
-    def __init__(self, config: Config, durable: DurableBuffer, send: Send, events: EventLog, now: float) -> None:
+    def __init__(self, config: Config, durable: DurableBuffer, send: Send, events: Events, now: float) -> None:
         """`now`: seconds on the clock of the journal, as in every call."""
         self._run = RunParts(config, durable, send, events)
         self._time = PeerTime(now, config.replay.lease)
@@ -46,6 +48,17 @@ class Core:
         self._learner = LearnerSide(self._run, self._time.now)
         self._publisher = PublisherSide(self._run)
         self.malformed = 0  # messages refused as malformed
+
+    @classmethod
+    def in_memory(cls, config: Config, send: Send, now: float = 0.0) -> Core:
+        """Of a run without a folder: nothing is recovered, no journal is written, no event is logged."""
+        events = Events()
+        return cls(config, DurableBuffer(config, None, events), send, events, now)
+
+    @property
+    def run_id(self) -> str:
+        """The run that a Hello must name."""
+        return self._run.durable.run.id
 
     @property
     def code(self) -> int:
@@ -69,40 +82,48 @@ class Core:
 
     def handle(self, received: Received, now: float) -> None:
         """What a peer has sent."""
+        identity, frames, run = received.peer, received.frames, self._run
         try:
             if received.problem:
                 raise MalformedMessage(received.problem)
-            self._dispatch(received.peer, received.frames, received.missed, now)
+            is_worker = run.workers.knows(identity)
+            known = is_worker or run.peers.knows(identity)
+            message = None if len(frames) == 2 and (is_worker or not known) else _only_message(frames)
+            if received.missed and known and not isinstance(message, Hello):
+                run.events.emit("replay.missed", peer=identity.decode(errors="replace"), messages=received.missed)
+                self._ask(identity)
+            if message is not None:
+                self.handle_message(identity, message, now)
+            elif known:
+                self.handle_group(identity, decode_group(*frames), frames)
+            else:
+                ticket_of(frames[0])  # raises where it is no group
+                self._handle_stranger(identity)
         except MalformedMessage as error:
-            self._refuse_malformed(received.peer, error)
+            self._refuse_malformed(identity, error)
 
-    def _dispatch(self, identity: bytes, frames: list[memoryview], missed: int, now: float) -> None:
+    def handle_message(self, identity: bytes, message: Message, now: float) -> None:
+        """A message of a peer, decoded. Raises MalformedMessage for one that is not its to send."""
         run = self._run
         worker = run.workers.touch(identity, self._time.now)
-        known = worker is not None or run.peers.knows(identity)
-        message = None if len(frames) == 2 and (worker or not known) else _only_message(frames)
         if isinstance(message, Hello):
             self._handle_hello(identity, message)
-            return
-        if not known:
-            self._handle_stranger(identity, message, frames)
-            return
-        if missed:
-            run.events.emit("replay.missed", peer=identity.decode(errors="replace"), messages=missed)
-            self._ask(identity)
-        if worker is not None and message is None:
-            self._generators.handle_group(worker, frames)
-        elif worker is not None and message is not None:
+        elif worker is not None:
             self._generators.handle(worker, message, self._time.now)
-        elif identity == run.peers.learner and message is not None:
+        elif identity == run.peers.learner:
             self._learner.handle(message, self._time.now, now)
-        elif message is not None:
+        elif run.peers.knows(identity):
             self._publisher.handle(message)
+        else:
+            self._handle_stranger(identity, message)
 
-    def _handle_stranger(self, identity: bytes, message: Message | None, frames: list[memoryview]) -> None:
+    def handle_group(self, identity: bytes, group: Group, frames: Sequence[Buffer]) -> None:
+        """A group of a worker, decoded. A batch takes `frames` along as they are."""
+        if (worker := self._run.workers.touch(identity, self._time.now)) is not None:
+            self._generators.handle_group(worker, group, frames)
+
+    def _handle_stranger(self, identity: bytes, message: Message | None = None) -> None:
         """A peer of a former service, or of nobody: it is asked who it is."""
-        if message is None:
-            ticket_of(frames[0])  # raises where it is no group
         if not self._run.phases.goes_on:
             self._send_over(identity)
         elif not isinstance(message, Bye):

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamrl.observe.events import EventLog
+from streamrl.observe.events import Events
 from streamrl.replay.buffer import Stored
-from streamrl.replay.durable import RETRY, DurableBuffer, Frame
+from streamrl.replay.durable import RETRY, DurableBuffer
 from streamrl.replay.evaluations import Evaluations
 from streamrl.replay.journal import JournalFull
 from streamrl.replay.workers import Workers
-from streamrl.stream.messages import BatchHeader, BatchStats
+from streamrl.stream.messages import BatchHeader, BatchStats, Buffer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Delivery:
     >>> delivery.asked = None  # once it is sent
     """
 
-    def __init__(self, durable: DurableBuffer, workers: Workers, events: EventLog) -> None:
+    def __init__(self, durable: DurableBuffer, workers: Workers, events: Events) -> None:
         self.asked: int | None = None  # the step that the learner waits for
         self.evaluations = Evaluations()  # what they tell goes with the next batch
         self._durable = durable
@@ -60,7 +60,7 @@ class Delivery:
         if self._batch is not None and self._batch.header.step == step:
             self._batch = None
 
-    def ready(self, now: float) -> tuple[BatchHeader, Sequence[Frame]] | None:
+    def ready(self, now: float) -> tuple[BatchHeader, Sequence[Buffer]] | None:
         """The batch that was asked for, once it is complete and durable. Raises ValueError for a step out of turn."""
         if self.asked is None:
             return None

@@ -17,13 +17,14 @@ import msgspec
 from msgspec.structs import replace
 
 from streamrl.config import Config
-from streamrl.observe.events import EventLog
+from streamrl.observe.events import Events
 from streamrl.replay.buffer import Stored, make_buffer
 from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, compact, recover
 from streamrl.replay.records import Completed, Snapshot
 from streamrl.replay.recovery import refuse_another_run
 from streamrl.stream.codec import decode_group, encode_group
-from streamrl.stream.identity import run_identity
+from streamrl.stream.identity import RunIdentity, run_identity
+from streamrl.stream.messages import Buffer
 from streamrl.trainable import Limits
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket
 
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 RETRY = 1.0
 # seconds between two tries to write on a full disk: soon enough for whoever makes room, and no load.
 
-Frame = bytes | memoryview
+_IN_MEMORY = RunIdentity(id="in-memory")
 
 
 class DurableBuffer:
@@ -47,24 +48,15 @@ class DurableBuffer:
     """
 
     def __init__(
-        self, config: Config, run_folder: Path, events: EventLog, clock: Callable[[], float] = time.monotonic
+        self, config: Config, run_folder: Path | None, events: Events, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Recover the state that the last service left, then begin a segment.
 
-        `clock`: the one by which all calls tell the time. Raises JournalFull, JournalFailed, JournalDamaged, and
-        ConfigError where the journal is another run's.
+        `run_folder`: None for a run in memory, which has no journal. `clock`: the one by which all calls tell the
+        time. Raises JournalFull, JournalFailed, JournalDamaged, and ConfigError where the journal is another run's.
         """
-        folder = run_folder / "journal"
-        self.run = run_identity(run_folder, config.run.id)
-        refuse_another_run(folder, self.run)
-        recovery = recover(folder)
         self.buffer = make_buffer(config)
-        self.buffer.restore(_decoded(recovery.snapshot), recovery.records)
-        for line in recovery.told:
-            log.warning("%s", line)
-            events.emit("journal.damage", told=line)
-        if recovery.snapshot is not None or recovery.records:
-            events.emit("journal.recovered", step=self.buffer.next_step, records=len(recovery.records))
+        self.run = _IN_MEMORY if run_folder is None else self._recover(config, run_folder, events)
         self.full = False  # the disk takes no more
         self.mark = 0  # number of the last record
         self._durable = 0  # number of the last one on the disk
@@ -72,8 +64,8 @@ class DurableBuffer:
         self._config = config
         self._events = events
         self._journal: Journal | None = None
-        if config.journal.keep != "none":
-            self._journal = self._open(folder, clock)
+        if run_folder is not None and config.journal.keep != "none":
+            self._journal = self._open(run_folder / "journal", clock)
 
     @property
     def due_at(self) -> float:
@@ -95,7 +87,7 @@ class DurableBuffer:
         """What the weights contain once the batch taken last is trained, with the run whose groups they are."""
         return replace(self.buffer.ledger(), run=self.run.id)
 
-    def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Stored | None:
+    def complete(self, worker: str, group: Group, frames: Sequence[Buffer]) -> Stored | None:
         """Take a worker's group. None: a filter dropped it. Raises GroupRefused."""
         self.append()
         stored = self.buffer.complete(worker, group, frames, _size(frames))
@@ -116,7 +108,7 @@ class DurableBuffer:
         self.buffer.complete_placeholder(group, frames, _size(frames))
         self.append(frames)
 
-    def append(self, frames: Sequence[Frame] = ()) -> None:
+    def append(self, frames: Sequence[Buffer] = ()) -> None:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
         if self.buffer.emitted:
             self._emit()
@@ -131,12 +123,12 @@ class DurableBuffer:
             else:
                 self._journal.append(record)
 
-    def load(self, step: int, groups: Sequence[Stored]) -> list[Frame] | None:
+    def load(self, step: int, groups: Sequence[Stored]) -> list[Buffer] | None:
         """The frames of all groups of a step, of a quarantined one those of placeholders.
 
         None where some are lost: these groups are generated again. Raises JournalFull where no file can be opened now.
         """
-        frames: list[Frame] = []
+        frames: list[Buffer] = []
         lost: list[int] = []
         for stored in groups:
             try:
@@ -200,19 +192,32 @@ class DurableBuffer:
         if self._journal is not None:
             self._journal.close()
 
+    def _recover(self, config: Config, run_folder: Path, events: Events) -> RunIdentity:
+        """What the last service left, and whose run it is."""
+        folder, run = run_folder / "journal", run_identity(run_folder, config.run.id)
+        refuse_another_run(folder, run)
+        recovery = recover(folder)
+        self.buffer.restore(_decoded(recovery.snapshot), recovery.records)
+        for line in recovery.told:
+            log.warning("%s", line)
+            events.emit("journal.damage", told=line)
+        if recovery.snapshot is not None or recovery.records:
+            events.emit("journal.recovered", step=self.buffer.next_step, records=len(recovery.records))
+        return run
+
     def _emit(self) -> None:
         for event, fields in self.buffer.emitted:
             self._events.emit(event, **fields)
         self.buffer.emitted.clear()
 
-    def _frames(self, stored: Stored) -> Sequence[Frame]:
+    def _frames(self, stored: Stored) -> Sequence[Buffer]:
         if stored.frames is not None:
             return stored.frames
         if self._journal is None or stored.place is None:
             raise JournalDamaged(f"group {stored.group_id} is neither in memory nor in a journal")
         return self._journal.load(stored.place, (stored.group_id, stored.attempt))
 
-    def _emptied(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+    def _emptied(self, frames: Sequence[Buffer]) -> Sequence[Buffer]:
         return encode_group(decode_group(*frames).emptied, self._config.stream.max_message)
 
     def _stand_still(self, error: JournalFull, now: float) -> None:
@@ -240,5 +245,5 @@ def _decoded(snapshot: bytes | None) -> Snapshot | None:
     return None if snapshot is None else msgspec.msgpack.decode(snapshot, type=Snapshot)
 
 
-def _size(frames: Sequence[Frame]) -> int:
+def _size(frames: Sequence[Buffer]) -> int:
     return sum(map(len, frames))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from streamrl.replay.buffer import DuplicateGroup, GroupRefused
 from streamrl.replay.run_parts import RunParts
 from streamrl.replay.workers import Worker, assign
-from streamrl.stream.codec import decode_group
 from streamrl.stream.messages import (
     MAX_REASON,
     Accepted,
     Applied,
+    Buffer,
     Bye,
     Credit,
     Evaluated,
@@ -28,6 +28,7 @@ from streamrl.stream.messages import (
     TicketKey,
     Tickets,
 )
+from streamrl.types import Group
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class GeneratorSide:
             case Applied(version=version) if run.admission.unknown(version, run.buffer):
                 raise MalformedMessage(f"version {version}, which server {message.server} reports, was never announced")
             case Applied(server=server, version=version, pinned=pinned):
-                worker.applied(server, version, pinned=pinned)
+                run.workers.applied(worker, server, version, pinned=pinned)
                 run.acknowledge(version)
                 run.send_publisher(message)
             case Evaluated(version=version, metrics=metrics):
@@ -99,10 +100,9 @@ class GeneratorSide:
             case _:
                 raise MalformedMessage(f"{type(message).__name__} from a generator")
 
-    def handle_group(self, worker: Worker, frames: list[memoryview]) -> None:
-        """A group: it is answered once its record is durable. Raises MalformedMessage."""
+    def handle_group(self, worker: Worker, group: Group, frames: Sequence[Buffer]) -> None:
+        """A group: it is answered once its record is durable."""
         run = self._run
-        group = decode_group(*frames)
         answer = {"group_id": group.group_id, "attempt": group.attempt}
         try:
             if (problem := run.admission.problem(group, run.buffer)) is not None:
@@ -155,7 +155,7 @@ class GeneratorSide:
     def send_tickets(self, now: float) -> None:
         """Every ticket that may be issued now."""
         run = self._run
-        if not run.phases.goes_on or run.durable.full:
+        if not run.phases.goes_on or run.durable.full or run.buffer.required is None:
             return
         by_name = {worker.name: worker for worker in run.workers.live}
         for name, tickets in assign(run.buffer, list(by_name.values()), now).items():

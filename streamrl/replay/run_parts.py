@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from streamrl.config import Config
-from streamrl.observe.events import EventLog
+from streamrl.observe.events import Events
 from streamrl.replay.admission import Admission
 from streamrl.replay.delivery import Delivery
 from streamrl.replay.durable import DurableBuffer
@@ -27,7 +27,7 @@ Send = Callable[[bytes, Message, Sequence[Buffer]], bool]
 class RunParts:
     """One run."""
 
-    def __init__(self, config: Config, durable: DurableBuffer, send: Send, events: EventLog) -> None:
+    def __init__(self, config: Config, durable: DurableBuffer, send: Send, events: Events) -> None:
         """`send`: a message and further frames to a peer by its identity; False where it cannot be reached."""
         self.config = config
         self.durable = durable
@@ -50,7 +50,7 @@ class RunParts:
         if self.send(worker.identity, message):
             return True
         if not worker.lost:
-            worker.lost = True
+            self.workers.lose(worker)
             self.events.emit("worker.silent", worker=worker.name, reason="it does not take messages")
         return False
 

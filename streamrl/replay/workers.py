@@ -5,6 +5,7 @@ Pure, like the buffer: it is told what was said and when, and answers.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -96,6 +97,8 @@ class Workers:
         self._silence = SILENCE * heartbeat
         self._by_name: dict[str, Worker] = {}
         self._by_identity: dict[bytes, Worker] = {}
+        self._servers: tuple[ServerState, ...] | None = None  # of the live ones; None after a change
+        self._all_live_until = float("-inf")  # nobody becomes lost before
 
     @property
     def known(self) -> list[Worker]:
@@ -110,7 +113,9 @@ class Workers:
     @property
     def servers(self) -> tuple[ServerState, ...]:
         """Every server of a live worker."""
-        return tuple(state for worker in self.live for state in worker.servers.values())
+        if self._servers is None:
+            self._servers = tuple(state for worker in self.live for state in worker.servers.values())
+        return self._servers
 
     @property
     def pinned(self) -> bool:
@@ -120,6 +125,7 @@ class Workers:
     def join(self, name: str, identity: bytes, servers: tuple[ServerState, ...], now: float) -> Worker | None:
         """A Hello. Returns the worker of the same name that it replaces, if that was another process."""
         states = {state.name: state for state in servers}
+        self._servers = None
         before = self._by_name.get(name)
         if before is not None and before.identity == identity:
             before.servers, before.last_seen, before.lost = states, now, False
@@ -140,15 +146,30 @@ class Workers:
             holder.rival = identity, now
         return holder
 
+    def knows(self, identity: bytes) -> bool:
+        return identity in self._by_identity
+
     def touch(self, identity: bytes, now: float) -> Worker | None:
         """A word from this peer: its worker, which lives. None for a peer that is no worker."""
         worker = self._by_identity.get(identity)
         if worker is not None:
-            worker.last_seen, worker.lost = now, False
+            worker.last_seen = now
+            if worker.lost:
+                worker.lost, self._servers = False, None
         return worker
+
+    def lose(self, worker: Worker) -> None:
+        """It is silent, or cannot be reached."""
+        worker.lost, self._servers = True, None
+
+    def applied(self, worker: Worker, server: str, version: PolicyVersion, *, pinned: bool) -> None:
+        """A server of this worker reports its weights."""
+        worker.applied(server, version, pinned=pinned)
+        self._servers = None
 
     def leave(self, worker: Worker) -> None:
         """A Bye."""
+        self._servers = None
         self._by_name.pop(worker.name, None)
         self._by_identity.pop(worker.identity, None)
 
@@ -159,9 +180,12 @@ class Workers:
 
     def silent(self, now: float) -> list[Worker]:
         """Workers that became lost now."""
+        if now <= self._all_live_until:
+            return []
         fresh = [worker for worker in self.live if now - worker.last_seen > self._silence]
         for worker in fresh:
-            worker.lost = True
+            self.lose(worker)
+        self._all_live_until = self._silence + min((worker.last_seen for worker in self.live), default=now)
         return fresh
 
     def all_at(self, version: PolicyVersion) -> bool:
@@ -195,17 +219,19 @@ def assign(buffer: Buffer, workers: list[Worker], now: float) -> dict[str, list[
     spread over all servers instead of queueing at the first.
     """
     granted: dict[str, list[Ticket]] = {}
-    ready = {
-        worker.name: (worker, newest)
+    ready = [
+        (held / worker.capacity, worker.name, worker.capacity, newest)
         for worker in workers
-        if (newest := worker.newest) is not None and worker.capacity > buffer.held(worker.name)
-    }
-    while ready:
-        name = min(ready, key=lambda name: (buffer.held(name) / ready[name][0].capacity, name))
-        worker, newest = ready[name]
+        if (newest := worker.newest) is not None and worker.capacity > (held := buffer.held(worker.name))
+    ]
+    heapq.heapify(ready)
+    while ready and buffer.required is not None:
+        _, name, capacity, newest = ready[0]
         ticket = buffer.issue(name, newest, now)
         if ticket is not None:
             granted.setdefault(name, []).append(ticket)
-        if ticket is None or buffer.held(name) >= worker.capacity:
-            del ready[name]
+        if ticket is None or (held := buffer.held(name)) >= capacity:
+            heapq.heappop(ready)
+        else:
+            heapq.heapreplace(ready, (held / capacity, name, capacity, newest))
     return granted

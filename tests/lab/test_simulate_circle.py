@@ -99,6 +99,29 @@ def test_staleness_is_counted_as_the_learner_counts_it() -> None:
         assert counted == pytest.approx({name: expected[name] for name in counted})
 
 
+def test_heartbeats_keep_tickets_for_longer_than_a_lease() -> None:
+    circle = Circle(config(6, lease=2), model(ServerSpeed(step=0.1, sample=0.0)))
+    circle.run()
+    assert max(group.finished - group.started for group in circle.groups) > 3 * 2
+    assert {group.attempt for group in circle.groups} == {0}
+
+
+def test_a_group_that_takes_too_long_is_given_up_as_the_service_does_it() -> None:
+    circle = Circle(config(6, lease=1, group_timeout=4), model(ServerSpeed(step=0.1, sample=0.0)))
+    rows = circle.run()
+    in_time = [group for group in circle.groups if max(len(sample.output_ids) for sample in group.samples) < 70]
+    assert len(rows) == 6
+    assert 0 < len(in_time) < len(circle.groups)
+    assert sum(row["tokens/generated"] for row in rows) == sum(group.tokens for group in in_time)
+
+
+def test_a_run_that_its_service_gives_up_is_refused_with_the_reason() -> None:
+    given = config(group_timeout=10)
+    hasty = given.model_copy(update={"run": given.run.model_copy(update={"progress_timeout": 20.0})})
+    with pytest.raises(ConfigError, match=r"fails at step 0.*run\.progress_timeout=20 s: the learner is at its step"):
+        Circle(hasty, model(learner=Line(30.0, 0.0))).run()
+
+
 def test_a_drain_lets_no_answer_have_two_versions() -> None:
     parts = model(learner=Line(0.2, 0.0), update=Line(0.1, 0.0))
     mixed = {}

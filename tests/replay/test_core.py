@@ -200,6 +200,26 @@ def test_what_was_lost_is_asked_for(driven: Driven) -> None:
     assert [(message.server, message.attempt) for message in failed] == [("s", 7)]
 
 
+def test_a_core_in_memory_takes_decoded_messages_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_group: MakeGroup
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sent: list[tuple[bytes, Message, Sequence[Buffer]]] = []
+    core = Core.in_memory(make_config(journal={"keep": "all"}), lambda *each: sent.append(each) is None)
+    core.handle_message(LEARNER, Hello(run=core.run_id, role="learner", name="learner-0", version=V0), 0.0)
+    core.handle_message(WORKER, Hello(run=core.run_id, role="generator", name="w", servers=(SERVER,)), 0.0)
+    core.handle_message(WORKER, Credit(capacity=2), 0.0)
+    core.handle_message(LEARNER, Next(step=0), 0.0)
+    core.tick(0.0, emptied=True)
+    (tickets,) = [message.tickets for _, message, _ in sent if isinstance(message, Tickets)]
+    for ticket in tickets:
+        group = make_group(ticket.group_id, attempt=ticket.attempt, version=ticket.issued_version)
+        core.handle_group(WORKER, group, (b"%d" % ticket.group_id,))
+    core.tick(0.1, emptied=True)
+    assert [list(frames) for _, message, frames in sent if isinstance(message, BatchHeader)] == [[b"0", b"1"]]
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_the_core_has_no_clock_no_socket_no_thread_and_no_file(part: str) -> None:
     tree = ast.parse(Path("streamrl/replay", f"{part}.py").read_text())

@@ -1,37 +1,66 @@
-"""The circle of a run in simulated time: servers, the real replay buffer, learner and publisher.
+"""The circle of a run in simulated time: the real replay service, and models of everything round it.
 
-    tickets ─▶ server (a model) ─▶ group ─▶ the run's own Buffer ─▶ batch ─▶ learner (a model) ─▶ publisher (a model)
-       ▲                                          ▲                                                    │
-       └── assign ────────────────────────────────┴──────────── acknowledged version ◀─────────────────┘
+    server (a model) ─▶ group ─▶ replay/core.py ─▶ batch ─▶ learner (a model) ─▶ publisher (a model) ─▶ server ...
+       ▲                            │
+       └────────── tickets ─────────┘
 
-Which tickets may be out, which groups make a step, what is dropped and when a slot is free again is decided by
-`replay/buffer.py` and `replay/workers.py` themselves: nothing of the orders or of the bound is modelled anew. The
-result is the rows that a run writes to metrics.jsonl, as far as time and staleness go.
+The roles say what they say in a run (`stream/messages.py`), and the service answers: tickets, leases, orders, filters,
+what is given up, batches, acknowledged versions and the phases of the run are its own. Here are the roles and the
+time. The result is the rows that a run writes to metrics.jsonl, as far as time and staleness go.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from streamrl.config import Config
+from streamrl.config.file import ConfigError
 from streamrl.lab.simulate.figures import Figures, figures, mean
 from streamrl.lab.simulate.model import Model, RecordedGroup
 from streamrl.lab.simulate.server import Done, GenerationServer, Span
-from streamrl.replay.buffer import make_buffer
-from streamrl.replay.workers import Worker, assign
-from streamrl.stream.messages import ServerState
+from streamrl.replay.core import Core
+from streamrl.stream.messages import (
+    Announce,
+    Applied,
+    BatchHeader,
+    Buffer,
+    Credit,
+    Finished,
+    Heartbeat,
+    Hello,
+    Message,
+    Next,
+    Progress,
+    Publish,
+    PublishFailed,
+    Roster,
+    Saved,
+    ServerState,
+    Stop,
+    Tickets,
+)
 from streamrl.types import Batch, Group, PolicyVersion, Sample, Ticket, VersionSpan
 
 SIMULATIONS = 8  # whose mean is what is expected of a run
+
+TURN = 0.2  # seconds between two turns of the service's loop without a message, as in replay/service.py
+
+BEATS = 5
+# Heartbeats of a run that one of a simulation stands for: half of the silence after which a worker counts as lost.
+
+LEARNER, PUBLISHER = b"learner-0", b"publisher-0"
 
 _NOTHING = np.zeros(1, np.int32)
 
@@ -52,27 +81,43 @@ class Clock:
         """Let it happen then."""
         heapq.heappush(self._events, (max(time, self.now), next(self._order), action))
 
-    def step(self) -> bool:
-        """The next event. False when there is none."""
-        if not self._events:
-            return False
+    def step(self) -> None:
+        """The next event."""
         self.now, _, action = heapq.heappop(self._events)
         action()
-        return True
 
 
 @dataclass(slots=True)
 class Site:
-    """A worker, its server, and what it has been told to generate."""
+    """A worker and its server, as the worker knows them."""
 
-    worker: Worker
+    name: str
+    capacity: int  # tickets
     server: GenerationServer
     longest: int  # tokens of an answer
+    version: int = 0  # step of the server's weights
     tickets: dict[int, tuple[Ticket, RecordedGroup, float]] = field(default_factory=dict)  # and when it came
     held_back: list[int] = field(default_factory=list)  # groups that wait for an update's end
     drained: Callable[[], None] | None = None  # what waits until nothing is in flight
     wakes: int = 0  # number of the newest alarm: the former ones are void
     busy: float = 0.0  # seconds, at the last look
+
+    @property
+    def identity(self) -> bytes:
+        """Of its socket."""
+        return self.name.encode()
+
+
+class Frames(bytes):
+    """Stands for the frames of a group, which are passed on unread."""
+
+    group: Group
+
+    @classmethod
+    def of(cls, group: Group) -> Frames:
+        frames = cls()
+        frames.group = group
+        return frames
 
 
 class Circle:
@@ -84,66 +129,115 @@ class Circle:
         self._model = model
         self._rng = random.Random(seed)
         self._clock = Clock()
-        self._buffer = make_buffer(config)
+        self._core = Core.in_memory(config, self._send)
+        self._sent: list[tuple[bytes, Message, Sequence[Buffer]]] = []  # by the service, and not yet received
+        self._has_news = False  # the service was told something since its last turn
+        self._stop: Stop | None = None
         self._sites = [site for index in range(config.workers) for site in self._sites_of(index)]
-        self._by_worker = {site.worker.name: site for site in self._sites}
-        self._is_full = False  # no further ticket may be issued to anyone
+        self._by_identity = {site.identity: site for site in self._sites}
         self._version = 0  # step of the learner's weights
-        self._asked: int | None = None  # the step that the learner waits for
         self._asked_at = 0.0
-        self._publishing = False
-        self._rounds = 0  # servers that are being updated
-        self._offer_waits: Callable[[], None] | None = None
-        self._generated = 0  # tokens that arrived since the last batch
         self._looked_at = 0.0  # when the last batch was taken
+        self._servers: tuple[ServerState, ...] = ()  # as the publisher knows them
+        self._offered = PolicyVersion(0)
+        self._left: deque[str] = deque()  # servers that are to get it
+        self._rounds = 0  # servers that are being updated
+        self._publishing = False
+        self._offer_waits: Callable[[], None] | None = None
         self.rows: list[dict[str, Any]] = []
         self.groups: list[Group] = []  # as they arrived; their arrays have lengths and no content
         self.updates: list[dict[str, Any]] = []  # of the servers, with the fields of the event publish.apply
 
     def run(self) -> list[dict[str, Any]]:
-        """To the end of `run.steps`. Raises ValueError for a circle that stands still."""
-        self._buffer.begin(PolicyVersion(0))
-        self._buffer.acknowledge(PolicyVersion(0))
-        self._ask()
-        while len(self.rows) < self._config.run.steps:
-            if not self._clock.step():
-                raise ValueError(f"the circle stands still at step {len(self.rows)}: nothing is under way")
+        """To the end of `run.steps`, and of the run. Raises ConfigError where the service gives the run up."""
+        with _quiet("streamrl.replay"):
+            self._begin_all()
+            self._every(TURN, lambda: None)
+            self._every(min(self._config.replay.lease / 2, BEATS * self._config.generate.heartbeat), self._beat)
+            while self._stop is None:
+                self._clock.step()
+                self._turn()
+        if self._stop.failed:
+            raise ConfigError(f"the simulated run fails at step {len(self.rows)}: {self._stop.reason}")
         return self.rows
 
     def _sites_of(self, index: int) -> list[Site]:
         """A worker of several servers is taken for as many workers: each has its share of what it may have open."""
         own = self._config.of_worker(index).generate
-        capacity = math.ceil(own.groups_in_flight / own.servers)
+        capacity, longest = math.ceil(own.groups_in_flight / own.servers), own.sampling.max_new_tokens
+        numbers = [f"{index}.{number}" for number in range(own.servers)] if own.servers > 1 else [f"{index}"]
         return [
-            self._site(f"{index}.{number}" if own.servers > 1 else f"{index}", capacity, own.sampling.max_new_tokens)
-            for number in range(own.servers)
+            Site(f"generator-{number}", capacity, GenerationServer(self._model.server), longest) for number in numbers
         ]
 
-    def _site(self, number: str, capacity: int, longest: int) -> Site:
-        name, server = f"generator-{number}", f"server-{number}"
-        states = {server: ServerState(name=server, version=PolicyVersion(0))}
-        worker = Worker(name, name.encode(), 0.0, states, capacity=capacity)
-        return Site(worker, GenerationServer(self._model.server), longest)
+    # -- the service
+
+    def _send(self, peer: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
+        """Its way out."""
+        self._sent.append((peer, message, frames))
+        return True
+
+    def _say(self, peer: bytes, message: Message) -> None:
+        """A message to it."""
+        self._core.handle_message(peer, message, self._clock.now)
+        self._has_news = True
+
+    def _turn(self) -> None:
+        """Its loop, as long as there is news; what it says arrives at once."""
+        while self._has_news:
+            self._has_news = False
+            self._core.tick(self._clock.now, emptied=True)
+            sent, self._sent = self._sent, []
+            for peer, message, frames in sent:
+                self._receive(peer, message, frames)
+
+    def _receive(self, peer: bytes, message: Message, frames: Sequence[Buffer]) -> None:
+        """What is not here, nobody waits for."""
+        match message:
+            case Tickets(tickets=tickets):
+                for ticket in tickets:
+                    self._clock.after(self._model.hand_out, partial(self._begin, self._by_identity[peer], ticket))
+            case Publish(version=version):
+                self._clock.after(self._model.transfer, partial(self._interrupt, self._by_identity[peer], version))
+            case Applied() | PublishFailed():
+                self._publish()
+            case Roster(servers=servers):
+                self._servers = servers
+            case BatchHeader():
+                self._take(message, frames)
+            case Stop():
+                self._stop = message
+
+    def _every(self, seconds: float, action: Callable[[], None]) -> None:
+        """A turn of the service in this rhythm, after the action."""
+
+        def again() -> None:
+            action()
+            self._has_news = True
+            self._clock.after(seconds, again)
+
+        self._clock.after(seconds, again)
+
+    def _begin_all(self) -> None:
+        run, first = self._core.run_id, PolicyVersion(0)
+        self._say(LEARNER, Hello(run=run, role="learner", name=LEARNER.decode(), version=first))
+        self._say(PUBLISHER, Hello(run=run, role="publisher", name=PUBLISHER.decode(), version=first))
+        for site in self._sites:
+            server = ServerState(name=site.name, version=first)
+            self._say(site.identity, Hello(run=run, role="generator", name=site.name, servers=(server,)))
+            self._say(site.identity, Credit(capacity=site.capacity))
+        self._ask()
+        self._turn()
 
     # -- generation
 
-    def _hand_out(self) -> None:
-        """Every ticket that may be issued now, to the workers that the service would choose."""
-        for given_up in self._buffer.exhausted():
-            group = _placeholders(given_up, self._config.generate.group_size)
-            self._buffer.complete_placeholder(group, (group,), 0)
-        workers = [site.worker for site in self._sites]
-        for name, tickets in assign(self._buffer, workers, self._clock.now).items():
-            site = self._by_worker[name]
-            for ticket in tickets:
-                self._clock.after(self._model.hand_out, lambda site=site, ticket=ticket: self._begin(site, ticket))  # type: ignore[misc]
-        self._buffer.drain()
-        newest = max(worker.newest or PolicyVersion(0) for worker in workers)
-        self._is_full = any(each.newest == newest and each.capacity > self._buffer.held(each.name) for each in workers)
+    def _beat(self) -> None:
+        for site in self._sites:
+            tickets = tuple((ticket.group_id, ticket.attempt) for ticket, _, _ in site.tickets.values())
+            self._say(site.identity, Heartbeat(tickets=tickets))
 
     def _begin(self, site: Site, ticket: Ticket) -> None:
-        size, policy = self._config.generate.group_size, next(iter(site.worker.servers.values())).version.step
-        drawn = self._model.answers.draw(self._rng, policy, size, site.longest)
+        drawn = self._model.answers.draw(self._rng, site.version, self._config.generate.group_size, site.longest)
         site.tickets[ticket.group_id] = (ticket, drawn, self._clock.now)
         if site.drained is not None:
             site.held_back.append(ticket.group_id)
@@ -174,36 +268,23 @@ class Circle:
     def _arrive(self, site: Site, done: Done) -> None:
         """A group reaches the service."""
         ticket, drawn, begun = site.tickets.pop(done.group_id)
-        group = _group(ticket, drawn, done, site.worker.name, begun)
+        group = _group(ticket, drawn, done, site.name, begun)
         self.groups.append(group)
-        self._generated += group.tokens
-        stored = self._buffer.complete(site.worker.name, group, (group,), 0)
-        self._deliver()
-        # Where workers with room got nothing, one more of them with room changes nothing: what comes back frees no
-        # slot. Without this, hundreds of servers would be asked in vain for every group.
-        if stored is None or not self._is_full or not self._buffer.order.waits_for_weights:
-            self._hand_out()
+        self._core.handle_group(site.identity, group, (Frames.of(group),))
+        self._has_news = True
 
     # -- training
 
     def _ask(self) -> None:
-        self._asked, self._asked_at = self._version, self._clock.now
-        self._deliver()
-        self._hand_out()  # what was found too old is to be generated again
+        self._asked_at = self._clock.now
+        self._say(LEARNER, Next(step=self._version))
 
-    def _deliver(self) -> None:
-        """The batch that the learner waits for, if it is complete."""
-        if self._asked is None:
-            return
-        stored = self._buffer.pop(self._asked)
-        if stored is None:
-            return
-        groups = tuple(each.frames[0] for each in stored if each.frames is not None)
-        batch = Batch(step=self._asked, groups=groups)
-        self._asked = None
-        row = {"tokens/generated": self._generated, "idle/generator": self._idle()}
-        self._generated = 0
-        self._clock.after(self._model.delivery, lambda: self._train(batch, row))
+    def _take(self, header: BatchHeader, frames: Sequence[Buffer]) -> None:
+        """The batch that the learner waits for. Of placeholders there are real frames, and no token in them."""
+        batch = Batch(step=header.step, groups=tuple(each.group for each in frames if isinstance(each, Frames)))
+        row = {"tokens/generated": header.stats.tokens_generated, "idle/generator": self._idle()}
+        self._clock.after(self._model.delivery, partial(self._train, batch, row))
+        self._has_news = True  # a batch that was taken may let further tickets out
 
     def _idle(self) -> float:
         """Mean share of the time since the last batch in which a server had nothing."""
@@ -224,14 +305,12 @@ class Circle:
     def _trained(self, row: dict[str, Any]) -> None:
         self._version += 1
         ess = math.exp(-self._model.ess_decay * row["staleness/mean"])
-        self._buffer.progress(PolicyVersion(self._version), ess)
-        self._buffer.saved(self._version)  # no step is delivered again here: the buffer may forget them
-        self._hand_out()
+        self._say(LEARNER, Progress(version=PolicyVersion(self._version), ess=ess))
         row["time/publish"] = -self._clock.now  # until the learner goes on
         if self._version % self._config.publish.every and self._version < self._config.run.steps:
             self._end_step(row)
         elif self._publishing:
-            self._offer_waits = lambda: self._offer(row)
+            self._offer_waits = partial(self._offer, row)
         else:
             self._offer(row)
 
@@ -240,28 +319,44 @@ class Circle:
         row |= {"step": self._version, "time": self._clock.now, "time/step": self._clock.now - self._asked_at}
         self.rows.append(row)
         every = self._config.checkpoint.every
-        self._clock.after(self._model.save if every and self._version % every == 0 else 0.0, self._ask)
+        if every and self._version % every == 0:
+            self._clock.after(self._model.save, self._saved)
+        else:
+            self._clock.after(0.0, self._go_on)
+
+    def _saved(self) -> None:
+        self._say(LEARNER, Saved(version=PolicyVersion(self._version), oldest=self._version))
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if self._version < self._config.run.steps:
+            self._ask()
+        else:
+            self._say(LEARNER, Finished(version=PolicyVersion(self._version)))
 
     # -- publishing
 
     def _offer(self, row: dict[str, Any]) -> None:
         """The learner goes on once its weights are copied; then server after server gets them."""
-        version, sites = PolicyVersion(self._version), iter(self._sites)
-        self._publishing = True
+        self._publishing, self._offered = True, PolicyVersion(self._version)
 
         def copied() -> None:
-            for _ in range(min(self._model.at_once, len(self._sites))):
-                self._rounds += 1
-                self._clock.after(self._model.announce, lambda: self._publish(version, sites))
+            self._clock.after(self._model.announce, self._announce)
             self._end_step(row)
 
         self._clock.after(self._model.copy, copied)
 
-    def _publish(self, version: PolicyVersion, sites: Iterator[Site]) -> None:
+    def _announce(self) -> None:
+        self._say(PUBLISHER, Announce(version=self._offered))
+        self._left.extend(server.name for server in self._servers)
+        self._rounds = min(self._model.at_once, len(self._left))
+        for _ in range(self._rounds):
+            self._publish()
+
+    def _publish(self) -> None:
         """One server, then the next that is left; at the end the learner may offer again."""
-        site = next(sites, None)
-        if site is not None:
-            self._clock.after(self._model.transfer, lambda: self._interrupt(site, version, sites))
+        if self._left:
+            self._say(PUBLISHER, Publish(server=self._left.popleft(), version=self._offered, manifest={}))
             return
         self._rounds -= 1
         if self._rounds:
@@ -271,35 +366,31 @@ class Circle:
         if waits is not None:
             waits()
 
-    def _interrupt(self, site: Site, version: PolicyVersion, sites: Iterator[Site]) -> None:
+    def _interrupt(self, site: Site, version: PolicyVersion) -> None:
         """`publish.interruption`: at once, or once the server has nothing in flight."""
         self._advance(site)
         if self._config.publish.interruption != "drain" or site.server.groups == 0:
-            self._update(site, version, sites)
+            self._update(site, version)
             return
 
         def drained() -> None:
             site.drained = lambda: None
-            self._update(site, version, sites)
+            self._update(site, version)
 
         site.drained = drained
 
-    def _update(self, site: Site, version: PolicyVersion, sites: Iterator[Site]) -> None:
+    def _update(self, site: Site, version: PolicyVersion) -> None:
         seconds = self._model.update.draw(self._rng, site.server.samples)
-        end, name = self._clock.now + seconds, site.worker.name
+        end, name = self._clock.now + seconds, site.name
         noted = {"time": end, "seconds": seconds, "version": str(version), "role": name, "tickets": len(site.tickets)}
         self.updates.append(noted)
         site.server.update(version.step, seconds)
         self._watch(site)
 
         def applied() -> None:
-            for server in site.worker.servers:
-                site.worker.applied(server, version)
-            news = self._buffer.acknowledge(version)
+            site.version = version.step
             self._let_in(site)
-            if news or not self._is_full or not self._buffer.order.waits_for_weights:
-                self._hand_out()
-            self._publish(version, sites)
+            self._say(site.identity, Applied(server=site.name, version=version))
 
         self._clock.after(seconds, applied)
 
@@ -311,6 +402,18 @@ class Circle:
         for group_id in waiting:
             site.server.start(group_id, site.tickets[group_id][1].lengths, self._clock.now)
         self._watch(site)
+
+
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Without its warnings: they would be of a run that nobody has started."""
+    log = logging.getLogger(logger)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def expected(config: Config, model: Model) -> Figures:
@@ -353,17 +456,6 @@ def _group(ticket: Ticket, drawn: RecordedGroup, done: Done, worker: str, begun:
         worker=worker,
         started=begun,
         finished=done.time,
-    )
-
-
-def _placeholders(ticket: Ticket, size: int) -> Group:
-    """What the service puts in the place of a group that it gives up."""
-    return Group(
-        group_id=ticket.group_id,
-        attempt=ticket.attempt,
-        task=ticket.task,
-        prompt_index=ticket.prompt_index,
-        samples=(Sample.placeholder(failure="lost"),) * size,
     )
 
 

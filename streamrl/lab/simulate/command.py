@@ -110,9 +110,11 @@ def main_fleet(path: Path, overrides: Sequence[str], output: Path | None = None)
 
 
 def simulated(config: Config, model: Model) -> Figures:
-    """What is expected of a run. Raises ConfigError for one that is too short for figures."""
+    """What is expected of a run. Raises ConfigError for one that fails, or is too short for figures."""
     try:
         return expected(config, model)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"run.steps: {config.run.steps}: {error}") from error
 

@@ -123,9 +123,3 @@ class Order(Choice, ABC):
     def allows(self, group_id: int, oldest: int) -> bool:
         """May a group be consumed while `oldest` is the first id that is not? The audit asks it of every group."""
         return group_id - oldest < self.window
-
-    @property
-    def waits_for_weights(self) -> bool:
-        """Whether new weights alone let further tickets be issued, and neither a group that comes nor a step."""
-        kind = type(self)
-        return kind.over_age is Order.over_age and kind.required_step is Order.required_step
