@@ -26,7 +26,7 @@ import psutil
 
 from streamrl.config import Config
 from streamrl.lifeline import end_tree
-from streamrl.observe import events, plot
+from streamrl.observe import events
 from streamrl.observe.console import Console
 from streamrl.observe.ending import is_last_step
 from streamrl.observe.metrics import read_metrics
@@ -94,7 +94,6 @@ class Supervisor:
             for number, handler in former.items():
                 signal.signal(number, handler)
             events.merge(self.run_folder)
-        plot.reward_curve(self.run_folder)
         if self.interrupts:
             again = train_again(self.config, self.run_folder)
             print(f"streamrl: interrupted; this resumes the run: {again}", file=sys.stderr)

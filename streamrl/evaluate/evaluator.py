@@ -23,6 +23,7 @@ from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
+from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import check_tasks, host_tasks
 from streamrl.tasks.scoring import says_nothing
 from streamrl.types import PolicyVersion
@@ -111,8 +112,14 @@ class Walk:
 
     async def _ask(self, task: Environment, index: int) -> Question:
         """One prompt: n answers and, where it is asked for, a greedy one."""
-        prompt = await task.fetch(index)
         wanted = [(False, self._settings.samples)] + [(True, 1)] * self._settings.greedy
+        try:
+            async with asyncio.timeout_at(self._deadline + SCORING_TIME):
+                prompt = await task.fetch(index)
+        except Exception as error:  # the policy for foreign tasks: the prompt is left out, not the evaluation
+            reason = f"the prompt was not made: {describe(error)}"
+            log.warning("prompt %d was not evaluated: %s", index, reason)
+            return Question(index=index, prompt="", missing=sum(n for _, n in wanted), reasons=(reason,))
         found = await asyncio.gather(*(self._answers(task, prompt, greedy, n) for greedy, n in wanted))
         sampled, greedy = found[0][0], found[1][0] if len(found) > 1 else []
         return Question(

@@ -163,3 +163,24 @@ def test_an_answer_that_nobody_could_judge_is_left_out_and_one_on_which_the_scor
     assert judged.missing == 1
     assert [answer.reward for answer in judged.answers].count(0.0) == 1
     assert judged.right == 6
+
+
+class WithoutAPrompt(Failing):
+    """One of its prompts cannot be made."""
+
+    def prompt(self, index: int) -> Prompt:
+        if index == 1:
+            raise KeyError("no row")
+        return super().prompt(index)
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        return Score(reward=1.0)
+
+
+def test_a_prompt_that_cannot_be_made_is_left_out_and_counted_and_the_others_are_asked() -> None:
+    settings = Config.model_validate({"evaluate": {"samples": 2, "greedy": False}}).evaluate
+    walk = Walk(settings, {"own": WithoutAPrompt()}, {"own": 3}, ScriptedPolicy(CHANCES), V7)
+    asyncio.run(walk.run())
+    assert [question.missing for question in walk.questions["own"]] == [0, 2, 0]
+    (reason,) = walk.questions["own"][1].reasons
+    assert reason.startswith("the prompt was not made: KeyError: 'no row' (")

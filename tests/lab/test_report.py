@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import re
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,18 @@ def test_the_page_is_one_file_that_asks_for_nothing_else(run: Run, tmp_path: Pat
     page = target.read_text()
     before, after = page.split('<script type="application/json" id="data">')
     style_and_script = before + after.split("</script>", 1)[1]
-    assert re.findall(r"https?://[^\"' ]+", style_and_script) == ["http://www.w3.org/2000/svg"]
+    # where the library says what it is
+    assert re.findall(r"https?://[^\"' ]+", style_and_script) == ["https://github.com/leeoniya/uPlot"]
+    assert "Copyright (c) 2022 Leon Sorokin" in style_and_script
     assert not re.search(r"<(link|img|iframe)|\bsrc=|\bimport\b|url\(", style_and_script)
     assert "default-src 'none'" in page
+
+
+def test_an_installed_package_has_every_part_of_the_page_with_its_licence() -> None:
+    globs = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["streamrl"]
+    packed = {path for each in globs for path in Path("streamrl").glob(each)}
+    parts = {path for path in Path("streamrl/lab/report").rglob("*.*") if path.suffix not in (".py", ".pyc")}
+    assert parts | set(Path("streamrl/lab/report/third_party").glob("*/LICENSE")) <= packed
 
 
 def test_no_text_of_a_run_can_end_the_element_that_holds_it(run: Run, tmp_path: Path) -> None:

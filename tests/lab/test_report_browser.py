@@ -15,6 +15,21 @@ from launch.screenshot import Browser
 from streamrl.lab.report import command
 from tests.lab.report_run import NASTY, STEPS, make_model, record_run
 
+COLOURS = """(() => {
+    const { ctx } = diagrams[%d].plot;
+    const written = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join();
+    const frame = new Set(["--soft", "--line", "--ink"].map((name) => written(paint(`var(${name})`))));
+    const { data } = ctx.getImageData(0, 0, ctx.canvas.width, ctx.canvas.height);
+    const counts = {};
+    for (let at = 0; at < data.length; at += 4) {
+        const colour = data.slice(at, at + 3).join(", ");
+        if (data[at + 3] === 255) counts[colour] = (counts[colour] ?? 0) + 1;
+    }
+    return Object.keys(counts).filter((each) => counts[each] > 20 && !frame.has(each.replaceAll(" ", "")))
+        .map((each) => `rgb(${each})`);
+})()"""
+# of the data in a diagram, as opposed to its axes
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -57,9 +72,9 @@ def test_every_section_is_drawn_and_no_text_of_the_run_became_markup(pages: tupl
             "Samples over training",
             "Configuration",
         ]
-        empty = "[...document.querySelectorAll('.diagram')].filter((each) => !each.querySelector('path[d^=M]')).length"
-        assert await browser.evaluate(empty) == 0
-        assert await browser.evaluate("document.querySelectorAll('.diagram').length") > 10
+        colours = [await browser.evaluate(COLOURS % each) for each in range(await browser.evaluate("diagrams.length"))]
+        assert len(colours) > 10
+        assert all(colours)
         assert await browser.evaluate("document.querySelectorAll('img, main script, main b b').length") == 0
         text = "[...document.querySelector('.tokens').childNodes].map((each) => each.textContent).join('')"
         assert (await browser.evaluate(text)).replace("·", "") == NASTY
@@ -71,7 +86,7 @@ def test_every_section_is_drawn_and_no_text_of_the_run_became_markup(pages: tupl
 def test_buttons_change_axis_colours_and_step(pages: tuple[Path, Path]) -> None:
     async def work(browser: Browser) -> None:
         await browser.open(pages[0])
-        name = "document.querySelector('.diagram .tick.name').textContent"
+        name = "diagrams[0].plot.axes[0].label"
         assert await browser.evaluate(name) == "learner steps"
         await press(browser, "tokens")
         assert await browser.evaluate(name) == "trained tokens"
@@ -102,11 +117,20 @@ def test_the_pointer_shows_the_values_under_it(pages: tuple[Path, Path]) -> None
         label = "document.querySelector('.label').innerText"
         assert await browser.evaluate("document.querySelector('.label').hidden")
         first = "[...document.querySelectorAll('.card')].find((each) => each.textContent.startsWith('Reward'))"
-        await browser.evaluate(f"{first}.querySelector('.catch').id = 'reward'")
+        await browser.evaluate(f"{first}.querySelector('.u-over').id = 'reward'")
         await browser.point("#reward", 0.999)
         told = (await browser.evaluate(label)).split()
         assert told[:3] == [str(STEPS), "learner", "steps"]
         assert told[3:5] == ["reward/mean", "1"]
+        for title, words in (
+            ("Output lengths", "tokens trained"),
+            ("Ages of trained tokens", "2 learner steps age 1 40% age 2 60%"),
+            ("What each role did", "learner-0, 15"),
+        ):
+            card = f"[...document.querySelectorAll('.card')].find((each) => each.textContent.startsWith('{title}'))"
+            await browser.evaluate(f"{card}.querySelector('.u-over').id = '{title.partition(' ')[0]}'")
+            await browser.point(f"#{title.partition(' ')[0]}", 0.25)
+            assert words in " ".join((await browser.evaluate(label)).split())
         await browser.point(".tokens span:nth-child(3)")
         told = await browser.evaluate(label)
         assert told.startswith("token 2")
@@ -122,14 +146,16 @@ def test_several_runs_stand_side_by_side_in_their_colours(pages: tuple[Path, Pat
         rows = await browser.evaluate("[...document.querySelectorAll('section')][0].innerText")
         assert rows.split() == ["What", "differs", "key", "one", "other", "replay.max_staleness", "2.0", "4.0"]
         card = "[...document.querySelectorAll('.card')].find((each) => each.textContent.startsWith('Reward'))"
+        number = await browser.evaluate(f"diagrams.indexOf({card}.querySelector('.diagram'))")
         strokes = await browser.evaluate(
-            f"[...new Set([...{card}.querySelectorAll('.line')].map((each) => getComputedStyle(each).stroke))]"
+            f"diagrams[{number}].plot.series.filter((each) => each.name).map((each) =>"
+            "Object.assign(document.createElement('i').style, {color: each.stroke()}).color)"
         )
         heads = await browser.evaluate(
             "[...document.querySelectorAll('.runs > span > i')].map((each) => getComputedStyle(each).backgroundColor)"
         )
         assert len(heads) == 2
-        assert set(heads) <= set(strokes)
+        assert set(heads) == set(strokes)
         assert await browser.evaluate("document.querySelector('.state.bad').textContent") == "ended without a last word"
 
     look(work)
@@ -151,6 +177,23 @@ def test_it_fits_wide_and_narrow_in_light_and_dark(pages: tuple[Path, Path], wid
         assert light[0] > 200
         assert light[1] < 60
         await browser.open(pages[0], width=width)
+
+    look(work)
+
+
+def test_dragging_enlarges_a_stretch_of_a_diagram(pages: tuple[Path, Path]) -> None:
+    async def work(browser: Browser) -> None:
+        await browser.open(pages[0])
+        left, top, width = await browser.evaluate(
+            "(() => { const over = diagrams[0].plot.over; over.scrollIntoView({block: 'center'});"
+            "const box = over.getBoundingClientRect(); return [box.left, box.top + box.height / 2, box.width]; })()"
+        )
+        for kind, share in (("mouseMoved", 0.2), ("mousePressed", 0.2), ("mouseMoved", 0.6), ("mouseReleased", 0.6)):
+            await browser.command(
+                "Input.dispatchMouseEvent", type=kind, x=left + share * width, y=top, button="left", clickCount=1
+            )
+        shown = await browser.evaluate("[diagrams[0].plot.scales.x.min, diagrams[0].plot.scales.x.max]")
+        assert shown == pytest.approx([1 + 0.2 * (STEPS - 1), 1 + 0.6 * (STEPS - 1)], abs=0.1)
 
     look(work)
 

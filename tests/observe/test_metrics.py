@@ -19,7 +19,6 @@ from wandb.proto import wandb_internal_pb2
 
 from streamrl.algo.diagnostics import BUCKETS
 from streamrl.config import Config
-from streamrl.observe import plot
 from streamrl.observe.metrics import METRICS, NAMES, MetricsWriter, describe, is_known, read_metrics
 from streamrl.observe.sinks import open_sinks
 from streamrl.replay.records import Completed
@@ -145,9 +144,8 @@ def test_what_is_added_late_overwrites_nothing_of_its_kind_while_a_row_is_free(t
     assert [row.get("eval/step") for row in read_metrics(tmp_path)] == [12.0, 0.0, 13.0]
 
 
-def test_a_run_without_a_step_has_no_rows_and_no_picture(tmp_path):
+def test_a_run_without_a_step_has_no_rows(tmp_path):
     assert list(read_metrics(tmp_path)) == []
-    assert plot.reward_curve(tmp_path) is None
     MetricsWriter(tmp_path).truncate_after(0)
     assert list(read_metrics(tmp_path)) == []
 
@@ -196,20 +194,6 @@ writer.close()
 def test_without_sinks_nothing_is_opened(tmp_path):
     assert open_sinks(Config(), tmp_path) == []
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_reward_curve_is_a_picture(tmp_path):
-    writer = MetricsWriter(tmp_path)
-    for step in range(1, 30):
-        writer.write(row(step))
-    writer.close()
-    picture = plot.reward_curve(tmp_path)
-    assert picture is not None
-    data = picture.read_bytes()
-    assert data.startswith(b"\x89PNG")
-    width, height = struct.unpack(">II", data[16:24])
-    assert (width, height) == (840, 480)
-    assert plot.running_mean([1.0, 0.0, 0.5, 0.5, 1.0, 1.0]) == pytest.approx([1, 0.5, 0.5, 0.5, 0.6, 0.6])
 
 
 def wandb_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:

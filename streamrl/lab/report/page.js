@@ -14,3 +14,4 @@ footer();
 document.body.append(label);
 redraw();
 addEventListener("resize", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 _PARTS = Path(__file__).parent
-_SCRIPTS = ("drawing.js", "charts.js", "sections.js", "samples.js", "page.js")
+_UPLOT = _PARTS / "third_party" / "uplot"
+_SCRIPTS = ("elements.js", "diagrams.js", "sections.js", "samples.js", "page.js")
 # Each uses what those before it define.
 
 _ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
@@ -22,8 +23,9 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def render(data: Mapping[str, Any]) -> str:
     """The page. Texts of the data are shown as they are: none can become a part of the page."""
     title = f"Report of {', '.join(run['name'] for run in data['runs'])}"
-    style = (_PARTS / "page.css").read_text()
-    script = "\n".join((_PARTS / name).read_text() for name in _SCRIPTS)
+    style = "".join(part.read_text() for part in (_UPLOT / "uPlot.min.css", _PARTS / "page.css"))
+    library = f"/*\n{(_UPLOT / 'LICENSE').read_text()}*/\n{(_UPLOT / 'uPlot.iife.min.js').read_text()}"
+    script = "\n".join((library, *((_PARTS / name).read_text() for name in _SCRIPTS)))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'

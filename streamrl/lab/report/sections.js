@@ -49,10 +49,7 @@ const folded = (title, content) => make("details", {}, make("summary", {}, title
 
 // What a colour, or a dash, means. entries: [{name, colour, dash?, meaning?}]
 const legend = (entries) => make("div", { class: "legend" }, entries.map(({ name, colour, dash, meaning }) =>
-  make("span", { title: meaning }, dash === undefined ? make("i", { colour }) : dashed(colour, dash), name)));
-
-const dashed = (colour, dash) => make("svg", { width: 20, height: 8 },
-  make("path", { class: "line", colour, "stroke-dasharray": dash, d: "M0 4H20" }));
+  make("span", { title: meaning }, make("i", { class: dash && `line ${dash}`, colour }), name)));
 
 function table(head, rows, kind = "") {
   return make("div", { class: "card table" }, make("table", { class: kind },
@@ -93,16 +90,20 @@ function panelLines(panel) {
     const curve = run.curves.metrics[metric.name];
     return curve && {
       name: isOne ? metric.name : `${run.name} ${panel.metrics.length > 1 ? metric.name : ""}`,
-      colour: runColour(isOne ? place : index), dash: isOne ? null : DASHES[place],
+      colour: runColour(isOne ? place : index), dash: isOne ? null : STROKES[place],
       xs: (axis) => run.curves[axis.key], ys: curve.y, low: curve.low, high: curve.high,
     };
   })).filter(Boolean);
 }
 
 function panelLegend(panel) {
-  const marked = (place) => (isOne ? { colour: runColour(place) } : { colour: "var(--soft)", dash: DASHES[place] });
+  const marked = (place) => (isOne ? { colour: runColour(place) } : { colour: "var(--soft)", dash: STROKES[place] });
   return legend(panel.metrics.map((metric, place) => ({ ...metric, ...marked(place) })));
 }
+
+// Index of the value that is nearest to `wanted`.
+const nearest = (values, wanted) => values.reduce((found, value, index) =>
+  (Math.abs(value - wanted) < Math.abs(values[found] - wanted) ? index : found), 0);
 
 // Where processes started again, on the axis that is shown.
 function marks(axis) {
@@ -119,6 +120,7 @@ function allCurves() {
     choice("over", AXES, view.axis, (axis) => { view.axis = axis; redraw(); }),
     choice("smoothed", halves, view.half, (half) => { view.half = half; redraw(); }));
   section("Curves", controls,
+    small("Drag over a stretch of a diagram to enlarge it; a double click shows the whole."),
     steps > 1 ? small(`A point is the mean of up to ${steps} steps, the band from the least to the largest.`) : null,
     runs.some((run) => run.notes.some((note) => note.mark)) ? small("Dotted lines: a process started again.") : null);
   for (const name of new Set(data.panels.map((panel) => panel.section))) {
@@ -186,7 +188,7 @@ function selection() {
   const fates = ["trained", "dropped"];
   const sets = present.flatMap(({ run, index }) => fates.filter((fate) => run.groups.lengths[fate]).map((fate) => ({
     name: isOne ? fate : `${run.name}, ${fate}`, colour: isOne ? runColour(fates.indexOf(fate)) : runColour(index),
-    dash: fate === "dropped" ? DASHES[1] : null, counted: run.groups.lengths[fate], rates: run.groups.pass_rates[fate],
+    dash: fate === "dropped" ? "dashed" : null, counted: run.groups.lengths[fate], rates: run.groups.pass_rates[fate],
   })));
   const cards = [];
   if (sets.some((set) => set.counted.counts.length)) {
