@@ -47,9 +47,10 @@ OF_THE_OPTIMUM, OF_SYNC = 0.85, 1.5  # bars, of JUDGED
 JUDGED = "bound 2"
 BALANCE = 0.15  # by which the two sides may differ, in seconds a token, where the bars are judged
 
+# First steps that no figure counts: the learner's caches fill, and its slow first step gives generation a lead, up to
+# the bound, that is no speed.
 WARM_UP = 4
-# first steps that no figure counts: the learner's caches fill, and its slow first step gives generation a lead, up to
-# the bound, that is no speed
+
 CANDIDATES = 3  # loads that are tried before the first repeat, those which should balance the sides best
 STEPS, QUICK_STEPS = 10, 4  # that are counted
 AHEAD = 2  # further steps of generation alone, so that tickets are out up to the end of the counted ones

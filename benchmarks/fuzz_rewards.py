@@ -28,17 +28,17 @@ from streamrl.tasks.built_in.reasoning_gym import BEHAVED
 from streamrl.tasks.environment import FAILED, Completion, Environment, Prompt
 from streamrl.tasks.registry import build_task
 
-GOLD = "\\frac{7919}{7907}"
 # A number that no junk has by chance.
+GOLD = "\\frac{7919}{7907}"
 
+# In seconds, as a run has them; beyond them an answer is counted as failed.
 LIMITS = {"score_processes": 2, "score_timeout": 5.0, "start_timeout": 120.0}
-# Seconds as a run has them; beyond them an answer is counted as failed.
 
-LONGEST = 120.0
 # Seconds that a batch of answers may take before the run counts as hung: every single answer has its own deadline.
+LONGEST = 120.0
 
-BATCH = 64
 # Answers that are judged at the same time, as groups of a run are.
+BATCH = 64
 
 _FORMS = ("<answer>{}</answer>", "\\boxed{{{}}}", "Answer: {}", "${}$", "{}", "\\[{}\\]", "The answer is {}.")
 _PIECES = (

@@ -50,6 +50,7 @@ class Layout:
     experts: bool | None = None  # True: mixtures of experts alone, False: dense models alone
 
 
+# Every family, tied and untied, in both dtypes.
 LAYOUTS = (
     Layout("DP2", 2),
     Layout("TP2", 2, {"tensor": 2, "sequence": False}, experts=False),  # experts are cut with sequence parallelism
@@ -62,8 +63,8 @@ LAYOUTS = (
     Layout("TP2xCP2", 4, {"tensor": 2, "context": 2}),
     Layout("PP2xDP2", 4, {"pipeline": 2}),
 )
-"""Every family, tied and untied, in both dtypes."""
 
+# In float32, untied, for one dense family and for the mixture of experts.
 FURTHER = (
     Layout("PP2, 2 chunks a stage", 2, {"pipeline": 2, "virtual": 2}),
     Layout("PP4", 4, {"pipeline": 4}),
@@ -85,7 +86,6 @@ FURTHER = (
     Layout("EP2xPP2", 4, {"expert": 2, "pipeline": 2}, experts=True),
     Layout("EP2xCP2", 4, {"expert": 2, "context": 2}, experts=True),
 )
-"""In float32, untied, for one dense family and for the mixture of experts."""
 
 DTYPES = ("float32", "bfloat16")
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")

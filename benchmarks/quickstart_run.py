@@ -20,22 +20,24 @@ from streamrl.observe.metrics import read_metrics
 PATIENCE = 300.0  # seconds in which a run must train on; SGLang starts in 20 to 90 on two busy cores
 
 Victim = Literal["generator", "server", "replay", "learner", "supervisor"]
+
+# Words of the command lines of the processes, among the supervisor's descendants.
 WORDS: dict[Victim, str] = {
     "generator": "streamrl.cli generator",
     "server": "streamrl.engine.launch",
     "replay": "streamrl.cli replay",
     "learner": "streamrl.cli learner",
 }
-"""Of the command lines of the processes, among the supervisor's descendants."""
 
 
 class Quickstart:
     """One run folder, and the `train` process that works in it; at the end of the block it is ended.
 
-    >>> with Quickstart(folder, "kills", 120, "checkpoint.every=10") as run:
-    ...     run.start()
-    ...     run.train_on(0.0, 3)
-    ...     run.kill("learner")
+    Usage:
+        with Quickstart(folder, "kills", 120, "checkpoint.every=10") as run:
+            run.start()
+            run.train_on(0.0, 3)
+            run.kill("learner")
     """
 
     def __init__(self, place: Path, name: str, steps: int, *settings: str) -> None:

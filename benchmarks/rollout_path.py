@@ -60,8 +60,10 @@ WINDOW = 8  # groups that a worker has finished and not seen acknowledged; more 
 WARM = 8  # groups before the clock starts
 SOCKET_BUFFER = 1 << 20
 LOCAL = "tcp://127.0.0.1:0"
+
+# Bytes of groups as the codec sends them, so that every run takes about half a second.
 BYTES_PER_RUN = {"raw": 1.0e9, "stream": 1.0e9, "apart": 1.0e9, "curve": 3.0e8, "orjson": 1.5e7, "pickle": 1.5e7}
-# of groups as the codec sends them, so that every run takes about half a second
+
 STREAMS = ("stream", "apart", "curve")
 MOST = 10_000  # groups of a run, however small they are
 

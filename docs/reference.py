@@ -25,8 +25,8 @@ from streamrl.config.words import allowed
 from streamrl.machine import Machine
 from streamrl.observe import metrics as table
 
-_BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
 # How a block begins that may stand right behind a paragraph in CommonMark.
+_BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
 
 _MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -104,8 +104,7 @@ def machines(page: str) -> str:
     """The page of all state machines, with what stands between its markers written anew."""
     begin, end = "<!-- machines: written by docs/reference.py -->\n", "<!-- end of machines -->\n"
     parts = [
-        f"## {machine.name}\n{_summary(module)} `{module.replace('.', '/')}.py`\n\n"
-        f"```mermaid\n{machine.mermaid()}\n```\n\n```text\n{machine.picture()}\n```\n"
+        f"## {machine.name}\n`{module.replace('.', '/')}.py`\n\n```mermaid\n{machine.mermaid()}\n```\n"
         for module, machine in _machines()
     ]
     before, _, rest = page.partition(begin)
@@ -172,11 +171,6 @@ def _machines() -> Iterator[tuple[str, Machine[Any, Any]]]:
         module = ".".join(file.relative_to(package.parent).with_suffix("").parts)
         for name in re.findall(r"^(\w+)(?:: [^=]+)? = Machine\(", file.read_text(), re.MULTILINE):
             yield module, getattr(importlib.import_module(module), name)
-
-
-def _summary(module: str) -> str:
-    """The first line of a module's docstring."""
-    return (importlib.import_module(module).__doc__ or "").strip().splitlines()[0]
 
 
 def _described(section: str) -> str:

@@ -22,8 +22,8 @@ from streamrl.config.file import ConfigError, parse_yaml
 from streamrl.config.section import Section
 from streamrl.places import chosen
 
+# Keys of generate.server_args that are refused: others may read what is rendered.
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
-# of generate.server_args: what is rendered may be read by others.
 
 WORDS = r"^[\w@%+=:,./-]+$"  # what needs no quotes in a shell
 

@@ -37,8 +37,8 @@ POLL = 0.1  # seconds between two looks at a signal's flag, or at a child that w
 
 PAUSE = 5.0  # seconds before a role that failed is started again: what it fell over may need as long to be back
 
-LAUNCHER = "torch.distributed.run"
 # It kills its ranks 30 s after SIGTERM, which may be in the middle of a checkpoint. So the ranks are signalled instead.
+LAUNCHER = "torch.distributed.run"
 
 
 class Role:
@@ -129,8 +129,8 @@ def signal_tree(pid: int, *, to_children: bool, but: Set[int] = frozenset()) -> 
 def visible(positions: str) -> str:
     """The GPUs at `positions` of those that this process may use.
 
-    >>> visible("0,1")  # with CUDA_VISIBLE_DEVICES=4,5,6,7
-    '4,5'
+    Usage:
+        visible("0,1")  # '4,5' with CUDA_VISIBLE_DEVICES=4,5,6,7
     """
     allowed = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if not allowed:

@@ -23,6 +23,7 @@ import aiohttp
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
+# No sandbox: it needs rights that root in a container does not have, and the pages are our own.
 QUIET = (
     "--headless",
     "--no-sandbox",
@@ -35,7 +36,6 @@ QUIET = (
     "--hide-scrollbars",
     "--remote-debugging-port=0",
 )
-# No sandbox: it needs rights that root in a container does not have, and the pages are our own.
 
 TIMEOUT = 60.0  # seconds for the start of the browser, and for each command
 
@@ -64,9 +64,10 @@ async def _capture(options: argparse.Namespace) -> None:
 class Browser:
     """One tab of a headless Chromium, driven by its DevTools protocol.
 
-    >>> async with Browser() as browser:
-    ...     await browser.open(page, width=1400)
-    ...     assert await browser.evaluate("document.title") == "Report"
+    Usage:
+        async with Browser() as browser:
+            await browser.open(page, width=1400)
+            assert await browser.evaluate("document.title") == "Report"
     """
 
     def __init__(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
+# The model types of transformers, and what each needs in its configuration besides what all have.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -29,18 +30,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
 }
-# transformers' model types, and what each needs in its configuration besides what all have.
 
 END = "<|endoftext|>"  # the end token of Qwen2's tokenizers
 
-INITIALIZER_RANGE = 0.05
 # Standard deviation of the random weights. With the usual 0.02, meant for hidden sizes of thousands, the task copy
 # takes up to twice as many steps.
+INITIALIZER_RANGE = 0.05
 
+# The turns one after another; "=" asks for the answer, as in the tasks.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
-# The turns one after another; "=" asks for the answer, as in the tasks.
 
 
 def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", layers: int = 2) -> None:

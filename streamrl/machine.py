@@ -36,10 +36,6 @@ class Machine(Generic[S, E]):
     >>> DOOR.next(Door.OPEN, Act.PULL)
     Traceback (most recent call last):
     streamrl.machine.IllegalTransition: A door: PULL is not possible in OPEN; possible: PUSH
-    >>> print(DOOR.picture())
-    (start) ──▶ OPEN
-    OPEN    ──▶ SHUT   PUSH
-    SHUT    ──▶ OPEN   PULL
     """
 
     def __init__(self, name: str, transitions: Mapping[tuple[S, E], S], initial: S) -> None:
@@ -96,14 +92,6 @@ class Machine(Generic[S, E]):
             lines.append(f"    {before.name} --> {after.name}: {'<br/>'.join(events)}")
         lines += [f"    {state.name} --> [*]" for state in self.final]
         return "\n".join(lines)
-
-    def picture(self) -> str:
-        """The picture as text: an arrow a line, with its events."""
-        arrows = [("(start)", self.initial.name, "")]
-        arrows += [(before.name, after.name, ", ".join(events)) for (before, after), events in self._arrows().items()]
-        arrows += [(state.name, "(end)", "") for state in self.final]
-        left, middle = (max(len(arrow[column]) for arrow in arrows) for column in (0, 1))
-        return "\n".join(f"{a:{left}} ──▶ {b:{middle}}   {events}".rstrip() for a, b, events in arrows)
 
     def _arrows(self) -> dict[tuple[S, S], list[str]]:
         """The names of the events that lead from one state to another, by (from, to) in the order of the states."""

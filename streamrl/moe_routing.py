@@ -16,14 +16,14 @@ import numpy as np
 
 from streamrl.types import PolicyVersion, Sample
 
+# Names of the two columns in `Sample.extras`.
 OUTPUT, PROMPT = "routed_experts", "prompt_routed_experts"
-"""Names of the two columns in `Sample.extras`."""
 
+# A prompt, the version that read it, and whether that is known for certain.
 Alike = tuple[bytes, PolicyVersion, bool]
-"""A prompt, the version that read it, and whether that is known for certain."""
 
+# In place of an expert's number: for this token and layer the learner's router decides.
 UNKNOWN = -1
-"""In place of an expert's number: for this token and layer the learner's router decides."""
 
 
 def routed_alike(sample: Sample) -> Alike:

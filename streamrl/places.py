@@ -25,8 +25,8 @@ from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.arguments import Place, placed
 from streamrl.tasks.registry import placed_arguments, placed_name
 
+# In a run folder: its whole configuration.
 RECORD = "config.yaml"
-"""Of a run folder: its whole configuration."""
 
 
 def absolute(config: Config) -> Config:

@@ -18,10 +18,11 @@ class RunFailedError(RuntimeError):
 class ProgressWatch:
     """Pure: it is told the time, in seconds on any clock that does not jump.
 
-    >>> watch = ProgressWatch(config, time.monotonic())
-    >>> watch.step(time.monotonic())
-    >>> if watch.is_over(time.monotonic()):
-    ...     raise RunFailedError(watch.line("no generator worker is there"))
+    Usage:
+        watch = ProgressWatch(config, time.monotonic())
+        watch.step(time.monotonic())
+        if watch.is_over(time.monotonic()):
+            raise RunFailedError(watch.line("no generator worker is there"))
     """
 
     def __init__(self, config: Config, now: float, *, patience: float = 0.0) -> None:

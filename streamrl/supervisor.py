@@ -41,9 +41,9 @@ log = logging.getLogger(__name__)
 POLL = 0.2  # seconds between two looks at the roles; a person sees a dead role at once
 KILL_GRACE = 15.0  # seconds between SIGTERM and SIGKILL of what is late: a worker ends its server first, 10 s on CUDA
 
-LEARNER_FIRST = 30.0
-# seconds that a learner which is starting has to refuse what a server has failed over: of a model folder that is not
+# Seconds that a learner which is starting has to refuse what a server has failed over: of a model folder that is not
 # whole, it says in one line what SGLang says in twenty.
+LEARNER_FIRST = 30.0
 
 
 class RoleFailed(RuntimeError):

@@ -20,9 +20,10 @@ import numpy as np
 _INT32, _FLOAT32, _BOOL = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.bool_)
 _VERSION_TEXT = re.compile(r"(\d+)\.(\d+)")
 
+# The reward from which an answer is wholly right.
 PASSED = 1.0 - 1e-9
-# From which reward on an answer is wholly right.
 
+# Why samples have failed, and which ones each reason is about: samples ...
 FAILURES = {
     "too_long": "longer, with their prompts, than learner.tokens_per_micro_batch",
     "too_large": "of groups larger than stream.max_message",
@@ -34,7 +35,6 @@ FAILURES = {
     "lost": "given up by the replay service: lost too often, or for too long",
     "quarantined": "of groups that the learner could not train",
 }
-# Why samples have failed, and which ones each reason is about: samples ...
 
 
 def all_trained(length: int) -> np.ndarray:
@@ -93,9 +93,9 @@ class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
     version: PolicyVersion
     start: int
     end: int
-    exact: bool = True
     # The log-probs are those of a forward pass of `version` alone. False: what was computed of the tokens before them
     # may be of older weights, as `publish.interruption=in_place` leaves it in requests that an update meets.
+    exact: bool = True
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -114,8 +114,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     reward_parts: dict[str, float] = {}
     finish_reason: str = "stop"  # stop | length | abort | placeholder
     failure: str = ""  # of a placeholder: one of FAILURES, empty where that is not known; of others empty
+    # Further numbers of each output token, any dtype, [T, ...]: routed experts, top log-probs, sampling masks.
     extras: dict[str, np.ndarray] = {}
-    # further numbers of each output token, any dtype, [T, ...]: routed experts, top log-probs, sampling masks
 
     @classmethod
     def placeholder(cls, prompt_ids: np.ndarray | None = None, failure: str = "") -> Sample:

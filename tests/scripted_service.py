@@ -29,9 +29,10 @@ M = TypeVar("M")
 class ScriptedService:
     """It receives in the thread of the test; or, once it has a script to `play`, in one of its own. `close` it.
 
-    >>> service = ScriptedService(tmp_path)
-    >>> hello = service.expect(Hello)
-    >>> service.send(Introduce())
+    Usage:
+        service = ScriptedService(tmp_path)
+        hello = service.expect(Hello)
+        service.send(Introduce())
     """
 
     def __init__(

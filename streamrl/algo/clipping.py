@@ -8,9 +8,9 @@ from torch import Tensor
 from streamrl.algo.families.base import CLIPPED
 from streamrl.config.learner import AlgoConfig
 
+# log pi is clamped to +-1e6 nats where it is a factor itself: no model says less, and the product with the largest
+# ratio and advantage stays finite in float32.
 LOWEST_LOGPROB = 1e6
-"""log pi is clamped to +-1e6 nats where it is a factor itself: no model says less, and the product with the largest
-ratio and advantage stays finite in float32."""
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:

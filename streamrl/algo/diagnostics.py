@@ -17,15 +17,16 @@ from streamrl.algo.families.base import CLIPPED
 from streamrl.algo.importance import Weights
 from streamrl.algo.ratios import bounded
 
+# Staleness in learner steps, doubling in width: the suffix of a metric that one bucket has.
 BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
-"""Staleness in learner steps, doubling in width: the suffix of a metric that one bucket has."""
 
 _LAST_OF_BUCKET = (0, 1, 2, 4, 8)
-MAX = "max/"
-"""Prefix of a sum that is the largest of its parts, not their sum."""
 
+# Prefix of a sum that is the largest of its parts, not their sum.
+MAX = "max/"
+
+# Prefix of a value that says which tokens a regulariser penalises.
 PENALISED_BY = "penalised_by/"
-"""Prefix of a value that says which tokens a regulariser penalises."""
 
 _MASKED_BY = "masked_by/"
 _LOSS_SHARES = (*CLIPPED, "entropy")  # means over n tokens, under `loss/`

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 and its square stay finite in float32.
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +-20 before exp: e^20 = 4.9e8 and its square stay finite in float32."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from streamrl.config.generate import SamplingConfig
 from streamrl.config.section import Section
 from streamrl.config.task import TaskConfig, TaskShare
 
+# Seconds after the deadline in which a task scores what came in time; then its answers are left out.
 SCORING_TIME = 10.0
-# seconds behind the deadline in which a task scores what came in time; then its answers are left out.
 
 HELD_OUT = 64  # prompts of a held-out split that are asked unless evaluate.prompts says another number
 

@@ -110,11 +110,11 @@ class GenerateConfig(Section):
         return self
 
 
+# Keys in which pools may differ. The others belong to the run: a group has as many samples wherever it is made.
 OF_A_POOL = (
     "name", "workers", "servers", "attach", "router", "groups_in_flight", "least_in_flight", "single_requests",
     "sampling", "stream_every", "request_timeout", "tensor_parallel", "server_args", "threads",
 )  # fmt: skip
-# Keys in which pools may differ. The others belong to the run: a group has as many samples wherever it is made.
 
 
 def _pool(common: dict[str, Any], own: dict[str, Any]) -> GenerateConfig:

@@ -185,13 +185,13 @@ class LayoutConfig(Section):
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 
+# The Hugging Face modules of one layer that each target is made of, in Megatron's order.
 LORA_PROJECTIONS: dict[LoraTarget, tuple[str, ...]] = {
     "linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "linear_proj": ("self_attn.o_proj",),
     "linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
     "linear_fc2": ("mlp.down_proj",),
 }
-"""The Hugging Face modules of one layer that each target is made of, in Megatron's order."""
 
 
 class LoraConfig(Section):

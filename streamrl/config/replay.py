@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 from streamrl.choices import CURRICULA, ORDERS
 from streamrl.config.section import Section
 
+# Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them.
 MOST_GROUPS = 1 << 16
-"""Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them."""
 
 _ENDPOINT = re.compile(r"tcp://(?:\[[\w:.%]+\]|[\w.*-]+):(?P<port>\d{1,5})|ipc://.+")
 _WILDCARD = re.compile(r"tcp://(0\.0\.0\.0|\*|\[::\]):")

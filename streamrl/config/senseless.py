@@ -13,15 +13,16 @@ from streamrl.choices import kind_in
 from streamrl.config.file import fields, value_at
 from streamrl.config.tree import Config
 
+# Adam moves a weight by about the learning rate in each update, and the weights of a model are about 0.02.
 LARGE_LR = 1e-2
-"""Adam moves a weight by about the learning rate in each update, and the weights of a model are about 0.02."""
 
+# Heartbeats that one lease should outlast: one is late whenever its worker's event loop is.
 LEASE_OF_HEARTBEATS = 3
-"""Heartbeats that one lease should outlast: one is late whenever its worker's event loop is."""
 
+# Times that the generators must fill all their places for one learner step.
 MANY_ROUNDS = 1000
-"""Times that the generators must fill all their places for one learner step."""
 
+# Keys, what they need to have an effect, and whether a configuration has it.
 _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
     (
         ("replay.adaptive.ess_low", "replay.adaptive.ess_high", "replay.adaptive.change", "replay.adaptive.patience"),
@@ -41,7 +42,6 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
     ),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
 )
-"""Keys, what they need to have an effect, and whether a configuration has it."""
 
 
 def warnings(config: Config) -> list[str]:

@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
-KEYS = {"agent_type": "name", "agent_args": "args", "weight": "weight", "evaluation_only": "evaluation_only"}
 # Megatron-RL's keys, and what `task.mix` calls them.
+KEYS = {"agent_type": "name", "agent_args": "args", "weight": "weight", "evaluation_only": "evaluation_only"}
 
+# Further keys of `task.mix`, for two entries of one type.
 OWN = ("label",)
-# of `task.mix`, for two entries of one type.
 
 
 def read_entries(file: Path) -> list[dict[str, Any]]:

@@ -32,12 +32,12 @@ class EngineError(RuntimeError):
         self.late = late
 
 
+# The paths used here that SGLang opens to its API key; all others command the server: its admin key.
 API_PATHS = ("/generate", "/model_info", "/server_info", "/v1/loads")
-# of the paths used here, those that SGLang opens to its API key; all others command the server: its admin key.
 
 
+# Seconds that an idle connection is kept: SGLang closes one after five, and a request that meets the closing is lost.
 KEEPALIVE = 1.0
-# seconds that an idle connection is kept: SGLang closes one after five, and a request that meets the closing is lost.
 
 
 class WeightVersionSpan(msgspec.Struct, frozen=True):
@@ -151,8 +151,9 @@ class RequestOptions(TypedDict, total=False):
 class EngineClient:
     """A connection pool to one server. `close` it.
 
-    >>> client = EngineClient("http://127.0.0.1:30000", timeout=600)
-    >>> answers = await client.generate([5, 6, 7], {"temperature": 1.0, "max_new_tokens": 4}, n=8)
+    Usage:
+        client = EngineClient("http://127.0.0.1:30000", timeout=600)
+        answers = await client.generate([5, 6, 7], {"temperature": 1.0, "max_new_tokens": 4}, n=8)
     """
 
     def __init__(self, address: str, timeout: float, keys: EngineKeys = NO_KEYS) -> None:

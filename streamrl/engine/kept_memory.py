@@ -57,10 +57,11 @@ class _Region:
 class KeptMemory:
     """The owner's side of one memory. One thread; `close` it, or forget it.
 
-    >>> memory = KeptMemory()
-    >>> if memory.begin():
-    ...     memory.allocate(0, 1_000_000)[:] = weights
-    ...     place = memory.finish()
+    Usage:
+        memory = KeptMemory()
+        if memory.begin():
+            memory.allocate(0, 1_000_000)[:] = weights
+            place = memory.finish()
     """
 
     def __init__(self) -> None:

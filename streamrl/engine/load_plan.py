@@ -11,8 +11,8 @@ import msgspec
 
 from streamrl.engine.kept_memory import Place
 
+# What SGLang's `--custom-weight-loader` and `load_format` name; the server must be able to import streamrl.
 LOADER = "streamrl.engine.memory_loader.load"
-# as SGLang's `--custom-weight-loader` and `load_format` name it; the server must be able to import streamrl
 
 RECEIPT_BYTES = 4096  # of one rank
 

@@ -30,21 +30,21 @@ from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environ
 from streamrl.engine.load_plan import LOADER
 from streamrl.engine.shutdown import end_server, segments_of
 
-HOST = "127.0.0.1"
 # A server takes commands (weights, pause) from whoever reaches it, so it is not reachable from elsewhere by default.
+HOST = "127.0.0.1"
 
 POLL = 0.2  # seconds between two looks at a starting server; a start takes 14 s at least
 
+# Seconds between SIGTERM and SIGKILL on a GPU machine: SGLang looks for the signal every 5 s, and frees device memory
+# on that way. On a CPU machine there is nothing in a server that is worth the wait.
 CUDA_GRACE = 10.0
-# seconds between SIGTERM and SIGKILL on a GPU machine: SGLang looks for the signal every 5 s, and frees device
-# memory on that way. On a CPU machine there is nothing in a server that is worth the wait.
 
 REAP = 10.0  # seconds that the kernel may take to end a killed process
 
 LOG_LINES = 20  # last lines of the log in an error; SGLang's own message stands under a traceback of this size
 
+# Adapters in a batch of a server, SGLang's own default: each takes device memory; requests for further ones wait.
 MAX_ADAPTERS = 8
-# in a batch of a server, SGLang's own default: each takes device memory; requests for further ones wait.
 
 CPU_ARGUMENTS: dict[str, Any] = {
     "device": "cpu",
@@ -55,13 +55,13 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler polls at 97% of a core, which the learner needs
 }
 
+# An update puts what it interrupts behind all that waits in the server; the learner waits for the oldest groups.
 OLDEST_FIRST: dict[str, Any] = {
     "enable_priority_scheduling": True,
     "schedule_low_priority_values_first": True,  # a request's priority is the number of its group (generate/worker.py)
     "default_priority_value": -1,  # what belongs to no group, as the evaluation's requests, goes before
     "disable_priority_preemption": True,  # what is being drawn is not thrown back
 }
-# An update puts what it interrupts behind all that waits in the server; the learner waits for the oldest groups.
 
 BY_PRIORITY = ("fcfs", "lof")  # SGLang's schedule policies that know priorities; the first is its default
 
@@ -73,9 +73,10 @@ class ServerFailed(RuntimeError):
 class Server:
     """A started server. `stop` it, whatever happens.
 
-    >>> server = Server(config, run_folder, index=0)
-    >>> await server.ready(client, timeout=270)
-    >>> await server.stop()
+    Usage:
+        server = Server(config, run_folder, index=0)
+        await server.ready(client, timeout=270)
+        await server.stop()
     """
 
     def __init__(

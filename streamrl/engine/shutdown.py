@@ -12,9 +12,9 @@ import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
 
+# Segments that SGLang, multiprocessing and NCCL only remove when they end by themselves, or never. Others that a server
+# has mapped (a weight transport's) belong to someone else.
 FAMILIES = ("sglang_", "sgl_", "sem.mp-", "nccl-", "cuda.shm.")
-# Segments that SGLang, multiprocessing and NCCL only remove when they end by themselves, or never. Others that a
-# server has mapped (a weight transport's) belong to someone else.
 
 REAP = 10.0  # seconds that the kernel may take to end killed processes
 

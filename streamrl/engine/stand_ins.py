@@ -28,14 +28,14 @@ from typing import Any, NoReturn
 
 ABSENT_ON_CPU = ("triton", "torchvision", "sgl_kernel")
 
+# What the Qwen-VL image processors import of `torch.ops.sgl_kernel`, by sglang.srt.models.qwen3_5. No others: SGLang
+# asks for some by `hasattr`, and takes another way where they are absent.
 KERNELS = (
     "fused_sigmoid_mul_cpu",
     "fused_qk_gemma_rmsnorm_cpu",
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-# of `torch.ops.sgl_kernel`, as sglang.srt.models.qwen3_5 names them, which the Qwen-VL image processors import. No
-# others: SGLang asks for some by `hasattr`, and takes another way where they are absent.
 
 
 class _InertClass(type):

@@ -28,7 +28,7 @@ def pass_at_k(answers: int, right: int, k: int) -> float:
 
     Raises ValueError unless 1 <= k <= answers and 0 <= right <= answers.
 
-    >>> pass_at_k(answers=8, right=2, k=1), round(pass_at_k(answers=8, right=2, k=4), 4)
+    >>> round(pass_at_k(answers=8, right=2, k=1), 4), round(pass_at_k(answers=8, right=2, k=4), 4)
     (0.25, 0.7857)
     """
     if not 1 <= k <= answers:

@@ -30,8 +30,8 @@ from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-ORDER = 0
 # Seed of the order in which held-out prompts are asked: every run, whatever its own seed, is asked the same ones.
+ORDER = 0
 
 
 class Handle(Inference, Protocol):
@@ -64,10 +64,10 @@ def check_evaluated(config: Config) -> None:
 class Walk:
     """One evaluation of one version.
 
-    >>> walk = Walk(config.evaluate, tasks, {"copy": 64}, handles, version)
-    >>> await walk.run()
-    >>> walk.questions["copy"][0].right
-    3
+    Usage:
+        walk = Walk(config.evaluate, tasks, {"copy": 64}, handles, version)
+        await walk.run()
+        walk.questions["copy"][0].right  # 3
     """
 
     def __init__(

@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 class RunEvaluator:
     """What a generator worker evaluates its server with; `close` it.
 
-    >>> evaluator = RunEvaluator(config, run_folder)
-    >>> if evaluator.is_due(version):
-    ...     metrics = await evaluator.run(version, handles)
+    Usage:
+        evaluator = RunEvaluator(config, run_folder)
+        if evaluator.is_due(version):
+            metrics = await evaluator.run(version, handles)
     """
 
     def __init__(self, config: Config, run_folder: Path) -> None:

@@ -58,8 +58,8 @@ for (const button of document.querySelectorAll("nav button")) button.onclick = (
 };
 """
 
-_KINDS = {"all": "all", "mixed": "sometimes right", "solved": "always right", "unsolved": "never right"}
 # The filters: value of a question, and what is written on the button.
+_KINDS = {"all": "all", "mixed": "sometimes right", "solved": "always right", "unsolved": "never right"}
 
 
 def render(evaluation: Evaluation, questions: Mapping[str, Sequence[Question]]) -> str:

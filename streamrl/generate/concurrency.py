@@ -10,17 +10,17 @@ what keeps several workers that share a server fair to each other (Chiu and Jain
 
 from __future__ import annotations
 
+# Usage of the KV cache from which the number shrinks: SGLang retracts requests, and computes them again, at 1.
 FULL = 0.9
-# of the KV cache, from which the number shrinks: SGLang retracts requests, and computes them again, at 1.
 
+# Usage of the KV cache up to which the number grows: running requests grow into the rest.
 ROOM = 0.75
-# of the KV cache, up to which the number grows: requests under way grow into the rest.
 
-SHRINK = 0.8
 # Requests retracted at the edge cost their prefill again; a fifth of them gives the others their tokens.
+SHRINK = 0.8
 
+# Ticks after a shrinkage without another one: the groups that are too many end first.
 PATIENCE = 3
-# records after a shrinkage without another one: the groups that are too many end first.
 
 
 class Concurrency:

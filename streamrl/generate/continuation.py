@@ -30,9 +30,11 @@ class Continuation:
     """An answer under way.
 
     >>> answer = Continuation([5, 6], {"max_new_tokens": 8})
-    >>> answer.add(part)  # 17, 4, 9 and an abort
     >>> answer.rest()
-    ([5, 6, 17, 4, 9], {'max_new_tokens': 5})
+    ([5, 6], {'max_new_tokens': 8})
+
+    After `add` of a part with the tokens 17, 4 and 9 and the end `abort`, `rest` is `([5, 6, 17, 4, 9],
+    {'max_new_tokens': 5})`.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: dict[str, Any]) -> None:

@@ -39,10 +39,10 @@ Announce = Callable[[], Awaitable[None]]
 class Fleet:
     """The servers of worker `index`, whose own `config` this is. `close` it.
 
-    >>> fleet = Fleet(config, run_folder, index=0, events=events)
-    >>> await fleet.start()
-    >>> fleet.states
-    (ServerState(name='server-0-0', ...), ServerState(name='server-0-1', ...))
+    Usage:
+        fleet = Fleet(config, run_folder, index=0, events=events)
+        await fleet.start()
+        fleet.states  # (ServerState(name='server-0-0', ...), ServerState(name='server-0-1', ...))
     """
 
     def __init__(self, config: Config, run_folder: Path, index: int, events: EventLog) -> None:

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 class RequestGate:
     """Counts the requests inside, and lets none in while it is closed.
 
-    >>> gate = RequestGate()
-    >>> async with gate.pass_():
-    ...     answers = await client.generate(...)
+    Usage:
+        gate = RequestGate()
+        async with gate.pass_():
+            answers = await client.generate(...)
     """
 
     def __init__(self) -> None:

@@ -25,8 +25,8 @@ from streamrl.types import Group, Sample, Ticket, all_trained
 
 log = logging.getLogger(__name__)
 
+# Seconds after the requests' deadline in which a task scores what came in time; then its samples have failed.
 SCORING_TIME = 10.0
-# seconds behind the deadline of the requests in which a task scores what came in time; then its samples have failed.
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from streamrl.stream.contiguous import answer_arrays
 from streamrl.tasks.environment import Completion, Message
 from streamrl.types import PolicyVersion, VersionSpan
 
+# What a task may choose for itself. Anything that shapes the distribution (temperature, penalties, truncation) would
+# make the recorded log-probs those of another policy than the learner's.
 OVERRIDES = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
-# What a task may choose for itself. Anything that shapes the distribution (temperature, penalties, truncation)
-# would make the recorded log-probs those of another policy than the learner's.
 
+# Seconds that a server has to give what a request reached when it is ended at its deadline: one decoding step and the
+# way back.
 CUT_TIMEOUT = 5.0
-# seconds that a server has to give what a request reached when it is ended at its deadline: one decoding step and
-# the way back.
 
 
 class Load:

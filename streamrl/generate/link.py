@@ -39,10 +39,11 @@ log = logging.getLogger(__name__)
 class ServiceLink(AsyncPeer):
     """A generator worker as the replay service knows it. `close` it.
 
-    >>> link = ServiceLink(config, run_folder, "generator-0", address=address, servers=..., events=events)
-    >>> await link.greet()
-    >>> message = await link.receive()  # Tickets, Publish or Stop; all other words are answered here
-    >>> link.open(ticket), link.finish(group)  # `deliver` and `beat` run beside it
+    Usage:
+        link = ServiceLink(config, run_folder, "generator-0", address=address, servers=..., events=events)
+        await link.greet()
+        message = await link.receive()  # Tickets, Publish or Stop; all other words are answered here
+        link.open(ticket), link.finish(group)  # `deliver` and `beat` run beside it
     """
 
     def __init__(

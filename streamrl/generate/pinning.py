@@ -54,9 +54,10 @@ MakeEvaluator = Callable[[Config, Path], Evaluator]
 class Pinning:
     """The evaluations of one worker, one at a time. `close` it.
 
-    >>> pinning = Pinning(config, run_folder, make, tokenizer=tokenizer, events=events)
-    >>> pinned = pinning.begin("server-0", version)  # True: `serve`, which runs beside the rest, evaluates it
-    >>> await link.send(Applied(server="server-0", version=version, pinned=pinned))
+    Usage:
+        pinning = Pinning(config, run_folder, make, tokenizer=tokenizer, events=events)
+        pinned = pinning.begin("server-0", version)  # True: `serve`, which runs beside the rest, evaluates it
+        await link.send(Applied(server="server-0", version=version, pinned=pinned))
     """
 
     def __init__(

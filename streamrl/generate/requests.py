@@ -23,13 +23,13 @@ from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
+# Parts in a row that may end without a token: a request that waits for its turn is cut by every update, but one that is
+# always cut before it begins has another cause, and is given up. A lost server does not count: its group's deadline
+# does.
 STALLS = 8
-# parts in a row that may end without a token: a request that waits for its turn is cut by every update, but one that
-# is always cut before it begins has another cause, and is given up. A lost server does not count: its group's
-# deadline does.
 
+# Seconds before a request is sent again; a server's end is noticed within a heartbeat, and then it is not chosen.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
-# seconds before a request is sent again; a server's end is noticed within a heartbeat, and then it is not chosen.
 
 UNAVAILABLE = (502, 503, 504)  # how a router says that the server behind it is lost
 

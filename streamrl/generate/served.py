@@ -24,13 +24,13 @@ from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
+# Share of run.start_timeout for a server: its failure is then reported with its own log, not as a late worker.
 START_SHARE = 0.9
-# of run.start_timeout, for a server: its failure is then reported with its own log, not as a late worker.
 
 HEALTH_PERIOD = 5.0  # seconds between two questions whether a server still answers
 
+# Health checks in a row that a server may leave unanswered: while it loads weights or a long prompt it answers late.
 MISSES = 6
-# in a row that a server may leave unanswered: while it loads weights or a long prompt it answers late.
 
 SEED_STRIDE = 10_000  # between the seeds of a worker's servers: more than there are workers
 
@@ -63,10 +63,10 @@ class VersionedPolicy:
 class ServedModel:
     """An SGLang server with the run's model, from its start to its end. `close` it.
 
-    >>> served = ServedModel(config, run_folder, index=0)
-    >>> await served.start()
-    >>> served.state
-    ServerState(name='server-0', version=PolicyVersion(step=0, incarnation=0), world_size=1)
+    Usage:
+        served = ServedModel(config, run_folder, index=0)
+        await served.start()
+        served.state  # ServerState(name='server-0', version=PolicyVersion(step=0, incarnation=0), world_size=1)
     """
 
     def __init__(self, config: Config, run_folder: Path, index: int, place: int = 0) -> None:

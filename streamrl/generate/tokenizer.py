@@ -19,18 +19,18 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from streamrl.tasks.environment import Message
 
+# Prompts whose ids are remembered: the same prompt comes back with every epoch of a small task, and with every single
+# request of a group; beyond it the oldest is forgotten.
 CACHE = 1024
-# prompts whose ids are remembered: the same prompt comes back with every epoch of a small task, and with
-# every single request of a group; beyond it the oldest is forgotten.
 
 
-MARK = "~~answer of the policy~~"
-# stands for an answer where a chat template is rendered around it: without spaces at its ends, or any sign that a
+# Stands for an answer where a chat template is rendered around it: without spaces at its ends, or any sign that a
 # template looks for.
+MARK = "~~answer of the policy~~"
 
 
+# What a template writes that takes every content for text, and is given an image.
 IMAGE_AS_IT_IS = "{'type': 'image'"
-# what a template writes that takes every content for text, and is given an image.
 
 
 class Tokenizer:

@@ -25,8 +25,9 @@ CUT_POLL = 0.05  # seconds between two orders to end all requests: one decoding 
 class WeightUpdate:
     """The frame of every change of one server's weights. A sink says in `whole` what it has done to them.
 
-    >>> async with update.waiting():
-    ...     await client.update_from_disk(folder, "3.0")
+    Usage:
+        async with update.waiting():
+            await client.update_from_disk(folder, "3.0")
     """
 
     def __init__(self, client: EngineClient, gate: RequestGate, config: PublishConfig) -> None:

@@ -67,8 +67,9 @@ from streamrl.types import Ticket
 
 log = logging.getLogger(__name__)
 
+# Share of run.stop_timeout for open tickets after SIGTERM and for the last probes: the end of the servers needs the
+# rest.
 DRAIN_SHARE = 0.5
-# of run.stop_timeout, for open tickets after SIGTERM, and for the last probes: the end of the servers needs the rest.
 
 ADAPT_PERIOD = 1.0  # seconds between two looks at how full the servers are
 

@@ -38,10 +38,11 @@ class Limits:
     mean: float
 
 
-LIMITS = {"float32": Limits(1e-4, 1e-4, 1e-5), "bfloat16": Limits(2.0, 0.3, 0.05)}
 # float32: two implementations differ by rounding alone. bfloat16: a logit of 16 to 32 has a spacing of 0.125, so
 # that single tokens differ by several of these; the reference is computed in fp32 from the same bfloat16 weights.
 # What a wrong stamp changes must be larger than that to be seen, so bfloat16 shows less than float32 does.
+LIMITS = {"float32": Limits(1e-4, 1e-4, 1e-5), "bfloat16": Limits(2.0, 0.3, 0.05)}
+
 LOGITS_AT_ONCE = 1 << 26  # entries of a [tokens, vocabulary] block: 256 MiB in fp32
 
 

@@ -20,12 +20,13 @@ from streamrl.replay.life import LIFE, Event, Phase
 from streamrl.replay.records import Completed, Dropped, Issued
 from streamrl.types import PolicyVersion
 
+# What an event of the replay service does to the groups that it names.
 MOVES = {event.value: event for event in Event} | {
     "ticket.expired": Event.LOSE,
     "group.placeholders": Event.COMPLETE,
 }
-# What an event of the replay service does to the groups that it names.
 
+# What is printed behind the name of an event.
 TEXTS = {
     "tickets": "{worker}, which must have step {required} or newer",
     "ticket.adopted": "{worker} named it after a restart of the service: it keeps it",
@@ -48,7 +49,6 @@ TEXTS = {
     "begin": "the worker begins to generate",
     "end": "the worker is done after {seconds} s",
 }
-# What is printed behind the name of an event.
 
 
 @dataclass(slots=True)

@@ -17,8 +17,8 @@ from streamrl.types import Group, Sample
 
 Row = dict[str, Any]
 
+# Samples of one row group, which is what memory holds.
 ROWS_AT_ONCE = 1024
-# samples of one row group, which is what memory holds.
 
 SCHEMA = pa.schema(
     {

@@ -30,19 +30,19 @@ from streamrl.recorded.journal import batches
 from streamrl.recorded.weights import kept_versions, tensors
 from streamrl.torchrun import torchrun
 
-FREE = ("algo.", "learner.", "checkpoint.", "observe.")
 # Keys that `--set` may change: they say what is done with the data. All others say how it came about.
+FREE = ("algo.", "learner.", "checkpoint.", "observe.")
 
+# Those of them that change no bit of the weights.
 NO_EFFECT = (
     "checkpoint.", "observe.", "learner.tick", "learner.collective_timeout", "learner.bad_steps", "learner.bad_groups",
 )  # fmt: skip
-# Those of them that change no bit of the weights.
 
+# Those that take the same sums in another order.
 ROUNDING = (
     "learner.ranks", "learner.layout.", "learner.tokens_per_micro_batch", "learner.share_prompts",
     "learner.recompute", "learner.overlap", "learner.threads",
 )  # fmt: skip
-# Those that take the same sums in another order.
 
 LOW_ESS = 0.5  # off-policy effective sample size under which half of the data says nothing about the new policy
 

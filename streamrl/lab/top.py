@@ -27,21 +27,21 @@ from streamrl.observe.prometheus import Exporter
 from streamrl.observe.roofline import HOLDERS
 from streamrl.places import load_run
 
-BAR = 32
 # Characters of a role's bar.
+BAR = 32
 
-NOTES = 6
 # Events of note that are shown.
+NOTES = 6
 
+# Colours of phases, the same in every role: green works, yellow waits, magenta hands weights over.
 COLOURS = {
     "generate": "green", "forward": "green", "backward": "bright_green", "optimizer": "cyan", "scores": "blue",
     "train": "green", "send": "magenta", "publish": "magenta", "pause": "magenta", "keep": "blue", "save": "blue",
     "evaluate": "cyan", "wait": "yellow", "idle": "bright_black", "start": "bright_black", "other": "white",
 }  # fmt: skip
-"""Of phases, the same in every role: green works, yellow waits, magenta hands weights over."""
 
-_FIELD = 110
 # Characters of an event of note.
+_FIELD = 110
 
 
 def main(run_folder: Path, *, once: bool = False, every: float = 1.0, port: int | None = None) -> int:

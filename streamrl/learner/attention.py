@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
+# A block's scores, pads included, are at most this many times the real ones: pads cost arithmetic.
 PADDING = 1.5
-"""A block's scores, pads included, are at most this many times the real ones: pads cost arithmetic."""
 
+# Scores up to which padding does not matter: a call of its own would cost as much (about 50 us a layer).
 SMALL_BLOCK = 1 << 16
-"""Scores up to which padding does not matter: a call of its own would cost as much (about 50 us a layer)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,8 +105,8 @@ class Slice:
         return np.concatenate(parts)
 
 
+# The slice of a rank that is alone in its context-parallel group: the row.
 WHOLE = Slice()
-"""The slice of a rank that is alone in its context-parallel group: the row."""
 
 
 def _within(segments: np.ndarray, begin: int, length: int) -> np.ndarray:

@@ -31,10 +31,10 @@ class FileSum(msgspec.Struct, frozen=True):
 class SummedWriting(_StorageWriterTransforms):
     """Megatron's way of a tensor into a file, with a checksum of all that takes it.
 
-    >>> writing = SummedWriting(writer.transforms)  # one for each file
-    >>> ...  # the file is written through it
-    >>> writing.sum
-    FileSum(size=31204, xxh3='4c2a1f0e9b7d5a63')
+    Usage:
+        writing = SummedWriting(writer.transforms)  # one for each file
+        ...  # the file is written through it
+        writing.sum  # FileSum(size=31204, xxh3='4c2a1f0e9b7d5a63')
     """
 
     def __init__(self, former: _StorageWriterTransforms) -> None:

@@ -41,8 +41,8 @@ from streamrl.types import Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)
 
+# The folder with the Hugging Face weights inside a checkpoint, so that both appear and go together.
 EXPORT = "huggingface"
-"""The folder with the Hugging Face weights inside a checkpoint, so that both appear and go together."""
 
 _JOIN = 0.1  # seconds between looks at the deadline
 

@@ -42,8 +42,8 @@ DESCRIPTION = "huggingface"  # beside it: all of the Hugging Face folder that is
 
 CHECKPOINT_VERSION = 3.0  # since when Megatron-LM keeps query, key and value of a group together
 
-MODEL = ("embedding", "decoder", "output_layer", "mtp")
 # First words of the names of weights in a checkpoint; all else is the optimizer's, the schedule's, the generators'.
+MODEL = ("embedding", "decoder", "output_layer", "mtp")
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row for each token, and pads
 

@@ -21,10 +21,11 @@ import torch
 
 from streamrl.config.file import ConfigError
 
+# The version whose assumptions are answered here, and whose private methods the learner overrides. Another one needs
+# this file read again, line by line.
 MEGATRON_VERSION = "0.16.1"
-"""The version whose assumptions are answered here, and whose private methods the learner overrides.
-Another one needs this file read again, line by line."""
 
+# Imported before the stand-in is handed out, so that no module of Megatron on our paths is missed.
 _MODULES = (
     "dist_checkpointing",
     "dist_checkpointing.exchange_utils",
@@ -53,7 +54,6 @@ _MODULES = (
     "transformer.moe.token_dispatcher",
     "transformer.utils",
 )
-"""Imported before the stand-in is handed out, so that no module of Megatron on our paths is missed."""
 
 
 class UnsupportedMegatronError(ConfigError):

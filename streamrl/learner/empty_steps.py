@@ -14,10 +14,11 @@ from streamrl.types import Batch, Sample
 class EmptySteps:
     """What is known of the steps without a trained token.
 
-    >>> empty = EmptySteps(limit=8)
-    >>> empty.add(batch)
-    >>> empty.verdict(complete=False)
-    '8 steps in a row trained no token (learner.empty_steps: 8): of 256 samples 256 failed (too_long)'
+    Usage:
+        empty = EmptySteps(limit=8)
+        empty.add(batch)
+        empty.verdict(complete=False)
+        # '8 steps in a row trained no token (learner.empty_steps: 8): of 256 samples 256 failed (too_long)'
     """
 
     def __init__(self, limit: int, trained: int = 0) -> None:

@@ -31,8 +31,8 @@ from streamrl.learner.parallel import Ranks
 from streamrl.learner.rows import RowMaker
 from streamrl.learner.stopwatch import Stopwatch
 
+# (log-probs [N], entropies [N], index of the micro batch) -> (its part of the step's loss, its sums).
 Loss = Callable[[Tensor, Tensor, int], tuple[Tensor, dict[str, Tensor]]]
-"""(log-probs [N], entropies [N], index of the micro batch) -> (its part of the step's loss, its sums)."""
 
 
 def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[DistributedDataParallel]:

@@ -30,8 +30,8 @@ from streamrl.learner.mapping import Placement, place, tensor_names
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.shape import WEIGHTS_INDEX, ModelShape, WeightsMismatchError, open_weights, weight_files
 
+# Bytes of one safetensors file that is written.
 SHARD_BYTES = 4 << 30
-"""Bytes of one safetensors file that is written."""
 
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 

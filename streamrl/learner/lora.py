@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig, LoraTarget
 
+# Names of an adapter's parameters in its layer, beside `weight`.
 PARAMETERS = ("lora_a", "lora_b")
-"""Names of an adapter's parameters in its layer, beside `weight`."""
 
 
 def is_adapter_parameter(name: str) -> bool:

@@ -115,8 +115,9 @@ def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placeme
 
     Raises WeightsMismatchError for one that no Hugging Face model has.
 
-    >>> place("decoder.layers.0.mlp.linear_fc2.weight", shape, [12, 13]).names
-    ('model.layers.12.mlp.down_proj.weight',)
+    Usage:
+        place("decoder.layers.0.mlp.linear_fc2.weight", shape, [12, 13]).names
+        # ('model.layers.12.mlp.down_proj.weight',)
     """
     family = shape.family
     cuts = {**CUTS, **family.cuts()}

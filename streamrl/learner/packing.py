@@ -23,12 +23,12 @@ from streamrl.moe_routing import OUTPUT, UNKNOWN, Alike, routed_alike, unfold
 from streamrl.trainable import answer_length
 from streamrl.types import Batch, Group, Sample
 
+# Items of a bin that may be swapped: the shortest ones, whose differences are the finest.
 SWAPPED = 8
-"""Items of a bin that may be swapped: the shortest ones, whose differences are the finest."""
 
+# Bins are evened out until the fullest is this much over their mean, or for so many rounds.
 SWAP_ROUNDS = 24
 EVEN = 0.0075
-"""Bins are evened out until the fullest is this much over their mean, or for so many rounds."""
 
 
 class SequenceTooLongError(ConfigError):
@@ -288,8 +288,8 @@ def pack(bundles: Sequence[Sequence[_Answer]], step: int, packing: Packing) -> M
     return row.finish()
 
 
+# Fields of a micro batch that have an entry for each trained token.
 TOKEN_FIELDS = ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place", "temperature")
-# of a micro batch: those that have an entry for each trained token
 
 
 class _Row:

@@ -51,8 +51,9 @@ class Planner(Protocol):
 class Quarantine:
     """What becomes of a batch before it is trained.
 
-    >>> batch = quarantine.sift(delivery.batch)  # with placeholders for what cannot be trained
-    >>> trainer.train_step(batch)
+    Usage:
+        batch = quarantine.sift(delivery.batch)  # with placeholders for what cannot be trained
+        trainer.train_step(batch)
     """
 
     def __init__(self, planner: Planner, source: BatchSource, run_folder: Path, events: EventLog, limit: int) -> None:

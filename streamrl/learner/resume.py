@@ -24,8 +24,8 @@ from streamrl.stream.identity import RunIdentity
 
 log = logging.getLogger(__name__)
 
+# Suffix of a checkpoint that cannot be read: it is kept for inspection, and counts no more.
 SET_ASIDE = ".damaged"
-# suffix of a checkpoint that cannot be read: it is kept for whoever wants to look, and counts no more.
 
 Report = Callable[[str], None]
 

@@ -45,8 +45,8 @@ from streamrl.types import Batch, PolicyVersion
 
 log = logging.getLogger(__name__)
 
-FOR_GOOD = (BadStepsError, BadGroupsError, RunFailedError)
 # A learner that is started again would end the same way: the run ends with the reason.
+FOR_GOOD = (BadStepsError, BadGroupsError, RunFailedError)
 
 
 class StopSignal:

@@ -40,8 +40,8 @@ from streamrl.types import Batch
 
 log = logging.getLogger(__name__)
 
+# More steps than a run has, so that no two runs with different seeds share a step's draw.
 _SEEDS_APART = 1_000_003
-"""More steps than a run has, so that no two runs with different seeds share a step's draw."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,11 @@ from streamrl.device import Device
 class Stopwatch:
     """Adds up the blocks that ran under it.
 
-    >>> with stopwatch.running():
-    ...     model(row)
-    >>> device.synchronize()
-    >>> seconds = stopwatch.pop()
+    Usage:
+        with stopwatch.running():
+            model(row)
+        device.synchronize()
+        seconds = stopwatch.pop()
     """
 
     def __init__(self, device: Device) -> None:

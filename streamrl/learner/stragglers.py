@@ -13,12 +13,12 @@ from streamrl.learner.parallel import Ranks
 
 log = logging.getLogger(__name__)
 
+# Times the median above which a rank is a straggler. Packing evens the load to a few percent, so that half as much
+# again is the machine's doing.
 SLOW = 1.5
-"""Times the median above which a rank is a straggler. Packing evens the load to a few percent, so that half
-as much again is the machine's doing."""
 
+# Steps in a row for which one rank must be it before the log says so: one step may meet a page fault.
 PATIENCE = 3
-"""Steps in a row for which one rank must be it before the log says so: one step may meet a page fault."""
 
 
 class SlowestRank:

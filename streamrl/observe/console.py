@@ -23,17 +23,17 @@ from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import Glance, Live, sentence
 from streamrl.observe.summary import print_summary
 
-LINE_EVERY = 10.0
 # Seconds between two lines where there is no terminal: a run of six minutes then fills half a screen.
+LINE_EVERY = 10.0
 
-_WIDTH = 40
 # Points of the sparkline.
+_WIDTH = 40
 
-_WINDOW = 5
 # Steps over which rates and idle fractions are averaged: one step of a small run takes half a second.
+_WINDOW = 5
 
-GLANCE_EVERY = 1.0
 # Seconds between two looks at the event logs: what they say is of the last half minute.
+GLANCE_EVERY = 1.0
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -41,10 +41,11 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 class Console:
     """Shows a run while it goes on.
 
-    >>> console = Console(config, run_folder)
-    >>> console.refresh()   # a few times a second
-    >>> console.close()
-    >>> console.summary()
+    Usage:
+        console = Console(config, run_folder)
+        console.refresh()  # a few times a second
+        console.close()
+        console.summary()
     """
 
     def __init__(self, config: Config, run_folder: Path, terminal: Terminal | None = None) -> None:

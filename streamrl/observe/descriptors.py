@@ -9,15 +9,15 @@ import resource
 from collections.abc import Callable
 from typing import TypeVar
 
+# How the operating system says that a process, or the machine, may open nothing now, and may later.
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-"""How the operating system says that a process, or the machine, may open nothing now, and may later."""
 
-ENOUGH = 1 << 16
 # The limit that is asked for: a fleet's connections many times over. Programs that go through every number that a
 # descriptor can have, before they start another, take seconds with the largest limits that systems allow.
+ENOUGH = 1 << 16
 
-KEPT = 4
 # Descriptors in reserve: a new segment, its folder and one segment that is read, and one to spare.
+KEPT = 4
 
 T = TypeVar("T")
 
@@ -36,7 +36,9 @@ class Reserve:
     """Descriptors that are open for nothing, until there are no others. `close` it.
 
     >>> reserve = Reserve()
-    >>> file = reserve.attempt(lambda: os.open(path, os.O_RDONLY))
+    >>> file = reserve.attempt(lambda: os.open(os.devnull, os.O_RDONLY))
+    >>> os.close(file), reserve.close()
+    (None, None)
     """
 
     def __init__(self, count: int = KEPT) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 
+# How the operating system says that a file cannot grow now, and may later.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""How the operating system says that a file cannot grow now, and may later."""
 
 
 def append(file: int, record: bytes) -> None:

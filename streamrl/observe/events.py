@@ -25,8 +25,8 @@ FORMAT = 1  # of the records: a field with another meaning makes another format,
 
 _RESERVED = frozenset({"time", "role", "event"})
 
-_OFFSET = time.time() - time.monotonic()
 # Taken once a process: its times then never jump when the machine's clock is set.
+_OFFSET = time.time() - time.monotonic()
 
 
 def now() -> float:
@@ -52,10 +52,11 @@ class EventLog(Events):
     Every record is one `write` in append mode: nothing is buffered, so that kill -9 loses no record and
     an idle process hides none. A few microseconds a record.
 
-    >>> events = EventLog(event_path(run_folder, "generator", 0), "generator-0")
-    >>> events.emit("publish.applied", version="3.0")
-    >>> with events.span("group", group_id=7) as fields:
-    ...     fields["tokens"] = 96
+    Usage:
+        events = EventLog(event_path(run_folder, "generator", 0), "generator-0")
+        events.emit("publish.applied", version="3.0")
+        with events.span("group", group_id=7) as fields:
+            fields["tokens"] = 96
     """
 
     def __init__(self, path: Path, role: str) -> None:

@@ -18,15 +18,16 @@ from streamrl.observe.roofline import Holder, Roofline, held_up, roofline
 from streamrl.observe.tail import Records, Rows
 from streamrl.observe.timeline import START, Timeline
 
+# Seconds that the live lines are about: some steps of a small run.
 WINDOW = 30.0
-# Seconds that the live lines are about: some steps of a small run, and no more than a glance back.
 
-FEWEST_STEPS = 3
 # Rows that a roofline is made of at least, though they be older than the window: one long step alone says little.
+FEWEST_STEPS = 3
 
-_NOTED = 200
 # Events of note that are kept.
+_NOTED = 200
 
+# What every healthy run says again and again; anything else is of note.
 _ORDINARY = frozenset(
     {
         "process.start", "process.end", "ready", "probe", "group", "batch", "tickets", "group.accepted",
@@ -36,7 +37,6 @@ _ORDINARY = frozenset(
         "learner.finished", "publish.complete", "replay.end",
     }
 )  # fmt: skip
-# What every healthy run says again and again; anything else is of note.
 
 
 @dataclass(slots=True)
@@ -58,9 +58,10 @@ class Glance:
 class Live:
     """Follows a run folder.
 
-    >>> live = Live(run_folder)
-    >>> live.read()   # now and then
-    >>> live.glance().bottleneck
+    Usage:
+        live = Live(run_folder)
+        live.read()  # now and then
+        live.glance().bottleneck
     """
 
     def __init__(self, run_folder: Path, window: float = WINDOW) -> None:

@@ -23,11 +23,11 @@ FORMAT = 1  # of the rows: a name with another meaning makes another format, a n
 
 ROOM_POLL = 1.0  # seconds between two tries on a full disk
 
-_BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")
 # The suffix of a metric over the tokens of one staleness bucket: /s0, /s3_4, /s9+.
+_BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")
 
-_EVALUATED = re.compile(r"^eval/[\w.-]+/(?:(pass@)\d+$)?")
 # How the metrics of an evaluated task begin, which the table has once: eval/TASK/length, eval/TASK/pass@K.
+_EVALUATED = re.compile(r"^eval/[\w.-]+/(?:(pass@)\d+$)?")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,12 @@ PHASE_SECONDS = PREFIX + "phase_seconds"
 HELD_UP = PREFIX + "held_up_share"
 LIMIT = PREFIX + "roofline_tokens_per_s"
 
+# Names that are not in the table of metrics.
 OWN = {
     PHASE_SECONDS + "_total": "seconds that each role has spent in each phase since the run's start",
     HELD_UP: "share of the last seconds in which each side held the run up",
     LIMIT: "trained tokens a second now, and at the limit of the learner and of the generators",
 }
-"""Names that are not in the table of metrics."""
 
 
 def prometheus_name(name: str) -> tuple[str, dict[str, str]]:
@@ -62,8 +62,9 @@ def families() -> set[str]:
 class Exporter:
     """Serves what a run folder tells. `close` it.
 
-    >>> exporter = Exporter(run_folder, port=9464)
-    >>> exporter.close()
+    Usage:
+        exporter = Exporter(run_folder, port=9464)
+        exporter.close()
     """
 
     def __init__(self, run_folder: Path, port: int, host: str = "127.0.0.1") -> None:

@@ -21,6 +21,7 @@ from streamrl.observe.timeline import START, GroupSpan, Timeline, Track, slices
 
 Holder = Literal["start", "generators", "learner", "publish", "hand-over", "nobody"]
 
+# Who holds the run up at an instant, and what that means.
 HOLDERS: dict[Holder, str] = {
     "start": "a role is not ready",
     "generators": "the learner waits for groups that are being generated",
@@ -29,15 +30,14 @@ HOLDERS: dict[Holder, str] = {
     "hand-over": "both sides wait: groups, tickets or batches are under way",
     "nobody": "both sides work",
 }
-"""Who holds the run up at an instant, and what that means."""
 
+# The share of a worker's generating time, with the most groups at once, that its own speed is taken from: what it does
+# at the load that it would have if it never waited.
 FULL = 0.25
-# The share of a worker's generating time, with the most groups at once, that its own speed is taken from: what it
-# does at the load that it would have if it never waited.
 
 
+# Share of the speed without pauses: what pauses cost is reported where it is more than a few percent.
 _WORTH_TELLING = 0.95
-# Of the speed without pauses: what pauses cost is told where it is more than a few percent.
 
 
 @dataclass(frozen=True, slots=True)

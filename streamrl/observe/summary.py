@@ -18,11 +18,11 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.roofline import held_up, roofline
 from streamrl.observe.timeline import Timeline
 
-_ENDS = 5
 # Steps at the start and at the end whose mean reward is compared.
+_ENDS = 5
 
-_ANSWER = 60
 # Characters of a prompt or an answer that are shown.
+_ANSWER = 60
 
 
 def print_summary(config: Config, run_folder: Path, terminal: Terminal | None = None) -> None:

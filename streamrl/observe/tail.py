@@ -43,9 +43,10 @@ class Tail:
 class Rows:
     """The metrics of a run as they come, in the order of its steps.
 
-    >>> rows = Rows(run_folder)
-    >>> rows.read()
-    >>> rows.all[-1]["step"]
+    Usage:
+        rows = Rows(run_folder)
+        rows.read()
+        rows.all[-1]["step"]
     """
 
     def __init__(self, run_folder: Path) -> None:

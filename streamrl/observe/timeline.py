@@ -19,11 +19,11 @@ from typing import Any
 from streamrl.observe.events import event_files, read_events
 from streamrl.observe.intervals import Interval, clip, subtract, union
 
-START = "start"
 # The phase of a process that is not ready yet.
+START = "start"
 
-PUBLISHER = "publisher"
 # The learner's second thread; a track of its own, though its records are in the learner's file.
+PUBLISHER = "publisher"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ KINDS = {
     ),
 }
 
+# Phases in which a role has nothing to do.
 WAITING = frozenset({"wait", "idle"})
-"""Phases in which a role has nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,11 @@ class _Spans:
 class Track:
     """One role through all its processes.
 
-    >>> track = Track("generator-0")
-    >>> for record in read_events(path):
-    ...     track.feed(record)
-    >>> track.phases(begin, end)
+    Usage:
+        track = Track("generator-0")
+        for record in read_events(path):
+            track.feed(record)
+        track.phases(begin, end)
     """
 
     def __init__(self, role: str) -> None:
@@ -320,7 +321,7 @@ def slices(begin: float, end: float) -> Iterator[tuple[int, float]]:
     """(second, part of it) of the whole seconds that an interval from 0 on touches.
 
     >>> list(slices(0.5, 2.25))
-    [(0, 0.5), (1, 1.0), (2, 0.25)]
+    [(0, 0.5), (1, 1), (2, 0.25)]
     """
     for index in range(math.floor(begin), math.ceil(end)):
         if (part := min(end, index + 1) - max(begin, index)) > 0:

@@ -23,20 +23,21 @@ from streamrl.observe.timeline import PUBLISHER, Timeline, Track, kind_of
 Event = dict[str, Any]
 _Place = tuple[int, int]  # process and thread
 
+# Thread numbers within a process: what it does, its groups from LANES on, what happened to it.
 STATE, LANES, POINTS = 0, 1, 999
-"""Thread numbers within a process: what it does, its groups from LANES on, what happened to it."""
 
+# Metrics that are drawn as curves.
 COUNTERS = {
     "buffer/groups": "groups that wait",
     "tokens/trained_per_s": "trained tokens/s",
     "staleness/mean": "mean staleness",
     "reward/mean": "mean reward",
 }
-"""Metrics that are drawn as curves."""
 
-POINT = 2e-6
 # Seconds that a batch or a hand-out of tickets is drawn with: an arrow needs a slice to begin at.
+POINT = 2e-6
 
+# Events that are slices and arrows, or that every group or step has.
 _DRAWN_OTHERWISE = frozenset(
     {
         "process.start",
@@ -49,7 +50,6 @@ _DRAWN_OTHERWISE = frozenset(
         "tickets",
     }
 )
-# Events that are slices and arrows, or that every group or step has.
 
 
 @dataclass(frozen=True, slots=True)

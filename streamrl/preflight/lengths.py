@@ -13,8 +13,8 @@ from streamrl.config.generate import GenerateConfig
 from streamrl.learner.shape import ModelShape
 from streamrl.preflight.prompts import Longest
 
+# Tokens of its context that SGLang leaves free: an answer that would need them is cut before its max_new_tokens.
 KEPT_FREE = 2
-"""Tokens of its context that SGLang leaves free: an answer that would need them is cut before its max_new_tokens."""
 
 
 def check_lengths(config: Config, shape: ModelShape, longest: Longest) -> None:

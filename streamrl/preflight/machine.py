@@ -20,14 +20,14 @@ from streamrl.engine.hardware import has_cuda
 
 GIB = 1 << 30
 
+# GiB of host memory that a rank of a server, a rank of the learner and a worker take at the least, before a model: what
+# they share with no other process. With a tiny model on a CPU it is 1.2, 0.3 and 0.1.
 SERVER = 0.5
 RANK = 0.25
 WORKER = 0.05
-"""GiB of host memory that a rank of a server, a rank of the learner and a worker take at the least, before a model:
-what they share with no other process. With a tiny model on a CPU it is 1.2, 0.3 and 0.1."""
 
+# Processes that want a core of their own for each core: above it most of the time goes into waiting for a turn.
 CROWDED = 4
-"""Processes that want a core of their own for each core: above it most of the time goes into waiting for a turn."""
 
 
 def check_generator(pools: Sequence[GenerateConfig]) -> None:

@@ -17,17 +17,17 @@ from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import Environment, Prompt, said_text
 from streamrl.tasks.failures import describe
 
+# Prompts of one task that are looked at: those of a longer data set are a sample of it, spread over all of it.
 MOST = 50_000
-"""Prompts of one task that are looked at: those of a longer data set are a sample of it, spread over all of it."""
 
+# Prompts of a task without an end that are looked at.
 ENDLESS = 256
-"""Prompts of a task without an end that are looked at."""
 
+# For one task; then the prompts read so far must do. A start of a server takes longer.
 SECONDS = 10.0
-"""Time for one task: then those that were looked at must do. A start of a server takes longer."""
 
+# Prompts of one task that are tokenised, those with the most bytes.
 TOKENISED = 64
-"""Prompts of one task that are tokenised, those with the most bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

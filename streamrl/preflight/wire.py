@@ -13,8 +13,8 @@ from streamrl.learner.shape import ModelShape
 from streamrl.stream.codec import encode_group
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
 
+# Bytes of an output token on the wire: its id and its log-prob (`stream/codec.py`).
 TOKEN = 8
-"""Bytes of an output token on the wire: its id and its log-prob (`stream/codec.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-NOTHING_RECEIVED = "Failed to receive weights"
 # How SGLang begins its answer when a broadcast broke off, before it loads any of the bucket.
+NOTHING_RECEIVED = "Failed to receive weights"
 
 
 class BroadcastSink(Sink):

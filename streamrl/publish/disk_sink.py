@@ -21,8 +21,8 @@ from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
-NOTHING_LOADED = "Failed to get weights iterator"
 # How SGLang begins its answer when it found no weights to load, as where it does not see the folder.
+NOTHING_LOADED = "Failed to get weights iterator"
 
 
 class DiskSink(Sink):

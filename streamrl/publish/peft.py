@@ -30,6 +30,7 @@ Matrix = Literal["A", "B"]
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 
+# Values of a configuration with which its product is lora_alpha / r * B A and nothing else is changed.
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -40,7 +41,6 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
 }
-"""Values of a configuration with which its product is lora_alpha / r * B A and nothing else is changed."""
 
 
 def tensor_name(layer: int, projection: str, matrix: Matrix) -> str:

@@ -86,10 +86,10 @@ class _Shared:
 class Publisher:
     """One thread with a socket of its own. `close` it.
 
-    >>> publisher = Publisher(config, run_folder, version, events)
-    >>> publisher.offer(PolicyVersion(1), model.export())  # (Hugging Face name, CPU tensor)
-    >>> publisher.wait(timeout=60)
-    True
+    Usage:
+        publisher = Publisher(config, run_folder, version, events)
+        publisher.offer(PolicyVersion(1), model.export())  # (Hugging Face name, CPU tensor)
+        publisher.wait(timeout=60)  # True
     """
 
     def __init__(self, config: Config, run_folder: Path, version: PolicyVersion, events: EventLog) -> None:

@@ -30,8 +30,8 @@ from streamrl.types import PolicyVersion
 if TYPE_CHECKING:
     from streamrl.publish.staging import Staged
 
-Check = Callable[[], None]
 # Called while a source waits, at least every few milliseconds; raises PublishError when it should stop waiting.
+Check = Callable[[], None]
 
 
 class PublishError(RuntimeError):

@@ -1,12 +1,10 @@
 """What a run's journal has recorded: its segments, each attempt at a group and what became of it, and the batches.
 
-    >>> journal = RunJournal(Path("runs/quickstart"))
-    >>> journal.groups[64].state, journal.groups[64].step
-    ('committed', 2)
-    >>> journal.load(journal.groups[64]).samples[0].reward
-    1.0
-    >>> [batch.step for batch in batches(Path("runs/quickstart"))]
-    [0, 1, 2, ...]
+Usage:
+    journal = RunJournal(Path("runs/quickstart"))
+    journal.groups[64].state, journal.groups[64].step  # ('committed', 2)
+    journal.load(journal.groups[64]).samples[0].reward  # 1.0
+    [batch.step for batch in batches(Path("runs/quickstart"))]  # [0, 1, 2, ...]
 
 It may be read while the run goes on: an object is the journal as it was when the object was made.
 """

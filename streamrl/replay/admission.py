@@ -19,9 +19,9 @@ LARGEST = 2**53  # of a prompt index: what a ticket can say
 class Admission:
     """The checks at the door of the replay service.
 
-    >>> admission = Admission(group_size=8)
-    >>> admission.problem(group, buffer)
-    "2 samples, generate.group_size=8"
+    Usage:
+        admission = Admission(group_size=8)
+        admission.problem(group, buffer)  # "2 samples, generate.group_size=8"
     """
 
     def __init__(self, group_size: int) -> None:

@@ -33,11 +33,12 @@ log = logging.getLogger(__name__)
 class Core:
     """Driven by `replay/service.py`, or by a test or a simulation with a clock and peers of its own.
 
-    >>> core = Core(config, durable, router.send, events, now=0.0)
-    >>> while not core.is_over():
-    ...     while (received := router.receive(core.longest_wait(clock(), most=0.2))) is not None:
-    ...         core.handle(received, clock())
-    ...     core.tick(clock(), emptied=True)
+    Usage:
+        core = Core(config, durable, router.send, events, now=0.0)
+        while not core.is_over():
+            while (received := router.receive(core.longest_wait(clock(), most=0.2))) is not None:
+                core.handle(received, clock())
+            core.tick(clock(), emptied=True)
     """
 
     def __init__(self, config: Config, durable: DurableBuffer, send: Send, events: Events, now: float) -> None:

@@ -32,9 +32,10 @@ class _Batch:
 class Delivery:
     """What the learner waits for.
 
-    >>> delivery.asked = 7
-    >>> header, frames = delivery.ready(time.monotonic())  # or None
-    >>> delivery.asked = None  # once it is sent
+    Usage:
+        delivery.asked = 7
+        header, frames = delivery.ready(time.monotonic())  # or None
+        delivery.asked = None  # once it is sent
     """
 
     def __init__(self, durable: DurableBuffer, workers: Workers, events: Events) -> None:

@@ -30,8 +30,8 @@ from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket
 
 log = logging.getLogger(__name__)
 
+# Seconds between two tries to write on a full disk.
 RETRY = 1.0
-# seconds between two tries to write on a full disk: soon enough for whoever makes room, and no load.
 
 _IN_MEMORY = RunIdentity(id="in-memory")
 
@@ -39,12 +39,13 @@ _IN_MEMORY = RunIdentity(id="in-memory")
 class DurableBuffer:
     """The buffer of a run, recovered from its journal. `close` it.
 
-    >>> durable = DurableBuffer(config, run_folder, events)
-    >>> stored = durable.complete("generator-0", group, frames)
-    >>> mark = durable.mark
-    >>> durable.tick(time.monotonic())
-    >>> durable.is_durable(mark)  # once `journal.commit_seconds` are over
-    False
+    Usage:
+        durable = DurableBuffer(config, run_folder, events)
+        stored = durable.complete("generator-0", group, frames)
+        mark = durable.mark
+        durable.tick(time.monotonic())
+        durable.is_durable(mark)  # once `journal.commit_seconds` are over
+        # False
     """
 
     def __init__(

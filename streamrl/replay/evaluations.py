@@ -20,9 +20,9 @@ class Evaluations:
     A publish waits while a newer version exists than any server has, and all of them are pinned: with a single
     server that is as long as its evaluation still takes.
 
-    >>> evaluations.record(Evaluated(version=v20, metrics={"eval/copy/pass@1": 0.5}))
-    >>> evaluations.metrics(step=21, now=3.0)
-    {'eval/copy/pass@1': 0.5}
+    Usage:
+        evaluations.record(Evaluated(version=v20, metrics={"eval/copy/pass@1": 0.5}))
+        evaluations.metrics(step=21, now=3.0)  # {'eval/copy/pass@1': 0.5}
     """
 
     def __init__(self) -> None:

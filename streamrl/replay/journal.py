@@ -50,12 +50,12 @@ __all__ = [
     "recover",
 ]
 
+# Buffers that one call to the operating system takes.
 _PIECES = os.sysconf("SC_IOV_MAX")
-# buffers that one call to the operating system takes.
 
-_AHEAD = 4 << 20
 # Bytes behind which the disk is told to begin, while the rest is still copied to the kernel: told more often it makes
 # many small writes, and told nothing it idles until the fsync.
+_AHEAD = 4 << 20
 
 T = TypeVar("T")
 
@@ -71,10 +71,11 @@ class JournalFailed(OSError):
 class Journal:
     """Appends to a new segment of `folder`. One writer at a time.
 
-    >>> journal = Journal(run_folder / "journal", config.journal, snapshot)
-    >>> place = journal.append_group(completed, frames)
-    >>> if journal.due(time.monotonic()):
-    ...     journal.commit()  # now the worker may be told
+    Usage:
+        journal = Journal(run_folder / "journal", config.journal, snapshot)
+        place = journal.append_group(completed, frames)
+        if journal.due(time.monotonic()):
+            journal.commit()  # now the worker may be told
     """
 
     def __init__(

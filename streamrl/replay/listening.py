@@ -14,8 +14,8 @@ from streamrl.stream.sockets import Router
 
 log = logging.getLogger(__name__)
 
-_FREE_PORT = ":0"
 # How an address ends that leaves the port to the operating system.
+_FREE_PORT = ":0"
 
 
 def listen(config: Config, run_folder: Path) -> Router:

@@ -79,7 +79,7 @@ class Lives(dict[int, Life]):
     >>> lives = Lives()
     >>> life = lives.add(7, "copy", prompt_index=7)
     >>> lives.move(life, Event.ISSUE), lives.first_waiting
-    (<ISSUED: 'issued'>, None)
+    (<Phase.ISSUED: 'issued'>, None)
     """
 
     def __init__(self) -> None:

@@ -9,14 +9,14 @@ Judged by the clock, their leases would be over before their heartbeats are hear
 
 from __future__ import annotations
 
+# Seconds between two polls that are no fault of the peers: five times the longest wait for a message.
 PAUSE = 1.0
-# seconds between two looks that are no fault of the peers: five times the longest wait for a message.
 
+# Seconds of a pause where leases are shorter than they should be: twice the longest wait for a message.
 SHORTEST = 0.4
-# seconds of a pause where leases are shorter than they should be: twice the longest wait for a message.
 
+# Polls that catching up may take: what arrives faster than it is handled for so long is a flood, and no backlog.
 LOOKS = 200
-# looks that catching up may take: what comes faster than it is heard for so long is a flood, and no backlog.
 
 
 class PeerTime:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+# Seconds between two Introduces to one peer: everything that was queued for a service that was started again arrives at
+# once, and one answer will do.
 ASK_AGAIN = 1.0
-# seconds between two Introduces to one peer: everything that was queued for a service that was started again
-# arrives at once, and one answer will do.
 
+# Peers that were asked, or complained of, lately; beyond it the oldest is forgotten, and asked or told again.
 REMEMBERED = 1024
-# peers that were asked, or complained of, lately; beyond it the oldest is forgotten, and asked or told again.
 
 
 class Peers:

@@ -26,8 +26,8 @@ from streamrl.replay.segments import (
 )
 from streamrl.stream.identity import RunIdentity
 
+# Suffix of a segment that is not read any more and was whole once: it is kept for inspection.
 SET_ASIDE = ".damaged"
-# suffix of a segment that is not read any more and was whole once: it is kept for whoever wants to look.
 
 
 @dataclass(slots=True)

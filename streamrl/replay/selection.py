@@ -62,8 +62,8 @@ def reason_to_drop(group: Group, record: Completed, config: FilterConfig) -> str
     return None
 
 
+# Groups made of placeholders, tickets issued again, answers that came too late, groups too old to be trained.
 COUNTS = ("placeholders", "reissued", "late_duplicates", "over_age")
-# groups made of placeholders, tickets issued again, answers that came too late, groups too old to be trained
 
 
 @dataclass(slots=True)

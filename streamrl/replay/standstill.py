@@ -11,9 +11,9 @@ from streamrl.replay.workers import Workers
 from streamrl.stream.messages import Progress
 from streamrl.types import PolicyVersion
 
+# Share of run.progress_timeout after which a worker is told of a step at the latest: it then gives the run up a little
+# later than the service, never before it, and a run of fast steps costs no message for each.
 LATEST = 0.1
-# of run.progress_timeout, that a worker hears of a step at the latest: it then gives the run up a little later than
-# the service, never before it, and a run of fast steps costs no word for each.
 
 
 class Herald:

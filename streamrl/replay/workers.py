@@ -14,13 +14,13 @@ from streamrl.replay.buffer import Buffer
 from streamrl.stream.messages import Heartbeat, ServerState
 from streamrl.types import PolicyVersion, Ticket
 
+# Heartbeats without a word after which a worker gets no more tickets and its servers are not waited for; one is easily
+# late on a machine that is loading weights, ten in a row are not.
 SILENCE = 10
-# heartbeats without a word after which a worker gets no more tickets and its servers are not waited for; one is
-# easily late on a machine that is loading weights, ten in a row are not.
 
 
+# Seconds after which everything has been received that a dead worker had left in the service's queue.
 SETTLED = 0.5
-# seconds after which everything is heard that a dead worker had left in the service's queue.
 
 
 class BusyMeter:

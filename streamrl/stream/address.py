@@ -10,8 +10,8 @@ from pathlib import Path
 
 from streamrl.config import Config
 
+# Seconds between two polls of the file: nothing else tells that a service has come up on another host.
 POLL = 0.05
-# seconds between two looks for the file: nothing else tells that a service has come up on another host.
 
 
 def address_path(run_folder: Path) -> Path:

@@ -17,13 +17,13 @@ from collections import deque
 import numpy as np
 import zmq
 
+# Free buffers kept: one is filled while ZeroMQ still sends the ones before it.
 KEPT = 4
-# free buffers kept: one is filled while ZeroMQ still sends the ones before it.
 
 GRAIN = 1 << 16  # bytes; sizes are rounded up to it, so that groups of about one size fit into each other's buffers
 
+# Bytes of a frame that is cheaper copied than lent: ZeroMQ lets go of a lent one in a thread that needs the GIL.
 COPIED = 1 << 20
-# bytes of a frame that is cheaper copied than lent: ZeroMQ lets go of a lent one in a thread that needs the GIL.
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 HELD = 64 << 20  # free bytes at the end of a heap that malloc holds
@@ -46,10 +46,12 @@ def keep_pages() -> None:
 class Arenas:
     """The buffers of one socket; not for several threads.
 
+    >>> arenas = Arenas()
     >>> arena = arenas.allocate(1_000_000).data  # uint8 [1000000], its content undefined
     >>> arenas.gave(arena)
     True
-    >>> arenas.lend(arena, socket.send(arena, copy=False, track=True))
+
+    After `socket.send(arena, copy=False, track=True)`, `lend(arena, tracker)` keeps it until ZeroMQ has sent it.
     """
 
     def __init__(self) -> None:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Bytes that CURVE adds to a frame: the command's name, a nonce, a checksum and flags.
 SEALED = 33
-# bytes that CURVE adds to a frame: the command's name, a nonce, a checksum and flags.
 
+# Bytes of the longest frame that ZMTP writes with two bytes before it, and not nine.
 _SHORT = 255
-# bytes of the longest frame that ZMTP writes with two bytes before it, and not nine.
 
 
 class Count(NamedTuple):
@@ -55,11 +55,12 @@ class _Connection:
 class Connections:
     """Those of one socket, by the descriptor that libzmq has for them.
 
-    >>> connections = Connections(bounds)
-    >>> connections.accepted(20, "10.0.0.7:40112")
-    >>> connections.took(20, [64, 4096])  # the reader: sizes of a message's frames
-    >>> for descriptor, reason in connections.poll({20: Count(received=4500, queued=0, answered=310)}.__getitem__):
-    ...     cut(descriptor, reason)
+    Usage:
+        connections = Connections(bounds)
+        connections.accepted(20, "10.0.0.7:40112")
+        connections.took(20, [64, 4096])  # the reader: sizes of a message's frames
+        for descriptor, reason in connections.poll({20: Count(received=4500, queued=0, answered=310)}.__getitem__):
+            cut(descriptor, reason)
     """
 
     def __init__(self, bounds: Bounds) -> None:

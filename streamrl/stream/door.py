@@ -31,41 +31,43 @@ from streamrl.stream.keys import ServiceKeys
 
 log = logging.getLogger(__name__)
 
+# Connections without a finished handshake at a time; honest peers take milliseconds for theirs.
 STRANGERS = 256
-# connections without a finished handshake at a time; honest peers take milliseconds for theirs.
 
+# Bytes that a stranger may send; a peer with the longest name needs a quarter of it.
 HANDSHAKE = 4096
-# bytes that a stranger may send; a peer with the longest name needs a quarter of it.
 
+# Seconds after which libzmq itself closes a stranger.
 HANDSHAKE_SECONDS = 5.0
-# after which libzmq itself closes a stranger.
 
+# Seconds between two polls: what comes in one of them may exceed a bound. They take a tenth of a core at most; a wait
+# for the interpreter, while the reader is at work, does not put off the next.
 LOOK = 0.02
-# seconds between two looks: what comes in one of them may go beyond a bound. Looks take a tenth of a core at most;
-# how long one waits for the interpreter, while the reader is at work, does not put off the next.
 
-EVENTS = 64
-# events of the monitor that are handled at a time, and connections that come between two looks: as many may come beyond
+# Events of the monitor that are handled at a time, and connections that come between two polls: as many may come beyond
 # `STRANGERS`, and as many as wait in the queue of events.
+EVENTS = 64
 
+# Events that wait: what libzmq queues for a sender, and EVENTS at this end. Its thread waits where there are more.
 QUEUED = 1064
-# events that wait: what libzmq queues for a sender, and EVENTS at this end. Its thread waits where there are more.
 
+# Bytes that a connection may leave unread beside its messages: commands of ZeroMQ and what it has just read.
 _SPARE = 1 << 20
-# bytes that a connection may leave unread beside its messages: commands of ZeroMQ and what it has just read.
 
 _GREETING = 64
 _CURVE_WELCOME = 170
+
+# Bytes of what ZMTP says to somebody whom it has not let in: its greeting, CURVE's WELCOME, and why it is refused. A
+# READY, or a single message, is longer than the last of them.
 _ERROR = 30
-# bytes of what ZMTP says to somebody whom it has not let in: its greeting, CURVE's WELCOME, and why it is refused.
-# A READY, or a single message, is longer than the last of them.
 
 _ACKNOWLEDGED = struct.Struct("<QQ")
-_ACKNOWLEDGED_AT = 120
-# where `struct tcp_info` of Linux has tcpi_bytes_acked and tcpi_bytes_received.
 
+# Where `struct tcp_info` of Linux has tcpi_bytes_acked and tcpi_bytes_received.
+_ACKNOWLEDGED_AT = 120
+
+# Descriptors that a connection takes: libzmq's, and the door's own. Libzmq's may be another file's at any moment.
 _EACH = 2
-# descriptors that a connection takes: libzmq's, and the door's own. Libzmq's may be another file's at any moment.
 
 _ZERO_COPY_RECV = 10  # of zmq.h
 _ZAP = "inproc://zeromq.zap.01"  # libzmq's fixed name, one for each context
@@ -95,11 +97,11 @@ def listening_context() -> zmq.Context:
 class Door:
     """Guards one listening socket from its construction until the end of its context.
 
-    >>> context = listening_context()
-    >>> socket = context.socket(zmq.ROUTER)
-    >>> door = Door(context, socket, stream.max_message, stream.unread, service_keys(folder))  # before bind
-    >>> door.refused
-    0
+    Usage:
+        context = listening_context()
+        socket = context.socket(zmq.ROUTER)
+        door = Door(context, socket, stream.max_message, stream.unread, service_keys(folder))  # before bind
+        door.refused  # 0
     """
 
     def __init__(

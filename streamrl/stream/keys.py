@@ -23,11 +23,11 @@ import zmq
 from streamrl.config import Config
 from streamrl.config.replay import StreamConfig
 
-_OWN = ("ipc://", "inproc://")
 # Addresses that only this user's processes reach: a socket file has mode 0600, a port of loopback is everybody's.
+_OWN = ("ipc://", "inproc://")
 
-_ABSTRACT = "ipc://@"
 # But for Linux's abstract names: no file, so no mode.
+_ABSTRACT = "ipc://@"
 
 
 class KeysUnusable(RuntimeError):

@@ -62,9 +62,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 class ParcelServer:
     """The end that has the parcels. One thread; `close` it.
 
-    >>> server = ParcelServer("10.0.0.1", config.stream, key_folder(config, run_folder))
-    >>> while not server.serve(order, parcels.get, timeout=0.01):
-    ...     check()
+    Usage:
+        server = ParcelServer("10.0.0.1", config.stream, key_folder(config, run_folder))
+        while not server.serve(order, parcels.get, timeout=0.01):
+            check()
     """
 
     def __init__(self, host: str, stream: StreamConfig, keys: Path | None) -> None:
@@ -129,8 +130,9 @@ class ParcelServer:
 class ParcelClient:
     """The end that asks, in asyncio. `close` it.
 
-    >>> client = ParcelClient(address, server_key, config.stream, key_folder(config, run_folder))
-    >>> weights = await client.fetch(order, "7.0/3")
+    Usage:
+        client = ParcelClient(address, server_key, config.stream, key_folder(config, run_folder))
+        weights = await client.fetch(order, "7.0/3")
     """
 
     def __init__(self, address: str, server_key: str, stream: StreamConfig, keys: Path | None) -> None:

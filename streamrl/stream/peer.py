@@ -77,9 +77,10 @@ class _Driver(Generic[K]):
 class Peer(_Driver[Hashable]):
     """A session in the thread that made it.
 
-    >>> peer = Peer(config, run_folder, "learner", opening)  # yields a Hello, and what the service must know
-    >>> peer.ask("next", Next(step=7))  # until `peer.answered("next")`
-    >>> received = peer.receive(timeout=1.0)  # None, a Message, or a ReceivedBatch
+    Usage:
+        peer = Peer(config, run_folder, "learner", opening)  # yields a Hello, and what the service must know
+        peer.ask("next", Next(step=7))  # until `peer.answered("next")`
+        received = peer.receive(timeout=1.0)  # None, a Message, or a ReceivedBatch
     """
 
     def __init__(self, config: Config, run_folder: Path, name: str, opening: Opening) -> None:
@@ -173,10 +174,10 @@ class Peer(_Driver[Hashable]):
 class AsyncPeer(_Driver[TicketKey]):
     """A session on asyncio: one task receives, any may send.
 
-    >>> peer = AsyncPeer(config, run_folder, "generator-0", address, opening)
-    >>> await peer.send(Applied(server=server, version=version))
-    True
-    >>> message = await peer.receive_word(timeout=1.0)
+    Usage:
+        peer = AsyncPeer(config, run_folder, "generator-0", address, opening)
+        await peer.send(Applied(server=server, version=version))  # True
+        message = await peer.receive_word(timeout=1.0)
     """
 
     def __init__(self, config: Config, run_folder: Path, name: str, address: str, opening: Opening) -> None:

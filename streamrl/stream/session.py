@@ -164,11 +164,12 @@ class Outbox(Generic[K, W]):
 class Session(Generic[K]):
     """One peer's session. Times are monotonic seconds.
 
-    >>> session = Session(address, now, opening=opening, reply_timeout=30.0)
-    >>> session.connected()
-    >>> for word in session.owed(now, [Next(step=7)]):  # the opening words first, where they are due
-    ...     dealer.send(word)
-    >>> message = session.handle(dealer.receive(1.0), dealer.missed, now)
+    Usage:
+        session = Session(address, now, opening=opening, reply_timeout=30.0)
+        session.connected()
+        for word in session.owed(now, [Next(step=7)]):  # the opening words first, where they are due
+            dealer.send(word)
+        message = session.handle(dealer.receive(1.0), dealer.missed, now)
     """
 
     def __init__(

@@ -41,31 +41,31 @@ from streamrl.stream.keys import KeysUnusable, client_keys, needs_curve, service
 from streamrl.stream.messages import BatchHeader, Buffer, MalformedMessage, Message, decode, encode
 from streamrl.types import Batch, Group, Ledger
 
+# Milliseconds: enough for a last message on any network, and too short to be felt at the end of a role.
 LINGER = 1000
-# milliseconds; enough for a last word on any network, and short enough not to be felt at the end of a role.
 
+# Messages that a peer has sent and the network has not taken, or has received and not read.
 QUEUE = 64
-# messages that a peer has said and the network has not taken, or has heard and not read.
 
-SERVICE_UNREAD = 0
-# no limit of libzmq's for what waits for the service: the door has one, in bytes (`stream/door.py`). An engine of
+# No limit of libzmq's for what waits for the service: the door has one, in bytes (`stream/door.py`). An engine of
 # libzmq that has to stop reading, and whose connection then ends, aborts the process at its next PING.
+SERVICE_UNREAD = 0
 
+# Bytes that CURVE adds to a frame at most, which libzmq counts.
 SEALED = 64
-# bytes that CURVE adds to a frame at most, which libzmq counts.
 
+# Frames of a message to the service: the header, and the arena of a group.
 FRAMES = 2
-# of a message to the service: the header, and the arena of a group.
 
+# Messages that wait for one slow peer of the service, a few bytes each except for the learner's one batch.
 SERVICE_QUEUE = 1024
-# messages that wait for one slow peer of the service, a few bytes each except for the learner's one batch.
 
-ALIVE = 10
-# seconds between two questions of TCP whether the other end is there; a host that has vanished is noticed after three
+# Seconds between two questions of TCP whether the other end is there; a host that has vanished is noticed after three
 # of them. Not those of ZeroMQ, for the reason above.
+ALIVE = 10
 
+# Identities whose numbers the service remembers; every process has one. One that is forgotten is seen with a gap.
 PEERS = 4096
-# identities whose numbers the service remembers; every process has one. Who is forgotten is heard with a gap.
 
 _FILE = "ipc://"
 
@@ -221,9 +221,10 @@ class Router:
 class Dealer:
     """A peer's end, for a thread, or for asyncio (`on_loop`), which awaits the same by other names.
 
-    >>> dealer = Dealer(address, config.stream, key_folder(config, run_folder), "learner")
-    >>> dealer.send(Next(step=7))
-    >>> received = dealer.receive(timeout=1.0)  # None, a Message, or a ReceivedBatch
+    Usage:
+        dealer = Dealer(address, config.stream, key_folder(config, run_folder), "learner")
+        dealer.send(Next(step=7))
+        received = dealer.receive(timeout=1.0)  # None, a Message, or a ReceivedBatch
     """
 
     def __init__(

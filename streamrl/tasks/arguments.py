@@ -32,7 +32,7 @@ class OnDisk:
         """The text with its path, if it has one, where `place` says.
 
         >>> OnDisk("code").placed("rewards.py:exact", lambda path: Path("/work") / path)
-        '/home/me/rewards.py:exact'
+        '/work/rewards.py:exact'
         """
         where, separator, name = text.rpartition(":")
         match self.kind:

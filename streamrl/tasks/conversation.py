@@ -24,11 +24,12 @@ from streamrl.types import PolicyVersion, VersionSpan
 class Conversation:
     """One sample of several turns, while it grows.
 
-    >>> conversation = Conversation(inference, prompt)
-    >>> turn = await conversation.generate()
-    >>> conversation.add([Message(role="tool", content="42")])
-    >>> await conversation.generate()
-    >>> conversation.completion.loss_mask
+    Usage:
+        conversation = Conversation(inference, prompt)
+        turn = await conversation.generate()
+        conversation.add([Message(role="tool", content="42")])
+        await conversation.generate()
+        conversation.completion.loss_mask
     """
 
     def __init__(self, inference: Inference, prompt: Prompt, tools: Sequence[dict[str, Any]] = ()) -> None:

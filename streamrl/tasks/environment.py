@@ -155,8 +155,9 @@ class Inference(Protocol):
 class Environment(ABC):
     """A source of prompts and the judge of their answers.
 
-    >>> environment = build_task(config.task, seed=1, split="train")
-    >>> rollouts = await environment.rollout_group(inference, environment.prompt(0), n=8)
+    Usage:
+        environment = build_task(config.task, seed=1, split="train")
+        rollouts = await environment.rollout_group(inference, environment.prompt(0), n=8)
 
     One that a configuration names by its path, `task.name=package.module:Class`, is built as `Class(arguments, seed,
     split)`: the checked `task.args`, `run.seed`, and "train" or "probe".

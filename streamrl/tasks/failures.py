@@ -49,8 +49,8 @@ INFRASTRUCTURE: tuple[type[Exception], ...] = (TimeoutError, ConnectionError, Sc
 def describe(error: BaseException) -> str:
     """The exception, its text and its place in the user's code, on one line.
 
-    >>> describe(KeyError("answer"))  # raised in a reward function
-    "KeyError: 'answer' (rewards.py:12)"
+    >>> describe(KeyError("answer"))  # with its place, ` (rewards.py:12)`, where a user's function raised it
+    "KeyError: 'answer'"
     """
     if isinstance(error, ScorerRaised):
         return str(error)

@@ -283,8 +283,9 @@ class Host:
 class HostPool:
     """The processes of one task. `close` it.
 
-    >>> pool = HostPool(Task(share={"name": "mine.py:Mine"}, timeout=30.0), "Mine", ScoringConfig())
-    >>> (await pool.about()).size
+    Usage:
+        pool = HostPool(Task(share={"name": "mine.py:Mine"}, timeout=30.0), "Mine", ScoringConfig())
+        (await pool.about()).size
     """
 
     def __init__(self, task: Task, name: str, settings: ScoringConfig) -> None:

@@ -31,9 +31,9 @@ _LINE = 1 << 20
 class Judges:
     """A pool of judges, started when they are first needed.
 
-    >>> async with Judges("streamrl.tasks.math_reward", processes=2, timeout=5.0, start_timeout=60.0) as judges:
-    ...     await judges.ask({"text": "\\\\boxed{1/2}", "gold": "0.5"})
-    {'right': True, 'readable': True}
+    Usage:
+        async with Judges("streamrl.tasks.math_reward", processes=2, timeout=5.0, start_timeout=60.0) as judges:
+            await judges.ask({"text": "\\\\boxed{1/2}", "gold": "0.5"})  # {'right': True, 'readable': True}
     """
 
     def __init__(

@@ -16,9 +16,9 @@ from streamrl.tasks.judges import Judges, judge_lines
 class MathReward(Judges):
     """The judges of mathematics, started when they are first needed.
 
-    >>> async with MathReward(processes=2, timeout=5.0, start_timeout=60.0) as judge:
-    ...     await judge.is_right("so it is \\\\boxed{1/2}", gold="0.5")
-    True
+    Usage:
+        async with MathReward(processes=2, timeout=5.0, start_timeout=60.0) as judge:
+            await judge.is_right("so it is \\\\boxed{1/2}", gold="0.5")  # True
     """
 
     def __init__(self, *, processes: int, timeout: float, start_timeout: float, memory: int = 4 << 30) -> None:

@@ -24,9 +24,10 @@ LARGEST = 16 << 20  # bytes of a call
 class OpenAIServer:
     """The endpoint of one process. `close` it.
 
-    >>> server = OpenAIServer("127.0.0.1", 0)
-    >>> await server.start()
-    >>> with server.serving(session) as base_url: ...
+    Usage:
+        server = OpenAIServer("127.0.0.1", 0)
+        await server.start()
+        with server.serving(session) as base_url: ...
     """
 
     def __init__(self, host: str, port: int) -> None:

@@ -32,9 +32,10 @@ class CallRefused(Exception):
 class Session:
     """The calls of one agent, which become one sample.
 
-    >>> session = Session(inference, prompt, most_calls=8)
-    >>> turn, message = await session.chat([Message(role="user", content="caf")])
-    >>> session.completion
+    Usage:
+        session = Session(inference, prompt, most_calls=8)
+        turn, message = await session.chat([Message(role="user", content="caf")])
+        session.completion
     """
 
     def __init__(self, inference: Inference, prompt: Prompt, *, most_calls: int) -> None:

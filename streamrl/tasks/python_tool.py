@@ -47,8 +47,8 @@ class Limits:
 class PythonTool:
     """Runs code, at most `parallel` at a time.
 
-    >>> await PythonTool(Limits(), parallel=2).run("print(6 * 7)")
-    '42'
+    Usage:
+        await PythonTool(Limits(), parallel=2).run("print(6 * 7)")  # '42'
     """
 
     def __init__(self, limits: Limits, *, parallel: int, walls: bool = True) -> None:

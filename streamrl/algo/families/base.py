@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from streamrl.algo.tokens import TokenBatch
     from streamrl.config.learner import AlgoConfig
 
+# The ways in which a token can be clipped, as the metrics have them.
 CLIPPED = ("clip_low", "clip_high", "clip_dual")
-"""The ways in which a token can be clipped, as the metrics have them."""
 
 
 class Family(Choice, ABC):
     """A surrogate of the policy loss."""
 
-    has_ratio = True
     # With `pi / pi_old` in the surrogate, `proximal: behaviour` has corrected for the stale data already, and the
     # importance weight divides that out again (w = f / q). Without, the weight is all the correction there is (w = f).
+    has_ratio = True
 
     def __init__(self, options: Options) -> None:
         """`options`: those of `algo.loss_options`, of the class's own Options."""

@@ -20,11 +20,11 @@ from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.learner.shape import ModelShape
 from streamrl.preflight.model import check_model
 
+# Times that a size of the layout is tried.
 LARGER = (1, 2, 4, 8)
-"""Times that a size of the layout is tried."""
 
+# Keys that are changed at once, at the most: what needs more is another configuration.
 MOST_CHANGES = 3
-"""Keys that are changed at once, at the most: what needs more is another configuration."""
 
 
 def check_servers(

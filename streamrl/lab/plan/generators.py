@@ -26,8 +26,8 @@ from streamrl.lab.plan.parameters import of_server_rank, whole_adapters
 from streamrl.learner.shape import ModelShape
 from streamrl.preflight.lengths import context_length
 
+# SGLang's kv_cache_dtype of one byte, or less.
 SMALL_CACHE = ("fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
-"""SGLang's kv_cache_dtype of one byte, or less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,11 +48,11 @@ from streamrl.lab.plan.machines import Machines
 from streamrl.lab.plan.parameters import has_experts, layers_of, of_stage
 from streamrl.learner.shape import CHUNK_BYTES, ModelShape
 
+# Bytes of one weight.
 ITEM = {"float32": 4, "bfloat16": 2}
-"""Bytes of one weight."""
 
+# Bytes a parameter of the float32 copy of a bf16 weight, of Adam's two moments, of a gradient.
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
-"""Bytes a parameter of the float32 copy of a bf16 weight, of Adam's two moments, of a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,6 +58,7 @@ class Machines:
         return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
 
+# What each flag is, for `--help`.
 HELP = {
     "gpus_per_host": "GPUs of one host; 0: machines without GPUs",
     "hosts": "hosts that there are; 0: as many as are needed",
@@ -72,7 +73,6 @@ HELP = {
     "mem_fraction": "share of a GPU that SGLang takes, where generate.server_args do not say",
     "prompt": "tokens of a prompt",
 }
-"""What each flag is, for `--help`."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -29,8 +29,8 @@ from streamrl.preflight.wire import GroupBytes, check_wire, group_bytes
 from streamrl.publish.transports import transport_of
 from streamrl.replay.orders import make_order
 
+# Share of what a rank may take above which its memory is told as a limit.
 FULL = 0.9
-"""Share of what a rank may take above which its memory is told as a limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.figures import WARM_UP, Figures, figures
 from streamrl.lab.simulate.fleet import Fleet, fleet_model, read_fleet
 
+# Learner steps that are simulated behind the warm-up, as for a fleet.
 STEPS = 9
-"""Learner steps that are simulated behind the warm-up, as for a fleet."""
 
 
 @dataclass(frozen=True, slots=True)

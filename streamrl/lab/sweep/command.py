@@ -20,8 +20,8 @@ from streamrl.preflight import machine
 
 WIDTH = 180  # columns of the table where there is no terminal
 
-Part = Literal["all", "jobs", "results"]
 # What is wanted: runs and results, the command lines of the runs, or the results of what is there.
+Part = Literal["all", "jobs", "results"]
 
 
 def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "all", fresh: bool = False) -> int:

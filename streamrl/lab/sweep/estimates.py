@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+# Student's t at 0.975, for 1 to 30 degrees of freedom.
 _QUANTILES = (
     12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281,
     2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860,
     2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423,
 )  # fmt: skip
-# of Student's t at 0.975, for 1 to 30 degrees of freedom.
 
 _NORMAL = 1.959964  # of the normal distribution
 

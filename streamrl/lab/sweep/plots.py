@@ -19,8 +19,8 @@ from streamrl.lab.sweep.figures import BUCKETS, FIGURES, reward_curves
 from streamrl.lab.sweep.plan import Sweep
 from streamrl.lab.sweep.results import Outcome
 
+# The palette of Okabe and Ito, for colour-blind eyes too.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999", "#000000")
-# of Okabe and Ito: told apart by colour-blind eyes too.
 
 ONE_PANEL = len(COLOURS)  # points that fit into one panel
 

@@ -18,8 +18,8 @@ from streamrl.lab.sweep.plan import Job, Point, Sweep
 from streamrl.lab.sweep.runner import is_done, steps_of
 from streamrl.observe.metrics import read_metrics
 
+# The others are in results.json and in the plots: a table of all is wider than a screen.
 IN_TABLE = ("reward", "reward over the run", "trained", "staleness", "ESS", "KL", "clipped", "masked")
-# The others stand in results.json and in the plots: a table of all is wider than a screen.
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,13 @@ from streamrl.lab.sweep.servers import SharedServers
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
 
-Train = Callable[[Config], int]
 # One run from start, or resume, to its end, with the exit code of `streamrl train`.
+Train = Callable[[Config], int]
 
 INTERRUPTED = 130  # the exit code of a run that ended at a signal
 
+# What differs between a recorded run and the same one today, and does not change it.
 OF_THE_SWEEP = ("run.folder", "generate.attach", "stream.keys", "observe.console")
-# what differs between a recorded run and the same one today, and does not change it.
 
 
 class Interrupted(Exception):

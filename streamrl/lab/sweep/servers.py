@@ -23,9 +23,9 @@ START_SHARE = 0.9  # of run.start_timeout, as for a server that a worker starts
 class SharedServers:
     """The servers of a sweep. `stop` them, whatever happens.
 
-    >>> servers = SharedServers(sweep_folder)
-    >>> servers.addresses(config)
-    ['http://127.0.0.1:40123']
+    Usage:
+        servers = SharedServers(sweep_folder)
+        servers.addresses(config)  # ['http://127.0.0.1:40123']
     """
 
     def __init__(self, folder: Path) -> None:

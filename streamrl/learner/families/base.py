@@ -50,27 +50,27 @@ IN_AN_EXPERT: Mapping[str, Entry] = {
 class ModelFamily(Choice):
     """A decoder with RMS norms, rotary embeddings, grouped queries and gated MLPs, dense or of experts."""
 
+    # In `config.json`: the family is found by them, unless `model.family` names it.
     architectures: ClassVar[tuple[str, ...]]
-    """Of `config.json`: the family is found by them, unless `model.family` names it."""
 
     qkv_bias: ClassVar[bool] = False
     qk_norm: ClassVar[bool] = False
 
+    # Its layers are mixtures of experts unless `config.json` says otherwise.
     experts: ClassVar[bool] = False
-    """Its layers are mixtures of experts unless `config.json` says otherwise."""
 
+    # Where `config.json` has none; None: hidden / heads.
     head_dim: ClassVar[int | None] = None
-    """Where `config.json` has none; None: hidden / heads."""
 
+    # Where `config.json` has none.
     sliding_window: ClassVar[int | None] = None
-    """Where `config.json` has none."""
 
     outside_layers: ClassVar[Mapping[str, Entry]] = OUTSIDE_LAYERS
+    # Parameters of one Megatron layer; their tensors follow `model.layers.N.` in a folder.
     in_a_layer: ClassVar[Mapping[str, Entry]] = IN_A_LAYER
-    """Parameters of one Megatron layer; their tensors follow `model.layers.N.` in a folder."""
 
+    # Linear layers of one expert; `{}` is its number.
     in_an_expert: ClassVar[Mapping[str, Entry]] = IN_AN_EXPERT
-    """Linear layers of one expert; `{}` is its number."""
 
     @classmethod
     def read(cls, path: Path, config: dict[str, Any]) -> ModelShape:
