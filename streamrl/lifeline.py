@@ -70,6 +70,14 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+def kill_group(leader: int) -> None:
+    """End the process group that process `leader`, started in a session of its own, leads or has led."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # nobody is left in it; it is another user's by now
+        return
+
+
 def end_tree(pid: int, timeout: float, *, include_root: bool = True) -> None:
     """End process `pid` and all its descendants: SIGTERM to the root, `timeout` seconds, SIGKILL to what is left."""
     try:

@@ -9,7 +9,18 @@ import pytest
 
 PACKAGE = Path("streamrl")
 LAYERS = [
-    {"types", "machine", "trainable", "routing", "choices", "config", "device", "lifeline", "last_words", "torchrun"},
+    {
+        "types",
+        "machine",
+        "trainable",
+        "moe_routing",
+        "choices",
+        "config",
+        "device",
+        "lifeline",
+        "last_words",
+        "torchrun",
+    },
     {"progress"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
@@ -28,11 +39,21 @@ LOWEST = {
     "last_words": 0,
     "torchrun": 0,
     "trainable": 1,
-    "routing": 1,
+    "moe_routing": 1,
     "choices": 0,
     "config": 1,
 }  # order inside the lowest layer
-WITHOUT_TORCH = ("types", "trainable", "routing", "choices", "config", "lifeline", "last_words", "progress", "stream")
+WITHOUT_TORCH = (
+    "types",
+    "trainable",
+    "moe_routing",
+    "choices",
+    "config",
+    "lifeline",
+    "last_words",
+    "progress",
+    "stream",
+)
 WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "recorded")
 WITHOUT_TORCH += ("run_folder",)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from streamrl.config import Config
 from streamrl.observe.events import Events
 from streamrl.replay.admission import foreign
-from streamrl.replay.durable import DurableBuffer
+from streamrl.replay.durable import DurableBuffer, Frame
 from streamrl.replay.generator_side import GeneratorSide
 from streamrl.replay.learner_side import LearnerSide
 from streamrl.replay.peer_time import PeerTime
@@ -23,7 +23,7 @@ from streamrl.replay.phases import Phase
 from streamrl.replay.publisher_side import PublisherSide
 from streamrl.replay.run_parts import RunParts, Send
 from streamrl.stream.codec import decode_group, ticket_of
-from streamrl.stream.messages import MAX_REASON, Buffer, Bye, Hello, Introduce, MalformedMessage, Message, Stop, decode
+from streamrl.stream.messages import MAX_REASON, Bye, Hello, Introduce, MalformedMessage, Message, Stop, decode
 from streamrl.stream.sockets import Received
 from streamrl.types import Group
 
@@ -118,7 +118,7 @@ class Core:
         else:
             self._handle_stranger(identity, message)
 
-    def handle_group(self, identity: bytes, group: Group, frames: Sequence[Buffer]) -> None:
+    def handle_group(self, identity: bytes, group: Group, frames: Sequence[Frame]) -> None:
         """A group of a worker, decoded. A batch takes `frames` along as they are."""
         if (worker := self._run.workers.touch(identity, self._time.now)) is not None:
             self._generators.handle_group(worker, group, frames)

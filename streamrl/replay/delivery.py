@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from streamrl.observe.events import Events
 from streamrl.replay.buffer import Stored
-from streamrl.replay.durable import RETRY, DurableBuffer
+from streamrl.replay.durable import RETRY, DurableBuffer, Frame
 from streamrl.replay.evaluations import Evaluations
 from streamrl.replay.journal import JournalFull
 from streamrl.replay.workers import Workers
-from streamrl.stream.messages import BatchHeader, BatchStats, Buffer
+from streamrl.stream.messages import BatchHeader, BatchStats
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Delivery:
         if self._batch is not None and self._batch.header.step == step:
             self._batch = None
 
-    def ready(self, now: float) -> tuple[BatchHeader, Sequence[Buffer]] | None:
+    def ready(self, now: float) -> tuple[BatchHeader, Sequence[Frame]] | None:
         """The batch that was asked for, once it is complete and durable. Raises ValueError for a step out of turn."""
         if self.asked is None:
             return None

@@ -24,7 +24,6 @@ from streamrl.replay.records import Completed, Snapshot
 from streamrl.replay.recovery import refuse_another_run
 from streamrl.stream.codec import decode_group, encode_group
 from streamrl.stream.identity import RunIdentity, run_identity
-from streamrl.stream.messages import Buffer
 from streamrl.trainable import Limits
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket
 
@@ -32,6 +31,8 @@ log = logging.getLogger(__name__)
 
 # Seconds between two tries to write on a full disk.
 RETRY = 1.0
+
+Frame = bytes | memoryview
 
 _IN_MEMORY = RunIdentity(id="in-memory")
 
@@ -88,7 +89,7 @@ class DurableBuffer:
         """What the weights contain once the batch taken last is trained, with the run whose groups they are."""
         return replace(self.buffer.ledger(), run=self.run.id)
 
-    def complete(self, worker: str, group: Group, frames: Sequence[Buffer]) -> Stored | None:
+    def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Stored | None:
         """Take a worker's group. None: a filter dropped it. Raises GroupRefused."""
         self.append()
         stored = self.buffer.complete(worker, group, frames, _size(frames))
@@ -109,7 +110,7 @@ class DurableBuffer:
         self.buffer.complete_placeholder(group, frames, _size(frames))
         self.append(frames)
 
-    def append(self, frames: Sequence[Buffer] = ()) -> None:
+    def append(self, frames: Sequence[Frame] = ()) -> None:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
         if self.buffer.emitted:
             self._emit()
@@ -124,12 +125,12 @@ class DurableBuffer:
             else:
                 self._journal.append(record)
 
-    def load(self, step: int, groups: Sequence[Stored]) -> list[Buffer] | None:
+    def load(self, step: int, groups: Sequence[Stored]) -> list[Frame] | None:
         """The frames of all groups of a step, of a quarantined one those of placeholders.
 
         None where some are lost: these groups are generated again. Raises JournalFull where no file can be opened now.
         """
-        frames: list[Buffer] = []
+        frames: list[Frame] = []
         lost: list[int] = []
         for stored in groups:
             try:
@@ -211,14 +212,14 @@ class DurableBuffer:
             self._events.emit(event, **fields)
         self.buffer.emitted.clear()
 
-    def _frames(self, stored: Stored) -> Sequence[Buffer]:
+    def _frames(self, stored: Stored) -> Sequence[Frame]:
         if stored.frames is not None:
             return stored.frames
         if self._journal is None or stored.place is None:
             raise JournalDamaged(f"group {stored.group_id} is neither in memory nor in a journal")
         return self._journal.load(stored.place, (stored.group_id, stored.attempt))
 
-    def _emptied(self, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    def _emptied(self, frames: Sequence[Frame]) -> Sequence[Frame]:
         return encode_group(decode_group(*frames).emptied, self._config.stream.max_message)
 
     def _stand_still(self, error: JournalFull, now: float) -> None:
@@ -246,5 +247,5 @@ def _decoded(snapshot: bytes | None) -> Snapshot | None:
     return None if snapshot is None else msgspec.msgpack.decode(snapshot, type=Snapshot)
 
 
-def _size(frames: Sequence[Buffer]) -> int:
+def _size(frames: Sequence[Frame]) -> int:
     return sum(map(len, frames))

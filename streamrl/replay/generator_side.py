@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from streamrl.replay.buffer import DuplicateGroup, GroupRefused
+from streamrl.replay.durable import Frame
 from streamrl.replay.run_parts import RunParts
 from streamrl.replay.workers import Worker, assign
 from streamrl.stream.messages import (
     MAX_REASON,
     Accepted,
     Applied,
-    Buffer,
     Bye,
     Credit,
     Evaluated,
@@ -100,7 +100,7 @@ class GeneratorSide:
             case _:
                 raise MalformedMessage(f"{type(message).__name__} from a generator")
 
-    def handle_group(self, worker: Worker, group: Group, frames: Sequence[Buffer]) -> None:
+    def handle_group(self, worker: Worker, group: Group, frames: Sequence[Frame]) -> None:
         """A group: it is answered once its record is durable."""
         run = self._run
         answer = {"group_id": group.group_id, "attempt": group.attempt}

@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<QQIIQ")
 _CHECKED = struct.Struct("<QIIQ")  # the head behind its own checksum, which covers this and the record
 _NAME = re.compile(r"(\d{6,})\.journal")
 
-Chunk = bytes | bytearray | memoryview
+Chunk = bytes | memoryview
 Frames = tuple[bytes, bytes]
 
 

@@ -240,6 +240,9 @@ def said_text(message: Message) -> str:
 
 
 def check_reward(score: Score) -> None:
-    """Raise ValueError unless the reward is a finite number."""
-    if not math.isfinite(score.reward):
-        raise ValueError(f"reward is {score.reward}, a finite number is needed")
+    """Raise TypeError or ValueError unless the reward and its parts are finite numbers."""
+    if not isinstance(score, Score):
+        raise TypeError(f"the scorer gave a value of type {type(score).__name__}, a Score is needed")
+    for name, number in (("reward", score.reward), *((f"part {name!r}", part) for name, part in score.parts.items())):
+        if not math.isfinite(number):
+            raise ValueError(f"{name} is {number}, a finite number is needed")

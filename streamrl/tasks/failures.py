@@ -55,11 +55,20 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ScorerRaised):
         return str(error)
     place = _place(error)
-    text = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    text = " ".join(f"{type(error).__name__}: {text_of(error)}".split()).rstrip(": ")
     return f"{text[:MOST_CHARACTERS]} ({place})" if place else text[:MOST_CHARACTERS]
 
 
-def is_masked(error: Exception, infrastructure: tuple[type[Exception], ...]) -> bool:
+def text_of(error: BaseException) -> str:
+    """`str(error)`, cut, and readable by whatever it is sent to; the user's own class may not even have a text."""
+    try:
+        text = str(error)[: 10 * MOST_CHARACTERS]
+    except BaseException as raised:
+        text = f"its text cannot be made ({type(raised).__name__})"
+    return text.encode(errors="replace").decode()
+
+
+def is_masked(error: BaseException, infrastructure: tuple[type[Exception], ...]) -> bool:
     """Whether a failure says nothing of the answer, where these classes of exceptions do not."""
     return error.masked if isinstance(error, ScorerRaised) else isinstance(error, infrastructure)
 
@@ -84,7 +93,10 @@ def _of_the_user(path: Path, line: int) -> str | None:
     """FILE:LINE, from here where the file lies below; None for a file that is not the user's."""
     if not path.is_file() or path.is_relative_to(_PACKAGE) or _is_library(path):
         return None
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return f"{path}:{line}"
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 

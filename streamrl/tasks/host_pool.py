@@ -4,9 +4,9 @@
 
     STARTING ─▶ READY ─▶ ENDED      (a place in the pool whose process has ended is filled by the next call)
 
-A process is ended that does not answer a Ping for `task.scoring.timeout` seconds: its event loop is blocked. Of the
-calls that it had open, the one whose code was running has failed; the others are made again in another process, unless
-they had a state there.
+A process is ended that neither answers a Ping nor comes to an `await` for `task.scoring.timeout` seconds: its event
+loop is blocked. Of the calls that it had open, the one whose code was running has failed; the others are made again in
+another process, unless they had a state there, and at last alone, where none was running and its process ends again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ import msgspec
 import psutil
 
 from streamrl.config.task import ScoringConfig
+from streamrl.lifeline import kill_group
 from streamrl.tasks.environment import Inference
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerRaised, ScorerUnready, place_in
 from streamrl.tasks.host_wire import (
     HEAD,
+    LARGEST,
     MARK,
     About,
     Ask,
@@ -53,7 +55,9 @@ from streamrl.tasks.host_wire import (
 
 log = logging.getLogger(__name__)
 
-TRIES = 3  # times that a call is made whose process was ended by another one
+TRIES = 2  # times that a call is made among others, where its process ends, before it is made alone
+
+EXIT_TIME = 1.0  # seconds that a process may live on without its pipe, and its pipe without it
 
 CLOSE_TIME = 5.0  # seconds that the user's `close` may take
 
@@ -65,7 +69,11 @@ _READ = reader(ToWorker)
 
 
 class HostEnded(Exception):
-    """The process has ended, and not by this call."""
+    """The process has ended, and it is not known that this call has ended it."""
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__(str(why))
+        self.why = why
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +104,7 @@ class Host:
         self._calls: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
         self._unanswered = 0  # rounds since a Ping
+        self._moved = 0, 0  # steps that the process had made, and rounds since that Ping, when it last made one
         self._why: Exception | None = None  # it is ended by us
         self._closing = False
         self._running = asyncio.create_task(self._run())
@@ -113,7 +122,7 @@ class Host:
         try:
             await asyncio.shield(self.about)
             if self.ended:
-                raise HostEnded(f"the process of {self._name} has ended")
+                raise HostEnded(ScorerLost(f"the process of {self._name} has ended"))
             return await self._ask(call, inference)
         finally:
             self.load -= 1
@@ -152,8 +161,13 @@ class Host:
                     self._take(await self._receive())
             finally:
                 watching.cancel()
-        except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError) as error:
+        except asyncio.IncompleteReadError as error:
             log.debug("%s: %s", self._name, error)
+        except OSError as error:
+            if self._process is None:
+                self._why = ScorerUnready(f"no process could be started for {self._name}: {error}")
+        except (ValueError, msgspec.MsgspecError) as error:
+            self._why = ScorerLost(f"the process of {self._name} sent what cannot be read: {error}")
         finally:
             await self._after()
 
@@ -163,6 +177,7 @@ class Host:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=(self._memory,),
+            start_new_session=True,  # so that whatever it starts can be ended with it
         )
         if self._closing:
             self._process.kill()
@@ -211,7 +226,15 @@ class Host:
         """End the process when its event loop is blocked, and a call that asks the policy nothing for too long."""
         while True:
             await asyncio.sleep(self._period)
-            if self._unanswered > ROUNDS:
+            assert self._process is not None
+            assert self._process.stdout is not None
+            if self._process.returncode is not None:  # a fork of it holds its pipe
+                self._process.stdout.feed_eof()
+                return
+            _, steps = MARK.unpack_from(self._mark, 0)
+            if self._unanswered == 0 or steps != self._moved[0]:
+                self._moved = steps, self._unanswered
+            if self._unanswered - self._moved[1] > ROUNDS:
                 await self._end_late()
                 return
             if self._unanswered == 0 and self._calls:
@@ -231,19 +254,21 @@ class Host:
 
     async def _end_late(self) -> None:
         assert self._process is not None
-        self._process.send_signal(signal.SIGUSR1)  # it writes where it is
+        self._why = self._late("")
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)  # it writes where it is
         await asyncio.sleep(DUMP_TIME)
         self._why = self._late(self._place())
         log.warning("%s: process %d is ended", self._why, self._process.pid)
         await self._kill()
 
     async def _kill(self) -> None:
-        """The process, and whatever it has started."""
-        if self._process is None or self._process.returncode is not None:
+        """The process, and whatever it has started, also where it has ended itself."""
+        if self._process is None:
             return
-        started = await asyncio.to_thread(_descendants, self._process.pid)
-        if self._process.returncode is None:
-            self._process.kill()
+        lives = self._process.returncode is None
+        started = await asyncio.to_thread(_descendants, self._process.pid) if lives else []
+        kill_group(self._process.pid)
         for process in started:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -251,17 +276,28 @@ class Host:
     async def _after(self) -> None:
         """The process has ended: tell everyone who waits for it."""
         self.ended = True
-        code = None if self._process is None else await self._process.wait()
+        code = await self._exit_code()
         why = self._why or ScorerLost(f"the process of {self._name} has ended: {_exit_text(code)}{self._place()}")
-        (guilty,) = MARK.unpack_from(self._mark, 0)
+        guilty, _ = MARK.unpack_from(self._mark, 0)
         if not self.about.done():
             self.about.set_exception(why if isinstance(why, ScorerUnready) else ScorerUnready(str(why)))
             self.about.exception()
         for number, opened in self._calls.items():
             if not opened.answer.done():
-                opened.answer.set_exception(why if number == guilty else HostEnded(str(why)))
+                opened.answer.set_exception(why if number == guilty else HostEnded(why))
         self._mark.close()
         os.close(self._memory)
+
+    async def _exit_code(self) -> int | None:
+        """Once it has ended, by itself or by a signal, and whatever is left of what it has started."""
+        if self._process is None:
+            return None
+        waiting = asyncio.create_task(self._process.wait())  # also until nobody holds its pipes
+        await asyncio.wait((waiting,), timeout=EXIT_TIME)
+        await self._kill()
+        await asyncio.wait((waiting,), timeout=EXIT_TIME)
+        waiting.cancel()
+        return self._process.returncode
 
     def _place(self) -> str:
         """Where the process was, if it has told."""
@@ -277,6 +313,8 @@ class Host:
         assert self._process is not None
         assert self._process.stdout is not None
         (size,) = HEAD.unpack(await self._process.stdout.readexactly(HEAD.size))
+        if size > LARGEST:
+            raise ValueError(f"{size} bytes; allowed: {LARGEST}")
         return _READ(await self._process.stdout.readexactly(size))
 
 
@@ -291,6 +329,9 @@ class HostPool:
     def __init__(self, task: Task, name: str, settings: ScoringConfig) -> None:
         self._task, self._name, self._settings = task, name, settings
         self._hosts: list[Host | None] = [None] * settings.processes
+        self._alone = asyncio.Lock()
+        self._lonely = 0  # calls that are made alone, or wait for that
+        self._lone: Host | None = None  # for them
 
     @property
     def pids(self) -> list[int]:
@@ -306,21 +347,36 @@ class HostPool:
     ) -> Done:
         """Make a call in the process that has least to do, or always in the same one of a `place`.
 
-        again: it may be made again where another call has ended its process. Raises as `Host.ask` does.
+        again: it may be made again where its process has ended, at last without others beside it. Raises as `Host.ask`
+        does, but for HostEnded.
         """
-        reason = ""
-        for _ in range(TRIES if again else 1):
-            try:
-                return await self._host(place).ask(call, inference)
-            except HostEnded as ended:
-                reason = str(ended)
-            except ValueError as error:  # it could be loaded before
-                raise ScorerUnready(str(error)) from None
-        raise ScorerLost(reason or f"the process of {self._name} has ended")
+        try:
+            for _ in range(TRIES if again else 0):
+                with contextlib.suppress(HostEnded):
+                    return await self._host(place).ask(call, inference)
+            return await (self._call_alone(call) if again else self._host(place).ask(call, inference))
+        except HostEnded as ended:
+            raise (ended.why if again else ScorerLost(str(ended))) from None
+        except ValueError as error:  # it could be loaded before
+            raise ScorerUnready(str(error)) from None
+
+    async def _call_alone(self, call: Call) -> Done:
+        """In a process without other calls: if it ends, this call has ended it."""
+        self._lonely += 1
+        try:
+            async with self._alone:
+                if self._lone is None or self._lone.ended:
+                    self._lone = self._new()
+                return await self._lone.ask(call)
+        finally:
+            self._lonely -= 1
+            if self._lone is not None and not self._lonely:
+                lone, self._lone = self._lone, None
+                await lone.close()
 
     async def close(self) -> None:
         """End all processes. May be called twice."""
-        hosts: Sequence[Host] = [host for host in self._hosts if host is not None]
+        hosts: Sequence[Host] = [host for host in (*self._hosts, self._lone) if host is not None]
         self._hosts = [None] * len(self._hosts)
         await asyncio.gather(*(host.close() for host in hosts))
 
@@ -333,8 +389,14 @@ class HostPool:
         place %= len(self._hosts)
         host = self._hosts[place]
         if host is None:
-            host = self._hosts[place] = Host(self._task, self._name, self._settings)
+            host = self._hosts[place] = self._new()
         return host
+
+    def _new(self) -> Host:
+        try:
+            return Host(self._task, self._name, self._settings)
+        except OSError as error:
+            raise ScorerUnready(f"no process could be started for {self._name}: {error}") from None
 
 
 async def _asked(inference: Inference, ask: Ask) -> Reply:

@@ -16,6 +16,7 @@ import contextvars
 import faulthandler
 import functools
 import itertools
+import math
 import mmap
 import os
 import signal
@@ -23,13 +24,14 @@ import sys
 import threading
 from collections.abc import Coroutine, Generator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
 
 from streamrl.config.task import TaskShare
 from streamrl.lifeline import die_with
-from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, Score
+from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, Score, check_reward
 from streamrl.tasks.failures import (
     INFRASTRUCTURE,
     ScorerLate,
@@ -37,9 +39,11 @@ from streamrl.tasks.failures import (
     ScorerUnready,
     describe,
     is_masked,
+    text_of,
 )
 from streamrl.tasks.host_wire import (
     HEAD,
+    LARGEST,
     MARK,
     About,
     Ask,
@@ -57,6 +61,7 @@ from streamrl.tasks.host_wire import (
     Reply,
     Task,
     ToProcess,
+    ToWorker,
     frame,
     reader,
     travelling,
@@ -69,6 +74,8 @@ from streamrl.types import PolicyVersion
 PROMPTS = 256  # that are kept, so that a prompt is not made again for each of its answers
 
 FIRST_VICTIM = "1000"  # for the kernel, where memory runs out: this process, and not the worker
+
+SETTLE_TIME = 0.2  # seconds in which a call that is cancelled as late may end
 
 _CALL: contextvars.ContextVar[int] = contextvars.ContextVar("call", default=0)
 
@@ -83,10 +90,15 @@ class Channel:
     def __init__(self, asked: int, told: int) -> None:
         self._asked, self._told = os.fdopen(asked, "rb"), os.fdopen(told, "wb")
         self._read = reader(ToProcess)
+        self._check = reader(ToWorker)
         self._sending = threading.Lock()
 
     def send(self, message: Frame) -> None:
+        """Raises what `frame` raises, and ValueError for what the worker would not read."""
         written = frame(message)
+        if len(written) > LARGEST:
+            raise ValueError(f"{len(written)} bytes are too many between a task and its worker; allowed: {LARGEST}")
+        self._check(written[HEAD.size :])
         with self._sending:
             self._told.write(written)
             self._told.flush()
@@ -170,11 +182,13 @@ class Host:
         environment = self._environment
         if environment is None:
             return About(masked=masked)
-        kind = type(environment)
+        kind, lowest_reward = type(environment), float(environment.lowest_reward)
+        if not math.isfinite(lowest_reward):
+            raise ValueError(f"task.name: {kind.__name__}.lowest_reward is {lowest_reward}, a finite number is needed")
         return About(
             inline=bool(vars(kind).get("runs_inline", False)),  # said of this very class, not of one that it is made of
             size=environment.size,
-            lowest_reward=float(environment.lowest_reward),
+            lowest_reward=lowest_reward,
             max_turns=environment.max_turns if isinstance(environment, TurnByTurn) else 0,
             plays=kind.rollout_group is not Environment.rollout_group,
             judges_groups=kind.score_all is not Environment.score_all,
@@ -227,24 +241,27 @@ class Host:
 
     async def _answer(self, call: Call) -> None:
         try:
-            if call.method in ("rollout_group", "function"):
-                told = await self._play(call)
-            else:
-                told = await self._in_time(call)
-            self._channel.send(told)
-        except Exception as error:  # whatever the user's code raises, or gives that does not travel, the worker is told
+            self._channel.send(await self._done(call))
+        except BaseException as error:  # whatever the user's code raises, or gives that does not travel
             masked = is_masked(error, self._infrastructure)
             self._channel.send(Raised(number=call.number, text=describe(error), masked=masked))
 
-    async def _in_time(self, call: Call) -> Done:
-        """Raises ScorerLate for code that waits for longer than it may; code that blocks is ended by the worker."""
+    async def _done(self, call: Call) -> Done:
+        """Raises ScorerLate for code that waits for longer than it may, and gives it up where it refuses to end.
+
+        Code that blocks is ended by the worker.
+        """
+        plays = call.method in ("rollout_group", "function")
+        work = asyncio.create_task(self._play(call) if plays else self._judge(call))
         try:
-            async with asyncio.timeout(self._timeout) as deadline:
-                return await self._judge(call)
-        except TimeoutError:
-            if deadline.expired():
-                raise ScorerLate(f"{call.method} took more than task.scoring.timeout={self._timeout:g} s") from None
-            raise
+            if not (await asyncio.wait((work,), timeout=None if plays else self._timeout))[0]:
+                work.cancel()
+                await asyncio.wait((work,), timeout=SETTLE_TIME)
+                late = ScorerLate(f"{call.method} took more than task.scoring.timeout={self._timeout:g} s")
+                raise late.with_traceback(_raised_in(work))
+            return work.result()
+        finally:
+            work.cancel()
 
     async def _judge(self, call: Call) -> Done:
         environment, number = self._own, call.number
@@ -298,28 +315,46 @@ def _function(path: str) -> Any:
     return named().call if isinstance(named, type) else named
 
 
+_STEPS = itertools.count(1)
+
+
 class _Steps:
     """A coroutine that marks each of its steps, from one `await` to the next."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, mark: mmap.mmap) -> None:
         self._coroutine, self._number, self._mark = coroutine, number, mark
+        self._pid = os.getpid()
 
     def __await__(self) -> Generator[Any, Any, Any]:
         value: Any = None
         error: BaseException | None = None
         while True:
-            MARK.pack_into(self._mark, 0, self._number)
+            steps = next(_STEPS)
+            MARK.pack_into(self._mark, 0, self._number, steps)
             try:
                 waits = self._coroutine.send(value) if error is None else self._coroutine.throw(error)
             except StopIteration as end:
                 return end.value
+            except (SystemExit, KeyboardInterrupt) as end:  # they would end the event loop with all its calls
+                raise ScorerLost(repr(end)).with_traceback(end.__traceback__) from None
             finally:
-                MARK.pack_into(self._mark, 0, 0)
+                if os.getpid() != self._pid:  # a fork that comes back: the answer is its parent's
+                    os._exit(0)
+                MARK.pack_into(self._mark, 0, 0, steps)
             value = error = None
             try:
                 value = yield waits
             except BaseException as thrown:  # a cancellation, which is the coroutine's to handle
                 error = thrown
+
+
+def _raised_in(work: asyncio.Task[Any]) -> TracebackType | None:
+    """The place at which a task was cancelled; None where it goes on."""
+    try:
+        work.result()
+    except BaseException as error:
+        return error.__traceback__
+    return None
 
 
 async def _stepping(coroutine: Coroutine[Any, Any, Any], number: int, mark: mmap.mmap) -> Any:
@@ -342,6 +377,7 @@ def _checked(reply: Reply) -> Reply:
 
 
 def _judgement(score: Score) -> Judgement:
+    check_reward(score)
     return Judgement(float(score.reward), {str(name): float(part) for name, part in score.parts.items()})
 
 
@@ -372,8 +408,8 @@ def main() -> None:
     try:
         host = Host(channel.receive(), channel, mmap.mmap(memory, MARK.size))
         channel.send(Ready(about=host.about))
-    except Exception as error:  # whatever a module of the user's raises while it is loaded
-        channel.send(Refused(reason=str(error) if isinstance(error, ValueError) else describe(error)))
+    except BaseException as error:  # whatever a module of the user's raises while it is loaded
+        channel.send(Refused(reason=text_of(error) if type(error) is ValueError else describe(error)))
         return
     asyncio.run(host.run())
 

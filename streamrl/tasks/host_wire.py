@@ -25,7 +25,11 @@ OWN = "__index__"
 # In the metadata of a prompt that a hosted task has made: its index, from which the process makes it again.
 
 HEAD = struct.Struct("<I")  # the bytes of a frame, before it
-MARK = struct.Struct("<q")  # the number of the call whose code is running, 0 for none, in memory that both ends see
+MARK = struct.Struct("<qq")
+# In memory that both ends see: the number of the call whose code is running, 0 for none; and how many steps, from one
+# `await` to the next, the process has made.
+
+LARGEST = 256 << 20  # bytes of a frame from the process
 
 Method = Literal["prompt", "score", "score_all", "observation", "score_turns", "rollout_group", "function"]
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from streamrl.lifeline import die_with
+from streamrl.lifeline import die_with, kill_group
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerLate, ScorerLost, ScorerRaised, ScorerUnready, describe
 
 MEMORY = 4 << 30
@@ -103,7 +103,11 @@ class Judges:
 
     async def _start(self) -> asyncio.subprocess.Process:
         judge = await asyncio.create_subprocess_exec(
-            *self._command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=_LINE
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE,
+            start_new_session=True,  # so that whatever it starts can be ended with it
         )
         self._judges.add(judge)
         try:
@@ -132,6 +136,8 @@ class Judges:
             raise ScorerLate(f"judging took more than {timeout:g} s") from None
         except ConnectionError as error:
             raise ScorerLost(f"the judge has ended: {error}") from None
+        except ValueError:
+            raise ScorerRaised(f"the reply has more than {_LINE} bytes", masked=False) from None
         if not line:
             raise ScorerLost("the judge has ended")
         reply: dict[str, Any] = json.loads(line)
@@ -139,8 +145,7 @@ class Judges:
 
     async def _end(self, judge: asyncio.subprocess.Process) -> None:
         self._judges.discard(judge)
-        if judge.returncode is None:
-            judge.kill()
+        kill_group(judge.pid)
         await judge.wait()
 
 
@@ -155,15 +160,25 @@ def judge_lines(prepare: Callable[[Sequence[str]], Callable[..., dict[str, Any]]
     die_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the worker decides
     resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is not a reply
+    me = os.getpid()
+    questions, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a library prints is not a reply
     judge: Callable[..., dict[str, Any]] | None = None
-    for line in sys.stdin:
+    for line in questions:
         question = json.loads(line)
         try:
             judge = judge or prepare(arguments)
-            reply = {} if question is None else judge(**question)
-        except Exception as error:  # whatever a library or a user's code does with a strange answer, it is a reply
+            reply = _line({} if question is None else judge(**question))
+        except BaseException as error:  # whatever a library or a user's code does with a strange answer, it is a reply
             kinds = getattr(judge, "infrastructure", INFRASTRUCTURE)
-            reply = {"error": describe(error), "masked": isinstance(error, kinds)}
-        print(json.dumps(reply), file=replies)
+            masked = isinstance(error, (kinds, SystemExit, KeyboardInterrupt))
+            reply = _line({"error": describe(error), "masked": masked})
+        if os.getpid() != me:  # a fork that comes back: the reply is its parent's
+            os._exit(0)
+        replies.write(reply)
+
+
+def _line(reply: dict[str, Any]) -> bytes:
+    """Raises TypeError or ValueError for what is no JSON, or no UTF-8."""
+    return json.dumps(reply, ensure_ascii=False).encode() + b"\n"

@@ -28,6 +28,8 @@ from streamrl.learner.shape import ModelShape, UnsupportedModelError, read_shape
 from streamrl.testing.declarations import Conformance, absolute
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from streamrl.learner.model import PolicyModel
 
 VOCABULARY = 131  # not a multiple of anything, so that the embedding is padded
@@ -128,7 +130,7 @@ class ModelFamilyConformance(Conformance):
                 cut = place(name, model.shape, range(model.shape.layers)).cut
                 dim = getattr(parameter, "partition_dim", -1)  # -1: every rank has the whole
                 assert dim in (-1, cut.dim), f"Megatron cuts {name} along {dim}, the family along {cut.dim}"
-                parts = [parameter, parameter]
+                parts: list[Tensor] = [parameter, parameter]
                 if cut.dim is not None:
                     pieces = [tensor.chunk(2, cut.dim) for tensor in cut.split(model.shape, parameter)]
                     parts = [cut.join(model.shape, of_rank) for of_rank in zip(*pieces, strict=True)]

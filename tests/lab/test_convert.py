@@ -29,6 +29,7 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig
 from streamrl.lab import convert
 from streamrl.learner import conversion
 from streamrl.learner.conversion import to_huggingface, to_megatron
@@ -263,11 +264,15 @@ def renamed(model: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_family_of_ones_own_goes_there_and_back_bitwise(renamed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    own = {"family": "family.py:Renamed", "dtype": None, "model": None, "timeout": 600}
-    assert convert.main(renamed, tmp_path / "megatron", ALONE, **own) == 0
-    assert convert.main(tmp_path / "megatron", tmp_path / "back", ALONE, **own) == 0
+def test_a_family_of_ones_own_goes_there_and_back_bitwise(renamed, tmp_path):
+    source = convert.Source(renamed, family=f"{tmp_path}/family.py:Renamed")
+    config = convert._config(source, LayoutConfig(), convert._shape(source), "float32", timeout=60)
+    ranks = Ranks.start(config)
+    try:
+        to_megatron(config, ranks, tmp_path / "megatron")
+        to_huggingface(config, ranks, tmp_path / "megatron/release", tmp_path / "back")
+    finally:
+        ranks.stop()
     assert_equal(tmp_path / "back", renamed)
 
 

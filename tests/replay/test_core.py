@@ -205,7 +205,12 @@ def test_a_core_in_memory_takes_decoded_messages_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sent: list[tuple[bytes, Message, Sequence[Buffer]]] = []
-    core = Core.in_memory(make_config(journal={"keep": "all"}), lambda *each: sent.append(each) is None)
+
+    def send(peer: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
+        sent.append((peer, message, frames))
+        return True
+
+    core = Core.in_memory(make_config(journal={"keep": "all"}), send)
     core.handle_message(LEARNER, Hello(run=core.run_id, role="learner", name="learner-0", version=V0), 0.0)
     core.handle_message(WORKER, Hello(run=core.run_id, role="generator", name="w", servers=(SERVER,)), 0.0)
     core.handle_message(WORKER, Credit(capacity=2), 0.0)

@@ -9,8 +9,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,11 @@ from aiohttp.test_utils import TestServer
 
 from streamrl.config import Config
 from streamrl.config.task import ScoringConfig, TaskConfig
-from streamrl.tasks.environment import FAILED, Completion, Environment, Rollout
+from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
-from streamrl.tasks.hosted import Hosted, check_tasks, host_task
+from streamrl.tasks.hosted import Hosted, check_tasks
 from streamrl.tasks.serve import application
-
-DEADLINE = 60.0  # seconds; starts of processes on busy cores
-TIMEOUT = 1.5  # task.scoring.timeout of these tests
+from tests.tasks.hosting import DEADLINE, TIMEOUT, Hosting, completion, go, scored
 
 TASKS = """
     import asyncio, ctypes, os, signal, time
@@ -57,6 +53,7 @@ TASKS = """
                     while True: pass
                 case "sleep": time.sleep(1e9)
                 case "wait": await asyncio.sleep(1e9)
+                case "hold": ctypes.PyDLL(None).sleep(10**9)  # no other thread runs meanwhile
                 case "exit": os._exit(3)
                 case "crash": ctypes.string_at(0)
                 case "kill": os.kill(os.getpid(), signal.SIGKILL)
@@ -154,39 +151,8 @@ TASKS = """
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Callable[..., Any]:
-    """`async with host(CLASS, **scoring) as task`: a class of TASKS, hosted."""
-    (tmp_path / "mine.py").write_text(textwrap.dedent(TASKS))
-
-    @asynccontextmanager
-    async def hosted(name: str, **scoring: Any) -> AsyncIterator[Any]:
-        settings = ScoringConfig.model_validate({"timeout": TIMEOUT, "start_timeout": DEADLINE, **scoring})
-        task = await host_task(TaskConfig(name=f"{tmp_path}/mine.py:{name}"), 1, "train", settings)
-        try:
-            yield task
-        finally:
-            await task.close()
-
-    return hosted
-
-
-def go(work: Coroutine[Any, Any, Any]) -> Any:
-    async def in_time() -> Any:
-        async with asyncio.timeout(2 * DEADLINE):
-            return await work
-
-    return asyncio.run(in_time())
-
-
-def completion(text: str) -> Completion:
-    ids = np.zeros(2, np.int32)
-    return Completion(
-        text=text, prompt_ids=ids, output_ids=ids, logprobs=ids.astype(np.float32), spans=(), finish_reason="stop"
-    )
-
-
-async def scored(task: Environment, *texts: str, index: int = 3) -> list[Rollout]:
-    return await task.score_all(await task.fetch(index), [completion(text) for text in texts])
+def host(tmp_path: Path) -> Hosting:
+    return Hosting(tmp_path, TASKS)
 
 
 async def ticks(period: float = 0.02) -> None:
@@ -195,11 +161,6 @@ async def ticks(period: float = 0.02) -> None:
         before = time.monotonic()
         await asyncio.sleep(period)
         assert time.monotonic() - before < TIMEOUT, "the event loop stood still"
-
-
-def line(tmp_path: Path, text: str) -> str:
-    lines = (tmp_path / "mine.py").read_text().splitlines()
-    return f"{tmp_path}/mine.py:{next(number for number, each in enumerate(lines, 1) if text in each)}"
 
 
 def test_a_class_of_the_users_is_loaded_in_processes_of_its_own_and_never_here(host, tmp_path):
@@ -240,7 +201,7 @@ def test_a_scorer_that_blocks_stops_nobody_and_costs_its_own_sample_alone(host, 
     assert told.startswith(f"ScorerLate: Own took more than task.scoring.timeout={TIMEOUT:g} s")
     assert f"{tmp_path}/mine.py:" in told
     if text != "later":
-        assert line(tmp_path, code) in told
+        assert host.line(code) in told
     assert before != after  # the process was ended, and replaced
     assert not psutil.pid_exists(before[0])
 
@@ -283,7 +244,7 @@ def test_what_the_class_raises_comes_with_its_line_and_a_task_may_say_that_a_lat
 
     (raised,), strict = go(play())
     assert (raised.parts, raised.masked) == ({FAILED: 1.0}, False)
-    assert raised.failure == f"KeyError: 'no such thing' ({line(tmp_path, 'KeyError(')})"
+    assert raised.failure == f"KeyError: 'no such thing' ({host.line('KeyError(')})"
     assert [(rollout.reward, rollout.masked) for rollout in strict] == [(-1.0, False)] * 4
 
 
@@ -497,7 +458,7 @@ async def main():
     task = await host_task(TaskConfig(name={name!r}), 1, "train", ScoringConfig(timeout=100))
     prompt = await task.fetch(0)
     print(*task.pool.pids, flush=True)
-    await asyncio.sleep(1e9) if {idle} else await task.score(prompt, completion("loop"))
+    await asyncio.sleep(1e9) if {idle} else await task.score(prompt, completion("hold"))
 
 from test_hosted_parts import completion
 asyncio.run(main())

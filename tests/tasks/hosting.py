@@ -1,0 +1,60 @@
+"""Tasks of the user's in processes of their own, for tests: a module is written, and a class of it hosted."""
+
+from __future__ import annotations
+
+import asyncio
+import textwrap
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.tasks.environment import Completion, Environment, Rollout
+from streamrl.tasks.hosted import host_task
+
+DEADLINE = 60.0  # seconds; starts of processes on busy cores
+TIMEOUT = 1.5  # task.scoring.timeout of these tests
+
+
+class Hosting:
+    """`async with hosting(CLASS, **scoring) as task`: a class of the module `source`, written to `folder`."""
+
+    def __init__(self, folder: Path, source: str) -> None:
+        self.file = folder / "mine.py"
+        self.file.write_text(textwrap.dedent(source))
+
+    @asynccontextmanager
+    async def __call__(self, name: str, **scoring: Any) -> AsyncIterator[Any]:
+        settings = ScoringConfig.model_validate({"timeout": TIMEOUT, "start_timeout": DEADLINE, **scoring})
+        task = await host_task(TaskConfig(name=f"{self.file}:{name}"), 1, "train", settings)
+        try:
+            yield task
+        finally:
+            await task.close()
+
+    def line(self, text: str) -> str:
+        """FILE:LINE of the first line of the module that has `text`."""
+        lines = self.file.read_text().splitlines()
+        return f"{self.file}:{next(number for number, each in enumerate(lines, 1) if text in each)}"
+
+
+def go(work: Coroutine[Any, Any, Any]) -> Any:
+    async def in_time() -> Any:
+        async with asyncio.timeout(2 * DEADLINE):
+            return await work
+
+    return asyncio.run(in_time())
+
+
+def completion(text: str) -> Completion:
+    ids = np.zeros(2, np.int32)
+    return Completion(
+        text=text, prompt_ids=ids, output_ids=ids, logprobs=ids.astype(np.float32), spans=(), finish_reason="stop"
+    )
+
+
+async def scored(task: Environment, *texts: str, index: int = 3) -> list[Rollout]:
+    return await task.score_all(await task.fetch(index), [completion(text) for text in texts])
