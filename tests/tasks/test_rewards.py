@@ -154,7 +154,7 @@ def test_a_reward_of_the_users_may_do_what_it_likes_and_costs_its_sample_alone(s
     assert [rollout.masked for rollout in failed] == [False, True, True, True, False, False, False]
     assert [rollout.parts for rollout in failed] == [{} if rollout.masked else {FAILED: 1.0} for rollout in failed]
     assert [rollout.reward for rollout in failed] == [0.0] * len(bad)
-    reasons = ("KeyError", "more than 1 s", "has ended", "has ended", "MemoryError", "finite", "ValueError")
+    reasons = ("KeyError", "more than 1 s", "has ended", "SystemExit", "MemoryError", "finite", "ValueError")
     assert [reason in (rollout.failure or "") for rollout, reason in zip(failed, reasons, strict=True)] == [True] * 7
     number = environment.prompt(0).metadata["values"]["n"]
     assert (parts.reward, parts.parts) == (0.5, {"exact": 0.0, "short": 1.0, "row": number})
