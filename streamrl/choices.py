@@ -29,6 +29,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
+from zlib import crc32
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -164,7 +165,7 @@ def _load_file(path: Path) -> ModuleType:
     if former is not None:
         if Path(getattr(former, "__file__", None) or "").resolve() == path:
             return former
-        name = f"{path.stem}_{abs(hash(path)):x}"  # another module is called so
+        name = f"{path.stem}_{crc32(bytes(path)):08x}"  # another module is called so
     specification = importlib.util.spec_from_file_location(name, path)
     assert specification is not None
     assert specification.loader is not None

@@ -185,8 +185,10 @@ def exhaust() -> Iterator[Callable[[], None]]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def take() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
-        while len(taken) < 256:
+        # Above the highest: a descriptor beyond the limit could not be had again once it is closed.
+        most = 8 + max(256, *map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit[1]))
+        while len(taken) < most:
             try:
                 taken.append(os.open(os.devnull, os.O_RDONLY))
             except OSError:

@@ -58,7 +58,7 @@ def train(folder, words: list[str]) -> None:
 
 @pytest.mark.parametrize("length", [2, 3])
 def test_the_task_of_the_page_has_prompts_in_both_splits_and_none_in_two(folder, length):
-    _, _, config, *overrides = command("howto-task.md", "backwards.py")
+    _, _, config, *overrides = command("howto-task.md", "run.name=backwards")
     task = config_file.load(folder / config, [*overrides, f"task.args.length={length}"]).task
     asked = {}
     for split in ("train", "probe"):
@@ -95,10 +95,10 @@ def test_the_tool_of_the_page_is_offered_and_answers(folder):
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE + 100)
 def test_the_task_of_the_page_trains(folder):
-    train(folder, command("howto-task.md", "backwards.py"))
+    train(folder, command("howto-task.md", "run.name=backwards"))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEADLINE + 100)
 def test_the_tool_of_the_page_trains(folder):
-    train(folder, command("tasks.md", "tools.py"))
+    train(folder, command("tasks.md", "run.name=cities"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -67,11 +66,8 @@ def torchrun() -> Callable[..., None]:
     """`torchrun(ranks, script, *arguments)`: a script of this folder on so many real ranks, until it has ended."""
 
     def run(ranks: int, script: str, *arguments: object) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-        command += ["--master-addr=127.0.0.1", f"--master-port={port}", str(FOLDER / script), *map(str, arguments)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
+        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(FOLDER / script), *map(str, arguments)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]

@@ -29,9 +29,9 @@ class Played:
         self.service = ScriptedService(folder)
         self.events = EventLog(event_path(folder, "learner"), "learner-0")
         self.publisher = Publisher(config, folder, V0, self.events)
-        self.heard, self.say = self.service.heard, self.service.say
+        self.heard, self.send = self.service.heard, self.service.send
 
-    def hear(self, condition: Callable[[], bool]) -> None:
+    def expect(self, condition: Callable[[], bool]) -> None:
         self.service.wait_until(condition, DEADLINE)
 
     def published(self) -> list[tuple[str, PolicyVersion]]:

@@ -180,7 +180,7 @@ def test_strangers_who_only_connect_neither_end_the_service_nor_hold_up_its_peer
 FAILING_DOOR = """
 from streamrl.stream.door import Door
 def fails(self): raise RuntimeError("counts that cannot be")
-Door._look = fails
+Door._poll = fails
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import ClassVar
@@ -109,6 +110,7 @@ def test_a_failure_names_the_exception_and_the_line_of_the_user(tmp_path: Path, 
     (tmp_path / "mine.py").write_text("import json\n\n\ndef parse(text):\n    return json.loads(text)['answer']\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     import mine  # type: ignore[import-not-found]
 
     for text, told in (("{", "JSONDecodeError"), ("{}", "KeyError: 'answer'")):
