@@ -23,6 +23,9 @@ models/tiny/config.json: | venv
 models/smollm2/config.json: | venv
 	$(RUN)/python -m launch.smollm2 models/smollm2
 
+# Two processes of tests leave each other the cores while torch's threads wait.
+test test-all: export OMP_WAIT_POLICY := PASSIVE
+
 test: venv  ## the tests, with the real SGLang, ZeroMQ and Megatron-Core
 	$(PYTEST) -m "not slow"
 

@@ -80,6 +80,7 @@ def test_ctrl_c_while_servers_and_ranks_start_ends_with_130_long_before_the_time
     run.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_real_learner_whose_generators_are_all_gone_ends_with_one_line_and_code_1(tiny_model: Path, tmp_path: Path):
     """As a cluster starts it: by torchrun, which would start it again three times, beside a service of its own."""
     file = tmp_path / "config.yaml"
@@ -111,6 +112,7 @@ def test_a_real_learner_whose_generators_are_all_gone_ends_with_one_line_and_cod
     assert [event["reason"] for event in told(folder, "replay", "gave_up")] == [line]
 
 
+@pytest.mark.slow
 def test_a_run_of_which_no_answer_can_be_trained_ends_with_1_and_says_what_became_of_the_samples(make_run):
     """Each answer ends by the group's time: a run of placeholders is no run that is complete."""
     run = make_run(steps=3).start("replay.group_timeout=0.001", "replay.max_staleness=0")
@@ -121,6 +123,7 @@ def test_a_run_of_which_no_answer_can_be_trained_ends_with_1_and_says_what_becam
     assert sum(row["tokens/trained"] for row in read_metrics(run.folder)) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["learner.finished"])
 def test_a_learner_that_is_killed_when_it_has_finished_leaves_a_finished_run(make_run, moment):
     run = make_run(steps=3).start()

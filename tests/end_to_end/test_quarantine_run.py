@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from streamrl import cli
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
@@ -30,6 +32,7 @@ if sys.orig_argv[-1] and "learner" in sys.orig_argv and "torch.distributed.run" 
 """
 
 
+@pytest.mark.slow
 def test_the_group_that_kills_the_ranks_is_left_out_and_the_run_completes(make_run, tmp_path, monkeypatch, capsys):
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
 from streamrl import cli
@@ -138,6 +139,7 @@ def test_kill_9_of_the_supervisor_leaves_nothing_behind(make_run):
     run.assert_nothing_is_left(within=60.0)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_started_again_and_no_group_is_lost_or_trained_twice(make_run):
     run = make_run(steps=60).start()
     run.wait_for(lambda: run.steps() >= 2)

@@ -74,6 +74,7 @@ def line_of(task: str, text: str) -> int:
     return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_raises_ends_the_run_with_the_users_own_exception_and_line(
     make_run: Callable[..., Any], task: Callable[[str], str]
 ) -> None:
@@ -89,6 +90,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_the_users_own_exception_a
     )
 
 
+@pytest.mark.slow
 def test_a_reward_that_sometimes_raises_is_counted_in_metrics_console_summary_and_report(
     make_run: Callable[..., Any], task: Callable[[str], str]
 ) -> None:

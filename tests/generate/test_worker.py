@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import psutil
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -149,6 +150,7 @@ def test_a_server_left_with_parts_of_a_version_follows_a_learner_that_was_restor
     assert not any(sample.is_placeholder for sample in batch.samples)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_last_server_is_given_up_ends_with_the_last_lines_of_its_log(
     start_run: Callable[..., Any],
 ) -> None:
@@ -163,6 +165,7 @@ def test_a_worker_whose_last_server_is_given_up_ends_with_the_last_lines_of_its_
     assert not [path for path in segments if path.exists()]
 
 
+@pytest.mark.slow
 def test_a_server_that_waits_for_a_source_that_died_is_started_again(
     start_run: Callable[..., Any], model_folders: tuple[Path, Path]
 ) -> None:

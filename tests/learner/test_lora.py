@@ -112,6 +112,7 @@ def test_every_layout_has_the_adapters_and_the_gradient_of_one_process(
         assert largest_difference(result["gradients"], alone["gradients"]) < 5e-6, name
 
 
+@pytest.mark.slow
 def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
     model: Path, trainer_of: Callable[..., Trainer], torchrun: Callable[..., None], tmp_path: Path
 ):

@@ -124,7 +124,10 @@ def alone(tmp_path_factory):
     return folder, replayed_gradient(make_config(folder, router_replay=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(("two", "context"))) for each in LAYOUTS],
+)
 def test_replay_gives_the_same_gradient_in_every_layout(layout, alone, torchrun, tmp_path):
     folder, expected = alone
     ranks, learner = LAYOUTS[layout]

@@ -59,7 +59,7 @@ def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
     [
         pytest.param({"overlap": True}, id="data parallel, overlapped", marks=pytest.mark.slow),
         pytest.param({"layout": {"tensor": 2}}, id="tensor parallel"),
-        pytest.param({"layout": {"pipeline": 2}}, id="pipeline parallel"),
+        pytest.param({"layout": {"pipeline": 2}}, id="pipeline parallel", marks=pytest.mark.slow),
         pytest.param({"layout": {"context": 2}}, id="context parallel", marks=pytest.mark.slow),
     ],
 )

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_every_path_of_the_benchmark_gives_figures(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     words = ["--quick", "--lengths", "64", "--json", str(figures)]
