@@ -1,17 +1,12 @@
 """The ranks of `benchmarks.parity`: each computes its part of one gradient after another, in one layout after another.
 
-    python -m benchmarks.parity_ranks CASES OUT   (RANK, WORLD_SIZE, MASTER_ADDR as torchrun sets them)
-
-Rank 0 writes what the cases gave to OUT. Starting a process takes longer than a case, so each takes many.
+Starting a process takes longer than a case, so each takes many.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from benchmarks import ready_ranks
 from benchmarks.random_models import make_batch, worst
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
@@ -64,51 +60,19 @@ def run_ranks(cases: Sequence[Case], world: int) -> dict[str, Gradient]:
 
     Raises RuntimeError with what the first rank that failed said, TimeoutError after DEADLINE seconds a case.
     """
-    # As under torchrun the ranks meet at a store that is there before them, one for each case: no port is ever free.
+    # One meeting for each case: a process group that has ended leaves its names behind in its store.
     meetings = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in cases]
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        torch.save([(case, store.port) for case, store in zip(cases, meetings, strict=True)], folder / "cases.pt")
-        processes = [_start(folder, rank, world) for rank in range(world)]
-        try:
-            failed = _wait(processes, DEADLINE * len(cases))
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-        if failed is not None:
-            said = (folder / f"{failed}.log").read_text()[-4000:]
-            raise RuntimeError(f"rank {failed} of {world} failed:\n{said}")
-        return {case: Gradient(**given) for case, given in torch.load(folder / "out.pt").items()}
+        out = Path(name) / "out.pt"
+        given = [(case, store.port) for case, store in zip(cases, meetings, strict=True)]
+        ready_ranks.run(world, _compute, (given, out), DEADLINE * len(cases))
+        return {case: Gradient(**gradient) for case, gradient in torch.load(out).items()}
 
 
-def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
-    place["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    command = [sys.executable, "-m", "benchmarks.parity_ranks", str(folder / "cases.pt"), str(folder / "out.pt")]
-    environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    with (folder / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-
-
-def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> int | None:
-    """Until all have ended well, or one has not: its rank then, None otherwise. Raises TimeoutError."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed:
-            return failed[0]
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(0.05)
-    raise TimeoutError(f"{len(processes)} ranks are not done after {seconds:g} s")
-
-
-def main() -> None:
-    order, out = map(Path, sys.argv[1:])
+def _compute(cases: Sequence[tuple[Case, int]], out: Path) -> None:
+    """What a rank does: every case, at a port of its own; the first one writes what they gave."""
     results = {}
-    for case, port in torch.load(order, weights_only=False):
+    for case, port in cases:
         os.environ["MASTER_PORT"] = str(port)
         results[case.name] = asdict(gradient_of(case))
     if int(os.environ["RANK"]) == 0:
@@ -201,7 +165,3 @@ def _gather(wrapped: Sequence[DistributedDataParallel]) -> None:
                 parts = list(bucket.grad_data.chunk(buffer.data_parallel_world_size))
                 mine = parts[dist.get_rank(buffer.data_parallel_group)].clone()
                 dist.all_gather(parts, mine, group=buffer.data_parallel_group)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,15 +1,16 @@
 """`python -m streamrl.engine.launch ARGS`: SGLang's own launch_server, made to run and to end where it should.
 
-Two things are added to `python -m sglang.launch_server ARGS`. On a machine without CUDA the stand-ins
-are installed when this module is imported: multiprocessing imports the main module again in every
-process that SGLang spawns, so they get them too. And with `--lifeline PID` the server ends, with all
-its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then. The keys that
-the server asks for are taken from the environment (`engine/keys.py`).
+Three things are added to `python -m sglang.launch_server ARGS`. On a machine without CUDA the stand-ins are
+installed, and SGLang's processes are copies of this one instead of fresh interpreters, which would each load torch
+and SGLang again. With `--lifeline PID` the server ends, with all its processes, when process PID has ended, even by
+kill -9; `--scratch DIR` is removed then. The keys that the server asks for are taken from the environment
+(`engine/keys.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -44,11 +45,25 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
+    if not has_cuda():
+        _fork_processes()
     load_plugins()
     try:
         run_server(prepare_server_args([*sglang_arguments, *take_keys(os.environ)]))
     finally:
         end_server(os.getpid(), 0.0, own.scratch, include_root=False)
+
+
+def _fork_processes() -> None:
+    """Copy this process where SGLang starts one. It asks for fresh interpreters, which a CUDA context would need."""
+    import sglang.srt.entrypoints.http_server  # noqa: F401  all that they will need, loaded once
+
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = _keep_start_method
+
+
+def _keep_start_method(method: str | None, force: bool = False) -> None:
+    """In place of the function by which SGLang asks."""
 
 
 if __name__ == "__main__":

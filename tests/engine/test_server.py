@@ -61,6 +61,18 @@ def test_servers_take_the_oldest_group_first_where_they_can(given: dict[str, obj
     assert server_arguments(config_of(Path("m"), **given), 0).get("enable_priority_scheduling") is expected
 
 
+def test_the_processes_of_a_server_on_a_cpu_are_copies_that_load_nothing_again(engine_server):
+    """A fresh interpreter has its program at a random address of its own; a copy has it where the first one had."""
+    launch = psutil.Process(engine_server.pid)
+    named = [process for process in launch.children() if process.name().startswith("sglang::")]
+    assert {_program_address(process.pid) for process in named} == {_program_address(launch.pid)}
+    assert len(named) == 2  # the scheduler and the detokenizer
+
+
+def _program_address(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text().partition("-")[0]
+
+
 @pytest.mark.slow
 def test_what_an_update_interrupts_goes_on_before_what_waits(model_folders, tmp_path):
     """One place: group 0 is interrupted while 2 and 1 wait, and they end in their order; so does what has no group."""

@@ -1,4 +1,4 @@
-"""What ranks under torchrun do for a checkpoint's test: `checkpoint_at_work.py CONFIG.json RUN_FOLDER OUT STEPS`.
+"""What ranks do for a checkpoint's test: `checkpoint_at_work.py CONFIG.json RUN_FOLDER OUT STEPS`.
 
 Start with two steps, or resume; save; then train STEPS more. Rank 0 writes to OUT what came of it.
 """

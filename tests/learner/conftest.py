@@ -1,9 +1,8 @@
-"""Fixtures of the learner's tests: models made once, trainers that are closed, ranks under torchrun."""
+"""Fixtures of the learner's tests: models made once, trainers that are closed, real ranks."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +13,12 @@ import torch
 import torch.distributed as dist
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER))  # for learner_parts, which the ranks under torchrun import too
+RANKS_TIMEOUT = 240.0  # seconds
+sys.path.insert(0, str(FOLDER))  # for learner_parts, which the ranks import too
 
 from learner_parts import write_model  # noqa: E402
 
+from benchmarks import ready_ranks  # noqa: E402
 from streamrl.config import Config  # noqa: E402
 from streamrl.learner.trainer import Trainer  # noqa: E402
 
@@ -62,27 +63,23 @@ def alone() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.fixture
-def torchrun() -> Callable[..., None]:
-    """`torchrun(ranks, script, *arguments)`: a script of this folder on so many real ranks, until it has ended."""
+def on_ranks() -> Callable[..., None]:
+    """`on_ranks(count, script, *arguments)`: a script of this folder on so many real ranks, until it has ended."""
 
-    def run(ranks: int, script: str, *arguments: object) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", f"--nproc-per-node={ranks}"]
-        command += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", str(FOLDER / script), *map(str, arguments)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-        assert done.returncode == 0, done.stderr[-4000:]
+    def run(count: int, script: str, *arguments: object) -> None:
+        ready_ranks.run(count, ready_ranks.run_program, (FOLDER / script, *map(str, arguments)), RANKS_TIMEOUT)
 
     return run
 
 
 @pytest.fixture
-def two_ranks(tmp_path: Path, torchrun: Callable[..., None]) -> Callable[..., Any]:
+def two_ranks(tmp_path: Path, on_ranks: Callable[..., None]) -> Callable[..., Any]:
     """`two_ranks(job, config, run_folder)`: what rank 0 of `learner.ranks` real ranks saved at the end of `job`."""
 
     def run(job: str, config: Config, run_folder: Path) -> Any:
         (tmp_path / "config.json").write_text(config.model_dump_json())
         out = tmp_path / f"{job}.pt"
-        torchrun(config.learner.ranks, "ranks_at_work.py", job, tmp_path / "config.json", run_folder, out)
+        on_ranks(config.learner.ranks, "ranks_at_work.py", job, tmp_path / "config.json", run_folder, out)
         return torch.load(out)
 
     return run

@@ -1,4 +1,4 @@
-"""What ranks under torchrun do for a test of the conversion: `conversion_at_work.py CONFIG.json OUT FOLDER ...`.
+"""What ranks do for a test of the conversion: `conversion_at_work.py CONFIG.json OUT FOLDER ...`.
 
 Each folder's weights go into a model that is cut as the configuration says, and out again. The first rank saves
 what came out of each; on the others nothing may.

@@ -1,4 +1,4 @@
-"""What the ranks of a test of the losses do under torchrun: `losses_at_work.py CONFIG.json RUN_FOLDER OUT`."""
+"""What the ranks of a test of the losses do: `losses_at_work.py CONFIG.json RUN_FOLDER OUT`."""
 
 from __future__ import annotations
 

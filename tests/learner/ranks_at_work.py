@@ -1,4 +1,4 @@
-"""What two ranks under torchrun do for a test: `ranks_at_work.py JOB CONFIG.json RUN_FOLDER OUT`."""
+"""What two ranks do for a test: `ranks_at_work.py JOB CONFIG.json RUN_FOLDER OUT`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient of a step with replayed experts, in any layout: `replay_at_work.py CONFIG.json OUT` under torchrun."""
+"""The gradient of a step with replayed experts, in any layout: `replay_at_work.py CONFIG.json OUT`."""
 
 from __future__ import annotations
 

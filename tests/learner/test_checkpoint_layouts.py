@@ -24,13 +24,13 @@ class Resumable:
 
     folder: Path
     models: Callable[..., Path]
-    torchrun: Callable[..., None]
+    on_ranks: Callable[..., None]
 
     def go(self, model: tuple[str, bool], steps: int, dtype: str = "float32", **learner: Any) -> dict[str, Any]:
         config = make_config(self.models(*model), dtype=dtype, **learner)
         config_path, out = self.folder / "config.json", self.folder / "out.pt"
         config_path.write_text(config.model_dump_json())
-        self.torchrun(config.learner.ranks, "checkpoint_at_work.py", config_path, self.folder, out, steps)
+        self.on_ranks(config.learner.ranks, "checkpoint_at_work.py", config_path, self.folder, out, steps)
         return torch.load(out)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -46,8 +46,8 @@ class Resumable:
 
 
 @pytest.fixture
-def run(tmp_path: Path, model_folder: Callable[..., Path], torchrun: Callable[..., None]) -> Resumable:
-    return Resumable(tmp_path, model_folder, torchrun)
+def run(tmp_path: Path, model_folder: Callable[..., Path], on_ranks: Callable[..., None]) -> Resumable:
+    return Resumable(tmp_path, model_folder, on_ranks)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from learner_parts import make_batch, make_config, weights
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from safetensors.torch import load_file
 
+from benchmarks import ready_ranks
 from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint_saver import CheckpointError
 
@@ -175,14 +173,13 @@ def test_what_a_kill_left_is_removed_and_what_it_was_replacing_comes_back(model_
 def test_a_kill_in_the_middle_of_a_save_leaves_the_former_checkpoint(stage, model_folder, trainer_of, tmp_path):
     config = make_config(model_folder())
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    command = [sys.executable, str(FOLDER / "killed_at_work.py"), str(tmp_path / "config.json"), str(tmp_path), stage]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    learner = subprocess.Popen(command, env=environment)
+    program = (FOLDER / "killed_at_work.py", str(tmp_path / "config.json"), str(tmp_path), stage)
+    learner = ready_ranks.start(ready_ranks.run_program, program, {}, tmp_path / "learner.log")
     try:
         wait_for(tmp_path / "reached", learner)
     finally:
-        learner.send_signal(signal.SIGKILL)
-        learner.wait()
+        learner.kill()
+        learner.join()
     expected = torch.load(tmp_path / "weights.pt")
     survived = 3 if stage in ("prune", "remove") else 2
     trainer = trainer_of(config, tmp_path)
@@ -196,9 +193,9 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_former_checkpoint(stage, mode
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def wait_for(path: Path, process: subprocess.Popen) -> None:
+def wait_for(path: Path, process: BaseProcess) -> None:
     deadline = time.monotonic() + 120
     while not path.exists():
-        assert process.poll() is None, "the learner ended by itself"
+        assert process.is_alive(), "the learner ended by itself"
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -91,12 +91,12 @@ ALIKE = ("experts over context ranks", "cut experts over tensor and data ranks",
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in LAYOUTS]
 )
-def test_every_family_goes_bitwise_through_a_model_that_is_cut(layout, folders, torchrun, tmp_path):
+def test_every_family_goes_bitwise_through_a_model_that_is_cut(layout, folders, on_ranks, tmp_path):
     ranks, dtype, cut = LAYOUTS[layout]
     chosen = [folder for folder in folders if "expert" not in cut or folder.name == "qwen3_moe"]
     config = make_config(chosen[0], ranks=ranks, layout=cut, dtype=dtype)
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    torchrun(ranks, "conversion_at_work.py", tmp_path / "config.json", tmp_path / "out.pt", *chosen)
+    on_ranks(ranks, "conversion_at_work.py", tmp_path / "config.json", tmp_path / "out.pt", *chosen)
     exported = torch.load(tmp_path / "out.pt")
     for folder in chosen:
         original = load_file(folder / "model.safetensors")

@@ -87,7 +87,7 @@ def test_the_gradient_of_the_adapters_is_that_of_the_merged_weights_written_out(
 
 
 def test_every_layout_has_the_adapters_and_the_gradient_of_one_process(
-    model: Path, adapter: Path, trainer_of: Callable[..., Trainer], torchrun: Callable[..., None], tmp_path: Path
+    model: Path, adapter: Path, trainer_of: Callable[..., Trainer], on_ranks: Callable[..., None], tmp_path: Path
 ):
     layouts = {
         "tensor": {"layout": {"tensor": 2, "sequence": False}},
@@ -97,7 +97,7 @@ def test_every_layout_has_the_adapters_and_the_gradient_of_one_process(
         "data": {},
     }
     cases = {name: config_of(model, adapter, ranks=2, **learner) for name, learner in layouts.items()}
-    found = at_work(cases, torchrun, tmp_path)
+    found = at_work(cases, on_ranks, tmp_path)
     trainer = trainer_of(config_of(model, adapter))
     alone = {
         "adapters": {name: tensor.clone() for name, tensor in export_adapters(trainer._chunks)},
@@ -114,10 +114,10 @@ def test_every_layout_has_the_adapters_and_the_gradient_of_one_process(
 
 @pytest.mark.slow
 def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
-    model: Path, trainer_of: Callable[..., Trainer], torchrun: Callable[..., None], tmp_path: Path
+    model: Path, trainer_of: Callable[..., Trainer], on_ranks: Callable[..., None], tmp_path: Path
 ):
     cases = {name: config_of(model, ranks=2, layout={name: 2}) for name in ("tensor", "pipeline")}
-    found = at_work(cases, torchrun, tmp_path)
+    found = at_work(cases, on_ranks, tmp_path)
     trainer = trainer_of(config_of(model))
     drawn = dict(export_adapters(trainer._chunks))
     assert all(tensor.abs().max() > 0 for name, tensor in drawn.items() if ".lora_A." in name)
@@ -128,14 +128,14 @@ def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
         assert all(torch.equal(result["adapters"][name], drawn[name]) for name in drawn)
 
 
-def at_work(cases: dict[str, Config], torchrun: Callable[..., None], folder: Path) -> dict[str, dict[str, Any]]:
+def at_work(cases: dict[str, Config], on_ranks: Callable[..., None], folder: Path) -> dict[str, dict[str, Any]]:
     """What two ranks found in each case."""
     order = {
         name: (json.loads(config.model_dump_json()), str(folder / f"run {name}"), port)
         for (name, config), port in zip(cases.items(), free_ports(len(cases)), strict=True)
     }
     (folder / "cases.json").write_text(json.dumps(order))
-    torchrun(2, "lora_at_work.py", folder / "cases.json", folder / "out.pt")
+    on_ranks(2, "lora_at_work.py", folder / "cases.json", folder / "out.pt")
     return torch.load(folder / "out.pt")
 
 
@@ -180,7 +180,7 @@ def test_training_changes_the_adapters_alone_and_a_resumed_run_goes_on_bit_for_b
 
 
 def test_a_checkpoint_is_restored_in_another_layout(
-    model: Path, trainer_of: Callable[..., Trainer], torchrun: Callable[..., None], tmp_path: Path
+    model: Path, trainer_of: Callable[..., Trainer], on_ranks: Callable[..., None], tmp_path: Path
 ):
     cases = {name: config_of(model, ranks=2, layout={name: 2}) for name in ("tensor", "pipeline")}
     expected = {}
@@ -190,7 +190,7 @@ def test_a_checkpoint_is_restored_in_another_layout(
         trainer.save()
         trainer.saved(wait=True)
         expected = {key: tensor.clone() for key, tensor in trainer.export()}
-    for result in at_work(cases, torchrun, tmp_path).values():
+    for result in at_work(cases, on_ranks, tmp_path).values():
         assert all(torch.equal(result["adapters"][key], expected[key]) for key in expected)
 
 

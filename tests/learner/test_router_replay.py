@@ -128,7 +128,7 @@ def alone(tmp_path_factory):
     "layout",
     [pytest.param(each, marks=[pytest.mark.slow] * each.startswith(("two", "context"))) for each in LAYOUTS],
 )
-def test_replay_gives_the_same_gradient_in_every_layout(layout, alone, torchrun, tmp_path):
+def test_replay_gives_the_same_gradient_in_every_layout(layout, alone, on_ranks, tmp_path):
     folder, expected = alone
     ranks, learner = LAYOUTS[layout]
     config = make_config(folder, router_replay=True, ranks=ranks, **learner)
@@ -136,7 +136,7 @@ def test_replay_gives_the_same_gradient_in_every_layout(layout, alone, torchrun,
         gradient = replayed_gradient(config)
     else:
         (tmp_path / "config.json").write_text(config.model_dump_json())
-        torchrun(ranks, "replay_at_work.py", tmp_path / "config.json", tmp_path / "out.pt")
+        on_ranks(ranks, "replay_at_work.py", tmp_path / "config.json", tmp_path / "out.pt")
         gradient = torch.load(tmp_path / "out.pt")
     assert largest_difference(gradient, expected) < 1e-5
 

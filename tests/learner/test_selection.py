@@ -63,10 +63,10 @@ def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
         pytest.param({"layout": {"context": 2}}, id="context parallel", marks=pytest.mark.slow),
     ],
 )
-def test_the_layout_does_not_change_the_step(learner, alone, model_folder, torchrun, tmp_path):
+def test_the_layout_does_not_change_the_step(learner, alone, model_folder, on_ranks, tmp_path):
     config = config_of(model_folder(), ranks=2, tokens_per_micro_batch=30, **learner)
     (tmp_path / "config.json").write_text(config.model_dump_json())
-    torchrun(2, "losses_at_work.py", tmp_path / "config.json", tmp_path / "run", tmp_path / "out.pt")
+    on_ranks(2, "losses_at_work.py", tmp_path / "config.json", tmp_path / "run", tmp_path / "out.pt")
     assert_same_steps(torch.load(tmp_path / "out.pt"), alone)
 
 
