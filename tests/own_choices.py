@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from streamrl.choices import Kind
 from tests.documented_commands import ROOT, blocks
 
 PAGES = (
@@ -36,3 +37,8 @@ def write_files(folder: Path) -> None:
         for language, text in blocks(ROOT / "docs" / page):
             if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
                 (folder / name[1]).write_text(text)
+
+
+def path_of(kind: Kind, name: str) -> str:
+    """A built-in choice as one of the user's own is given: `streamrl.replay.orders.fifo:Fifo` for `fifo`."""
+    return f"{kind.package}.{name}:{kind.load(name).__qualname__}"

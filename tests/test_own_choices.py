@@ -29,7 +29,7 @@ from streamrl.types import Batch, PolicyVersion
 from tests.documented_commands import ROOT, blocks
 from tests.lab.plan_recipes import H100, QWEN, planned
 from tests.lab.test_simulate_circle import model
-from tests.own_choices import OWN, PAGES, write_files
+from tests.own_choices import OWN, PAGES, path_of, write_files
 
 
 @pytest.fixture
@@ -145,13 +145,19 @@ def test_every_declaration_is_loaded_without_torch():
     assert all(len(kind.names) >= 1 for kind in KINDS)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.key)
+def test_every_built_in_choice_has_a_path(kind):
+    for name in kind.names:
+        assert kind.load(path_of(kind, name)) is kind.load(name)
+        assert kind.is_built_in(path_of(kind, name))
+
+
 def test_what_is_built_in_may_be_given_by_its_path_and_is_the_same():
     # Tools are arguments of one task; the family is found by the model; there is no sink.
     keys = [kind for kind in KINDS if kind not in (TOOLS, FAMILIES, SINKS)]
-    names = [f"{kind.key}={config_file.value_at(Config(), kind.key)}" for kind in keys]
-    paths = [f"{kind.key}={kind.package}.{name.partition('=')[2]}" for kind, name in zip(keys, names, strict=True)]
-    classes = [kind.load(name.partition("=")[2]).__qualname__ for kind, name in zip(keys, names, strict=True)]
-    paths = [f"{path}:{name}" for path, name in zip(paths, classes, strict=True)]
+    chosen = {kind: config_file.value_at(Config(), kind.key) for kind in keys}
+    names = [f"{kind.key}={name}" for kind, name in chosen.items()]
+    paths = [f"{kind.key}={path_of(kind, name)}" for kind, name in chosen.items()]
     assert "replay.order=streamrl.replay.orders.fifo:Fifo" in paths
     plans = [planned(QWEN, *words, machines=H100) for words in (names, paths)]
     assert [plan.first_host for plan in plans] == [plans[0].first_host] * 2

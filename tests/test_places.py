@@ -56,13 +56,14 @@ def test_every_path_in_the_record_of_a_run_is_absolute(work):
 def test_tasks_in_tasks_and_in_mixes_have_absolute_paths_too_and_hub_names_stay(work):
     inner = {"name": "jsonl", "args": {"path": "data/sums.jsonl"}}
     mix = [
-        {"label": "a", "name": "tools", "args": {"task": inner}},
+        {"label": "a", "name": "tools", "args": {"task": inner, "tools": ["calculator", "own/tools.py:Populations"]}},
         {"label": "b", "name": "gsm8k", "args": {"path": "openai/gsm8k"}},
         {"label": "c", "name": "own/tasks.py:Sums"},
         {"label": "d", "name": "remote", "args": {"url": "http://h:1", "token_file": "token"}},
     ]
     shares = {share.label: share for share in absolute(relative(mix=mix)).task.mix}
     assert shares["a"].args["task"]["args"]["path"] == f"{work}/data/sums.jsonl"
+    assert shares["a"].args["tools"] == ["calculator", f"{work}/own/tools.py:Populations"]
     assert shares["b"].args["path"] == "openai/gsm8k"
     assert shares["d"].args == {"url": "http://h:1", "token_file": f"{work}/token"}
     (work / "own").mkdir()

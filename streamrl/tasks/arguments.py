@@ -6,17 +6,18 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from streamrl.choices import kind_in
 from streamrl.config.words import checked
 
 ARGUMENTS = "task.args"
 
 
-Place = Callable[[Path], Path]
 # Gives a relative path its absolute place.
+Place = Callable[[Path], Path]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class OnDisk:
                 return str(place(Path(text)))
 
 
+# Endings of data files, and what the datasets library calls their formats.
 DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Endings of data files, and what the datasets library calls their formats."""
 
 
 class TaskArguments(BaseModel):
@@ -72,15 +73,27 @@ def placed(model: type[BaseModel], values: Mapping[str, Any], place: Place) -> d
     """Arguments or options with absolute paths, as they would stand in a configuration; others are left as they are."""
     found = dict(values)
     for key, field in model.model_fields.items():
-        given = found.get(key)
-        if not isinstance(given, str):
-            continue
-        marks = [mark for mark in field.metadata if isinstance(mark, OnDisk)]
-        if field.annotation in (Path, Path | None):
-            marks = [OnDisk("folder")]
-        for mark in marks:
-            found[key] = mark.placed(given, place)
+        match found.get(key):
+            case str(text):
+                found[key] = _on_disk(field.annotation, field.metadata, text, place)
+            case [*items] if get_origin(field.annotation) is tuple:
+                each = get_args(field.annotation)[0]
+                found[key] = [_on_disk(each, (), item, place) if isinstance(item, str) else item for item in items]
     return found
+
+
+def _on_disk(annotation: Any, metadata: Iterable[Any], text: str, place: Place) -> str:
+    """One argument, with an absolute path where its type, or a mark on it, says that it may name one."""
+    if get_origin(annotation) is Annotated:
+        annotation, *metadata = get_args(annotation)
+    marks = [mark for mark in metadata if isinstance(mark, OnDisk)]
+    if annotation in (Path, Path | None):
+        marks.append(OnDisk("folder"))
+    if kind_in(metadata) is not None:
+        marks.append(OnDisk("code"))
+    for mark in marks:
+        text = mark.placed(text, place)
+    return text
 
 
 def not_among(path: str, value: str, known: Iterable[str]) -> str:

@@ -18,8 +18,8 @@ from msgspec import Meta
 from streamrl.tasks.environment import Completion, Message
 from streamrl.tasks.openai_session import CallRefused
 
+# The name of the one model.
 MODEL = "policy"
-"""The name of the one model."""
 
 END_OF_STREAM = b"data: [DONE]\n\n"
 

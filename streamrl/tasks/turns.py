@@ -21,8 +21,8 @@ from streamrl.tasks.environment import (
     check_reward,
 )
 
+# What an environment answers to a turn: text where the prompt is text, messages where it is messages.
 Observation = str | Sequence[Message]
-"""What an environment says to an answer: text where the prompt is text, messages where it is messages."""
 
 
 TURNS = "turns"

@@ -1,4 +1,4 @@
-"""A real run with an order, a curriculum, a transport, a loss, a weight and a regulariser of a user's own."""
+"""Real runs whose every choice is given by its path: one of the user's own, and one of what is built in."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 
 import pytest
 
+from streamrl.choices import FAMILIES, KINDS, SINKS, TOOLS
 from streamrl.config import file as config_file
 from streamrl.observe.events import event_path, read_events
 from streamrl.observe.metrics import read_metrics
 from tests.documented_commands import ROOT, commands
-from tests.own_choices import OWN, PAGES, write_files
+from tests.own_choices import OWN, PAGES, path_of, write_files
 
 STEPS = 12
 SMALL = (f"run.steps={STEPS}", "generate.group_size=4", "generate.groups_in_flight=8", "replay.groups_per_step=4")
@@ -63,3 +64,19 @@ def test_the_commands_of_the_pages_run_with_what_the_pages_show(folder):
     streamrl("simulate", "runs/own", "replay.order=by_age.py:ByAge", "replay.order_options.oldest_first=false")
     planned = streamrl("plan", "configs/quickstart.yaml", *SMALL, *OWN)
     assert "fetched.py:Fetched" in planned
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE)
+def test_a_run_with_everything_that_is_built_in_given_by_its_path(folder):
+    config = config_file.load(folder / "configs" / "quickstart.yaml")
+    keys = [kind for kind in KINDS if kind not in (FAMILIES, TOOLS, SINKS)]
+    paths = [f"{kind.key}={path_of(kind, config_file.value_at(config, kind.key))}" for kind in keys]
+    paths.append(f"model.family={path_of(FAMILIES, 'qwen2')}")
+    assert "publish.transport=streamrl.publish.transports.disk:Disk" in paths
+    streamrl("train", "configs/quickstart.yaml", "run.name=by-path", *SMALL, *paths)
+    assert len(list(read_metrics(folder / "runs" / "by-path"))) == STEPS
+    assert "tokens audited" in streamrl("audit", "runs/by-path")
+    streamrl("simulate", "runs/by-path", "replay.max_staleness=1")
+    for command in (["plan", "configs/quickstart.yaml", *SMALL], ["plan", "configs/quickstart.yaml", *SMALL, *paths]):
+        assert "disk" in streamrl(*command)

@@ -37,10 +37,9 @@ from streamrl.tasks.openai_server import MODEL, OpenAIServer
 from streamrl.tasks.openai_session import Session
 from streamrl.tasks.user_reward import check_target
 
+# Of (base URL, question): the agent's own answer, or None where the policy's last turn is the answer. A function of the
+# user's runs in processes of its own: what blocks there, blocks no endpoint.
 AgentFunction = Callable[[str, dict[str, Any]], Awaitable[str | None]]
-"""Of (base URL, question): the agent's own answer, or None where the policy's last turn is the answer.
-
-A function of the user's runs in processes of its own: what blocks there, blocks no endpoint."""
 
 OUTPUT = 1 << 16  # characters of a command's standard output that are its answer
 
