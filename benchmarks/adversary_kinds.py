@@ -78,7 +78,7 @@ def _seen(circle: Circle, member: Member) -> str:
         if (message := member.receive(0.05)) is not None:
             if isinstance(message, Tickets | Publish):
                 continue
-            return _told(message)
+            return _described(message)
         for event in circle.events_of():
             about = event.get("peer") == member.identity or member.name in (event.get("name"), event.get("worker"))
             if event["event"] in NOTED and about:
@@ -86,7 +86,7 @@ def _seen(circle: Circle, member: Member) -> str:
     return SILENCE
 
 
-def _told(message: Message) -> str:
+def _described(message: Message) -> str:
     match message:
         case Refused(reason=reason) | Stop(reason=reason):
             return f"{type(message).__name__}: {reason}"
@@ -150,7 +150,7 @@ def _wrong_key(client: bool | None) -> Callable[[Circle, str], str]:
         with Member(address, given) as member:
             member.join(circle.run, V0)
             message = member.receive(PATIENCE)
-            return SILENCE if message is None else _told(message)
+            return SILENCE if message is None else _described(message)
 
     return act
 
@@ -433,6 +433,6 @@ def _twice(circle: Circle, member: Member, ticket: Ticket) -> str:
         while time.monotonic() < deadline:
             message = member.receive()
             if isinstance(message, Accepted | Refused):
-                answers.append(_told(message))
+                answers.append(_described(message))
                 break
     return ", ".join(answers)

@@ -70,7 +70,7 @@ class Member:
         if keys is not None:
             self.socket.curve_secretkey, self.socket.curve_publickey = keys.secret, keys.public
             self.socket.curve_serverkey = keys.service_public
-        self._said = 0
+        self._sent = 0
         self.socket.connect(address)
 
     def __enter__(self) -> Self:
@@ -83,11 +83,11 @@ class Member:
     def send(self, message: Message | bytes, *frames: Frame) -> None:
         """A header behind its number, and further frames."""
         header = encode(message) if isinstance(message, Message) else message
-        self.raw(self._said.to_bytes(8, "little") + header, *frames)
+        self.raw(self._sent.to_bytes(8, "little") + header, *frames)
 
     def raw(self, *frames: Frame) -> None:
         """Frames as they are."""
-        self._said += 1
+        self._sent += 1
         self.socket.send_multipart(frames)
 
     def receive(self, timeout: float = PATIENCE) -> Message | None:

@@ -47,7 +47,7 @@ class Foreigner:
     async def answer(self, ticket: Ticket, version: Callable[[], PolicyVersion]) -> Group:
         """Groups that the door refuses, then long ones, then none at all."""
         group = make_group(ticket, version(), self._config.generate.group_size, f"generator-{INDEX}")
-        if len(self._told("group.refused")) < OUT_OF_VOCABULARY:
+        if len(self._groups_of("group.refused")) < OUT_OF_VOCABULARY:
             group = poisoned(group)
         elif self._left:
             self._left -= 1
@@ -60,9 +60,9 @@ class Foreigner:
         return group
 
     def is_done(self) -> bool:
-        return not self._left and self._long <= set(self._told("group.accepted"))
+        return not self._left and self._long <= set(self._groups_of("group.accepted"))
 
-    def _told(self, event: str) -> list[int]:
+    def _groups_of(self, event: str) -> list[int]:
         """The ids of its groups of which the service has told this."""
         return [
             each["group_id"]

@@ -95,8 +95,8 @@ class Role:
 
     def given_up(self) -> str | None:
         """Why the role ended for good: started again, it would end the same way."""
-        told = self.event("gave_up")
-        return told["reason"] if told else None
+        event = self.event("gave_up")
+        return event["reason"] if event else None
 
     def last_word(self) -> LastWord | None:
         """Why it ended, where its log since the start says so in one line."""

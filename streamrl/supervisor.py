@@ -131,8 +131,8 @@ class Supervisor:
         return self.learner.exit_code is not None and self._has_finished() and self.replay.exit_code is not None
 
     def _has_finished(self) -> bool:
-        told = self.replay.event("learner.finished")
-        self._finished = self._finished or (told is not None and is_last_step(told, self.config.run.steps))
+        event = self.replay.event("learner.finished")
+        self._finished = self._finished or (event is not None and is_last_step(event, self.config.run.steps))
         return self._finished
 
     def _check(self, role: Role) -> None:

@@ -145,14 +145,14 @@ class EngineInference:
 
     def added_ids(
         self,
-        said: Sequence[Message],
+        history: Sequence[Message],
         added: str | Sequence[Message],
         last: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> np.ndarray:
         if isinstance(added, str):
             return self._tokenizer.plain_ids(added)
-        return self._tokenizer.added_ids(said, added, last, tools)
+        return self._tokenizer.added_ids(history, added, last, tools)
 
     async def _request(
         self, ids: list[int], sampling: dict[str, Any], n: int, options: dict[str, Any]

@@ -68,18 +68,18 @@ class Tokenizer:
 
     def added_ids(
         self,
-        said: Sequence[Message],
+        history: Sequence[Message],
         added: Sequence[Message],
         last: int | None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> np.ndarray:
-        """int32 [A]: what the chat template writes behind an answer to `said`, up to where the next one begins.
+        """int32 [A]: what the chat template writes behind an answer to `history`, up to where the next one begins.
 
         The difference of two renderings, tokenised on its own: a mark stands for the answer, whose own tokens are
         never rendered, tokenised or looked at again. An end token that the template writes is left out where the
         answer's `last` token is the same one. Raises ValueError where the template refuses the messages.
         """
-        rendered = self._render([*said, Message(role="assistant", content=MARK), *added], tools)
+        rendered = self._render([*history, Message(role="assistant", content=MARK), *added], tools)
         _, mark, behind = rendered.partition(MARK)
         if not mark or MARK in behind:
             raise ValueError("chat template: it does not write an assistant's message once, as it is")

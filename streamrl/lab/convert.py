@@ -171,8 +171,8 @@ def _step(checkpoint: Path, model: Path | None) -> Source:
     if model is None and recorded is not None:
         model = recorded.path
     if model is None or not (model / "config.json").is_file():
-        said = f"{run} has no config.yaml" if model is None else f"{model} has no config.json"
-        raise ConfigError(f"SOURCE: {checkpoint}: {said}; allowed: --model with the Hugging Face folder of the run")
+        problem = f"{run} has no config.yaml" if model is None else f"{model} has no config.json"
+        raise ConfigError(f"SOURCE: {checkpoint}: {problem}; allowed: --model with the Hugging Face folder of the run")
     return Source(model, checkpoint, adapters, None if recorded is None else recorded.family)
 
 
@@ -280,15 +280,15 @@ def _run_ranks(config: Config, source: Source, draft: Path, timeout: float) -> N
             end_tree(ranks.pid, timeout=KILL_GRACE if ranks.poll() is None else 0)
             ranks.wait(KILL_GRACE)
     if code:
-        _say_why((draft / "log").read_text(errors="replace").splitlines(), code)
+        _raise_reason((draft / "log").read_text(errors="replace").splitlines(), code)
 
 
-def _say_why(lines: list[str], code: int) -> None:
+def _raise_reason(lines: list[str], code: int) -> None:
     """Raise what the log of the ranks that ended with `code` says: a refusal of theirs, or their error."""
-    said = [line.strip() for line in lines]
-    for line in said:
+    lines = [line.strip() for line in lines]
+    for line in lines:
         if line.startswith(_REFUSAL):
             raise ConfigError(line.removeprefix(_REFUSAL))
-    reasons = [line for line in said if _REASON.fullmatch(line)]
-    last = [line for line in said if line][-1:]
+    reasons = [line for line in lines if _REASON.fullmatch(line)]
+    last = [line for line in lines if line][-1:]
     raise ConversionFailed(f"the ranks ended with exit code {code}: {' '.join(reasons[:1] or last)}")

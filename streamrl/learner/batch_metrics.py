@@ -40,8 +40,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 def failed_samples(batch: Batch) -> dict[str, float]:
     """How many samples of a batch have failed, and for each reason how many of them; a reason without any is absent."""
     reasons = Counter(sample.failure for sample in batch.samples if sample.is_placeholder)
-    told = {f"samples/failed_{reason}": reasons[reason] for reason in FAILURES if reasons[reason]}
-    return {"samples/all": len(batch.samples), "samples/failed": reasons.total(), **told}
+    failed = {f"samples/failed_{reason}": reasons[reason] for reason in FAILURES if reasons[reason]}
+    return {"samples/all": len(batch.samples), "samples/failed": reasons.total(), **failed}
 
 
 def token_ages(sample: Sample, step: int) -> np.ndarray:

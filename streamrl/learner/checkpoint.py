@@ -149,8 +149,8 @@ def read(folder: Path) -> Checkpoint:
             raise CheckpointMismatchError(f"{folder} has format {fields.get('format')}, this streamrl reads {FORMAT}")
         if fields.pop("checksum", None) != _sum_of(fields) and fields["format"] == FORMAT:
             raise CheckpointDamaged(f"{path} does not match its checksum")
-        said = msgspec.convert(fields, _Description, str_keys=True)
-        version = PolicyVersion.parse(said.version)
+        found = msgspec.convert(fields, _Description, str_keys=True)
+        version = PolicyVersion.parse(found.version)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{path} is gone") from None
     except (msgspec.MsgspecError, ValueError, OSError) as error:
@@ -159,7 +159,7 @@ def read(folder: Path) -> Checkpoint:
         raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
     if version.step != step_of(folder):
         raise CheckpointDamaged(f"{path} is of step {version.step}: the folder has another one's name")
-    return Checkpoint(folder, version, said.fixed, said.layout, said.ledger, said.run, said.files)
+    return Checkpoint(folder, version, found.fixed, found.layout, found.ledger, found.run, found.files)
 
 
 def _sum_of(fields: dict[str, Any]) -> str:

@@ -139,8 +139,8 @@ def need(path: Path, config: dict[str, Any], *keys: str) -> None:
     for key in keys:
         given = config.get(key)
         if not isinstance(given, int) or given < 1:
-            said = f"{key}={given!r} is not allowed" if key in config else f"{key} is missing"
-            raise UnsupportedModelError(f"{path}: {said}; allowed: a whole number above 0")
+            problem = f"{key}={given!r} is not allowed" if key in config else f"{key} is missing"
+            raise UnsupportedModelError(f"{path}: {problem}; allowed: a whole number above 0")
 
 
 def weight_files(folder: Path, key: str = "model.path") -> list[Path]:

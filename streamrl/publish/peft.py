@@ -98,8 +98,8 @@ def read_configuration(folder: Path) -> dict[str, Any]:
     for key, kind, words in (("r", int, "a whole number above 0"), ("lora_alpha", (int, float), "a number above 0")):
         given = configuration.get(key)
         if not isinstance(given, kind) or not given > 0:
-            said = f"{key}={given!r} is not allowed" if key in configuration else f"{key} is missing"
-            raise ConfigError(f"{path}: {said}; allowed: {words}")
+            problem = f"{key}={given!r} is not allowed" if key in configuration else f"{key} is missing"
+            raise ConfigError(f"{path}: {problem}; allowed: {words}")
     return configuration
 
 

@@ -200,7 +200,7 @@ class DurableBuffer:
         refuse_another_run(folder, run)
         recovery = recover(folder)
         self.buffer.restore(_decoded(recovery.snapshot), recovery.records)
-        for line in recovery.told:
+        for line in recovery.repairs:
             log.warning("%s", line)
             events.emit("journal.damage", told=line)
         if recovery.snapshot is not None or recovery.records:

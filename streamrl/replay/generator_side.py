@@ -94,8 +94,8 @@ class GeneratorSide:
                 run.give_up(reason)
             case Bye():
                 run.workers.leave(worker)
-                told = worker.capacity == 0  # it was told to end, and has drained
-                released = run.buffer.release(worker.name, excused=told) if run.phases.goes_on else []
+                asked_to_end = worker.capacity == 0  # and it has drained
+                released = run.buffer.release(worker.name, excused=asked_to_end) if run.phases.goes_on else []
                 run.events.emit("worker.gone", worker=worker.name, tickets=len(released))
             case _:
                 raise MalformedMessage(f"{type(message).__name__} from a generator")

@@ -36,7 +36,7 @@ class Recovery:
 
     snapshot: bytes | None = None  # None: a buffer that nothing has happened to yet
     records: list[AnyRecord | tuple[Completed, Place]] = field(default_factory=list)  # since then, in order
-    told: list[str] = field(default_factory=list)  # what was cut and what was lost, a sentence each
+    repairs: list[str] = field(default_factory=list)  # what was cut and what was lost, a sentence each
 
 
 def refuse_another_run(folder: Path, run: RunIdentity) -> None:
@@ -57,7 +57,7 @@ def recover(folder: Path) -> Recovery:
     base = _base(folder, found, recovery)
     for index, (number, path) in enumerate(found[base:], base):
         if cut := _follow(folder, number, path, recovery):
-            recovery.told.append(f"{folder}: {cut}; it is cut")
+            recovery.repairs.append(f"{folder}: {cut}; it is cut")
             if begins := cut.place.offset > len(MAGIC):
                 _cut(path, cut)
             _set_aside([path for _, path in found[index + begins :]], recovery)
@@ -74,9 +74,9 @@ def _base(folder: Path, found: list[tuple[int, Path]], recovery: Recovery) -> in
                 recovery.snapshot, _ = load_frames(folder, first.place)
                 return index
             except JournalDamaged as error:
-                recovery.told.append(f"{error}: an older snapshot is taken")
+                recovery.repairs.append(f"{error}: an older snapshot is taken")
     if found and found[0][0] > 0:
-        recovery.told.append(f"{folder}: no snapshot can be read, the buffer begins anew")
+        recovery.repairs.append(f"{folder}: no snapshot can be read, the buffer begins anew")
         _set_aside([path for _, path in found], recovery)
         return len(found)
     return 0  # the first segment of all begins with an empty buffer
@@ -98,7 +98,7 @@ def _follow(folder: Path, number: int, path: Path, recovery: Recovery) -> Unread
         except JournalDamaged as error:
             if entry.end == size:
                 return Unreadable(entry.place, size - entry.place.offset, str(error), torn=True)
-            recovery.told.append(f"{error}: group {entry.record.group_id} is generated again")
+            recovery.repairs.append(f"{error}: group {entry.record.group_id} is generated again")
             recovery.records.append(entry.record)
         else:
             recovery.records.append((entry.record, entry.place))
@@ -115,5 +115,5 @@ def _cut(path: Path, cut: Unreadable) -> None:
 def _set_aside(paths: list[Path], recovery: Recovery) -> None:
     """Take out of the journal what follows a cut: its records continue a history that is not there any more."""
     for path in paths:
-        recovery.told.append(f"{path}: set aside, it does not continue what could be read")
+        recovery.repairs.append(f"{path}: set aside, it does not continue what could be read")
         path.rename(path.with_name(path.name + SET_ASIDE))

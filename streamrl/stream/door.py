@@ -116,7 +116,7 @@ class Door:
         self.cut: Counter[str] = Counter()  # connections that cost too much, by the bound
         self.connections = Connections(_bounds(waiting, in_all, secured=keys is not None))
         self._own: dict[int, network.socket] = {}  # by libzmq's descriptor, another one of the same connection
-        self._told: set[str] = set()  # lines that the log has
+        self._logged: set[str] = set()  # lines that the log has
         self._newcomers = 0  # since the last look
         self._failure: Exception | None = None
         self._welcome = (b"CURVE", z85.decode(keys.client_public)) if keys else (b"NULL",)
@@ -249,8 +249,8 @@ class Door:
         self._log(kind, line)
 
     def _log(self, kind: str, line: str = "") -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+        if kind not in self._logged:
+            self._logged.add(kind)
             log.warning("%s; further ones are only counted", line or kind)
 
 

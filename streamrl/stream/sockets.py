@@ -7,7 +7,7 @@ Nothing is dropped silently and nothing grows without bound:
   the service treats it as lost;
 - a message above `stream.max_message` is refused before it is sent; when a foreign peer sends it, the service drops
   it, and closes the connection where a single frame is above it or libzmq would hold too much of it (`stream/door.py`);
-- both ends number what they say to each other, in 8 bytes before the header frame, so that a word that was
+- both ends number their messages, in 8 bytes before the header frame, so that one that was
   lost on the way, or that a peer never took, shows as a gap (`Received.missed`, `Dealer.missed`);
 - every TCP connection is encrypted, and only peers with the run's key come in (`stream/keys.py`);
 - `close` gives what is queued a second to leave (a Bye, a Stop), then lets go of it.
@@ -95,25 +95,25 @@ class Received(NamedTuple):
 
 
 class _Numbers:
-    """Both directions of one connection: the number that is said next, and the one that should come next."""
+    """Both directions of one connection: the number that is sent next, and the one that should come next."""
 
-    __slots__ = ("_heard", "_said")
+    __slots__ = ("_received", "_sent")
 
     def __init__(self) -> None:
-        self._said = self._heard = 0
+        self._sent = self._received = 0
 
     def stamp(self, header: Buffer) -> bytes:
-        """The header frame behind its number. A message counts as said even if nobody takes it."""
-        self._said += 1
-        return _NUMBER.pack(self._said - 1) + header
+        """The header frame behind its number. A message counts as sent even if nobody takes it."""
+        self._sent += 1
+        return _NUMBER.pack(self._sent - 1) + header
 
     def strip(self, frame: memoryview) -> tuple[memoryview, int]:
         """The header frame, and how many before it were missed. A lower number: the other end counts anew."""
         if len(frame) < _NUMBER.size:
             return frame[:0], 0  # `decode` refuses it
         number = _NUMBER.unpack_from(frame)[0]
-        missed = number - self._heard if number >= self._heard else number
-        self._heard = number + 1
+        missed = number - self._received if number >= self._received else number
+        self._received = number + 1
         return frame[_NUMBER.size :], missed
 
 

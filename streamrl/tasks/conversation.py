@@ -1,4 +1,4 @@
-"""A conversation with the policy, kept as the token sequence that it is: turns of the policy, and what others said.
+"""A conversation with the policy, kept as the token sequence that it is: turns of the policy, and messages of others.
 
     prompt ids │ answer, as sampled │ what was added │ answer, as sampled │ ...
                   mask True            mask False       mask True
@@ -37,7 +37,7 @@ class Conversation:
         self._inference = inference
         self._prompt = prompt
         self._tools: dict[str, Any] = {"tools": tools} if tools else {}
-        self._said: list[Message] = list(prompt.messages or ())
+        self._history: list[Message] = list(prompt.messages or ())
         self._prompt_ids = inference.prompt_ids(prompt.content, **self._tools)
         self._parts: list[tuple[np.ndarray, Completion | None]] = []  # token ids, and the answer that they are of
         self._text = ""
@@ -50,8 +50,8 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What was said so far; empty where the prompt is plain text. Texts of answers are for reading alone."""
-        return tuple(self._said)
+        """The messages so far; empty where the prompt is plain text. Texts of answers are for reading alone."""
+        return tuple(self._history)
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -75,7 +75,7 @@ class Conversation:
         self._parts.append((turn.output_ids, turn))
         self._text += turn.text
         if self._prompt.messages is not None:
-            self._said.append(Message(role="assistant", content=turn.text))
+            self._history.append(Message(role="assistant", content=turn.text))
         return turn
 
     def add(self, added: str | Sequence[Message]) -> None:
@@ -85,22 +85,22 @@ class Conversation:
         the first turn, and where the chat template refuses the messages.
         """
         if not self.turns or self._parts[-1][1] is None:
-            raise ValueError("nothing was answered yet to what was said before")
+            raise ValueError("the last message has no answer yet")
         if isinstance(added, str) is not (self._prompt.messages is None):
             raise ValueError("a prompt of plain text is followed by text, one of messages by messages")
         last = self.turns[-1].output_ids
         end = int(last[-1]) if len(last) else None
-        ids = self._inference.added_ids(self._said[:-1], added, end, **self._tools)
+        ids = self._inference.added_ids(self._history[:-1], added, end, **self._tools)
         self._parts.append((ids, None))
         if isinstance(added, str):
             self._text += added
         else:
-            self._said.extend(added)
+            self._history.extend(added)
             self._text += "".join(f"\n[{message['role']}] {message['content']}\n" for message in added)
 
     @property
     def completion(self) -> Completion:
-        """The whole conversation as one answer to its prompt; `text` is what was said, by whomever, in order.
+        """The whole conversation as one answer to its prompt; `text` is that of all messages, in order.
 
         Tokens that the policy did not write have the mask False, the log-prob 0, and the version that was current.
         A conversation whose last turn was cut off has failed as a whole.
@@ -135,12 +135,12 @@ class Conversation:
 
         A turn tells those of the tokens before it too, which are the only ones there are of what was added.
         """
-        told = [turn for turn in self.turns if OUTPUT in turn.extras and PROMPT in turn.extras]
-        if not told:
+        routed = [turn for turn in self.turns if OUTPUT in turn.extras and PROMPT in turn.extras]
+        if not routed:
             return {}
         output = len(self.ids) - len(self._prompt_ids)
-        experts = np.full((len(self.ids), told[0].extras[OUTPUT].shape[1]), UNKNOWN, np.int16)
-        for turn in told:
+        experts = np.full((len(self.ids), routed[0].extras[OUTPUT].shape[1]), UNKNOWN, np.int16)
+        for turn in routed:
             before = turn.extras[PROMPT].reshape(-1, experts.shape[1])[: len(turn.prompt_ids)]
             of_turn = np.concatenate([before, turn.extras[OUTPUT]])
             unknown = (experts[: len(of_turn)] == UNKNOWN).all(axis=1)

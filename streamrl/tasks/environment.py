@@ -139,14 +139,14 @@ class Inference(Protocol):
 
     def added_ids(
         self,
-        said: Sequence[Message],
+        history: Sequence[Message],
         added: str | Sequence[Message],
         last: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> np.ndarray:
         """int32 [A]: what stands between an answer and the next one, tokenised on its own.
 
-        Messages: what the chat template writes behind an answer to `said`, up to where the next answer begins,
+        Messages: what the chat template writes behind an answer to `history`, up to where the next answer begins,
         without the end token where the answer's `last` token is that. Text: as it is.
         """
         ...

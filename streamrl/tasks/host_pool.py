@@ -411,7 +411,7 @@ async def _asked(inference: Inference, ask: Ask) -> Reply:
         case "prompt_ids":
             return Reply(request=ask.request, ids=inference.prompt_ids(content, **tools))
         case "added_ids":
-            return Reply(request=ask.request, ids=inference.added_ids(ask.said, content, ask.last, **tools))
+            return Reply(request=ask.request, ids=inference.added_ids(ask.history, content, ask.last, **tools))
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

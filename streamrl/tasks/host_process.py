@@ -87,8 +87,8 @@ class PolicyLost(RuntimeError):
 class Channel:
     """The two pipes. `send` may be called by any thread."""
 
-    def __init__(self, asked: int, told: int) -> None:
-        self._asked, self._told = os.fdopen(asked, "rb"), os.fdopen(told, "wb")
+    def __init__(self, requests: int, replies: int) -> None:
+        self._requests, self._replies = os.fdopen(requests, "rb"), os.fdopen(replies, "wb")
         self._read = reader(ToProcess)
         self._check = reader(ToWorker)
         self._sending = threading.Lock()
@@ -100,16 +100,16 @@ class Channel:
             raise ValueError(f"{len(written)} bytes are too many between a task and its worker; allowed: {LARGEST}")
         self._check(written[HEAD.size :])
         with self._sending:
-            self._told.write(written)
-            self._told.flush()
+            self._replies.write(written)
+            self._replies.flush()
 
     def receive(self) -> Any:
         """The next message; None where the worker has closed the pipe."""
-        head = self._asked.read(HEAD.size)
+        head = self._requests.read(HEAD.size)
         if len(head) < HEAD.size:
             return None
         (size,) = HEAD.unpack(head)
-        return self._read(self._asked.read(size))
+        return self._read(self._requests.read(size))
 
 
 class WorkerPolicy:
@@ -140,13 +140,13 @@ class WorkerPolicy:
 
     def added_ids(
         self,
-        said: Sequence[Message],
+        history: Sequence[Message],
         added: str | Sequence[Message],
         last: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> np.ndarray:
         text, messages, _ = _content(added)
-        return self._ids("added_ids", text=text, messages=messages, said=list(said), last=last, tools=list(tools))
+        return self._ids("added_ids", text=text, messages=messages, history=list(history), last=last, tools=list(tools))
 
     def _ids(self, method: Any, **fields: Any) -> np.ndarray:
         ids = _checked(self._ask(method, **fields).result()).ids  # the reader thread brings the reply
@@ -361,11 +361,11 @@ async def _stepping(coroutine: Coroutine[Any, Any, Any], number: int, mark: mmap
     return await _Steps(coroutine, number, mark)
 
 
-def _content(said: Any) -> tuple[str | None, list[Message] | None, np.ndarray | None]:
-    """What is said, as the field in which it travels."""
-    if isinstance(said, np.ndarray):
-        return None, None, said
-    return (said, None, None) if said is None or isinstance(said, str) else (None, list(said), None)
+def _content(value: Any) -> tuple[str | None, list[Message] | None, np.ndarray | None]:
+    """A text, messages or token ids, as the field in which it travels."""
+    if isinstance(value, np.ndarray):
+        return None, None, value
+    return (value, None, None) if value is None or isinstance(value, str) else (None, list(value), None)
 
 
 def _checked(reply: Reply) -> Reply:
@@ -388,9 +388,13 @@ def _of_rollout(rollout: Rollout) -> Judgement:
 
 def _plain(rollout: Rollout) -> Rollout:
     """Without types of the user's own."""
-    told = _of_rollout(rollout)
+    fields = _of_rollout(rollout)
     return Rollout(
-        completion=rollout.completion, reward=told.reward, parts=told.parts, failure=told.failure, masked=told.masked
+        completion=rollout.completion,
+        reward=fields.reward,
+        parts=fields.parts,
+        failure=fields.failure,
+        masked=fields.masked,
     )
 
 

@@ -147,7 +147,7 @@ class Ask(Frame, frozen=True, kw_only=True):
     at_least: PolicyVersion | None = None
     sampling: dict[str, Any] = {}
     tools: list[dict[str, Any]] = []
-    said: list[Message] = []
+    history: list[Message] = []
     last: int | None = None
 
 

@@ -85,7 +85,7 @@ class Hosted(Environment):
     """A task of the user's whose class runs elsewhere."""
 
     def __init__(self, pool: HostPool, about: About) -> None:
-        """`about`: what the class has told of itself."""
+        """`about`: what the class says of itself."""
         self.size, self.lowest_reward = about.size, about.lowest_reward
         self.infrastructure = tuple(
             kind for kind in (ScorerLate, ScorerLost, ScorerUnready) if kind.__name__ in about.masked
@@ -151,10 +151,10 @@ class HostedTurns(Hosted, TurnByTurn):
 
 def _call(method: Method, prompt: Prompt, completions: Sequence[Completion], size: int = 0) -> Call:
     """The prompt by its index where it is the task's own, and else as it is."""
-    told = [replace(each, extras={}) for each in completions]  # routed experts, say, are no scorer's matter
+    judged = [replace(each, extras={}) for each in completions]  # routed experts, say, are no scorer's matter
     if (index := prompt.metadata.get(OWN)) is not None:
-        return Call(method=method, index=index, completions=told, size=size)
-    return Call(method=method, prompt=prompt, completions=told, size=size)
+        return Call(method=method, index=index, completions=judged, size=size)
+    return Call(method=method, prompt=prompt, completions=judged, size=size)
 
 
 def _score(judgement: Judgement) -> Score:

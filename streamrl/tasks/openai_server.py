@@ -73,7 +73,7 @@ class OpenAIServer:
     async def _chat(self, request: web.Request) -> web.Response:
         session = self._session(request)
         call = msgspec.json.decode(await request.read(), type=ChatCall)
-        messages = [said.message() for said in call.messages]
+        messages = [message.message() for message in call.messages]
         turn, message = await session.chat(messages, call.offered(), **call.sampling())
         return _body(call, chat_reply(call, turn, message))
 

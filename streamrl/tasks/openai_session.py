@@ -75,7 +75,7 @@ class Session:
             elif tuple(tools) != self._tools:
                 raise CallRefused(409, "the tools are not the session's: those of its first call, in the same order")
             else:
-                self._add(_behind(self._shown, messages))
+                self._add(_added(self._shown, messages))
             turn = await self._generate(sampling)
             message = _shown(turn, bool(self._tools))
             self._shown = (*messages, message)
@@ -139,12 +139,12 @@ def _shown(turn: Completion, with_tools: bool) -> Message:
     return message
 
 
-def _behind(said: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
-    """What a call adds to what was said. Raises CallRefused where it does not extend it."""
-    if not said:
+def _added(history: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
+    """What a call adds to the conversation. Raises CallRefused where it does not extend it."""
+    if not history:
         raise CallRefused(409, "the session is one of /v1/completions")
-    if [*messages[: len(said)]] != [*said]:
+    if [*messages[: len(history)]] != [*history]:
         raise CallRefused(409, "the messages do not extend the session's: those so far, with the answers as given")
-    if len(messages) == len(said):
+    if len(messages) == len(history):
         raise CallRefused(409, "the call adds no message to the session's")
-    return messages[len(said) :]
+    return messages[len(history) :]

@@ -2,7 +2,7 @@
 
     GET  /TASK/about                                    -> About
     POST /TASK/prompt       {index, split}              -> RemotePrompt
-    POST /TASK/observation  {prompt, turns}             -> Told
+    POST /TASK/observation  {prompt, turns}             -> Observed
     POST /TASK/score        {prompt, answers}           -> Judged      (answers: the turns of each sample)
 
 A reward model gives `score` alone.
@@ -78,7 +78,7 @@ class AskScores(msgspec.Struct, frozen=True):
     answers: tuple[tuple[Turn, ...], ...]
 
 
-class Told(msgspec.Struct, frozen=True):
+class Observed(msgspec.Struct, frozen=True):
     """What the policy is told; neither of the two ends the conversation."""
 
     text: str | None = None

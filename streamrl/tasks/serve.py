@@ -33,9 +33,9 @@ from streamrl.tasks.remote_protocol import (
     AskPrompt,
     AskScores,
     Judged,
+    Observed,
     RemotePrompt,
     RemoteScore,
-    Told,
     Turn,
 )
 from streamrl.tasks.turns import TurnByTurn
@@ -72,12 +72,12 @@ class ServedTask:
         metadata = {name: value for name, value in prompt.metadata.items() if name != OWN}
         return RemotePrompt.of(replace(prompt, metadata=metadata))
 
-    async def observation(self, body: bytes) -> Told:
+    async def observation(self, body: bytes) -> Observed:
         asked = msgspec.json.decode(body, type=AskObservation)
         if not isinstance(self._task, TurnByTurn):
-            return Told()
-        said = await self._task.observation(asked.prompt.prompt(), _completions(asked.turns))
-        return Told(text=said) if said is None or isinstance(said, str) else Told(messages=tuple(said))
+            return Observed()
+        found = await self._task.observation(asked.prompt.prompt(), _completions(asked.turns))
+        return Observed(text=found) if found is None or isinstance(found, str) else Observed(messages=tuple(found))
 
     async def score(self, body: bytes) -> Judged:
         asked = msgspec.json.decode(body, type=AskScores)

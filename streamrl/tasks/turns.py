@@ -40,7 +40,7 @@ class TurnByTurn(Environment):
 
     @abstractmethod
     async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
-        """What the policy is told after its last turn; None ends the conversation. May raise, as `score` may."""
+        """What the policy gets to read after its last turn; None ends the conversation. May raise, as `score` may."""
 
     async def turn_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> float:
         """What the last turn alone is worth; all turns are added up."""
@@ -84,7 +84,7 @@ class TurnByTurn(Environment):
         """Tell the policy what the environment says to its last turn; False where it says nothing more."""
         if len(conversation.turns) == self.max_turns:
             return False
-        said = await self.observation(prompt, conversation.turns)
-        if said is not None:
-            conversation.add(said)
-        return said is not None
+        observation = await self.observation(prompt, conversation.turns)
+        if observation is not None:
+            conversation.add(observation)
+        return observation is not None

@@ -75,7 +75,7 @@ class TaskConformance(Conformance):
         for split in self.splits:
             backwards = asyncio.run(asked(self._share(), split, FAR[::-1]))
             here.append(str([content(prompt) for prompt in backwards[::-1]]))
-        assert _said(code).splitlines() == here
+        assert _output(code).splitlines() == here
 
     def test_no_probe_is_a_prompt_that_is_trained(self) -> None:
         prompts = [{content(prompt) for prompt in self._epoch(split)} for split in self.splits]
@@ -194,7 +194,7 @@ def content(prompt: Prompt) -> str:
     return repr((prompt.text, prompt.messages, prompt.images))
 
 
-def _said(code: str) -> str:
+def _output(code: str) -> str:
     # Sets and hashes have another order there.
     environment = os.environ | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"}
     environment["PYTHONPATH"] = ":".join(path or "." for path in sys.path)

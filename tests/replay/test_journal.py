@@ -45,7 +45,7 @@ def test_records_come_back_in_order_with_their_frames(journal: Journal, tmp_path
     recovery = recover(tmp_path)
     assert recovery.snapshot == b"snapshot 0"
     assert recovery.records == [(completed(7), place), consumed(0, 7)]
-    assert recovery.told == []
+    assert recovery.repairs == []
     assert journal.load(place) == FRAMES
 
 
@@ -183,7 +183,7 @@ def test_a_full_disk_loses_nothing_and_the_next_commit_goes_on(journal: Journal,
     journal.append(consumed(0, 0))
     journal.commit()
     assert [type(record) for record in recover(tmp_path).records] == [tuple, tuple, tuple, Consumed]
-    assert recover(tmp_path).told == []
+    assert recover(tmp_path).repairs == []
 
 
 def test_a_segment_that_a_full_disk_does_not_take_leaves_no_file_and_the_old_one_in_use(

@@ -71,11 +71,11 @@ def test_a_torn_tail_is_cut_and_told_wherever_it_was_torn(tmp_path: Path) -> Non
         recovery = recover(tmp_path)
         assert plain(recovery) == records[:whole]
         if size == sizes[whole]:
-            assert recovery.told == []
+            assert recovery.repairs == []
         else:
-            assert f"torn tail of {size - sizes[whole]} bytes at byte {sizes[whole]}" in recovery.told[0]
+            assert f"torn tail of {size - sizes[whole]} bytes at byte {sizes[whole]}" in recovery.repairs[0]
         assert path.stat().st_size == sizes[whole]
-        assert recover(tmp_path).told == []
+        assert recover(tmp_path).repairs == []
 
 
 def test_whichever_byte_of_a_segment_is_flipped_what_stood_before_it_comes_back(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_whichever_byte_of_a_segment_is_flipped_what_stood_before_it_comes_back(
         flip(path, position)
         before = sum(end <= position for end in sizes[1:])
         recovery = recover(tmp_path)
-        assert recovery.told
+        assert recovery.repairs
         assert plain(recovery)[:before] == records[:before]
         for record in recovery.records:
             if isinstance(record, tuple):
@@ -102,8 +102,8 @@ def test_a_group_whose_numbers_are_damaged_is_lost_alone(tmp_path: Path) -> None
     flip(segment_path(tmp_path, 0), sizes[1] - 1)  # the last byte of group 0's arena
     recovery = recover(tmp_path)
     assert recovery.records == [completed(0), (completed(1), Place(0, sizes[1])), consumed(0, 0)]
-    assert len(recovery.told) == 1
-    assert f"byte {sizes[0]} do not match their checksum: group 0 is generated again" in recovery.told[0]
+    assert len(recovery.repairs) == 1
+    assert f"byte {sizes[0]} do not match their checksum: group 0 is generated again" in recovery.repairs[0]
 
 
 def test_a_last_group_whose_numbers_never_reached_the_disk_is_cut(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_records_behind_a_damaged_snapshot_continue_the_segment_before(tmp_path:
     flip(segment_path(tmp_path, 1), sizes[0] - 1)
     recovery = recover(tmp_path)
     assert (recovery.snapshot, plain(recovery)) == (b"one", [completed(0), consumed(0, 0)])
-    assert "an older snapshot is taken" in recovery.told[0]
+    assert "an older snapshot is taken" in recovery.repairs[0]
 
 
 def test_what_continues_a_history_that_is_cut_is_set_aside(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_what_continues_a_history_that_is_cut_is_set_aside(tmp_path: Path) -> No
     assert (recovery.snapshot, plain(recovery)) == (b"one", [consumed(0, 0)])
     assert [number for number, _ in segments(tmp_path)] == [0]
     assert segment_path(tmp_path, 1).with_name("000001.journal" + SET_ASIDE).exists()
-    assert "does not continue what could be read" in recovery.told[-1]
+    assert "does not continue what could be read" in recovery.repairs[-1]
 
 
 def test_damage_in_a_segment_before_the_newest_snapshot_does_not_matter_for_recovery(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_a_segment_that_was_copied_under_the_newest_name_is_no_base_and_is_set_a
     shutil.copy(segment_path(tmp_path, 0), segment_path(tmp_path, 2))
     recovery = recover(tmp_path)
     assert (recovery.snapshot, plain(recovery)) == (b"two", [consumed(0, 0)])
-    assert "it is segment 000000 under another name" in recovery.told[0]
-    documented("it is segment ... under another name", recovery.told[0], GOES_ON)
+    assert "it is segment 000000 under another name" in recovery.repairs[0]
+    documented("it is segment ... under another name", recovery.repairs[0], GOES_ON)
     assert segment_path(tmp_path, 2).with_name("000002.journal" + SET_ASIDE).exists()
 
 
@@ -203,7 +203,7 @@ def test_without_any_snapshot_and_without_the_first_segment_the_buffer_begins_an
     flip(segment_path(tmp_path, 1), sizes[0] - 1)
     recovery = recover(tmp_path)
     assert (recovery.snapshot, recovery.records) == (None, [])
-    assert "the buffer begins anew" in recovery.told[1]
+    assert "the buffer begins anew" in recovery.repairs[1]
     assert segments(tmp_path) == []
 
 
@@ -328,7 +328,7 @@ class JournalUnderCrashes(RuleBasedStateMachine):
             if isinstance(record, Completed):  # its frames were flipped, which a commit would not have let happen
                 assert index >= self.committed
                 self.history[index] = (record, None, b"")
-        assert recover(self.folder).told == []
+        assert recover(self.folder).repairs == []
         self.journal = Journal(self.folder, CONFIG, b"%d" % len(self.history))
         self.committed, self.committed_size = len(self.history), self.journal.size
 

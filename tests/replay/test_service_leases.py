@@ -298,7 +298,7 @@ def test_a_gap_in_a_workers_words_is_answered_by_introduce(start: Callable[..., 
     running = start()
     worker = running.worker(capacity=0)
     running.learner()
-    worker._numbers._said += 3  # three words that never arrived
+    worker._numbers._sent += 3  # three words that never arrived
     worker.send(Heartbeat())
     hear(worker, Introduce)
     assert [event["messages"] for event in running.events_of("replay.missed")] == [3]

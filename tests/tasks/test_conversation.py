@@ -132,7 +132,7 @@ def test_text_and_messages_do_not_mix(scripted, prompt, said, reason):
 def test_two_observations_in_a_row_are_refused(scripted):
     conversation = play(scripted([["ab", END], ["c", END]]), QUESTION)
     conversation.add([TOOL])
-    with pytest.raises(ValueError, match="nothing was answered yet"):
+    with pytest.raises(ValueError, match="no answer yet"):
         conversation.add([TOOL])
 
 

@@ -24,13 +24,13 @@ class Host:
     @property
     def words(self) -> str:
         """What it runs. Example: `replay service, learner ranks 0-7`."""
-        said = ["replay service"] if self.replay else []
+        roles = ["replay service"] if self.replay else []
         if self.learner_ranks:
-            said.append(f"learner {_range('rank', self.first_rank, self.learner_ranks)}")
+            roles.append(f"learner {_range('rank', self.first_rank, self.learner_ranks)}")
         if self.workers:
             servers = f"{self.servers} server{'s' * (self.servers != 1)}"
-            said.append(f"generator{'s' * (len(self.workers) > 1)} {_numbers(self.workers)} ({servers})")
-        return ", ".join(said)
+            roles.append(f"generator{'s' * (len(self.workers) > 1)} {_numbers(self.workers)} ({servers})")
+        return ", ".join(roles)
 
     def as_json(self) -> dict[str, Any]:
         ranks = list(range(self.first_rank, self.first_rank + self.learner_ranks))

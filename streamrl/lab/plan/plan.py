@@ -112,28 +112,28 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
 
 def limits(plan: Plan, config: Config, machines: Machines) -> list[str]:
     """What will hold the run up first, in words; what the speeds say comes last."""
-    said = []
+    lines = []
     if machines.has_gpus and plan.rank.peak > FULL * machines.device_bytes:
-        said.append(
+        lines.append(
             f"the learner's memory: {plan.rank.peak / GIB:.1f} of {machines.device_bytes / GIB:.1f} GiB a rank; "
             "a larger learner.tokens_per_micro_batch will not fit"
         )
     if config.learner.layout.tensor > machines.gpus_per_host > 0:
-        said.append(
+        lines.append(
             f"learner.layout.tensor: {config.learner.layout.tensor} ranks cross hosts of {machines.gpus_per_host} "
             "GPUs; every layer waits for the network"
         )
     for pool in plan.pools:
-        said += _pool_limits(pool)
+        lines += _pool_limits(pool)
     wanted = sum(
         pool.workers * own.groups_in_flight for pool, own in zip(plan.pools, config.generate.each_pool, strict=True)
     )
     if wanted > plan.slots:
-        said.append(
+        lines.append(
             f"slots: the generators take {wanted} groups at once, replay.max_staleness={config.replay.bound:g} lets "
             f"{plan.slots} be out"
         )
-    return said + _speed_limits(plan, config)
+    return lines + _speed_limits(plan, config)
 
 
 def _pool_limits(pool: Pool) -> list[str]:
@@ -151,18 +151,18 @@ def _pool_limits(pool: Pool) -> list[str]:
 def _speed_limits(plan: Plan, config: Config) -> list[str]:
     if plan.expected is None:
         return ["tokens/s: not known without figures of these GPUs (--figures FILE)"]
-    figures, said = plan.expected.figures, []
+    figures, lines = plan.expected.figures, []
     used = next(each for each in plan.publishing if each.used)
     if used.round > plan.expected.step_seconds * config.publish.every:
-        said.append(
+        lines.append(
             f"publishing: a round over {plan.servers} servers takes {used.round:.1f} s, a version comes every "
             f"{plan.expected.step_seconds * config.publish.every:.1f} s"
         )
     if figures.idle_learner >= figures.idle_generator:
-        said.append(f"generation: the learner idles {figures.idle_learner:.0%} of the time")
+        lines.append(f"generation: the learner idles {figures.idle_learner:.0%} of the time")
     else:
-        said.append(f"the learner: generators idle {figures.idle_generator:.0%} of the time")
-    return said
+        lines.append(f"the learner: generators idle {figures.idle_generator:.0%} of the time")
+    return lines
 
 
 def _first_host(config: Config, rank: RankMemory, host: Host, weights: int, group: GroupBytes) -> int:

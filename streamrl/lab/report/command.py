@@ -55,8 +55,8 @@ def describe(run: Run, runs: int, ratios: Ratios) -> dict[str, Any]:
     """All that the page says about one run, as JSON. `runs`: how many share the page, and its size."""
     groups = read_groups(run)
     shown = samples.choose(run, groups, runs)
-    groups.tell()
-    told = add_ratios(run, shown, ratios)
+    groups.report_missing()
+    source = add_ratios(run, shown, ratios)
     return {
         "name": run.name,
         "folder": str(run.folder),
@@ -68,7 +68,7 @@ def describe(run: Run, runs: int, ratios: Ratios) -> dict[str, Any]:
         "groups": groups.describe(),
         "time": time_use.describe(run),
         "notes": [note.describe(run.begin) for note in run.notes],
-        "samples": samples.describe(run, shown, told),
+        "samples": samples.describe(run, shown, source),
         "settings": settings.describe(run),
     }
 

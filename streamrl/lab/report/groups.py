@@ -65,7 +65,7 @@ class Groups:
             self.unreadable[recorded.group_id, recorded.attempt] = str(error)
             return None
 
-    def tell(self) -> None:
+    def report_missing(self) -> None:
         """One line in the log for all groups that could not be read."""
         if self.unreadable:
             reason = next(iter(self.unreadable.values()))

@@ -71,11 +71,11 @@ def choose(run: Run, groups: Groups, runs: int = 1) -> list[Shown]:
     return shown
 
 
-def describe(run: Run, shown: Sequence[Shown], told: str) -> dict[str, Any]:
-    """As JSON. `told`: where the ratios come from, or why there are none."""
+def describe(run: Run, shown: Sequence[Shown], source: str) -> dict[str, Any]:
+    """As JSON. `source`: where the ratios come from, or why there are none."""
     tokenizer = _tokenizer(run)
     return {
-        "ratios": told,
+        "ratios": source,
         "has_text": tokenizer is not None,
         "steps": [
             {
@@ -131,7 +131,7 @@ def _brief(values: np.ndarray, sample: Sample) -> list[float | None]:
     """Four decimals of each token's number; null where it is not finite, or the policy did not generate the token."""
     shown = values[:TOKENS]
     is_told = np.isfinite(shown) & sample.loss_mask[: len(shown)]
-    return [round(value, 4) if told else None for value, told in zip(shown.tolist(), is_told.tolist(), strict=True)]
+    return [round(value, 4) if known else None for value, known in zip(shown.tolist(), is_told.tolist(), strict=True)]
 
 
 def _prompt(sample: Sample, tokenizer: Tokenizer | None) -> str:

@@ -71,7 +71,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()  # what is said first happens first at equal times
+        self._order = itertools.count()  # what is put in first happens first at equal times
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Let it happen so many seconds from now."""
@@ -131,13 +131,13 @@ class Circle:
         self._clock = Clock()
         self._core = Core.in_memory(config, self._send)
         self._sent: list[tuple[bytes, Message, Sequence[Buffer]]] = []  # by the service, and not yet received
-        self._has_news = False  # the service was told something since its last turn
+        self._has_news = False  # the service has got something since its last turn
         self._stop: Stop | None = None
         self._sites = [site for index in range(config.workers) for site in self._sites_of(index)]
         self._by_identity = {site.identity: site for site in self._sites}
         self._version = 0  # step of the learner's weights
         self._asked_at = 0.0
-        self._looked_at = 0.0  # when the last batch was taken
+        self._batch_taken = 0.0  # when the last batch was taken
         self._servers: tuple[ServerState, ...] = ()  # as the publisher knows them
         self._offered = PolicyVersion(0)
         self._left: deque[str] = deque()  # servers that are to get it
@@ -288,13 +288,13 @@ class Circle:
 
     def _idle(self) -> float:
         """Mean share of the time since the last batch in which a server had nothing."""
-        span = self._clock.now - self._looked_at
+        span = self._clock.now - self._batch_taken
         shares = []
         for site in self._sites:
             busy = site.server.busy(self._clock.now)
             shares.append(1.0 - (busy - site.busy) / span if span > 0 else 0.0)
             site.busy = busy
-        self._looked_at = self._clock.now
+        self._batch_taken = self._clock.now
         return max(0.0, sum(shares) / len(shares))
 
     def _train(self, batch: Batch, row: dict[str, Any]) -> None:
@@ -382,8 +382,8 @@ class Circle:
     def _update(self, site: Site, version: PolicyVersion) -> None:
         seconds = self._model.update.draw(self._rng, site.server.samples)
         end, name = self._clock.now + seconds, site.name
-        noted = {"time": end, "seconds": seconds, "version": str(version), "role": name, "tickets": len(site.tickets)}
-        self.updates.append(noted)
+        update = {"time": end, "seconds": seconds, "version": str(version), "role": name, "tickets": len(site.tickets)}
+        self.updates.append(update)
         site.server.update(version.step, seconds)
         self._watch(site)
 

@@ -32,9 +32,9 @@ from streamrl.tasks.remote_protocol import (
     AskObservation,
     AskScores,
     Judged,
+    Observed,
     RemotePrompt,
     RemoteScore,
-    Told,
     Turn,
 )
 from streamrl.tasks.turns import Observation, TurnByTurn
@@ -95,8 +95,8 @@ class Remote(TurnByTurn, Around):
 
     async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
         asked = AskObservation(RemotePrompt.of(prompt), _turns(turns))
-        told = await self._caller.call("observation", asked, Told)
-        return told.text if told.messages is None else told.messages
+        observed = await self._caller.call("observation", asked, Observed)
+        return observed.text if observed.messages is None else observed.messages
 
     async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
         (score,) = await self._judged(prompt, [_turns(turns)])
