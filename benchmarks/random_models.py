@@ -16,6 +16,7 @@ from streamrl.publish.peft import tensor_name
 from streamrl.testing.families import VOCABULARY, random_model
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
+# transformers' class, and what its configuration needs.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32}),
@@ -32,7 +33,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
 }
-# transformers' class, and what its configuration needs.
 
 
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:

@@ -13,12 +13,13 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")])
 SETTING = re.compile(r"([A-Z_]+)=(.*)")  # of the environment, before a command
 PROGRAMS = "streamrl|python3?|make|pip|torchrun|docker|kubectl|sbatch|apt-get|source|bash|git"
-SHELL = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S")
 # What a line looks like that a reader would type.
+SHELL = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S")
 
-NAMES = re.compile(r"(streamrl (?!doctor)\S+|python -m (?!benchmarks)\S+|.* (--model|--port|--fleet|--set))")
 # Inline code that names a command or one of its options, and is none that can be run.
+NAMES = re.compile(r"(streamrl (?!doctor)\S+|python -m (?!benchmarks)\S+|.* (--model|--port|--fleet|--set))")
 
+# What stands for something of the reader's own, and what a test puts there.
 PLACEHOLDERS = (
     (r"^/path/to/[\w-]+|=/path/to/[\w-]+", "models/tiny"),
     (r"^/shared/", "shared/"),
@@ -32,7 +33,6 @@ PLACEHOLDERS = (
     (r"^SOURCE$", "models/tiny"),
     (r"^OUT$", "models/converted"),
 )
-# What stands for something of the reader's own, and what a test puts there.
 
 
 @dataclass(frozen=True, slots=True)

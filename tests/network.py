@@ -21,6 +21,7 @@ SUBNET = "10.213.77"
 
 DEVICE = "cable"  # the name of every host's network device
 
+# Inside the new namespaces; the command is process 1 there, so that the kernel ends all others with it.
 BOOT = """
 set -e
 hostname "$1"
@@ -30,8 +31,8 @@ mount -t tmpfs tmpfs /var/tmp
 shift 2
 exec env TMPDIR=/var/tmp "$@"
 """
-# Inside the new namespaces; the command is process 1 there, so that the kernel ends all others with it.
 
+# ADDRESS KEY: says that it is a worker, without the run's client key; KEY is the service's public one, or "none".
 STRANGER = """
 import sys, zmq
 from streamrl.stream.messages import Credit, Hello, ServerState, encode
@@ -48,7 +49,6 @@ for number, message in enumerate((hello, Credit(capacity=9))):
     socket.send(number.to_bytes(8, "little") + encode(message))
 sys.exit("it was answered" if socket.poll(3000) else 0)
 """
-# ADDRESS KEY: says that it is a worker, without the run's client key; KEY is the service's public one, or "none".
 
 
 class Network:

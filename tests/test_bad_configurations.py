@@ -231,8 +231,8 @@ COMMANDS: list[tuple[str, str]] = [
     ("train config.yaml run.folder=sums.jsonl", "run.folder: "),
 ]
 
-_NEXT = re.compile(r" (?=[\w.]+=)")
 # Where the next override begins: values of several words are in braces, and no key follows a space in them.
+_NEXT = re.compile(r" (?=[\w.]+=)")
 
 CASES = [(["train", "config.yaml", *_NEXT.split(overrides)], said) for overrides, said in (*KEYS, *MODEL)]
 CASES += [(command.split(), said) for command, said in COMMANDS]

@@ -25,6 +25,7 @@ MADE = {"configuration.md", "commands.md", "metrics.md"}  # by docs/reference.py
 KEYS = {path for path, _ in config_file.fields()}
 SECTIONS = {path.rsplit(".", depth)[0] for path in KEYS for depth in (1, 2, 3)} - KEYS
 MAPPINGS = tuple(f"{path}." for path, field in config_file.fields() if config_file.allowed(field) == "a mapping")
+# Events, and what follows from keys: named as keys are.
 NO_KEYS = {
     "checkpoint.damaged",
     "journal.damage",
@@ -35,7 +36,6 @@ NO_KEYS = {
     "publish.waited",
     "replay.slots",
 }
-# Events, and what follows from keys: named as keys are.
 
 FILES = (".py", ".md", ".json", ".yaml", ".sh", ".sbatch", ".safetensors")
 

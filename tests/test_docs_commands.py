@@ -32,6 +32,7 @@ STEPS = 50  # of the run that most commands look at: the documents name its vers
 SMALL = "--fresh run.steps=3"
 SMALL_RUN = "generate.group_size=4"
 SMALL_GROUPS = "generate.group_size=2 generate.groups_in_flight=4 replay.groups_per_step=2"
+# What is put behind the first pattern that a command begins with.
 MORE = (
     (r"make demo-pretrained", f"ARGS=run.steps=1 {SMALL_GROUPS}"),
     (r"make demo", f"ARGS=run.steps={STEPS} {SMALL_RUN}"),
@@ -47,8 +48,8 @@ MORE = (
     (r"streamrl sweep .*(run.steps|--results|--print-jobs)", "run.steps=3"),
     (r"streamrl sweep", "run.steps=2"),
 )  # fmt: skip
-# What is put behind the first pattern that a command begins with.
 
+# Commands that another test runs. A benchmark's full form is long: `make bench` runs the short one of each.
 ELSEWHERE = (
     (r"make test(-all)?", "tests/test_docs_commands.py"),
     (r"streamrl train .*backwards\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_task_of_the_page_trains"),
@@ -69,7 +70,7 @@ ELSEWHERE = (
     (r"streamrl eval --run-folder runs/quickstart",
      "tests/evaluate/test_eval_command.py::"
      "test_the_pass_rates_of_a_kept_version_are_those_of_its_exact_distribution"),
-    (r"streamrl simulate .*--validate",
+    (r"streamrl simulate .*--validate.*",
      "tests/lab/test_simulate_validation.py::"
      "test_settings_are_run_for_real_and_compared_with_what_was_predicted"),
     (r"streamrl sweep configs/experiments/staleness.yaml",  # 48 runs; that of another experiment is run here
@@ -79,8 +80,8 @@ ELSEWHERE = (
     (r"python -m streamrl.tasks.serve .*", "tests/tasks/test_remote.py"),
     (r"python -m sglang.launch_server \.\.\. .*", "tests/end_to_end/test_pools.py"),
 )  # fmt: skip
-# Commands that another test runs. A benchmark's full form is long: `make bench` runs the short one of each.
 
+# A file that is there afterwards, or words of the output.
 LEAVES = (
     (r"streamrl report runs/quickstart$", "runs/quickstart/report.html"),
     (r"streamrl report .*-o compare.html", "compare.html"),
@@ -100,7 +101,6 @@ LEAVES = (
     (r"python -m launch.pictures", "pictures/console.png"),
     (r"python -m launch.tiny_model", "models/tiny/config.json"),
 )  # fmt: skip
-# A file that is there afterwards, or words of the output.
 
 STANDING = [command for page in PAGES for command in commands(page)]
 

@@ -12,6 +12,7 @@ from streamrl.choices import KINDS
 from tests.documented_commands import ROOT
 
 NAMES = {name for kind in KINDS for name in kind.names}
+# Words that are spelled like a choice and are none.
 OTHER_MEANINGS = {
     "launch/folder.py": {"ready"},  # an event
     "launch/render.py": {"python"},  # a program
@@ -39,7 +40,6 @@ OTHER_MEANINGS = {
     "streamrl/tasks/sandbox.py": {"memory"},  # a limit of the sandbox
     "streamrl/testing/tools.py": {"tools"},  # an argument of the task
 }
-# Words that are spelled like a choice and are none.
 
 
 def compared(tree: ast.AST) -> Iterator[tuple[int, str]]:

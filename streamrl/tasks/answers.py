@@ -15,8 +15,8 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"
 _MARK = "answer:"
 
-_ENDINGS = " \t\r\n$.)]}\\"
 # What may stand behind an answer and is no further text: the end of a formula and of a sentence.
+_ENDINGS = " \t\r\n$.)]}\\"
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 

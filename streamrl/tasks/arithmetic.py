@@ -19,11 +19,11 @@ LARGEST = 10**30  # magnitude of any number of the tool's, and of its denominato
 POWER = 64  # largest exponent
 DIGITS = 12  # of a fraction that the tool writes
 
-_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 # What models write for the signs of a keyboard.
+_SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-"})
 
-_CHARACTERS = frozenset("0123456789.+-*/() \t")
 # No letter and no underscore: neither names nor calls nor numbers such as 1e999 can be written.
+_CHARACTERS = frozenset("0123456789.+-*/() \t")
 
 _UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 

@@ -24,11 +24,11 @@ from streamrl.types import PolicyVersion, VersionSpan
 
 log = logging.getLogger(__name__)
 
-EXACT = "exact"
 # The reward part that every task gives: 1.0 for a wholly right answer, else 0.0. The pass rate is its mean.
+EXACT = "exact"
 
-FAILED = "failed"
 # The reward part that is 1.0 for a rollout on which the scorer raised; absent from all others.
+FAILED = "failed"
 
 
 class Message(TypedDict):

@@ -42,8 +42,8 @@ class ScorerRaised(RuntimeError):
         self.masked = masked
 
 
-INFRASTRUCTURE: tuple[type[Exception], ...] = (TimeoutError, ConnectionError, ScorerUnready)
 # What says nothing of an answer, unless a task says otherwise; ScorerLate and ScorerLost are among them.
+INFRASTRUCTURE: tuple[type[Exception], ...] = (TimeoutError, ConnectionError, ScorerUnready)
 
 
 def describe(error: BaseException) -> str:

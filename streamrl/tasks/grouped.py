@@ -13,8 +13,8 @@ from itertools import combinations
 
 from streamrl.tasks.environment import Completion, Environment, Prompt, Rollout, Score, check_reward
 
-UNOPPOSED = 0.5
 # The reward of an answer that has no other to be held against.
+UNOPPOSED = 0.5
 
 
 class Grouped(Environment):

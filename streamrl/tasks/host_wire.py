@@ -21,13 +21,13 @@ import numpy as np
 from streamrl.tasks.environment import Completion, Message, Prompt, Rollout
 from streamrl.types import PolicyVersion
 
-OWN = "__index__"
 # In the metadata of a prompt that a hosted task has made: its index, from which the process makes it again.
+OWN = "__index__"
 
 HEAD = struct.Struct("<I")  # the bytes of a frame, before it
-MARK = struct.Struct("<qq")
 # In memory that both ends see: the number of the call whose code is running, 0 for none; and how many steps, from one
 # `await` to the next, the process has made.
+MARK = struct.Struct("<qq")
 
 LARGEST = 256 << 20  # bytes of a frame from the process
 

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from streamrl.tasks.environment import Message, said_text
 
-PLACE = "<image>"
 # What stands for an image in the question's text.
+PLACE = "<image>"
 
-_KINDS = {b"\x89PNG": ".png", b"\xff\xd8": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
 # First bytes and endings of the formats that servers read; they know them by their endings.
+_KINDS = {b"\x89PNG": ".png", b"\xff\xd8": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
 
 
 def image_references(value: Any, *, beside: Path, folder: Path) -> tuple[str, ...]:

@@ -21,11 +21,11 @@ from typing import Any, Self
 from streamrl.lifeline import die_with, kill_group
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerLate, ScorerLost, ScorerRaised, ScorerUnready, describe
 
-MEMORY = 4 << 30
 # Bytes of address space of a judge: enough for sympy, and a tower of powers ends as a MemoryError.
+MEMORY = 4 << 30
 
-_LINE = 1 << 20
 # Bytes of the longest line from a judge; its replies are far shorter.
+_LINE = 1 << 20
 
 
 class Judges:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 
-_ROUNDS = 6
 # Rounds of the Feistel network: 4 suffice for a pseudo-random permutation (Luby and Rackoff 1988); two
 # more because the halves of small sets have few bits.
+_ROUNDS = 6
 
 
 def item_at(index: int, size: int, seed: int) -> int:

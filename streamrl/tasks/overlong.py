@@ -8,8 +8,8 @@ from streamrl.config import Config
 from streamrl.config.task import OverlongConfig
 from streamrl.tasks.environment import Rollout
 
-OVERLONG = "overlong"
 # The reward part of the penalty, from -penalty to 0; absent where the penalty is off.
+OVERLONG = "overlong"
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,14 @@ from streamrl.tasks.order import item_at
 from streamrl.tasks.rows import Rows, RowsArguments, value_at
 from streamrl.tasks.user_reward import UserReward, check_target
 
-PARSED = "parsed"
 # The reward part that is 1.0 where an answer was found and could be read, else 0.0.
+PARSED = "parsed"
 
-PARTIAL = "partial"
 # The reward part that is 1.0 for a right answer with text behind it, or in a text that was cut; else 0.0.
+PARTIAL = "partial"
 
-BOXED = "\n\nReason step by step, and put the final answer within \\boxed{}."
 # The instruction behind the questions of most data sets of mathematics.
+BOXED = "\n\nReason step by step, and put the final answer within \\boxed{}."
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 

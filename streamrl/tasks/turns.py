@@ -25,8 +25,8 @@ from streamrl.tasks.environment import (
 Observation = str | Sequence[Message]
 
 
-TURNS = "turns"
 # The reward part that counts the policy's turns.
+TURNS = "turns"
 
 
 class TurnByTurn(Environment):

@@ -16,8 +16,8 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.replay.history import recorded_batches
 
 STEPS = 60  # enough that the kills come before the end on a fast machine
-REPEATED = ("reward/mean", "tokens/trained", "staleness/mean", "loss/total", "grad_norm")
 # what a step that is trained again on the same groups has in common with the first time, bit for bit
+REPEATED = ("reward/mean", "tokens/trained", "staleness/mean", "loss/total", "grad_norm")
 
 
 @pytest.mark.slow

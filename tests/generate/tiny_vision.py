@@ -14,13 +14,13 @@ SPECIAL = ["<|im_start|>", "<|im_end|>", START, END, PAD, VIDEO]
 HEAD = 32  # width of an attention head: the parts of its rotary embedding for time, height and width are half of it
 SIDE = 56  # pixels of an image's side: 4 x 4 patches, which become 2 x 2 tokens
 
+# That of Qwen2.5-VL, without its videos and its default system message.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# That of Qwen2.5-VL, without its videos and its default system message.
 
 
 def make(folder: Path, seed: int = 1) -> None:

@@ -15,6 +15,7 @@ from launch.screenshot import Browser
 from streamrl.lab.report import command
 from tests.lab.report_run import NASTY, STEPS, make_model, record_run
 
+# of the data in a diagram, as opposed to its axes
 COLOURS = """(() => {
     const { ctx } = diagrams[%d].plot;
     const written = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)).join();
@@ -28,7 +29,6 @@ COLOURS = """(() => {
     return Object.keys(counts).filter((each) => counts[each] > 20 && !frame.has(each.replaceAll(" ", "")))
         .map((each) => `rgb(${each})`);
 })()"""
-# of the data in a diagram, as opposed to its axes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -32,6 +32,8 @@ PATIENCE = 60.0  # seconds for a daemon to come or to go
 
 REQUEUED_AFTER = 20  # seconds; Slurm starts a job again when the credentials of its former start are no longer good
 
+# No cgroups, no accounting; a node may say that it has more cores than the machine (`config_overrides`); a job that has
+# ended is remembered (`MinJobAge`). A job in `urgent` takes the nodes of those in `all`, which have a minute to leave.
 CONFIGURATION = """\
 ClusterName=virtual
 SlurmctldHost=localhost(127.0.0.1)
@@ -62,8 +64,6 @@ SlurmctldParameters=preempt_send_user_signal
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 """
-# No cgroups, no accounting; a node may say that it has more cores than the machine (`config_overrides`); a job that has
-# ended is remembered (`MinJobAge`). A job in `urgent` takes the nodes of those in `all`, which have a minute to leave.
 
 
 @dataclass

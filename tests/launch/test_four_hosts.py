@@ -40,6 +40,7 @@ LEARNED = 100  # steps of the quickstart, in which it learns its task
 
 ENDLESS = 100_000  # steps; more than anyone waits for
 
+# PORT: bytes to and from it that pass the switch in five seconds, and how often they name a worker, as each group does.
 LISTENER = """
 import socket, sys, time
 cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
@@ -55,7 +56,6 @@ while time.monotonic() < end:
         heard += packet[header + 4 * (packet[header + 12] >> 4) :]
 print(len(heard), heard.count(b"generator-"))
 """
-# PORT: bytes to and from it that pass the switch in five seconds, and how often they name a worker, as each group does.
 
 
 class FourHosts:

@@ -12,6 +12,7 @@ import yaml
 
 from streamrl.config.file import ConfigError
 
+# What jobset.x-k8s.io/v1alpha2 knows of what is used here: kubernetes-sigs/jobset, config/components/crd/bases.
 JOBSET = {
     "": {"apiVersion", "kind", "metadata", "spec"},
     "spec": {"network", "successPolicy", "failurePolicy", "replicatedJobs"},
@@ -19,7 +20,6 @@ JOBSET = {
     "spec.successPolicy": {"operator", "targetReplicatedJobs"},
     "spec.failurePolicy": {"maxRestarts", "rules"},
 }
-# What jobset.x-k8s.io/v1alpha2 knows of what is used here: kubernetes-sigs/jobset, config/components/crd/bases.
 
 REPLICATED_JOB = {"name", "replicas", "template"}
 

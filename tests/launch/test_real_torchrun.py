@@ -23,6 +23,7 @@ from streamrl.config import file as config_file
 
 TIMEOUT = 100.0  # seconds; a busy machine takes half a minute for the imports
 
+# Writes down who it is; SIGTERM makes it save.
 RANK = """
 import json, os, signal, sys, time
 up = os.path.join(sys.argv[1], "up-" + os.environ["RANK"] + "-" + str(os.getpid()))
@@ -35,7 +36,6 @@ with open(up + ".partial", "w") as file:
 os.rename(up + ".partial", up)
 time.sleep(200)
 """
-# Writes down who it is; SIGTERM makes it save.
 
 
 @pytest.mark.slow

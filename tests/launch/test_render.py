@@ -13,6 +13,7 @@ from launch import render
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 
+# srun, squeue, scontrol and the roles are stood in for: the scripts are what is tested.
 FAKE = """#!/usr/bin/env bash
 # Stands for the interpreter: it writes down its arguments, and ends as the test says.
 echo "$*" >> "{folder}/calls"
@@ -22,7 +23,6 @@ case "$*" in
 *"cli generator"*) exit {generator} ;;
 esac
 """
-# srun, squeue, scontrol and the roles are stood in for: the scripts are what is tested.
 
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done

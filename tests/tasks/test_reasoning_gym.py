@@ -19,6 +19,7 @@ ONE_DIGIT = {
     "suffix": " Answer with just the number.",
     "extract": "last_number",
 }
+# No numbers: a number may be right.
 JUNK = (
     "",
     "banana",
@@ -34,7 +35,6 @@ JUNK = (
     "\x00",
     "{}",
 )
-# No numbers: a number may be right.
 
 
 def task(split="train", seed=1, **args):

@@ -13,14 +13,14 @@ from streamrl.lab.report.runs import Row, Run
 from streamrl.observe.metrics import METRICS
 from streamrl.types import FAILURES
 
-POINTS = 600
 # of one curve. Of a longer run each point is the mean of the steps that it stands for, with their extremes beside it.
+POINTS = 600
 
-ALL_POINTS = 2400
 # of one metric in all runs together, which keeps the page small when there are many.
+ALL_POINTS = 2400
 
-BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
 # of staleness, as in the names of the metrics
+BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from streamrl.types import Group
 
 log = logging.getLogger(__name__)
 
-GROUPS = 3000
 # whose frames are read for the distributions
+GROUPS = 3000
 
-BINS = 256
 # of a distribution at most: of longer answers a bin holds 2, 4, 8, ... lengths
+BINS = 256
 
 PASS_BINS = 10
 

@@ -10,14 +10,14 @@ from typing import Any
 
 _PARTS = Path(__file__).parent
 _UPLOT = _PARTS / "third_party" / "uplot"
-_SCRIPTS = ("elements.js", "diagrams.js", "sections.js", "samples.js", "page.js")
 # Each uses what those before it define.
+_SCRIPTS = ("elements.js", "diagrams.js", "sections.js", "samples.js", "page.js")
 
-_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 # What could end the data's element, or a line of a script, inside a text of the data.
+_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 # The browser itself refuses whatever the page would load.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
 
 def render(data: Mapping[str, Any]) -> str:

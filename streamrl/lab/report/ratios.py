@@ -21,8 +21,8 @@ from streamrl.lab.report.runs import Run
 from streamrl.lab.report.samples import TOKENS, Shown
 from streamrl.recorded.weights import kept_versions
 
-LARGEST = 2**30
 # bytes of a version's weights up to which `auto` computes ratios: a forward pass on the CPU is a matter of seconds
+LARGEST = 2**30
 
 
 def add_ratios(run: Run, shown: Sequence[Shown], ratios: str) -> str:

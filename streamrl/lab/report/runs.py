@@ -18,8 +18,8 @@ from streamrl.observe.metrics import read_metrics
 from streamrl.observe.timeline import Timeline
 from streamrl.places import load_run
 
-ENDS = 5
 # steps at the start and at the end whose means are compared
+ENDS = 5
 
 Row = dict[str, Any]
 

@@ -26,19 +26,19 @@ from streamrl.recorded.journal import RecordedGroup
 from streamrl.recorded.weights import kept_versions
 from streamrl.types import Group, Sample
 
+# At most: steps of a run, answers of a step, tokens of an answer.
 STEPS = 24
 SAMPLES = 4
 TOKENS = 1024
-# At most: steps of a run, answers of a step, tokens of an answer.
 
-ALL_TOKENS = 60_000
 # of all runs of a page; fewer steps are shown where the answers are long
+ALL_TOKENS = 60_000
 
-LOOKED_AT = 32
 # groups of a step among which one is chosen
+LOOKED_AT = 32
 
-PROMPT = 4000
 # characters of a prompt
+PROMPT = 4000
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.report.runs import Run
 
-_NAMES = frozenset({"run.name", "run.folder"})
 # differ between any two runs, and say nothing
+_NAMES = frozenset({"run.name", "run.folder"})
 
 
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:

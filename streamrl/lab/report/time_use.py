@@ -9,11 +9,11 @@ from streamrl.lab.report.runs import Run
 from streamrl.observe.roofline import HOLDERS, holders, roofline
 from streamrl.observe.timeline import Track, slices
 
-SLICES = 240
 # of the time from the run's begin to its end
+SLICES = 240
 
-GENERATORS = 8
 # workers that have a line of their own; of more there is one line, their mean
+GENERATORS = 8
 
 Stretch = tuple[float, float, str, float]  # begin, end, name, share of it
 

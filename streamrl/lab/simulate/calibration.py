@@ -176,8 +176,8 @@ def fit_server(observed: Sequence[Observed], max_running: int, interruption: str
     return speed(least(error, found, CALLS // 2, spread=0.3))
 
 
-SHARES = ((0.6, 0.2, 0.2), (0.1, 0.7, 0.2), (0.1, 0.2, 0.7))
 # Of a server's time, with which the search begins: decoding steps, samples of them, what halts it.
+SHARES = ((0.6, 0.2, 0.2), (0.1, 0.7, 0.2), (0.1, 0.2, 0.7))
 
 
 def _guess(window: Observed, shares: tuple[float, float, float]) -> list[float]:

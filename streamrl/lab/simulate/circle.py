@@ -57,8 +57,8 @@ SIMULATIONS = 8  # whose mean is what is expected of a run
 
 TURN = 0.2  # seconds between two turns of the service's loop without a message, as in replay/service.py
 
-BEATS = 5
 # Heartbeats of a run that one of a simulation stands for: half of the silence after which a worker counts as lost.
+BEATS = 5
 
 LEARNER, PUBLISHER = b"learner-0", b"publisher-0"
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
-WARM_UP = 3
 # First steps that no figure counts: caches fill, and the pipeline of groups is still empty.
+WARM_UP = 3
 
 
 @dataclass(frozen=True, slots=True)

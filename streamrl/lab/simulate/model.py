@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from streamrl.lab.simulate.server import ServerSpeed
 
-NEIGHBOURS = 256
 # Recorded groups, nearest in their policy's step, among which one is drawn: as the policy learns, its lengths change.
+NEIGHBOURS = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,9 @@ class _Open:
     spans: list[list[Span]]
 
 
-_Sample = tuple[float, int, int, float, int]
 # A running one: the count of drawn tokens at which it ends, its group and place there, the count at which it began,
 # and its length. A tuple, because a heap of millions is compared.
+_Sample = tuple[float, int, int, float, int]
 
 
 class GenerationServer:

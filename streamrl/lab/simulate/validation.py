@@ -37,15 +37,15 @@ STEPS = 30  # learner steps of one run, the warm-up included
 RUN_TIMEOUT = 1800.0  # seconds that one run may take
 PIN_PERIOD = 0.5  # seconds between two looks for new processes and threads
 
+# What all runs have in common besides the run's own configuration.
 SAME = (
     "generate.workers=1", "generate.pools=[]", "generate.probes=0", "publish.keep_every=0", "observe.console=false",
     "observe.wandb=off", "journal.keep=all", "checkpoint.every=0", "learner.optimizer.lr=1e-12",
 )  # fmt: skip
-# What all runs have in common besides the run's own configuration.
 
-FEWER = 4
 # The second calibration run has so many times fewer groups in flight: different loads alone tell what a decoding step
 # costs from what a sample of it costs.
+FEWER = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from streamrl.tasks.order import digest
 from streamrl.tasks.strings import StringsArguments
 from streamrl.tasks.turns import TurnByTurn
 
-CALLED = "called"
 # The reward part that is 1.0 where the tool was called as it must be, else 0.0.
+CALLED = "called"
 
 
 class Lookup(TurnByTurn):

@@ -36,11 +36,11 @@ BEHAVED = (
 # raises, item i is the same whatever the size, and no scorer evaluates the model's text as code, which
 # those of countdown, puzzle24, n_queens, binary_matrix, spiral_matrix and others do.
 
-_STRIDE = 1 << 40
 # Distance between the candidates for one prompt: further than any run counts.
+_STRIDE = 1 << 40
 
-_CANDIDATES = 10_000
 # Candidates after which a split is called empty: a share of 0.01 is missed with probability 1e-44.
+_CANDIDATES = 10_000
 
 
 class ReasoningGymArguments(TaskArguments):
