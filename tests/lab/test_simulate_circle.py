@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.lab.simulate.circle import Circle, staleness
-from streamrl.lab.simulate.figures import figures
+from streamrl.lab.simulate.circle import Circle
+from streamrl.lab.simulate.figures import figures, staleness
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
 from streamrl.lab.simulate.server import ServerSpeed

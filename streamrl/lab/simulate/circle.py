@@ -4,32 +4,29 @@
        ▲                            │
        └────────── tickets ─────────┘
 
-The roles say what they say in a run (`stream/messages.py`), and the service answers: tickets, leases, orders, filters,
-what is given up, batches, acknowledged versions and the phases of the run are its own. Here are the roles and the
-time. The result is the rows that a run writes to metrics.jsonl, as far as time and staleness go.
+The roles send what they send in a run (`stream/messages.py`), and the service answers: tickets, leases, orders,
+filters, what is given up, batches, acknowledged versions and the phases of the run are its own. Here are the roles and
+the time. The result is the rows that a run writes to metrics.jsonl, as far as time and staleness go.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.lab.simulate.figures import Figures, figures, mean
-from streamrl.lab.simulate.model import Model, RecordedGroup
-from streamrl.lab.simulate.server import Done, GenerationServer, Span
+from streamrl.lab.simulate.clock import Clock
+from streamrl.lab.simulate.figures import Figures, figures, mean, staleness
+from streamrl.lab.simulate.model import Model
+from streamrl.lab.simulate.server import Done, GenerationServer
+from streamrl.lab.simulate.site import Frames, Site, make_group
 from streamrl.replay.core import Core
 from streamrl.stream.messages import (
     Announce,
@@ -51,7 +48,7 @@ from streamrl.stream.messages import (
     Stop,
     Tickets,
 )
-from streamrl.types import Batch, Group, PolicyVersion, Sample, Ticket, VersionSpan
+from streamrl.types import Batch, Group, PolicyVersion, Ticket
 
 SIMULATIONS = 8  # whose mean is what is expected of a run
 
@@ -61,63 +58,6 @@ TURN = 0.2  # seconds between two turns of the service's loop without a message,
 BEATS = 5
 
 LEARNER, PUBLISHER = b"learner-0", b"publisher-0"
-
-_NOTHING = np.zeros(1, np.int32)
-
-
-class Clock:
-    """Simulated seconds, and what is to happen when."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()  # what is put in first happens first at equal times
-
-    def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Let it happen so many seconds from now."""
-        self.at(self.now + seconds, action)
-
-    def at(self, time: float, action: Callable[[], None]) -> None:
-        """Let it happen then."""
-        heapq.heappush(self._events, (max(time, self.now), next(self._order), action))
-
-    def step(self) -> None:
-        """The next event."""
-        self.now, _, action = heapq.heappop(self._events)
-        action()
-
-
-@dataclass(slots=True)
-class Site:
-    """A worker and its server, as the worker knows them."""
-
-    name: str
-    capacity: int  # tickets
-    server: GenerationServer
-    longest: int  # tokens of an answer
-    version: int = 0  # step of the server's weights
-    tickets: dict[int, tuple[Ticket, RecordedGroup, float]] = field(default_factory=dict)  # and when it came
-    held_back: list[int] = field(default_factory=list)  # groups that wait for an update's end
-    drained: Callable[[], None] | None = None  # what waits until nothing is in flight
-    wakes: int = 0  # number of the newest alarm: the former ones are void
-    busy: float = 0.0  # seconds, at the last look
-
-    @property
-    def identity(self) -> bytes:
-        """Of its socket."""
-        return self.name.encode()
-
-
-class Frames(bytes):
-    """Stands for the frames of a group, which are passed on unread."""
-
-    group: Group
-
-    @classmethod
-    def of(cls, group: Group) -> Frames:
-        frames = cls()
-        frames.group = group
-        return frames
 
 
 class Circle:
@@ -129,7 +69,7 @@ class Circle:
         self._model = model
         self._rng = random.Random(seed)
         self._clock = Clock()
-        self._core = Core.in_memory(config, self._send)
+        self._core = Core.in_memory(config, self._from_service)
         self._sent: list[tuple[bytes, Message, Sequence[Buffer]]] = []  # by the service, and not yet received
         self._has_news = False  # the service has got something since its last turn
         self._stop: Stop | None = None
@@ -172,18 +112,17 @@ class Circle:
 
     # -- the service
 
-    def _send(self, peer: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
-        """Its way out."""
+    def _from_service(self, peer: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
+        """Its `send`."""
         self._sent.append((peer, message, frames))
         return True
 
-    def _say(self, peer: bytes, message: Message) -> None:
-        """A message to it."""
+    def _to_service(self, peer: bytes, message: Message) -> None:
         self._core.handle_message(peer, message, self._clock.now)
         self._has_news = True
 
     def _turn(self) -> None:
-        """Its loop, as long as there is news; what it says arrives at once."""
+        """Its loop, as long as there is news; what it sends arrives at once."""
         while self._has_news:
             self._has_news = False
             self._core.tick(self._clock.now, emptied=True)
@@ -220,12 +159,12 @@ class Circle:
 
     def _begin_all(self) -> None:
         run, first = self._core.run_id, PolicyVersion(0)
-        self._say(LEARNER, Hello(run=run, role="learner", name=LEARNER.decode(), version=first))
-        self._say(PUBLISHER, Hello(run=run, role="publisher", name=PUBLISHER.decode(), version=first))
+        self._to_service(LEARNER, Hello(run=run, role="learner", name=LEARNER.decode(), version=first))
+        self._to_service(PUBLISHER, Hello(run=run, role="publisher", name=PUBLISHER.decode(), version=first))
         for site in self._sites:
             server = ServerState(name=site.name, version=first)
-            self._say(site.identity, Hello(run=run, role="generator", name=site.name, servers=(server,)))
-            self._say(site.identity, Credit(capacity=site.capacity))
+            self._to_service(site.identity, Hello(run=run, role="generator", name=site.name, servers=(server,)))
+            self._to_service(site.identity, Credit(capacity=site.capacity))
         self._ask()
         self._turn()
 
@@ -234,7 +173,7 @@ class Circle:
     def _beat(self) -> None:
         for site in self._sites:
             tickets = tuple((ticket.group_id, ticket.attempt) for ticket, _, _ in site.tickets.values())
-            self._say(site.identity, Heartbeat(tickets=tickets))
+            self._to_service(site.identity, Heartbeat(tickets=tickets))
 
     def _begin(self, site: Site, ticket: Ticket) -> None:
         drawn = self._model.answers.draw(self._rng, site.version, self._config.generate.group_size, site.longest)
@@ -268,7 +207,7 @@ class Circle:
     def _arrive(self, site: Site, done: Done) -> None:
         """A group reaches the service."""
         ticket, drawn, begun = site.tickets.pop(done.group_id)
-        group = _group(ticket, drawn, done, site.name, begun)
+        group = make_group(ticket, drawn, done, site.name, begun)
         self.groups.append(group)
         self._core.handle_group(site.identity, group, (Frames.of(group),))
         self._has_news = True
@@ -277,7 +216,7 @@ class Circle:
 
     def _ask(self) -> None:
         self._asked_at = self._clock.now
-        self._say(LEARNER, Next(step=self._version))
+        self._to_service(LEARNER, Next(step=self._version))
 
     def _take(self, header: BatchHeader, frames: Sequence[Buffer]) -> None:
         """The batch that the learner waits for. Of placeholders there are real frames, and no token in them."""
@@ -305,7 +244,7 @@ class Circle:
     def _trained(self, row: dict[str, Any]) -> None:
         self._version += 1
         ess = math.exp(-self._model.ess_decay * row["staleness/mean"])
-        self._say(LEARNER, Progress(version=PolicyVersion(self._version), ess=ess))
+        self._to_service(LEARNER, Progress(version=PolicyVersion(self._version), ess=ess))
         row["time/publish"] = -self._clock.now  # until the learner goes on
         if self._version % self._config.publish.every and self._version < self._config.run.steps:
             self._end_step(row)
@@ -325,14 +264,14 @@ class Circle:
             self._clock.after(0.0, self._go_on)
 
     def _saved(self) -> None:
-        self._say(LEARNER, Saved(version=PolicyVersion(self._version), oldest=self._version))
+        self._to_service(LEARNER, Saved(version=PolicyVersion(self._version), oldest=self._version))
         self._go_on()
 
     def _go_on(self) -> None:
         if self._version < self._config.run.steps:
             self._ask()
         else:
-            self._say(LEARNER, Finished(version=PolicyVersion(self._version)))
+            self._to_service(LEARNER, Finished(version=PolicyVersion(self._version)))
 
     # -- publishing
 
@@ -347,7 +286,7 @@ class Circle:
         self._clock.after(self._model.copy, copied)
 
     def _announce(self) -> None:
-        self._say(PUBLISHER, Announce(version=self._offered))
+        self._to_service(PUBLISHER, Announce(version=self._offered))
         self._left.extend(server.name for server in self._servers)
         self._rounds = min(self._model.at_once, len(self._left))
         for _ in range(self._rounds):
@@ -356,7 +295,7 @@ class Circle:
     def _publish(self) -> None:
         """One server, then the next that is left; at the end the learner may offer again."""
         if self._left:
-            self._say(PUBLISHER, Publish(server=self._left.popleft(), version=self._offered, manifest={}))
+            self._to_service(PUBLISHER, Publish(server=self._left.popleft(), version=self._offered, manifest={}))
             return
         self._rounds -= 1
         if self._rounds:
@@ -390,7 +329,7 @@ class Circle:
         def applied() -> None:
             site.version = version.step
             self._let_in(site)
-            self._say(site.identity, Applied(server=site.name, version=version))
+            self._to_service(site.identity, Applied(server=site.name, version=version))
 
         self._clock.after(seconds, applied)
 
@@ -422,52 +361,3 @@ def expected(config: Config, model: Model) -> Figures:
     Raises ValueError for a run that is too short for figures.
     """
     return mean([figures(Circle(config, model, config.run.seed + each).run()) for each in range(SIMULATIONS)])
-
-
-def staleness(batch: Batch) -> dict[str, float]:
-    """`tokens/trained` and `staleness/` of a batch, as `learner/batch_metrics.py` counts them, from the spans alone."""
-    tokens: Counter[int] = Counter()
-    for sample in batch.samples:
-        for span in sample.spans:
-            tokens[max(0, batch.step - span.version.step)] += span.end - span.start
-    total, below, p95 = tokens.total(), 0, 0
-    for age in sorted(tokens):
-        below += tokens[age]
-        p95 = age
-        if below >= math.ceil(0.95 * (total - 1)) + 1:
-            break
-    return {
-        "tokens/trained": total,
-        "staleness/mean": sum(age * count for age, count in tokens.items()) / max(1, total),
-        "staleness/p95": float(p95),
-        "staleness/max": max(tokens, default=0),
-    }
-
-
-def _group(ticket: Ticket, drawn: RecordedGroup, done: Done, worker: str, begun: float) -> Group:
-    """What the worker would send: as many tokens as were drawn, of the versions that drew them."""
-    samples = zip(drawn.lengths, drawn.rewards, drawn.passed, done.spans, strict=True)
-    return Group(
-        group_id=ticket.group_id,
-        attempt=ticket.attempt,
-        task=ticket.task,
-        prompt_index=ticket.prompt_index,
-        samples=tuple(_sample(length, reward, passed, spans) for length, reward, passed, spans in samples),
-        worker=worker,
-        started=begun,
-        finished=done.time,
-    )
-
-
-def _sample(length: int, reward: float, passed: bool, spans: list[Span]) -> Sample:
-    """Its arrays are views of a single number: nobody reads more of them than their length."""
-    nothing = np.broadcast_to(_NOTHING, (length,))
-    return Sample(
-        prompt_ids=_NOTHING,
-        output_ids=nothing,
-        logprobs=nothing,
-        loss_mask=np.broadcast_to(np.True_, (length,)),
-        spans=tuple(VersionSpan(PolicyVersion(step), begin, end) for step, begin, end in spans),
-        reward=reward,
-        reward_parts={"exact": float(passed)},
-    )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from statistics import fmean
 from typing import Any
+
+from streamrl.types import Batch
 
 # First steps that no figure counts: caches fill, and the pipeline of groups is still empty.
 WARM_UP = 3
@@ -50,3 +54,23 @@ def mean(several: Sequence[Figures]) -> Figures:
     """Of runs that differ by chance alone; the oldest token is that of all of them."""
     means = Figures(*(fmean(getattr(each, field.name) for each in several) for field in fields(Figures)))
     return replace(means, staleness_max=max(each.staleness_max for each in several))
+
+
+def staleness(batch: Batch) -> dict[str, float]:
+    """`tokens/trained` and `staleness/` of a batch, as `learner/batch_metrics.py` counts them, from the spans alone."""
+    tokens: Counter[int] = Counter()
+    for sample in batch.samples:
+        for span in sample.spans:
+            tokens[max(0, batch.step - span.version.step)] += span.end - span.start
+    total, below, p95 = tokens.total(), 0, 0
+    for age in sorted(tokens):
+        below += tokens[age]
+        p95 = age
+        if below >= math.ceil(0.95 * (total - 1)) + 1:
+            break
+    return {
+        "tokens/trained": total,
+        "staleness/mean": sum(age * count for age, count in tokens.items()) / max(1, total),
+        "staleness/p95": float(p95),
+        "staleness/max": max(tokens, default=0),
+    }

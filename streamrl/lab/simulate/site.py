@@ -1,0 +1,76 @@
+"""A worker with its server, and the groups that it sends: as many tokens as recorded ones, without their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streamrl.lab.simulate.model import RecordedGroup
+from streamrl.lab.simulate.server import Done, GenerationServer, Span
+from streamrl.types import Group, PolicyVersion, Sample, Ticket, VersionSpan
+
+_NOTHING = np.zeros(1, np.int32)
+
+
+@dataclass(slots=True)
+class Site:
+    """A worker and its server, as the worker knows them."""
+
+    name: str
+    capacity: int  # tickets
+    server: GenerationServer
+    longest: int  # tokens of an answer
+    version: int = 0  # step of the server's weights
+    tickets: dict[int, tuple[Ticket, RecordedGroup, float]] = field(default_factory=dict)  # and when it came
+    held_back: list[int] = field(default_factory=list)  # groups that wait for an update's end
+    drained: Callable[[], None] | None = None  # what waits until nothing is in flight
+    wakes: int = 0  # number of the newest alarm: the former ones are void
+    busy: float = 0.0  # seconds, at the last look
+
+    @property
+    def identity(self) -> bytes:
+        """Of its socket."""
+        return self.name.encode()
+
+
+class Frames(bytes):
+    """Stands for the frames of a group, which are passed on unread."""
+
+    group: Group
+
+    @classmethod
+    def of(cls, group: Group) -> Frames:
+        frames = cls()
+        frames.group = group
+        return frames
+
+
+def make_group(ticket: Ticket, drawn: RecordedGroup, done: Done, worker: str, begun: float) -> Group:
+    """What the worker would send: as many tokens as were drawn, of the versions that drew them."""
+    samples = zip(drawn.lengths, drawn.rewards, drawn.passed, done.spans, strict=True)
+    return Group(
+        group_id=ticket.group_id,
+        attempt=ticket.attempt,
+        task=ticket.task,
+        prompt_index=ticket.prompt_index,
+        samples=tuple(_sample(length, reward, passed, spans) for length, reward, passed, spans in samples),
+        worker=worker,
+        started=begun,
+        finished=done.time,
+    )
+
+
+def _sample(length: int, reward: float, passed: bool, spans: list[Span]) -> Sample:
+    """Its arrays are views of a single number: nobody reads more of them than their length."""
+    nothing = np.broadcast_to(_NOTHING, (length,))
+    return Sample(
+        prompt_ids=_NOTHING,
+        output_ids=nothing,
+        logprobs=nothing,
+        loss_mask=np.broadcast_to(np.True_, (length,)),
+        spans=tuple(VersionSpan(PolicyVersion(step), begin, end) for step, begin, end in spans),
+        reward=reward,
+        reward_parts={"exact": float(passed)},
+    )
