@@ -34,8 +34,9 @@ SMALL_RUN = "generate.group_size=4"
 SMALL_GROUPS = "generate.group_size=2 generate.groups_in_flight=4 replay.groups_per_step=2"
 # What is put behind the first pattern that a command begins with.
 MORE = (
-    (r"make demo-pretrained", f"ARGS=run.steps=1 {SMALL_GROUPS}"),
-    (r"make demo", f"ARGS=run.steps={STEPS} {SMALL_RUN}"),
+    (r"make demo-pretrained", f"run.steps=1 {SMALL_GROUPS}"),
+    (r"make demo ARGS=", f"run.steps=3 {SMALL_RUN}"),
+    (r"make demo", f"run.steps={STEPS} {SMALL_RUN}"),
     (r"streamrl train .*--help", ""),
     (r"streamrl train configs/quickstart.yaml$", f"run.steps={STEPS + 2} {SMALL_RUN}"),  # `make demo` goes on
     (r"streamrl train .*evaluate", f"{SMALL} run.name=evaluated evaluate.every=2 evaluate.prompts=4"),
@@ -58,7 +59,6 @@ ELSEWHERE = (
      "tests/end_to_end/test_own_choices_run.py::test_the_commands_of_the_pages_run_with_what_the_pages_show"),
     (r"python -m pytest test_\w+.py",
      "tests/test_own_choices.py::test_what_a_page_shows_passes_the_tests_that_it_shows"),
-    (r"make demo ARGS=.*", "tests/test_docs_commands.py::test_make_demo_hands_its_arguments_to_the_run"),
     (r"make docs", "tests/test_docs_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"),
     (r"make bench|python -m benchmarks\.(?!suite).*",
      "tests/benchmarks/test_suite.py::test_a_benchmark_runs_in_its_quick_form"),
@@ -125,9 +125,12 @@ def place(command: Command) -> tuple[bool, bool, bool]:
 
 
 def longer(words: Sequence[str]) -> list[str]:
-    """With what MORE says."""
+    """With what MORE says; that of `make` goes into its ARGS."""
     more = next((more for pattern, more in MORE if re.match(pattern, " ".join(words))), "")
-    return [*words, *([more] if words[0] == "make" and more else more.split())]
+    if words[0] != "make" or not more:
+        return [*words, *more.split()]
+    given = [word for word in words if word.startswith("ARGS=")]
+    return [*(word for word in words if word not in given), f"{' '.join(given) or 'ARGS='} {more}"]
 
 
 def trained(words: Sequence[str], folder: Path) -> Config | None:
