@@ -27,9 +27,17 @@ def test_every_benchmark_with_a_command_line_is_in_the_table():
     assert scripts - parts <= {benchmark.name for benchmark in BENCHMARKS}
 
 
+# Their quick forms are run by test_adversary.py, test_end_to_end_benchmark.py and test_peers.py, which look closer.
+ELSEWHERE = ("adversary", "end_to_end", "peers")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
+@pytest.mark.parametrize(
+    "benchmark",
+    [benchmark for benchmark in BENCHMARKS if benchmark.name not in ELSEWHERE],
+    ids=lambda benchmark: benchmark.name,
+)
 def test_a_benchmark_runs_in_its_quick_form(benchmark, tmp_path):
     target = tmp_path / "figures.json"
     command = suite.command(benchmark.name, [*benchmark.quick, "--json", str(target)], None, tmp_path)
