@@ -217,6 +217,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("simulate run run.name=other", "run.name: its effect is not modelled"),
     ("simulate run --steps 0", "0 is not allowed; allowed: a whole number above 0"),
     ("simulate config.yaml --validate --json nowhere/figures.json", "nowhere is no folder"),
+    ("simulate config.yaml model.path=nowhere --validate", "model.path: nowhere is no model"),
     ("simulate --fleet nowhere.yaml", "nowhere.yaml"),
     ("plan config.yaml --json nowhere/plan.json", "--json: nowhere/plan.json: nowhere is no folder"),
     ("plan config.yaml --json there", "--json: there is a folder; allowed: a file"),

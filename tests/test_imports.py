@@ -68,7 +68,7 @@ BESIDE_RECORDS = {
     "plan": {"engine.server", "learner.shape", "preflight", "publish.transports", "replay.orders"},
     "report": {"algo.advantages"},
     "retrain": {"learner.role", "preflight"},
-    "simulate": {"engine.server", "replay.core", "stream.messages"},
+    "simulate": {"engine.server", "preflight", "replay.core", "stream.messages"},
     "top": set(),
     "trace": set(),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from rich.table import Table
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.engine.server import ServerFailed
 from streamrl.lab.output import check_file
 from streamrl.lab.simulate.calibration import calibrate, recorded_groups
 from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
-from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, validate
+from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, RunEndedError, validate
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 
@@ -64,9 +66,13 @@ def main(
 def main_validate(
     config_path: Path, overrides: Sequence[str], count: int, steps: int, output: Path | None = None
 ) -> int:
-    """Run settings for real and compare. Returns 1 where a bar is missed."""
+    """Run settings for real and compare. Returns 1 where a bar is missed, or a run fails."""
     check_file("--json", output)
-    model, compared = validate(config_path, overrides, count, steps)
+    try:
+        model, compared = validate(config_path, overrides, count, steps)
+    except (ServerFailed, RunEndedError) as failure:
+        print(f"streamrl: {failure}", file=sys.stderr)
+        return 1
     Console(width=WIDTH).print(_compared_table(compared))
     _print_model(model)
     judged = compared[1:]

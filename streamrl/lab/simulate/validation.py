@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
@@ -89,13 +90,18 @@ def settings(config: Config) -> list[tuple[str, ...]]:
     ]
 
 
+class RunEndedError(RuntimeError):
+    """A run of the validation failed; the text has the last lines of what it printed."""
+
+
 def validate(
     config_path: Path, overrides: Sequence[str], count: int, steps: int = STEPS
 ) -> tuple[Model, list[Compared]]:
     """Calibrate by a run of its own and one with fewer in flight, then compare the first `count` settings.
 
     The first calibration run is made again behind each of them: a prediction is scaled by what the machine gave just
-    before and behind its setting. Raises ConfigError on a single core.
+    before and behind its setting. Raises ConfigError on a single core and for what `train` would refuse, ServerFailed,
+    and RunEndedError.
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -104,6 +110,7 @@ def validate(
     with tempfile.TemporaryDirectory(prefix="streamrl-validate-") as name:
         folder = Path(name)
         config = config_file.load(config_path, overrides)
+        preflight.check(config)
         with serving(config, folder) as server:  # one for all runs
             pin(server.pid, halves[0])
             address = server.address
@@ -142,7 +149,7 @@ def _compare(name: str, config: Config, model: Model, measured: Figures, speed: 
 
 
 def _run(config_path: Path, overrides: Sequence[str], folder: Path, halves: tuple[set[int], set[int]]) -> None:
-    """One run in processes of its own, each on its half of the cores. Raises RuntimeError where it fails."""
+    """One run in processes of its own, each on its half of the cores. Raises RunEndedError where it fails."""
     command = [sys.executable, "-m", "streamrl.cli", "train", str(config_path), *overrides]
     with (folder / "train.log").open("ab") as output:
         training = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -159,7 +166,7 @@ def _run(config_path: Path, overrides: Sequence[str], folder: Path, halves: tupl
         code = training.wait()
     if code:
         lines = (folder / "train.log").read_text(errors="replace").splitlines()
-        raise RuntimeError(f"{' '.join(command)}\nended with {code}:\n" + "\n".join(lines[-20:]))
+        raise RunEndedError(f"{' '.join(command)}\nended with {code}:\n" + "\n".join(lines[-20:]))
 
 
 def _children(pid: int) -> list[psutil.Process]:
