@@ -1,6 +1,5 @@
 """Real runs in processes of their own, on a tiny model: SGLang generates, Megatron-Core trains, ZeroMQ between."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from streamrl.observe.metrics import read_metrics
+from tests.shared_memory import assert_none_is_left, nobodys
 
 DEADLINE = 240.0  # seconds; a start of SGLang on two busy cores may take one of them
 STEPS = 8
@@ -42,7 +42,7 @@ class Run:
     port: int = 0  # of the replay service, once it was seen
 
     def start(self, *overrides: str) -> "Run":
-        self.shared_memory = set(os.listdir("/dev/shm"))
+        self.shared_memory = nobodys()
         self.process = subprocess.Popen(
             [*self.command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -81,7 +81,7 @@ class Run:
         while alive := [pid for pid in self.descendants if _alive(pid)]:
             assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive if _alive(pid)]
             time.sleep(0.1)
-        assert set(os.listdir("/dev/shm")) <= self.shared_memory
+        assert_none_is_left(self.shared_memory)
         assert self.port
         assert self.port not in {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN}
 

@@ -1,6 +1,5 @@
 """A sweep of real runs on one server that all of them share."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 from streamrl import cli
 from streamrl.config import file as config_file
 from streamrl.observe.metrics import read_metrics
+from tests.shared_memory import assert_none_is_left, nobodys
 
 DEADLINE = 500.0  # seconds; three starts of real roles, one after another
 STEPS = 4
@@ -23,7 +23,7 @@ def test_two_runs_share_one_server_the_second_begins_with_the_initial_weights_an
     tiny_model, tmp_path, capsys
 ):
     file = _sweep(tmp_path, tiny_model)
-    shared_memory = set(os.listdir("/dev/shm"))
+    before = nobodys()
     done = subprocess.run(
         [sys.executable, "-m", "streamrl.cli", "sweep", str(file)], capture_output=True, text=True, timeout=DEADLINE
     )
@@ -39,7 +39,7 @@ def test_two_runs_share_one_server_the_second_begins_with_the_initial_weights_an
         assert cli.main(["audit", str(run)]) == 0, capsys.readouterr().out
     assert "one seed, so that no figure has an interval" in done.stdout
     assert (folder / "reward.svg").exists()
-    assert set(os.listdir("/dev/shm")) <= shared_memory
+    assert_none_is_left(before)
     port = int(next(iter(attached))[0].rpartition(":")[2])
     assert port not in {each.laddr.port for each in psutil.net_connections() if each.status == psutil.CONN_LISTEN}
     again = subprocess.run(
