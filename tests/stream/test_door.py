@@ -177,7 +177,9 @@ def test_too_many_strangers_cost_the_oldest_their_place_and_no_peer_its_own(
         router.close()
 
 
-@pytest.mark.parametrize("size", [0, 255, 1 << 16])
+@pytest.mark.parametrize(
+    "size", [0, pytest.param(255, marks=pytest.mark.slow), pytest.param(1 << 16, marks=pytest.mark.slow)]
+)
 def test_a_message_that_never_ends_is_cut_off(
     open_router: Router, connect: Connect, raw: Callable, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
