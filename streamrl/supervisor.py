@@ -142,7 +142,7 @@ class Supervisor:
             if role.age > self.config.run.start_timeout and not role.is_ready():
                 raise RoleFailed(
                     f"{role.name} was not ready in run.start_timeout={self.config.run.start_timeout:g} s; "
-                    f"{self._told_by(role)}"
+                    f"{self._log_tail(role)}"
                 )
             return
         if code == 0 or (self._has_finished() and self.learner.exit_code is not None):
@@ -158,12 +158,12 @@ class Supervisor:
             role.start()
             return
         if role in self.generators and not role.is_ready():
-            self._hear_learner_first()
+            self._await_learner_refusal()
         if word is None:
-            raise RoleFailed(f"{why}; {self._told_by(role)}")
+            raise RoleFailed(f"{why}; {self._log_tail(role)}")
         raise RoleFailed(f"{why}; see {role.log}")
 
-    def _hear_learner_first(self) -> None:
+    def _await_learner_refusal(self) -> None:
         """Raise RoleFailed where the learner, which is starting, refuses the configuration in a moment."""
         while self.learner.runs and not self.learner.is_ready() and not self.interrupts:
             if self.learner.age > LEARNER_FIRST:
@@ -202,11 +202,11 @@ class Supervisor:
         """Raise RoleFailed unless the run is complete, or was interrupted and has saved what it had."""
         if self.interrupts:
             if self.learner.is_ready() and self.learner.exit_code != 0:
-                raise RoleFailed(f"interrupted before a checkpoint was saved; {self._told_by(self.learner)}")
+                raise RoleFailed(f"interrupted before a checkpoint was saved; {self._log_tail(self.learner)}")
             return
         done = max((row["step"] for row in read_metrics(self.run_folder)), default=0)
         if done < self.config.run.steps:
-            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._told_by(self.replay)}")
+            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._log_tail(self.replay)}")
 
     def _stop(self, *, ask: bool) -> None:
         """Wait, `run.stop_timeout` at most, until all roles have ended.
@@ -244,7 +244,7 @@ class Supervisor:
             time.sleep(POLL)
         _end(self._running())
 
-    def _told_by(self, role: Role) -> str:
+    def _log_tail(self, role: Role) -> str:
         return f"last lines of {role.log}:\n{role.last_lines()}"
 
     def _running(self) -> list[Role]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from streamrl.config.file import ConfigError
 from streamrl.generate.tokenizer import Tokenizer
-from streamrl.tasks.environment import Environment, Prompt, said_text
+from streamrl.tasks.environment import Environment, Prompt, message_text
 from streamrl.tasks.failures import describe
 
 # Prompts of one task that are looked at: those of a longer data set are a sample of it, spread over all of it.
@@ -92,5 +92,5 @@ async def _prompts(name: str, task: Environment) -> list[Prompt]:
 
 def _bytes(prompt: Prompt) -> int:
     """Of the text, without what a chat template writes around it."""
-    texts = [prompt.text] if prompt.text is not None else [said_text(message) for message in prompt.messages or ()]
+    texts = [prompt.text] if prompt.text is not None else [message_text(message) for message in prompt.messages or ()]
     return sum(len(text.encode()) for text in texts)

@@ -233,7 +233,7 @@ class Around(Environment):
     """
 
 
-def said_text(message: Message) -> str:
+def message_text(message: Message) -> str:
     """The text of a message, without what is no text."""
     content = message["content"]
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

@@ -158,7 +158,7 @@ class Host:
             watching = asyncio.create_task(self._watch())
             try:
                 while True:
-                    self._take(await self._receive())
+                    self._handle(await self._receive())
             finally:
                 watching.cancel()
         except asyncio.IncompleteReadError as error:
@@ -197,7 +197,7 @@ class Host:
                 self.about.set_exception(ValueError(reason))
                 self.about.exception()  # it is known, whether or not anybody waits
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case Done(number=number) if (opened := self._calls.get(number)) and not opened.answer.done():
                 opened.answer.set_result(message)

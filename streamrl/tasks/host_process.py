@@ -220,10 +220,10 @@ class Host:
                 if not reply.cancelled():
                     reply.set_result(message)
             else:
-                loop.call_soon_threadsafe(self._take, message)
+                loop.call_soon_threadsafe(self._handle, message)
         os._exit(0)  # the worker is gone
 
-    def _take(self, message: Any) -> None:
+    def _handle(self, message: Any) -> None:
         match message:
             case Call(number=number):
                 context = contextvars.copy_context()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from streamrl.tasks.environment import Message, said_text
+from streamrl.tasks.environment import Message, message_text
 
 # What stands for an image in the question's text.
 PLACE = "<image>"
@@ -35,7 +35,7 @@ def with_images(messages: Sequence[Message], count: int) -> tuple[Message, ...]:
     Without any mark they stand before the text of the last message. Raises ValueError where the marks are not as
     many as the images.
     """
-    texts = [said_text(message) for message in messages]
+    texts = [message_text(message) for message in messages]
     marks = sum(text.count(PLACE) for text in texts)
     if not marks and count:
         texts[-1] = PLACE * count + texts[-1]

@@ -75,7 +75,7 @@ class Judges:
         where none can be started. One that hangs is killed.
         """
         async with self._places:
-            judge = await self._take()
+            judge = await self._acquire()
             try:
                 reply = await self._exchange(judge, question, self._timeout)
             except BaseException:  # cancelled or failed: its reply may still come, so it cannot be asked again
@@ -92,7 +92,7 @@ class Judges:
         for judge in list(self._judges):
             await self._end(judge)
 
-    async def _take(self) -> asyncio.subprocess.Process:
+    async def _acquire(self) -> asyncio.subprocess.Process:
         """An idle judge that still lives, or a new one."""
         while self._idle:
             judge = self._idle.pop()

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from streamrl.tasks import answers, countdown
 from streamrl.tasks.arguments import ARGUMENTS, OnDisk
-from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score, said_text
+from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score, message_text
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.images import image_references, with_images
 from streamrl.tasks.math_reward import MathReward
@@ -207,7 +207,7 @@ class Questions(Environment):
     def _messages(self, question: str | list[Message]) -> tuple[Message, ...]:
         turns = [Message(role="user", content=question)] if isinstance(question, str) else list(question)
         last = turns[-1]
-        turns[-1] = Message(role=last["role"], content=said_text(last) + self._arguments.suffix)
+        turns[-1] = Message(role=last["role"], content=message_text(last) + self._arguments.suffix)
         if self._arguments.system is not None:
             turns.insert(0, Message(role="system", content=self._arguments.system))
         return tuple(turns)

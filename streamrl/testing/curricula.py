@@ -34,7 +34,7 @@ class CurriculumConformance(Conformance):
         asked = self._asked(self._curriculum())
         assert len(set(asked)) == len(asked) or not self._curriculum().each_prompt_once
 
-    def test_two_that_heard_the_same_ask_the_same(self) -> None:
+    def test_two_with_the_same_record_ask_the_same(self) -> None:
         assert self._asked(self._curriculum()) == self._asked(self._curriculum())
 
     def _curriculum(self) -> Curriculum:

@@ -24,7 +24,7 @@ from pydantic import BaseModel
 from streamrl.choices import TASKS
 from streamrl.config.task import ScoringConfig, TaskShare
 from streamrl.tasks.arguments import TaskArguments
-from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, said_text
+from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, message_text
 from streamrl.tasks.hosted import Split, host_task
 from streamrl.tasks.registry import build_task
 from streamrl.testing.declarations import Conformance, absolute
@@ -161,7 +161,7 @@ class Policy:
         return [_completion(asked, text) for text in itertools.islice(self._answers, n)]
 
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
-        return _ids(prompt if isinstance(prompt, str) else "\n".join(map(said_text, prompt)))
+        return _ids(prompt if isinstance(prompt, str) else "\n".join(map(message_text, prompt)))
 
     def added_ids(
         self,

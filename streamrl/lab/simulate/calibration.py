@@ -212,20 +212,20 @@ def replayed(speed: ServerSpeed, window: Observed) -> list[tuple[float, float]]:
     server = GenerationServer(speed, updates[0].version - 1 if updates else 0)
     first, outcome = served[0].begin, dict[int, tuple[float, float]]()
 
-    def note(done: Sequence[Done]) -> None:
+    def record(done: Sequence[Done]) -> None:
         for each in done:
             steps = sum(version * (end - begin) for spans in each.spans for version, begin, end in spans)
             outcome[each.group_id] = first + each.time, steps / sum(served[each.group_id].lengths)
 
     begins = [(group.begin - first, 0, index) for index, group in enumerate(served)]
     for time, kind, index in sorted([*begins, *((each.begin - first, 1, i) for i, each in enumerate(updates))]):
-        note(server.advance(time))
+        record(server.advance(time))
         if kind == 0:
             server.start(index, served[index].lengths, time)
         else:
             server.update(updates[index].version, updates[index].seconds)
     while math.isfinite(due := server.next_change):
-        note(server.advance(due))
+        record(server.advance(due))
     return [outcome[index] for index in range(len(served))]
 
 

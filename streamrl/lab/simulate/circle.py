@@ -143,7 +143,7 @@ class Circle:
             case Roster(servers=servers):
                 self._servers = servers
             case BatchHeader():
-                self._take(message, frames)
+                self._handle_batch(message, frames)
             case Stop():
                 self._stop = message
 
@@ -218,7 +218,7 @@ class Circle:
         self._asked_at = self._clock.now
         self._to_service(LEARNER, Next(step=self._version))
 
-    def _take(self, header: BatchHeader, frames: Sequence[Buffer]) -> None:
+    def _handle_batch(self, header: BatchHeader, frames: Sequence[Buffer]) -> None:
         """The batch that the learner waits for. Of placeholders there are real frames, and no token in them."""
         batch = Batch(step=header.step, groups=tuple(each.group for each in frames if isinstance(each, Frames)))
         row = {"tokens/generated": header.stats.tokens_generated, "idle/generator": self._idle()}
