@@ -73,10 +73,10 @@ def test_a_run_with_everything_that_is_built_in_given_by_its_path(folder):
     keys = [kind for kind in KINDS if kind not in (FAMILIES, TOOLS, SINKS)]
     paths = [f"{kind.key}={path_of(kind, config_file.value_at(config, kind.key))}" for kind in keys]
     paths.append(f"model.family={path_of(FAMILIES, 'qwen2')}")
-    assert "publish.transport=streamrl.publish.transports.disk:Disk" in paths
+    assert "publish.transport=streamrl.publish.transports.broadcast:Broadcast" in paths
     streamrl("train", "configs/quickstart.yaml", "run.name=by-path", *SMALL, *paths)
     assert len(list(read_metrics(folder / "runs" / "by-path"))) == STEPS
     assert "tokens audited" in streamrl("audit", "runs/by-path")
     streamrl("simulate", "runs/by-path", "replay.max_staleness=1")
     for command in (["plan", "configs/quickstart.yaml", *SMALL], ["plan", "configs/quickstart.yaml", *SMALL, *paths]):
-        assert "disk" in streamrl(*command)
+        assert "broadcast" in streamrl(*command)
