@@ -353,10 +353,11 @@ def main() -> int:
         rows[-1]["peak_bytes"] = measure_peaks(name)
         show_peaks(rows[-1]["peak_bytes"])
     slow = [row["shape"] for row in rows if row["passes"]["of_bare"]["median"] < BAR]
-    print(f"passes at least {BAR:g} of bare: {'missed by ' + ', '.join(slow) if slow else 'held'}")
+    judged = "not judged in the quick form" if options.quick else f"missed by {', '.join(slow)}" if slow else "held"
+    print(f"passes at least {BAR:g} of bare: {judged}")
     if options.json:
         options.json.write_text(json.dumps({"benchmark": "learner", "bar": BAR, "rows": rows}) + "\n")
-    return 1 if slow else 0
+    return 1 if slow and not options.quick else 0
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ over the rate of memcpy just before; `with staging` counts the staging copy as w
 repeats, transports take turns within each, the spread is (max - min) / median. What arrived is compared bit for bit.
 
 `--servers` measures real SGLang servers instead (`benchmarks/publish_servers.py`). The exit code is 1 where a bar is
-missed: memory with the most receivers, at once, at least 0.8 of memcpy and at least twice broadcast's ratio; delta
-at least 20 times fewer bytes than the weights.
+missed: delta at least 20 times fewer bytes than the weights; in the full form, memory with the most receivers, at
+once, at least 0.8 of memcpy and at least twice broadcast's ratio.
 """
 
 from __future__ import annotations
@@ -236,17 +236,22 @@ def show(row: dict[str, Any]) -> None:
         )
 
 
-def judge(rows: list[dict[str, Any]]) -> bool:
-    """Print each bar with what was reached; whether all are held."""
+def judge(rows: list[dict[str, Any]], quick: bool) -> bool:
+    """Print each bar with what was reached; whether all are held. The quick form's speeds are not judged."""
     most = rows[-1]
-    bars = [
+    speeds = [
         (f"memory at {most['receivers']} receivers at once, of memcpy", most["at once"]["ratio"], MEMORY_BAR),
         ("memory over broadcast", most["memory_over_broadcast"], OVER_GLOO_BAR),
-        ("delta, times fewer bytes", min(row["delta"]["fewer_bytes"] for row in rows), DELTA_BAR),
     ]
-    for name, value, bar in bars:
+    judged = [("delta, times fewer bytes", min(row["delta"]["fewer_bytes"] for row in rows), DELTA_BAR)]
+    if quick:
+        for name, value, bar in speeds:
+            print(f"{name}: {value:.2f}, bar {bar:g}: not judged in the quick form")
+    else:
+        judged += speeds
+    for name, value, bar in judged:
         print(f"{name}: {value:.2f}, bar {bar:g}: {'held' if value >= bar else 'MISSED'}")
-    return all(value >= bar for _, value, bar in bars)
+    return all(value >= bar for _, value, bar in judged)
 
 
 def ratios_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -272,7 +277,7 @@ def receivers_alone(quick: bool) -> tuple[list[dict[str, Any]], bool]:
     for count in (1, 4) if quick else (1, 2, 4):
         rows.append(measure(count, weights, shapes, repeats=5))
         show(rows[-1])
-    return rows, judge(rows)
+    return rows, judge(rows, quick)
 
 
 def main() -> None:

@@ -28,9 +28,10 @@ from streamrl.config import Config
 from streamrl.lifeline import end_tree
 from streamrl.observe import events
 from streamrl.observe.console import Console
-from streamrl.observe.ending import is_last_step
+from streamrl.observe.ending import is_last_step, is_over
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.prometheus import Exporter
+from streamrl.observe.summary import print_summary
 from streamrl.places import train_again
 from streamrl.role_process import Role
 from streamrl.stream.address import address_path
@@ -73,6 +74,10 @@ class Supervisor:
 
     def run(self) -> int:
         """Run to the end. Returns the exit code: 0 done, 1 failed, 130 interrupted after a clean checkpoint."""
+        if self._was_complete():
+            print_summary(self.config, self.run_folder)
+            print(f"streamrl: all {self.config.run.steps} steps are done, nothing is started", file=sys.stderr)
+            return 0
         former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         exporter = Exporter.of(self.config, self.run_folder)
         console = Console(self.config, self.run_folder)
@@ -100,6 +105,11 @@ class Supervisor:
             return 130
         console.summary()
         return 0
+
+    def _was_complete(self) -> bool:
+        """Had the run come to its end before, and is its last checkpoint still there?"""
+        steps = (int(path.name[5:]) for path in (self.run_folder / "checkpoints").glob("step_*[0-9]"))
+        return max(steps, default=0) >= self.config.run.steps and is_over(self.run_folder, self.config.run.steps)
 
     def _start(self) -> None:
         """Start the replay service and, when it listens, the others."""

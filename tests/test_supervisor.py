@@ -126,6 +126,19 @@ def test_a_run_without_deaths_ends_with_0(supervise):
     assert (code, starts(folder, "learner-0")) == (0, 1)
 
 
+def test_of_a_run_that_is_complete_nothing_is_started_while_its_last_checkpoint_is_there(supervise, capsys):
+    over = WAITS | {"tells": {"learner.finished": {"version": f"{STEPS}.0"}, "replay.stop": {"code": 0}}}
+    code, folder = supervise(replay=[over], learner=[DONE])
+    assert code == 0
+    (folder / "checkpoints" / f"step_{STEPS}").mkdir(parents=True)
+    assert supervise(replay=[over], learner=[DONE]) == (0, folder)
+    assert f"all {STEPS} steps are done, nothing is started" in capsys.readouterr().err
+    assert starts(folder, "learner-0") == 1
+    (folder / "checkpoints" / f"step_{STEPS}").rename(folder / "checkpoints" / f"step_{STEPS - 1}")
+    supervise(replay=[over], learner=[DONE])
+    assert starts(folder, "learner-0") == 2
+
+
 def test_the_replay_service_is_started_again_when_it_is_killed(supervise):
     code, folder = supervise(replay=[DIES, DIES, WAITS], learner=[DONE_LATE])
     assert (code, starts(folder, "replay-0")) == (0, 3)

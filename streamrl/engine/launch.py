@@ -1,10 +1,10 @@
 """`python -m streamrl.engine.launch ARGS`: SGLang's own launch_server, made to run and to end where it should.
 
 Three things are added to `python -m sglang.launch_server ARGS`. On a machine without CUDA the stand-ins are
-installed, and SGLang's processes are copies of this one instead of fresh interpreters, which would each load torch
-and SGLang again. With `--lifeline PID` the server ends, with all its processes, when process PID has ended, even by
-kill -9; `--scratch DIR` is removed then. The keys that the server asks for are taken from the environment
-(`engine/keys.py`).
+installed, the model's own module is loaded instead of all that SGLang has (`engine/model_modules.py`), and SGLang's
+processes are copies of this one: fresh interpreters would each load torch and SGLang again. With `--lifeline PID`
+the server ends, with all its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
+The keys that the server asks for are taken from the environment (`engine/keys.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import argparse
 import multiprocessing
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.engine import stand_ins
+from streamrl.engine import model_modules, stand_ins
 from streamrl.engine.hardware import has_cuda
 from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
@@ -31,6 +32,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--lifeline", type=int)
     parser.add_argument("--scratch", type=Path)
     own, sglang_arguments = parser.parse_known_args(arguments)
+    if not has_cuda():
+        _leave_out_what_nobody_needs(sglang_arguments)
 
     def end(pid: int) -> None:
         """Nobody is left who would wait for a polite end."""
@@ -52,6 +55,16 @@ def main(arguments: list[str]) -> None:
         run_server(prepare_server_args([*sglang_arguments, *take_keys(os.environ)]))
     finally:
         end_server(os.getpid(), 0.0, own.scratch, include_root=False)
+
+
+def _leave_out_what_nobody_needs(arguments: Sequence[str]) -> None:
+    """Half of the modules that SGLang would load are models of others, and what its debug dumper knows of Megatron."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", type=Path, default=Path())
+    model = parser.parse_known_args(arguments)[0].model_path
+    others = model_modules.unneeded(arguments, model, model_modules.of_sglang())
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import of it fails as where it is not installed
 
 
 def _fork_processes() -> None:

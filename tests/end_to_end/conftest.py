@@ -16,7 +16,7 @@ from tests.shared_memory import assert_none_is_left, nobodys
 
 DEADLINE = 240.0  # seconds; a start of SGLang on two busy cores may take one of them
 STEPS = 8
-INTERRUPTED_STEPS = 80  # enough that the interruption comes before the end on a fast machine
+INTERRUPTED_STEPS = 32  # enough that the interruption comes before the end on a fast machine
 CONFIG = """
 run: {{name: run, folder: {folder}, steps: {steps}, stop_timeout: 30, start_timeout: 180}}
 model: {{path: {model}}}

@@ -17,7 +17,8 @@ from streamrl.types import PolicyVersion
 LORA = ("learner.lora.rank=4", "learner.optimizer.lr=1.0e-2")
 
 
-@pytest.mark.parametrize("publish", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("publish", ["adapter", "merged"])
 def test_a_run_with_adapters_learns_from_the_versions_that_it_stamps(make_run, tmp_path, capsys, publish):
     run = make_run(steps=6)
     code, output = run.start(*LORA, f"learner.lora.publish={publish}").finish()

@@ -1,9 +1,11 @@
-"""The whole loop on real parts: what a run leaves in its folder, and that its guarantees hold."""
+"""The whole loop on real parts: what a run leaves in its folder, that its guarantees hold, and where its time goes."""
 
+import itertools
 import json
 import os
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from streamrl import cli
 from streamrl.config.replay import JournalConfig
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
+from streamrl.observe.roofline import held_up, roofline
+from streamrl.observe.timeline import Timeline
+from streamrl.observe.trace import trace
 from streamrl.replay.journal import Journal, read_journal, recorded_batches
 from streamrl.replay.records import Completed, Consumed
 from streamrl.replay.segments import Opening, load_frames
@@ -122,6 +127,52 @@ def test_an_interrupted_and_resumed_run_equals_the_uninterrupted_one_given_the_s
     assert "bit for bit" in capsys.readouterr().out
 
 
+def test_every_second_of_every_role_of_a_run_is_told_and_the_learner_s_step_has_its_parts(finished_run):
+    timeline = Timeline.read(finished_run.folder)
+    rows = list(read_metrics(finished_run.folder))
+    assert set(timeline.tracks) == {"generator-0", "learner-0", "publisher"}
+    for track in timeline.tracks.values():
+        phases = track.phases(timeline.begin, timeline.end)
+        assert all(before.end == pytest.approx(after.begin) for before, after in itertools.pairwise(phases))
+        assert phases[0].begin == track.begin
+        assert not track.is_alive
+    learner = timeline.tracks["learner-0"].seconds(timeline.begin, timeline.end)
+    for phase in ("forward", "backward", "optimizer"):
+        assert learner[phase] == pytest.approx(sum(row[f"time/{phase}"] for row in rows), rel=0.01)
+    assert learner["wait"] == pytest.approx(sum(row["time/wait"] for row in rows), rel=0.05, abs=0.2)
+    generator = timeline.tracks["generator-0"].seconds(timeline.begin, timeline.end)
+    assert min(generator[phase] for phase in ("start", "generate", "pause")) > 0
+    tokens = sum(group.tokens for group in timeline.tracks["generator-0"].groups)
+    assert tokens >= sum(row["tokens/generated"] for row in rows) > 0
+
+
+def test_the_limits_of_a_run_are_above_what_it_does_and_its_time_is_attributed(finished_run):
+    timeline = Timeline.read(finished_run.folder)
+    rows = list(read_metrics(finished_run.folder))
+    limits = roofline(timeline, rows)
+    assert limits is not None
+    assert limits.learner > limits.now > 0
+    assert limits.unpaused >= limits.generators > 0.5 * limits.now  # what lay in the buffer was generated before
+    begin, end = rows[0]["time"], rows[-1]["time"]
+    assert sum(held_up(timeline, begin, end).values()) == pytest.approx(end - begin)
+
+
+def test_the_trace_of_a_run_has_an_arrow_for_every_ticket_every_trained_group_and_every_step(finished_run):
+    events = list(trace(finished_run.folder))
+    arrows = Counter(event["name"] for event in events if event["ph"] == "s")
+    assert arrows == Counter(event["name"] for event in events if event["ph"] == "f")
+    groups = sum(event["ph"] == "X" and event["name"].startswith("group ") for event in events)
+    assert arrows == {"ticket": groups, "group": 8 * 4, "batch": 8}
+
+
+def test_between_the_two_lives_of_a_resumed_run_there_is_nothing(resumed_run):
+    timeline = Timeline.read(resumed_run.folder)
+    phases = timeline.tracks["learner-0"].phases(timeline.begin, timeline.end)
+    pairs = list(itertools.pairwise(phases))
+    assert min(after.begin - before.end for before, after in pairs) >= 0
+    assert [after.name for before, after in pairs if after.begin > before.end + 0.5] == ["start"]
+
+
 def test_staleness_0_is_synchronous_and_two_ranks_train_it(make_run, capsys):
     run = make_run(steps=4)
     code, output = run.start("replay.max_staleness=0", "learner.ranks=2").finish()
@@ -180,11 +231,13 @@ def test_an_interrupt_while_the_roles_start_leaves_nothing_behind(make_run):
     run.assert_nothing_is_left()
 
 
-def test_train_on_a_finished_run_ends_at_once_and_changes_no_step(finished_run):
+def test_train_on_a_finished_run_starts_nothing_and_changes_no_step(finished_run):
     rows = list(read_metrics(finished_run.folder))
     code, output = finished_run.start().finish()
     assert code == 0, output
+    assert "all 8 steps are done, nothing is started" in output
     assert list(read_metrics(finished_run.folder)) == rows
+    assert len(_starts(finished_run.folder / "events" / "learner-0.jsonl")) == 1
 
 
 def _copy_with_journal(run_folder: Path, target: Path, change: Callable[..., tuple]) -> Path:

@@ -1,0 +1,35 @@
+"""Which of SGLang's model modules a server needs. It loads each that it has, nearly 300, to find one class."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+# Arguments of a server, by their beginnings, for which the folder's own architecture is not all that is looked for.
+_OF_OTHER_MODELS = ("--speculative", "--model-impl", "--json-model-override-args")
+
+
+def unneeded(arguments: Sequence[str], model: Path, modules: Path) -> tuple[str, ...]:
+    """Names of `modules`' files that register no class for the `architectures` of the model's config.json.
+
+    None where that cannot be said: the model is no folder, none of the files has its class, or one of SGLang's
+    `arguments` asks for another class.
+    """
+    if not (model / "config.json").is_file() or any(word.startswith(_OF_OTHER_MODELS) for word in arguments):
+        return ()
+    names = json.loads((model / "config.json").read_bytes()).get("architectures", ())
+    registers = re.compile(rf"^EntryClass\b.*\b({'|'.join(map(re.escape, names))})\b", re.MULTILINE | re.DOTALL)
+    files = sorted(modules.glob("*.py"))
+    without = tuple(file.stem for file in files if not (names and registers.search(file.read_text())))
+    return without if len(without) < len(files) else ()
+
+
+def of_sglang() -> Path:
+    """Where the installed SGLang has its model modules; it is not imported for it."""
+    spec = PathFinder.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]) / "srt" / "models"
