@@ -12,11 +12,11 @@ from streamrl.config import Config
 
 
 class RunFailedError(RuntimeError):
-    """A role gives the run up, or was told that another one did; the text is the one line that the user reads."""
+    """A role gives the run up, or was informed that another one did; the text is the one line that the user reads."""
 
 
 class ProgressWatch:
-    """Pure: it is told the time, in seconds on any clock that does not jump.
+    """Pure: time is an argument, in seconds on any clock that does not jump.
 
     Usage:
         watch = ProgressWatch(config, time.monotonic())

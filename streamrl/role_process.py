@@ -1,6 +1,6 @@
 """One child process of the supervisor: how it is started, and what it tells of itself in its events and its log.
 
-Whatever was told before the present start is passed over by its place in the file, not by its time: the machine's
+Whatever was reported before the present start is passed over by its place in the file, not by its time: the machine's
 clock may be set while a run goes on.
 """
 
@@ -23,7 +23,7 @@ LOG_LINES = 20  # last lines of a log that a report quotes
 
 @dataclass
 class Role:
-    """One child process, and what it has told since its start."""
+    """One child process, and its events since its start."""
 
     name: str
     command: list[str]
@@ -81,9 +81,9 @@ class Role:
             self.process.terminate()
 
     def event(self, name: str) -> dict[str, Any] | None:
-        """The last event of this name that the role has told since its start; of a span, its end without an error."""
+        """The last event of this name since the role's start; of a span, its end without an error."""
         if self.process is None:
-            return None  # what is in the file was told by a former run's
+            return None  # what is in the file is of a former run's
         for line in self._tail.lines():
             record = parse_record(line)
             if record is not None and record.get("phase") != "begin" and "error" not in record:

@@ -222,7 +222,7 @@ class Supervisor:
         """Wait, `run.stop_timeout` at most, until all roles have ended.
 
         `ask` them to: the replay service tells everyone whom it knows. Who is still starting knows nobody
-        yet, and is told by a signal, `ask` or not.
+        yet, and gets a signal, `ask` or not.
         """
         starting = [role for role in self._running() if not role.is_ready()]
         for role in self._running():

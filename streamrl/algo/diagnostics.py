@@ -94,8 +94,8 @@ def finish(
     """The metrics of one learner step from the sums of its micro batches and ranks.
 
     first: sums of the first pass over the batch, all its mini batches merged; every: those of all passes (None:
-    there was one); updates: passes x mini batches. How far off-policy the data is, is told by the first pass,
-    `offpolicy/` and `tokens/`; what was applied is told by all of them, `loss/` and `weights/`.
+    there was one); updates: passes x mini batches. How far off-policy the data is, is measured in the first pass,
+    `offpolicy/` and `tokens/`; what was applied is measured in all of them, `loss/` and `weights/`.
 
     A name alone is over all tokens; `NAME/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+` are over the tokens of
     that staleness and are there only when the bucket has trained tokens. n counts the trained tokens whose

@@ -26,7 +26,7 @@ class EvaluateConfig(Section):
         description=f"prompts of each task at most; null: {HELD_OUT} of a held-out split, all of evaluation_only tasks",
     )
     samples: int = Field(8, ge=1, description="n, answers to each prompt, at the sampling temperature")
-    k: tuple[int, ...] = Field((), description="k of the pass@k that are told; empty: 1, 2, 4, ... up to samples")
+    k: tuple[int, ...] = Field((), description="k of the pass@k that are reported; empty: 1, 2, 4, ... up to samples")
     greedy: bool = Field(True, description="one more answer to each prompt, at temperature 0")
     temperature: float | None = Field(None, gt=0, description="null: that of generate.sampling")
     max_new_tokens: int | None = Field(None, ge=1, description="null: that of generate.sampling")

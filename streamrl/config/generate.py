@@ -53,7 +53,9 @@ class GenerateConfig(Section):
     single_requests: bool = Field(False, description="one request a sample (long answers) instead of one with n = G")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how tokens are drawn")
     stream_every: int = Field(
-        256, ge=0, description="tokens after which a longer answer is told, so that less can be lost; 0: at its end"
+        256,
+        ge=0,
+        description="tokens after which a part of an answer is streamed, so that less can be lost; 0: at its end",
     )
     request_timeout: float = Field(600.0, gt=0, description="seconds that one request to a server may take")
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel size of a server")

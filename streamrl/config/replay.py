@@ -109,7 +109,7 @@ class ReplayConfig(Section):
     host: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",
-        description="name of the machine that others are told where `address` is tcp://0.0.0.0:PORT; null: its own",
+        description="name of the machine for others where `address` is tcp://0.0.0.0:PORT; null: its own",
     )
     lease: float = Field(30.0, gt=0, description="seconds without a heartbeat after which a ticket is issued again")
     group_timeout: float = Field(

@@ -1,4 +1,4 @@
-"""Whether this machine has a CUDA device, told without importing torch (the worker never does)."""
+"""Whether this machine has a CUDA device, found without importing torch (the worker never does)."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class _Opened:
 
 
 class KeptReader:
-    """A reading process's side of all memories that it was told of. Not for several threads."""
+    """A reading process's side of all memories that were announced to it. Not for several threads."""
 
     def __init__(self) -> None:
         self._opened: OrderedDict[str, _Opened] = OrderedDict()

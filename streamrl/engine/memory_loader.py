@@ -3,7 +3,7 @@
     worker ──/update_weights_from_tensor: a LoadPlan──▶ `load`, in each rank ──▶ a Receipt in the worker's memory
 
 The plan travels where SGLang expects tensors, one a rank. An exception here would end the server, so that
-everything, good or bad, is told by the receipt. torch is imported where it is used: whoever only names
+everything, good or bad, is in the receipt. torch is imported where it is used: whoever only names
 the loader has none.
 """
 

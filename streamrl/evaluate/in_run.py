@@ -1,7 +1,7 @@
 """The evaluations of a run: which versions are due, and what becomes of their results.
 
 A version is due when a multiple of `evaluate.every` lies between the step evaluated last and its own; the first one
-is, so that a curve has its beginning. What has been evaluated is told by the folders in RUN/evaluations: after a crash
+is, so that a curve has its beginning. What has been evaluated is known by the folders in RUN/evaluations: after a crash
 in the middle of an evaluation, the next version that the server gets is evaluated in its place.
 """
 
@@ -47,7 +47,7 @@ class RunEvaluator:
         """Evaluate and write RUN/evaluations/VERSION. Returns the metrics `eval/...`.
 
         Raises EngineError for a server that cannot be reached: the next version is due then. An evaluation that ends
-        by any other error is over. Files that cannot be written are told in the log, and cost no metrics.
+        by any other error is over. Files that cannot be written are named in the log, and cost no metrics.
         """
         former, self._last = self._last, version.step
         self._tasks = self._tasks or await host_evaluated(self._config)

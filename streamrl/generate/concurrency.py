@@ -4,7 +4,7 @@
     room in the cache:    one group more at every look at which all of it is in use
     pressure:             a fifth less, then PATIENCE looks as it is, so that the shrinkage shows first
 
-Pure: it is told what the servers said and answers with the number. Additive increase and multiplicative decrease is
+Pure: from what the servers report it computes the number. Additive increase and multiplicative decrease is
 what keeps several workers that share a server fair to each other (Chiu and Jain, 1989).
 """
 

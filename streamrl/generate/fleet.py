@@ -3,7 +3,7 @@
     starting ─▶ up ──dies, or does not answer──▶ lost ──pause──▶ starting again ─▶ up, with its first weights
                                                    └─ generate.restarts are used up ─▶ given up
 
-A lost server is told to the replay service at once, by a Hello without it, and its requests go on elsewhere, or wait.
+A lost server is reported to the replay service at once, by a Hello without it; its requests go on elsewhere, or wait.
 One that came back, or whose weights an update has left in parts, takes requests when it has the newest version that
 any server of the worker ever had, or one of a learner that was restored since. The worker fails when the last of its
 servers is given up.
@@ -176,8 +176,9 @@ class Fleet:
     async def pressure(self) -> Pressure | None:
         """How full the fullest of them is; None where none tells it."""
         asked = [served.client.pressure() for served in self._up.values()]
-        told = [found for found in await asyncio.gather(*asked, return_exceptions=True) if isinstance(found, Pressure)]
-        return max(told, key=lambda found: (found.token_usage, found.num_waiting_reqs), default=None)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        pressures = [found for found in answers if isinstance(found, Pressure)]
+        return max(pressures, key=lambda found: (found.token_usage, found.num_waiting_reqs), default=None)
 
     async def keep(self, announce: Announce) -> None:
         """Watch every server, and start again what is lost; `announce` tells the service which are up.

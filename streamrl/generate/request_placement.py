@@ -4,7 +4,7 @@
     group 8 ─▶ server-0-1      the one with the fewest groups; the servers of a worker are alike
     server-0-0 is lost: group 7 ─▶ server-0-1, and stays there
 
-Pure: it is told which servers can take the group, and counts.
+Pure: which servers can take the group is an argument; it counts.
 """
 
 from __future__ import annotations

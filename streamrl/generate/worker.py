@@ -122,7 +122,7 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
         raise
     except (ServerFailed, EngineError, KeysUnusable, RunFailedError, ScorerUnready, TimeoutError) as failure:
         if stop.is_set():
-            return 0  # told to end while it waited
+            return 0  # asked to end while it waited
         events.emit("gave_up" if isinstance(failure, RunFailedError) else "worker.failed", reason=str(failure))
         print(f"generator-{index}: {failure}", file=sys.stderr)
         return 1
@@ -282,10 +282,10 @@ class Worker:
         raise Stopped("drained after a signal")
 
     async def _give_up(self) -> None:
-        """When nobody has told of a learner step for too long: the learner, or the service, does not come back."""
+        """When no learner step has been reported for too long: the learner, or the service, does not come back."""
         while not self._watch.is_over(time.monotonic()):
             await asyncio.sleep(self._config.generate.heartbeat)
-        raise RunFailedError(self._watch.line(f"the replay service was heard {self._link.silence:.0f} s ago"))
+        raise RunFailedError(self._watch.line(f"the replay service last answered {self._link.silence:.0f} s ago"))
 
     def _inference(
         self, policy: Policy, *, greedy: bool = False, deadline: float | None = None, priority: int | None = None

@@ -227,14 +227,14 @@ def _check_metrics(run_folder: Path, findings: Findings) -> None:
     tokens = sum(int(row["tokens/trained"]) for row in rows)
     quarantined = sum(int(row.get("quarantined", 0)) for row in rows)
     worst = max((int(row["staleness/max"]) for row in rows), default=0)
-    for what, told, found in (
+    for what, reported, found in (
         ("steps", len(rows), findings.batches),
         ("trained tokens", tokens, findings.trained),
         ("quarantined groups", quarantined, findings.quarantined),
         ("staleness/max", worst, findings.staleness),
     ):
-        if told != found:
-            findings.problems.append(f"metrics.jsonl says {told} {what}, the journal {found}")
+        if reported != found:
+            findings.problems.append(f"metrics.jsonl says {reported} {what}, the journal {found}")
 
 
 def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTrainedModel:

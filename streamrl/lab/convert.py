@@ -245,7 +245,7 @@ def _check_space(output: Path, needed: int) -> None:
 
 @contextmanager
 def _draft(output: Path) -> Iterator[Path]:
-    """A folder beside `output` that is gone afterwards, also when the command is told to end."""
+    """A folder beside `output` that is gone afterwards, also when the command is interrupted."""
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
     former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -53,7 +53,7 @@ def _print_version(name: str, note: str = "") -> bool:
 def _print_paths(device: Device) -> None:
     """Which of the alternatives a run on this machine takes, and why."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns about Transformer Engine, which is told below
+        warnings.simplefilter("ignore")  # Megatron warns about Transformer Engine, which is reported below
         from streamrl.learner.model import choose_layers
 
     print("paths")

@@ -108,7 +108,7 @@ class ServiceBatches:
 
         `limits`: what this learner can train.
 
-        Raises TimeoutError where no service has told its address in `run.start_timeout`.
+        Raises TimeoutError where no service has published its address in `run.start_timeout`.
         """
         self.published: PolicyVersion | None = None
         self.ledger = ledger
@@ -226,7 +226,7 @@ class ServiceBatches:
     def _check_silence(self) -> None:
         limit = self._config.run.silence_timeout
         if min(self._peer.silence, time.monotonic() - self._since) > limit:
-            raise StreamTimeout(f"the replay service was not heard of in run.silence_timeout={limit:g} seconds")
+            raise StreamTimeout(f"no message from the replay service in run.silence_timeout={limit:g} seconds")
 
 
 class RecordedBatches:

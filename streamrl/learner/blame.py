@@ -68,7 +68,7 @@ class Blames:
         self._folder = folder_of(run_folder)
 
     def named(self, step: int) -> dict[GroupKey, str]:
-        """The groups that failed alone, and those that could not be told apart: (group id, attempt): why."""
+        """The groups that failed alone, and those that could not be separated: (group id, attempt): why."""
         blames = list(self._of(step))
         named = {each.groups[0]: each.reason for each in blames if len(each.groups) == 1}
         if self._rehearsed(step).exists():

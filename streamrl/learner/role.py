@@ -278,7 +278,7 @@ class LeadLoop:
         """Tell the ranks, let the last version arrive, tell the service whether the run is complete.
 
         What evaluations tell after the last step is added to the rows of their versions. That the run has `failed`
-        is told by who opened the source.
+        is reported by who opened the source.
         """
         self.trainer.broadcast("end")
         self._report_saved(wait=True)  # after "end": the other ranks wait for nothing but their part of it

@@ -22,7 +22,7 @@ PATIENCE = 3
 
 
 class SlowestRank:
-    """Finds the rank that stays slow, from the times that it is told."""
+    """Finds the rank that stays slow, from the times of each step."""
 
     def __init__(self) -> None:
         self._slowest: int | None = None

@@ -4,7 +4,7 @@
                                                                                   row, context, message
 
 `train`, `sweep`, `retrain` and a role that is started from a configuration make them; `plan` makes the same ones for
-prompts and machines that it is told of. Pure, but for reading the model's folder and the prompts.
+prompts and machines that it is given. Pure, but for reading the model's folder and the prompts.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _NONE = PolicyVersion(0)
 
 class State(Enum):
     IDLE = auto()  # nothing is on its way to it
-    SENDING = auto()  # it was told of a version, and the transport sends the bytes
+    SENDING = auto()  # a version was announced to it, and the transport sends the bytes
     WAITING = auto()  # the bytes are sent; it has not reported the version
     BACKING_OFF = auto()  # the last attempt has failed; the next one waits for the end of a pause
     GONE = auto()  # no live worker has it
@@ -163,7 +163,7 @@ class ServerWeights:
 
 
 class Servers:
-    """All servers that the replay service has ever told of.
+    """All servers that the replay service has ever listed.
 
     >>> servers = Servers(timeout=60.0)
     >>> servers.handle_roster([ServerState(name="server-0", version=PolicyVersion(3))], now=0.0)
@@ -174,7 +174,7 @@ class Servers:
     def __init__(self, timeout: float) -> None:
         """`timeout`: publish.timeout, in seconds."""
         self._timeout = timeout
-        self._known = False  # the present service has told which servers there are
+        self._known = False  # the present service has listed the servers
         self._by_name: dict[str, ServerWeights] = {}
         self._attempts = 0
 

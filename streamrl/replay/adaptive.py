@@ -1,6 +1,6 @@
 """The adaptive bound: how much of max_staleness is admitted now, by the off-policy effective sample size.
 
-Pure: told the metric of each step, it answers with a number of slots. It acts on admission alone: what is out
+Pure: from the metric of each step it computes a number of slots. It acts on admission alone: what is out
 comes back and is trained, so nothing is thrown away, and the proved bound stays that of all slots.
 """
 

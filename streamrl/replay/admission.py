@@ -26,14 +26,14 @@ class Admission:
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
-        self._announced: PolicyVersion | None = None  # the newest that the publisher has told of
+        self._announced: PolicyVersion | None = None  # the newest that the publisher has announced
 
     def announce(self, version: PolicyVersion) -> None:
         """Servers may get this version from now on."""
         self._announced = version if self._announced is None else max(version, self._announced)
 
     def unknown(self, version: PolicyVersion, buffer: Buffer) -> bool:
-        """Has no learner of this run told of this version?
+        """Has no learner of this run announced this version?
 
         A server has new weights before it reports them, so that an announced version is known. A service that was
         started again learns of the newest by the publisher's Announce, and until then knows what its journal knows.

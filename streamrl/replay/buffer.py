@@ -8,7 +8,7 @@ answer to the current attempt is taken, every other one is refused.
 
 Every change that outlives a crash is a record: the buffer decides, applies it to its state (`replay/state.py`), and
 keeps it for `drain`, from where it goes to the journal. Leases, frames and the audit are the process's own: what
-happens to them is in `told`.
+happens to them is in `emitted`.
 
 Told the same things in the same order, a buffer answers the same: time is an argument.
 """
@@ -166,7 +166,7 @@ class Buffer:
     # -- what outlives a crash
 
     def drain(self) -> list[AnyRecord]:
-        """The records since the last call, in order: for the journal. Each Completed is then told its place."""
+        """The records since the last call, in order: for the journal. `placed` then says where each Completed is."""
         if not (records := self._records):
             return []
         self._records = []
@@ -197,7 +197,7 @@ class Buffer:
                 self._state.recover(*record)
             else:
                 self._state.recover(record)
-        self.emitted.clear()  # that was told when it happened
+        self.emitted.clear()  # they were emitted when it happened
         self._state.reopen_placeless()
         self._trained = self._state.next_step
         for life in self._lives.out.values():
@@ -299,7 +299,7 @@ class Buffer:
     def release(self, holder: str, *, excused: bool = False) -> list[Ticket]:
         """The worker is gone for good: its open tickets are to be issued again.
 
-        `excused`: it left because it was told to, and they do not count towards `replay.max_attempts`.
+        `excused`: it left because it was asked to, and they do not count towards `replay.max_attempts`.
         """
         reason = "its worker was told to end" if excused else "its worker is gone"
         return self._give_back(self._lives.of(holder), reason, excused=excused)

@@ -67,7 +67,7 @@ class Core:
         return self._run.phases.code
 
     def is_over(self) -> bool:
-        """Has everybody been told, and left, or had the time for it?"""
+        """Has everybody been sent the end, and left, or had the time for it?"""
         return self._run.phases.is_over(self._time.now, anyone=bool(self._run.workers.live))
 
     def interrupt(self, reason: str, code: int) -> None:

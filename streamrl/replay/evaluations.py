@@ -1,6 +1,6 @@
 """What evaluations tell and what they cost: figures for the learner's next row, and how long a publish waited for them.
 
-Pure, like the buffer: it is told what was said and when, and answers.
+Pure, like the buffer: messages and times come in as arguments.
 """
 
 from __future__ import annotations

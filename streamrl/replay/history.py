@@ -98,7 +98,7 @@ class Contents:
 def read_journal(folder: Path) -> Iterator[Entry]:
     """Every readable record in the order of writing, from all segments; may be used while the run goes on.
 
-    What cannot be read is told in the log; the rest of its segment is left out.
+    What cannot be read is named in the log; the rest of its segment is left out.
     """
     for number, path in segments(folder):
         for entry in scan(number, path):

@@ -53,8 +53,8 @@ __all__ = [
 # Buffers that one call to the operating system takes.
 _PIECES = os.sysconf("SC_IOV_MAX")
 
-# Bytes behind which the disk is told to begin, while the rest is still copied to the kernel: told more often it makes
-# many small writes, and told nothing it idles until the fsync.
+# Bytes behind which the disk is asked to begin, while the rest is still copied to the kernel: asked more often it makes
+# many small writes, and asked never it idles until the fsync.
 _AHEAD = 4 << 20
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class Journal:
         journal = Journal(run_folder / "journal", config.journal, snapshot)
         place = journal.append_group(completed, frames)
         if journal.due(time.monotonic()):
-            journal.commit()  # now the worker may be told
+            journal.commit()  # now the worker may be answered
     """
 
     def __init__(

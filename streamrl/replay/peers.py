@@ -1,6 +1,6 @@
 """Who is behind which socket: the learner, the publisher, and those of whom nothing is known yet.
 
-The workers have a roster of their own (`replay/workers.py`). Pure: it is told the time.
+The workers have a roster of their own (`replay/workers.py`). Pure: time is an argument.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import OrderedDict
 # once, and one answer will do.
 ASK_AGAIN = 1.0
 
-# Peers that were asked, or complained of, lately; beyond it the oldest is forgotten, and asked or told again.
+# Peers that were asked, or complained of, lately; beyond it the oldest is forgotten, and asked or refused again.
 REMEMBERED = 1024
 
 

@@ -14,7 +14,7 @@ from streamrl.types import PolicyVersion
 class Phase(Enum):
     SERVING = auto()  # tickets, groups, batches
     FINISHING = auto()  # the learner has made its last step; its version is published and evaluated
-    STOPPING = auto()  # every peer was told to stop; a run that did not fail waits for their Byes
+    STOPPING = auto()  # every peer was sent Stop; a run that did not fail waits for their Byes
     ENDED = auto()
 
 
@@ -72,12 +72,12 @@ class Phases:
 
     @property
     def goes_on(self) -> bool:
-        """Was nobody told to stop?"""
+        """Was nobody asked to stop?"""
         return self.phase in (Phase.SERVING, Phase.FINISHING)
 
     @property
     def has_failed(self) -> bool:
-        """Was everybody told that the run has failed?"""
+        """Was everybody sent that the run has failed?"""
         return not self.goes_on and self.code == 1
 
     def learner_began(self) -> None:

@@ -23,7 +23,7 @@ class PublisherSide:
         self._roster: Roster | None = None  # as the publisher knows it
 
     def handle_hello(self, identity: bytes) -> None:
-        """It is told of the servers with the next roster."""
+        """It learns of the servers from the next roster."""
         self._run.peers.introduced(identity)
         self._run.peers.publisher, self._roster = identity, None
 

@@ -1,9 +1,9 @@
-"""What a crash has left of the journal: the state to go on from, with everything unreadable cut off and told.
+"""What a crash has left of the journal: the state to go on from, with everything unreadable cut off and reported.
 
 Recovery begins at the newest segment whose snapshot is whole and follows the records behind it up to the first that
 cannot be read. There the journal is cut, on disk too: a prefix of the history is a state that the buffer has been
 in, and what is missing is issued or generated again. Only where the frames of a group are damaged and its record is
-not does the history go on: that group is told as completed without a place, and is generated again.
+not does the history go on: that group is restored as completed without a place, and is generated again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run that makes no step: what the service sees of the reason, and how its workers hear that there are steps.
 
-Pure, like the buffer: it is told what was said and when, and answers.
+Pure, like the buffer: messages and times come in as arguments.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from streamrl.replay.workers import Workers
 from streamrl.stream.messages import Progress
 from streamrl.types import PolicyVersion
 
-# Share of run.progress_timeout after which a worker is told of a step at the latest: it then gives the run up a little
+# Share of run.progress_timeout after which a worker is sent a step at the latest: it then gives the run up a little
 # later than the service, never before it, and a run of fast steps costs no message for each.
 LATEST = 0.1
 
 
 class Herald:
-    """What the workers are told of the learner's steps."""
+    """What is sent to the workers of the learner's steps."""
 
     def __init__(self, timeout: float) -> None:
         """`timeout`: run.progress_timeout, in seconds."""

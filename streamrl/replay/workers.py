@@ -1,6 +1,6 @@
 """Who generates: the live workers, their credit, their servers' versions, and who gets the next ticket.
 
-Pure, like the buffer: it is told what was said and when, and answers.
+Pure, like the buffer: messages and times come in as arguments.
 """
 
 from __future__ import annotations

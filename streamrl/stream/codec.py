@@ -172,8 +172,8 @@ def ticket_of(header: Buffer) -> tuple[int, int]:
     """(group_id, attempt) of a group's header frame, without looking at the rest. Raises MalformedMessage."""
     if (kind := read_kind(header)) != "group":
         raise MalformedMessage(f"kind {kind[:64]!r} with two frames, a group is expected")
-    told = parse(_TICKET_DECODER, header, "group")
-    return told.group_id, told.attempt
+    ticket = parse(_TICKET_DECODER, header, "group")
+    return ticket.group_id, ticket.attempt
 
 
 def decode_batch(header: BatchHeader, frames: Sequence[Buffer]) -> Batch:

@@ -7,7 +7,7 @@ libzmq puts a message of many frames together before the reader sees any of it, 
 messages: neither that nor its limit of a frame bounds a message that never ends. So the kernel's count of the bytes
 that came on a connection is compared with those of the messages that the reader took from it. The difference is what
 libzmq holds. Where that is more than it may, the connections are cut that bring it, and nobody is let in before the
-reader has read what is there: a peer that connects again and again would add to it each time. Pure: it is told the
+reader has read what is there: a peer that connects again and again would add to it each time. Pure: it is given the
 counts.
 """
 
@@ -38,7 +38,7 @@ class Bounds:
 
     strangers: int  # connections at a time whose handshake is not over; the oldest ones are cut
     handshake: int  # that a stranger may send; no more of a peer's bytes are not of messages
-    welcome: int  # that a stranger is told at most; a peer that has been let in was told more
+    welcome: int  # that a stranger is sent at most; a peer that has been let in was sent more
     unread: int  # of one connection
     unread_in_all: int  # of all of them; the one with most is cut
     sealed: int  # that a frame has on the wire beside its content and its length
@@ -100,7 +100,7 @@ class Connections:
 
     @property
     def left(self) -> int:
-        """What `drained` is told: read it before the last look for a message."""
+        """The argument of `drained`: read it before the last look for a message."""
         return self._left
 
     def drained(self, left: int) -> None:

@@ -3,7 +3,7 @@
 ZeroMQ asks by ZAP (RFC 27) about every peer whose handshake is good so far, and waits for the answer; whoever does not
 speak CURVE, or not to this service's key, fails before that. The socket's monitor tells of every connection that comes
 and goes. Several times a second a look at the kernel's counts says which connections are cut, and whether anybody may
-come in (`stream/connections.py`). Where the thread fails, nobody comes in any more, and the reader is told.
+come in (`stream/connections.py`). Where the thread fails, nobody comes in any more, and the reader is informed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Whoever asks sets the pace: at most WINDOW pieces are under way to a client, so that nothing queues up and a client that
 has gone costs nothing. The socket is encrypted, and only peers with the run's client key come in, as at the replay
-service; its own key is made for its lifetime, and told by whoever tells the address.
+service; its own key is made for its lifetime, and published with the address.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Conversation:
         return tuple(spans)
 
     def _routing(self) -> dict[str, np.ndarray]:
-        """The experts of every token as the turn that first told them has it; empty for a dense model.
+        """The experts of every token as the turn that first reported them has it; empty for a dense model.
 
         A turn tells those of the tokens before it too, which are the only ones there are of what was added.
         """

@@ -300,7 +300,7 @@ class Host:
         return self._process.returncode
 
     def _place(self) -> str:
-        """Where the process was, if it has told."""
+        """Where the process was, if it has reported it."""
         place = place_in(os.pread(self._memory, 1 << 16, MARK.size).decode(errors="replace"))
         return f" ({place})" if place else ""
 

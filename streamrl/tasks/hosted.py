@@ -128,7 +128,7 @@ class Hosted(Environment):
 
 
 class HostedTurns(Hosted, TurnByTurn):
-    """One of several turns. What it is told turn by turn, for a trainer elsewhere, is told in one process a prompt."""
+    """One of several turns. What a trainer elsewhere sends turn by turn goes to one process a prompt."""
 
     def __init__(self, pool: HostPool, about: About) -> None:
         super().__init__(pool, about)

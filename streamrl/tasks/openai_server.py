@@ -2,7 +2,7 @@
 
     http://HOST:PORT/SESSION/v1/{chat/completions, completions, models}
 
-The session is in the address, so that an agent needs to be told nothing but its base URL; its name cannot be guessed.
+The session is in the address, so that an agent needs nothing but its base URL; its name cannot be guessed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Limits:
     memory: int = 512 << 20  # bytes of address space
     file_size: int = 8 << 20  # bytes of each file that is written
     processes: int = 16  # at once, threads included
-    output: int = 4096  # characters that the policy is told; what comes after is dropped
+    output: int = 4096  # characters that the policy observes; what comes after is dropped
 
 
 class PythonTool:

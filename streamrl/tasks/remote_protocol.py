@@ -1,4 +1,4 @@
-"""What a task says over HTTP, JSON both ways: a prompt, what the policy is told, what its answers are worth.
+"""What a task says over HTTP, JSON both ways: a prompt, what the policy observes, what its answers are worth.
 
     GET  /TASK/about                                    -> About
     POST /TASK/prompt       {index, split}              -> RemotePrompt
@@ -79,7 +79,7 @@ class AskScores(msgspec.Struct, frozen=True):
 
 
 class Observed(msgspec.Struct, frozen=True):
-    """What the policy is told; neither of the two ends the conversation."""
+    """What the policy observes; neither of the two ends the conversation."""
 
     text: str | None = None
     messages: tuple[Message, ...] | None = None

@@ -9,7 +9,7 @@ from streamrl.config.task import ScoringConfig
 from streamrl.progress import RunFailedError
 from streamrl.tasks.environment import Rollout
 
-MOST_KINDS = 100  # of failures that are told apart
+MOST_KINDS = 100  # of failures that are distinguished
 
 
 class ScorerBroken(RunFailedError):

@@ -91,7 +91,7 @@ class ServedTask:
     async def _judged(self, task: TurnByTurn, prompt: Prompt, turns: Sequence[Completion]) -> RemoteScore:
         try:
             score = await task.score_turns(prompt, turns)
-        except Exception as error:  # the policy for foreign scorers: it is told to the caller, who counts it
+        except Exception as error:  # the policy for foreign scorers: it goes to the caller, who counts it
             masked = is_masked(error, task.infrastructure)
             return RemoteScore(task.lowest_reward, failure=describe(error), masked=masked)
         return RemoteScore(score.reward, score.parts)

@@ -60,11 +60,11 @@ class ToolConformance(Conformance):
             prompt, policy = task.prompt(0), Policy([self._call(argument) for argument in arguments])
             try:
                 turns = await policy.generate(prompt.content, len(arguments))
-                told = [await task.observation(prompt, [turn]) for turn in turns]
+                observed = [await task.observation(prompt, [turn]) for turn in turns]
             finally:
                 await task.close()
                 await task.close()  # may be called twice
-            return [str(each).removeprefix("\n<result>").removesuffix("</result>\n") for each in told]
+            return [str(each).removeprefix("\n<result>").removesuffix("</result>\n") for each in observed]
 
         return asyncio.run(ask())
 

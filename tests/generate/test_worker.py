@@ -246,7 +246,7 @@ def test_a_worker_that_hears_of_no_step_for_too_long_ends_with_one_line(
     run.service.kill()
     code = run.worker.wait(DEADLINE)
     documented(
-        "no learner step in run.progress_timeout=... s: the replay service was heard ... s ago",
+        "no learner step in run.progress_timeout=... s: the replay service last answered ... s ago",
         run.log("generator").splitlines()[-1],
         code,
     )

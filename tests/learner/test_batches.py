@@ -147,7 +147,7 @@ def test_a_service_that_stays_silent_ends_the_learner_at_its_deadline(service, s
     service.generous = False
     with pytest.raises(StreamTimeout) as failed:
         take(source, 4)
-    documented("the replay service was not heard of in run.silence_timeout=... seconds", str(failed.value), 1)
+    documented("no message from the replay service in run.silence_timeout=... seconds", str(failed.value), 1)
 
 
 def test_a_service_that_does_not_answer_the_hello_ends_the_learner_at_its_deadline(config, service, tmp_path):

@@ -29,7 +29,7 @@ from streamrl.preflight.wire import GroupBytes, check_wire, group_bytes
 from streamrl.publish.transports import transport_of
 from streamrl.replay.orders import make_order
 
-# Share of what a rank may take above which its memory is told as a limit.
+# Share of what a rank may take above which its memory is reported as a limit.
 FULL = 0.9
 
 

@@ -1,4 +1,4 @@
-"""The events of note of a run: starts, restarts, failures, what was lost, what was told. Pure: it is fed records."""
+"""The events of note of a run: starts, restarts, failures, what was lost and reported. Pure: it is fed records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of a sweep, one after another: what is done is passed over, what failed is told, the rest goes on."""
+"""The runs of a sweep, one after another: what is done is passed over, what failed is reported, the rest goes on."""
 
 from __future__ import annotations
 

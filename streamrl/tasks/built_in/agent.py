@@ -2,7 +2,7 @@
 
     prompt ─▶ session, base URL ─▶ the agent (a command, or a function) ─▶ calls ─▶ one sample ─▶ the task's scorer
 
-The agent is told its base URL and its question; it calls as often as it likes, within `most_calls` and `timeout`.
+The agent is given its base URL and its question; it calls as often as it likes, within `most_calls` and `timeout`.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class Agent(Around):
 
 
 def _question(prompt: Prompt) -> dict[str, Any]:
-    """What an agent is told: never the right answer."""
+    """What an agent is given: never the right answer."""
     return {"index": prompt.index, "text": prompt.text, "messages": prompt.messages, "images": prompt.images}
 
 

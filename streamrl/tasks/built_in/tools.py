@@ -69,8 +69,8 @@ class Tools(TurnByTurn, Around):
         first, *rest = prompt.messages or ()
         if first["role"] != "system":
             return replace(prompt, messages=(Message(role="system", content=self._described), first, *rest))
-        told = Message(role="system", content=f"{first['content']}\n{self._described}")
-        return replace(prompt, messages=(told, *rest))
+        instructions = Message(role="system", content=f"{first['content']}\n{self._described}")
+        return replace(prompt, messages=(instructions, *rest))
 
     async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
         calls = parse_calls(turns[-1].text)

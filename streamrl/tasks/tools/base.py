@@ -28,7 +28,7 @@ class Tool(Choice, ABC):
 
     @abstractmethod
     async def call(self, argument: str) -> str:
-        """The answer. Whatever is raised is told to the policy as an error."""
+        """The answer. Whatever is raised reaches the policy as an error."""
 
     async def close(self) -> None:
         """Release what it holds. May be called twice."""
