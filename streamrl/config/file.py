@@ -76,6 +76,11 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         if not separator or not key:
             raise ConfigError(f"{override!r} is not an override; allowed: key=value, such as replay.max_staleness=0")
         _set(tree, key, parse_yaml(text, where=key))
+    return checked(tree)
+
+
+def checked(tree: dict[str, Any]) -> Config:
+    """The configuration of a tree of keys and values. Raises ConfigError with one line, as `load` does."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from launch.description import load
 from launch.render import Launch
 from streamrl.stream.address import read_address
 
+HERE = socket.gethostname()
 TIMEOUT = 100.0  # seconds; a busy machine takes half a minute for the imports
 
 
@@ -26,7 +28,7 @@ def test_a_prepared_run_is_served_at_the_told_name_until_sigterm_and_goes_on_aft
     path = describe(
         config={"model": {"path": str(model)}, "run": {"name": "trial"}},
         folder=str(tmp_path / "runs"),
-        hosts=["localhost", "elsewhere"],
+        hosts=[HERE, "elsewhere"],
         port=_free_port(),
         **nodes,
     )
@@ -48,7 +50,7 @@ def test_a_prepared_run_is_served_at_the_told_name_until_sigterm_and_goes_on_aft
                 assert process.poll() is None
                 assert time.time() < started + TIMEOUT
                 time.sleep(0.1)
-            assert read_address(run) == f"tcp://localhost:{made.description.port}"
+            assert read_address(run) == f"tcp://{HERE}:{made.description.port}"
             process.send_signal(signal.SIGTERM)
             assert process.wait(TIMEOUT) == role.GOES_ON
         finally:
@@ -58,7 +60,5 @@ def test_a_prepared_run_is_served_at_the_told_name_until_sigterm_and_goes_on_aft
 
 
 def _free_port() -> int:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -21,6 +21,7 @@ from launch.description import load
 from launch.render import Launch
 from streamrl.config import file as config_file
 
+HERE = socket.gethostname()
 TIMEOUT = 100.0  # seconds; a busy machine takes half a minute for the imports
 
 # Writes down who it is; SIGTERM makes it save.
@@ -71,7 +72,7 @@ def _commands(describe, tmp_path: Path, script: Path) -> list[list[str]]:
         config={"model": {"path": "/m"}, "run": {"name": "trial"}, "learner": {"ranks": 2}},
         folder=str(tmp_path / "runs"),
         learner={"nodes": 2, "gpus": 0},
-        hosts=["localhost", "localhost"],
+        hosts=[HERE, HERE],
         python=sys.executable,
         rendezvous_port=port,
     )

@@ -241,3 +241,12 @@ def test_a_wrong_description_is_one_line_and_exit_code_2(describe, capsys):
     assert capsys.readouterr().err.startswith("render: hosts: 0 names for 1 nodes; allowed:")
     assert render.main(["slurm", str(describe())]) == 2
     assert "allowed: with -o FOLDER" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("first", ["localhost", "127.0.0.1", "no name"])
+def test_a_first_host_that_the_others_do_not_reach_is_refused_in_one_line(describe, capsys, first):
+    nodes = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 1, "gpus": 0}}
+    assert render.main(["hosts", str(describe(**nodes, hosts=[first, "b"])), "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("render: replay.host: ")
+    assert first in line
