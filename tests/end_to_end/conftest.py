@@ -37,7 +37,7 @@ class Run:
     folder: Path
     command: list[str]
     process: subprocess.Popen[str] | None = None
-    descendants: set[int] = field(default_factory=set)
+    descendants: set[psutil.Process] = field(default_factory=set)  # by id and start: an id is used again
     shared_memory: set[str] = field(default_factory=set)
     port: int = 0  # of the replay service, once it was seen
 
@@ -64,7 +64,7 @@ class Run:
         self.note_descendants()
 
     def note_descendants(self) -> None:
-        self.descendants |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+        self.descendants |= set(psutil.Process(self.process.pid).children(recursive=True))
         if (self.folder / "replay.address").exists():
             self.port = int((self.folder / "replay.address").read_text().rpartition(":")[2])
 
@@ -78,17 +78,17 @@ class Run:
         """No descendant lives, no shared memory was added, nobody listens at the run's address."""
         assert self.descendants, "no descendant was seen"
         deadline = time.monotonic() + within
-        while alive := [pid for pid in self.descendants if _alive(pid)]:
-            assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in alive if _alive(pid)]
+        while alive := [process for process in self.descendants if _alive(process)]:
+            assert time.monotonic() < deadline, [process.cmdline() for process in alive if _alive(process)]
             time.sleep(0.1)
         assert_none_is_left(self.shared_memory)
         assert self.port
         assert self.port not in {c.laddr.port for c in psutil.net_connections() if c.status == psutil.CONN_LISTEN}
 
 
-def _alive(pid: int) -> bool:
+def _alive(process: psutil.Process) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -116,8 +116,8 @@ def make_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     for run in runs:
         if run.process and run.process.poll() is None:
             run.process.kill()
-    for pid in {pid for run in runs for pid in run.descendants if _alive(pid)}:
-        psutil.Process(pid).kill()
+    for process in {process for run in runs for process in run.descendants if _alive(process)}:
+        process.kill()
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ def test_ctrl_c_while_servers_and_ranks_start_ends_with_130_long_before_the_time
     run = make_run().start("run.stop_timeout=3600", "generate.workers=2", "replay.max_staleness=4")
 
     def starting() -> bool:
-        names = [" ".join(_command(pid)) for pid in run.descendants]
+        names = [" ".join(_command(process)) for process in run.descendants]
         return any("engine.launch" in name for name in names) and any("cli learner" in name for name in names)
 
     run.wait_for(starting)
@@ -139,8 +139,8 @@ def test_a_learner_that_is_killed_when_it_has_finished_leaves_a_finished_run(mak
     assert len(told(run.folder, "learner", "process.start")) == 1
 
 
-def _command(pid: int) -> list[str]:
+def _command(process: psutil.Process) -> list[str]:
     try:
-        return psutil.Process(pid).cmdline()
+        return process.cmdline()
     except psutil.NoSuchProcess:
         return []
