@@ -34,6 +34,7 @@ LONG = (
     "tests/publish",
 )
 LONG += ("tests/generate", "tests/engine", "tests/learner", "tests/test_own_choices", "tests/stream/test_door")
+LONG += ("tests/test_supervisor", "tests/tasks/test_hosted", "tests/replay")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

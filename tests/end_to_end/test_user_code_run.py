@@ -51,7 +51,7 @@ TASK = """
                 self.kind = starts.tell() % 3
 
         async def score(self, prompt, completion):
-            if next(self.calls) == 23:
+            if next(self.calls) == 11:
                 match self.kind:
                     case 0: time.sleep(1e9)
                     case 1: os._exit(1)

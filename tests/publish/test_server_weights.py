@@ -162,8 +162,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def leaves(self, name: str) -> None:
+        """Its attempt has failed now, whenever the publisher looks at it."""
+        self._fails(name)
         self.true.pop(name, None)
         self._tell()
+
+    def _fails(self, name: str) -> None:
+        if name in self.open and self.open[name].is_open:
+            self.failures.setdefault(name, []).append(self.now)
 
     @precondition(lambda self: not self.open)
     @rule()
@@ -221,9 +227,9 @@ class Machine(RuleBasedStateMachine):
         if server is None:
             return
         if server.problem(self.now) is not None:
+            self._fails(name)
             server.fail(self.now)
             server.fail(self.now)  # what has failed has failed
-            self.failures.setdefault(name, []).append(self.now)
         elif server.state is not State.IDLE:
             return
         else:
