@@ -153,6 +153,7 @@ def test_a_killed_learner_with_a_damaged_checkpoint_trains_the_same_groups_from_
     assert "no checkpoint is left to resume from; allowed: " in last
 
 
+@pytest.mark.slow
 def test_two_runs_on_one_address_exchange_nothing(make_run: Callable[[str], Run]) -> None:
     own, other = make_run("own"), make_run("other")
     service = own.start("replay")

@@ -208,6 +208,7 @@ def _starts(events: Path) -> list[int]:
     return [event["pid"] for event in read_events(events) if event["event"] == "process.start"]
 
 
+@pytest.mark.slow
 def test_a_role_that_cannot_start_is_reported_with_the_last_lines_of_its_log(make_run):
     run = make_run()
     code, output = run.start("generate.server_args={no_such_flag: 1}").finish()

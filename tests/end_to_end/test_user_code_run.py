@@ -113,6 +113,7 @@ def test_a_reward_that_sometimes_raises_is_counted_in_metrics_console_summary_an
     assert [panel["title"] for panel in shown] == ["Answers on which the scorer raised"]
 
 
+@pytest.mark.slow
 def test_a_scorer_that_blocks_or_dies_stops_no_heartbeat_no_deadline_and_no_evaluation(
     make_run: Callable[..., Any], task: Callable[[str], str]
 ) -> None:

@@ -93,6 +93,7 @@ def megatron(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_two_ranks_write_what_one_reads_back_bitwise(model, megatron, tmp_path):
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert sorted(path.name for path in megatron.glob("release/*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
