@@ -32,8 +32,8 @@ class OnDisk:
     def placed(self, text: str, place: Place) -> str:
         """The text with its path, if it has one, where `place` says.
 
-        >>> OnDisk("code").placed("rewards.py:exact", lambda path: Path("/work") / path)
-        '/work/rewards.py:exact'
+        >>> OnDisk("code").placed("rewards.py:exact", lambda path: Path("/srv") / path)
+        '/srv/rewards.py:exact'
         """
         where, separator, name = text.rpartition(":")
         match self.kind:
