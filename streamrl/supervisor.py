@@ -28,7 +28,7 @@ from streamrl.config import Config
 from streamrl.lifeline import end_tree
 from streamrl.observe import events
 from streamrl.observe.console import Console
-from streamrl.observe.ending import is_last_step, is_over
+from streamrl.observe.ending import is_last_step, is_over, saved_steps
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.prometheus import Exporter
 from streamrl.observe.summary import print_summary
@@ -108,8 +108,8 @@ class Supervisor:
 
     def _was_complete(self) -> bool:
         """Had the run come to its end before, and is its last checkpoint still there?"""
-        steps = (int(path.name[5:]) for path in (self.run_folder / "checkpoints").glob("step_*[0-9]"))
-        return max(steps, default=0) >= self.config.run.steps and is_over(self.run_folder, self.config.run.steps)
+        steps = self.config.run.steps
+        return max(saved_steps(self.run_folder), default=0) >= steps and is_over(self.run_folder, steps)
 
     def _start(self) -> None:
         """Start the replay service and, when it listens, the others."""

@@ -131,6 +131,7 @@ def test_of_a_run_that_is_complete_nothing_is_started_while_its_last_checkpoint_
     code, folder = supervise(replay=[over], learner=[DONE])
     assert code == 0
     (folder / "checkpoints" / f"step_{STEPS}").mkdir(parents=True)
+    (folder / "checkpoints" / "step_of_mine_2").mkdir()  # a user's copy
     assert supervise(replay=[over], learner=[DONE]) == (0, folder)
     assert f"all {STEPS} steps are done, nothing is started" in capsys.readouterr().err
     assert starts(folder, "learner-0") == 1

@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--scratch", type=Path)
     own, sglang_arguments = parser.parse_known_args(arguments)
     if not has_cuda():
-        _leave_out_what_nobody_needs(sglang_arguments)
+        _skip_unneeded_imports(sglang_arguments)
 
     def end(pid: int) -> None:
         """Nobody is left who would wait for a polite end."""
@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> None:
         end_server(os.getpid(), 0.0, own.scratch, include_root=False)
 
 
-def _leave_out_what_nobody_needs(arguments: Sequence[str]) -> None:
-    """Half of the modules that SGLang would load are models of others, and what its debug dumper knows of Megatron."""
+def _skip_unneeded_imports(arguments: Sequence[str]) -> None:
+    """SGLang would load the modules of all other models, and Megatron-Core for its debug dumper."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", type=Path, default=Path())
     model = parser.parse_known_args(arguments)[0].model_path

@@ -9,18 +9,21 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 # Arguments of a server, by their beginnings, for which the folder's own architecture is not all that is looked for.
-_OF_OTHER_MODELS = ("--speculative", "--model-impl", "--json-model-override-args")
+_OF_OTHER_MODELS = ("--speculative", "--model-impl", "--json-model-override-args", "--config")
 
 
 def unneeded(arguments: Sequence[str], model: Path, modules: Path) -> tuple[str, ...]:
     """Names of `modules`' files that register no class for the `architectures` of the model's config.json.
 
-    None where that cannot be said: the model is no folder, none of the files has its class, or one of SGLang's
-    `arguments` asks for another class.
+    None where that cannot be said: the model is no folder, its config.json names no class that one of the files has,
+    or one of SGLang's `arguments` may ask for another class.
     """
-    if not (model / "config.json").is_file() or any(word.startswith(_OF_OTHER_MODELS) for word in arguments):
+    if any(word.startswith(_OF_OTHER_MODELS) for word in arguments):
         return ()
-    names = json.loads((model / "config.json").read_bytes()).get("architectures", ())
+    try:
+        names = json.loads((model / "config.json").read_bytes())["architectures"] or ()
+    except (OSError, ValueError, LookupError, TypeError):  # SGLang says what is wrong with it
+        return ()
     registers = re.compile(rf"^EntryClass\b.*\b({'|'.join(map(re.escape, names))})\b", re.MULTILINE | re.DOTALL)
     files = sorted(modules.glob("*.py"))
     without = tuple(file.stem for file in files if not (names and registers.search(file.read_text())))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config.file import ConfigError
+from streamrl.observe.ending import saved_steps
 from streamrl.observe.events import read_events
 from streamrl.replay.history import read_journal
 from streamrl.replay.life import LIFE, Event, Phase
@@ -106,8 +107,7 @@ def read_life(run_folder: Path, group_id: int) -> GroupLife:
         life.events += _generator_events(path, group_id)
     life.events.sort(key=lambda event: event["time"])
     if life.step is not None:
-        steps = sorted(int(found.name[5:]) for found in (run_folder / "checkpoints").glob("step_*[0-9]"))
-        life.checkpoints = [f"step_{step}" for step in steps if step > life.step]
+        life.checkpoints = [f"step_{step}" for step in saved_steps(run_folder) if step > life.step]
     return life
 
 

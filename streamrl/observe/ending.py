@@ -1,4 +1,4 @@
-"""How a run ended, by what its replay service has recorded."""
+"""How a run ended, by what its replay service has recorded, and what it has saved."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.observe.events import event_path, read_events
+
+
+def saved_steps(run_folder: Path) -> list[int]:
+    """The steps of its complete checkpoints, ascending."""
+    names = (path.name.removeprefix("step_") for path in (run_folder / "checkpoints").glob("step_*"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def is_last_step(event: dict[str, Any], steps: int) -> bool:

@@ -27,8 +27,9 @@ def test_where_another_class_may_be_asked_for_nothing_is_left_out(model, tmp_pat
     assert unneeded([], tmp_path / "absent", of_sglang()) == ()
     (model / "config.json").write_text(json.dumps({"architectures": ["NobodyKnowsForCausalLM"]}))
     assert unneeded([], model, of_sglang()) == ()
-    (model / "config.json").write_text("{}")
-    assert unneeded([], model, of_sglang()) == ()
+    for content in ("{}", "[]", '{"architectures": null}', "no JSON"):
+        (model / "config.json").write_text(content)
+        assert unneeded([], model, of_sglang()) == ()
 
 
 @pytest.mark.slow
