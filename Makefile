@@ -1,8 +1,8 @@
 # Every target sets up what it needs: a virtual environment inside the clone, made once, remade when the pins change.
 VENV ?= .venv
 RUN := $(VENV)/bin
-# Two tests at a time, each file in one process: servers that a file shares are started once. tests/conftest.py orders them.
-PYTEST := $(RUN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# Two tests at a time; tests/units.py says which of them one process runs, and in which order.
+PYTEST := $(RUN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 export PYTHONUNBUFFERED := 1
 

@@ -18,28 +18,21 @@ from streamrl.config import Config
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
+from tests.units import Units, place_of
 
 if TYPE_CHECKING:
     import torch
 
 _NEW = PolicyVersion(0)
 
-# What takes minutes, the longest first: two processes that begin with it end at about the same time.
-LONG = (
-    "tests/benchmarks",
-    "tests/test_docs_commands",
-    "tests/end_to_end",
-    "tests/launch",
-    "tests/lab",
-    "tests/publish",
-)
-LONG += ("tests/generate", "tests/engine", "tests/learner", "tests/test_own_choices", "tests/stream/test_door")
-LONG += ("tests/test_supervisor", "tests/tasks/test_hosted", "tests/replay")
+
+def pytest_xdist_make_scheduler(config: pytest.Config) -> Units:
+    return Units(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of a file stay in their order, and files of a folder in theirs."""
-    items.sort(key=lambda item: next((place for place, begin in enumerate(LONG) if item.nodeid.startswith(begin)), 99))
+    items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.fixture(scope="session")

@@ -253,20 +253,14 @@ class Buffer:
     @property
     def required(self) -> int | None:
         """The step of the weights that the next ticket asks for; None while there is no next one."""
-        state = self._state
-        waiting = self._lives.first_waiting
-        group_id = state.next_id if waiting is None else waiting.group_id
-        if state.began is None or state.acknowledged is None or group_id >= self._end_id:
-            return None
-        required = self.order.required_step(group_id, state.next_step, self.adaptive.slots)
-        return required if required <= self._contained else None
+        return self._required(self._lives.first_waiting)
 
     def issue(self, holder: str, newest: PolicyVersion, now: float) -> Ticket | None:
         """The next ticket for a worker whose newest server is at `newest`; None when there is none for it."""
-        required = self.required
+        state, waiting = self._state, self._lives.first_waiting
+        required = self._required(waiting)
         if required is None or newest.step < required:
             return None
-        state, waiting = self._state, self._lives.first_waiting
         if waiting is None:
             group_id = state.next_id
             task, attempt = self._shares.task(group_id), 0
@@ -312,7 +306,7 @@ class Buffer:
         """This attempt came to nothing. Raises GroupRefused as `complete` does."""
         self._give_back([self._open(holder, group_id, attempt)], reason)
 
-    def complete(self, holder: str, group: Group, frames: Sequence[Any], size: int) -> Stored | None:
+    def complete(self, holder: str, group: Group, frames: Sequence[Any], size: int) -> Completed | None:
         """Take a group. None: a filter dropped it, its place gets another prompt, and the worker may forget it.
 
         Raises DuplicateGroup where this attempt was taken before, and GroupRefused unless it answers the current
@@ -331,7 +325,7 @@ class Buffer:
         """Tickets that will not be issued again: each of these groups is to be completed as a placeholder."""
         return [life.ticket(self._seed, 0.0) for life in self._lives.exhausted.values()]
 
-    def complete_placeholder(self, group: Group, frames: Sequence[Any], size: int) -> Stored | None:
+    def complete_placeholder(self, group: Group, frames: Sequence[Any], size: int) -> Completed | None:
         """Take a group of placeholders for an exhausted ticket. Raises GroupRefused unless it is for one."""
         life = self._lives.exhausted.get(group.group_id)
         if life is None or life.attempt != group.attempt:
@@ -388,6 +382,15 @@ class Buffer:
 
     # -- inside
 
+    def _required(self, waiting: Life | None) -> int | None:
+        """`required`, where this is the oldest group that waits."""
+        state = self._state
+        group_id = state.next_id if waiting is None else waiting.group_id
+        if state.began is None or state.acknowledged is None or group_id >= self._end_id:
+            return None
+        required = self.order.required_step(group_id, state.next_step, self.adaptive.slots)
+        return required if required <= self._contained else None
+
     @property
     def _contained(self) -> int:
         """v: the step whose groups have their slots freed."""
@@ -398,7 +401,7 @@ class Buffer:
         self._state.apply(record)
         self._records.append(record)
 
-    def _accept(self, life: Life, group: Group, record: Completed, frames: Sequence[Any]) -> Stored | None:
+    def _accept(self, life: Life, group: Group, record: Completed, frames: Sequence[Any]) -> Completed | None:
         self._audit.generated.add(record)
         self._curriculum.record(life.task, life.prompt_index, record.pass_rate)
         if self._filters is not None and life.prompts < self._filters.tries:
@@ -409,7 +412,7 @@ class Buffer:
                 return None
         life.frames, life.spent, life.excused = frames, 0.0, 0  # what may be issued for it next has its whole time
         self._emit(record)
-        return life.stored()
+        return record
 
     def _drop(self, life: Life, record: Completed, reason: str, *, same_prompt: bool) -> None:
         cursor = self._state.cursors[life.task]
@@ -436,20 +439,26 @@ class Buffer:
 
     def _open(self, holder: str, group_id: int, attempt: int) -> Life:
         """The group that an answer is for. Nobody's, after a crash, is anybody's who answers it."""
-        life = self._lives.get(group_id)
-        is_out = life is not None and life.phase is ISSUED and life.attempt == attempt
-        if life is not None and is_out and life.holder in (None, holder):
+        life = self._lives.out.get(group_id)
+        if life is not None and life.attempt == attempt and (life.holder is None or life.holder == holder):
             return life
+        raise self._refusal(group_id, attempt)
+
+    def _refusal(self, group_id: int, attempt: int) -> GroupRefused:
+        """Why an answer is for no ticket of its worker."""
         what = f"group {group_id} attempt {attempt}"
+        life = self._lives.get(group_id)
         if life is None:
-            raise GroupRefused(f"{what} is trained already" if group_id < self._state.next_id else f"{what}: no ticket")
+            return GroupRefused(
+                f"{what} is trained already" if group_id < self._state.next_id else f"{what}: no ticket"
+            )
         if life.completed is not None and life.completed.attempt == attempt:
-            raise DuplicateGroup(f"{what} is {life.phase} already")
+            return DuplicateGroup(f"{what} is {life.phase} already")
         self._audit.counts["late_duplicates"] += 1
-        if is_out:
-            raise GroupRefused(f"{what} is the ticket of worker {life.holder}")
+        if life.phase is ISSUED and life.attempt == attempt:
+            return GroupRefused(f"{what} is the ticket of worker {life.holder}")
         is_lost = life.recorded is ISSUED and life.phase is not ISSUED
-        raise GroupRefused(f"{what}: attempt {life.attempt} is {'lost' if is_lost else life.phase}")
+        return GroupRefused(f"{what}: attempt {life.attempt} is {'lost' if is_lost else life.phase}")
 
 
 def make_buffer(config: Config) -> Buffer:

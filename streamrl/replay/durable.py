@@ -42,7 +42,7 @@ class DurableBuffer:
 
     Usage:
         durable = DurableBuffer(config, run_folder, events)
-        stored = durable.complete("generator-0", group, frames)
+        record = durable.complete("generator-0", group, frames)
         mark = durable.mark
         durable.tick(time.monotonic())
         durable.is_durable(mark)  # once `journal.commit_seconds` are over
@@ -89,12 +89,12 @@ class DurableBuffer:
         """What the weights contain once the batch taken last is trained, with the run whose groups they are."""
         return replace(self.buffer.ledger(), run=self.run.id)
 
-    def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Stored | None:
+    def complete(self, worker: str, group: Group, frames: Sequence[Frame]) -> Completed | None:
         """Take a worker's group. None: a filter dropped it. Raises GroupRefused."""
         self.append()
-        stored = self.buffer.complete(worker, group, frames, _size(frames))
+        record = self.buffer.complete(worker, group, frames, _size(frames))
         self.append(frames)
-        return stored
+        return record
 
     def give_up(self, ticket: Ticket) -> None:
         """End a ticket that was lost too often, or for too long, as a group of placeholders."""
@@ -114,11 +114,11 @@ class DurableBuffer:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
         if self.buffer.emitted:
             self._emit()
+        records = self.buffer.drain()
         if self._journal is None:
-            self.mark += len(self.buffer.drain())
-            self._durable = self.mark
+            self.mark = self._durable = self.mark + len(records)
             return
-        for record in self.buffer.drain():
+        for record in records:
             self.mark += 1
             if isinstance(record, Completed):
                 self.buffer.placed(record.group_id, self._journal.append_group(record, frames))

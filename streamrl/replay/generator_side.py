@@ -108,7 +108,7 @@ class GeneratorSide:
             if (problem := run.admission.problem(group, run.buffer)) is not None:
                 run.buffer.fail(worker.name, group.group_id, group.attempt, problem)
                 raise GroupRefused(problem)
-            stored = run.durable.complete(worker.name, group, frames)
+            accepted = run.durable.complete(worker.name, group, frames)
         except DuplicateGroup:  # its Accepted was lost
             run.events.emit("group.duplicate", worker=worker.name, **answer)
         except GroupRefused as error:
@@ -117,7 +117,7 @@ class GeneratorSide:
             return
         else:
             run.delivery.accepted(group.tokens)
-            if stored is not None:
+            if accepted is not None:
                 run.events.emit("group.accepted", worker=worker.name, tokens=group.tokens, **answer)
         self._accepted.append((run.durable.mark, worker.name, Accepted(**answer)))
 

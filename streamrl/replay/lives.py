@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from streamrl.replay.life import (
+    COMPLETED,
     CONSUMED,
     EXHAUSTED,
     FORGOTTEN,
@@ -122,20 +123,24 @@ class Lives(dict[int, Life]):
         before, group_id = life.phase, life.group_id
         after = life.phase = _after[before].get(event) or LIFE.next(before, event)
         if before is ISSUED is not after:
-            self._free(life)
+            if life.holder is not None:
+                del self._held[life.holder][group_id]
+                life.holder = None
             life.out = None
             del self.out[group_id]
         elif before is EXHAUSTED:
             del self.exhausted[group_id]
+        if after is COMPLETED or after is CONSUMED:
+            return after  # found by the state's own indexes
         if after is ISSUED:
             self.out[group_id] = life
+        elif after is FORGOTTEN:
+            del self[group_id]
         elif after is WAITING:
             life.lost = event is LOSE
             heapq.heappush(self._waiting, group_id)
         elif after is EXHAUSTED:
             self.exhausted[group_id] = life
-        elif after is FORGOTTEN:
-            del self[group_id]
         return after
 
     def assume(self, life: Life, event: Event) -> None:
@@ -147,11 +152,6 @@ class Lives(dict[int, Life]):
         """The ticket that is out, and that nobody has, belongs to this worker."""
         life.holder = holder
         self._held[holder][life.group_id] = life
-
-    def _free(self, life: Life) -> None:
-        if life.holder is not None:
-            del self._held[life.holder][life.group_id]
-            life.holder = None
 
     def held(self, holder: str) -> int:
         """Tickets of this worker."""

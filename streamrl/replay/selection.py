@@ -16,19 +16,20 @@ from streamrl.types import PASSED, Group, PolicyVersion, Ticket
 
 def measure(group: Group, size: int) -> Completed:
     """What filters, order and audit read of a group of `size` bytes, in one pass: this runs for all that arrive."""
-    tokens = answers = passed = 0
+    tokens = failed = passed = 0
     oldest: int | None = None
     first: PolicyVersion | None = None
     for sample in group.samples:
         tokens += len(sample.output_ids)
-        if sample.finish_reason != "placeholder":
-            answers += 1
-            if sample.reward_parts.get("exact", sample.reward) >= PASSED:  # `Sample.passed`, without its call
-                passed += 1
+        if sample.finish_reason == "placeholder":
+            failed += 1
+        elif sample.reward_parts.get("exact", sample.reward) >= PASSED:  # `Sample.passed`, without its call
+            passed += 1
         if (spans := sample.spans) and spans[0].version is not first:  # versions never fall within a sample
             first = spans[0].version
             if oldest is None or first.step < oldest:
                 oldest = first.step
+    answers = len(group.samples) - failed
     return Completed(
         group_id=group.group_id,
         attempt=group.attempt,

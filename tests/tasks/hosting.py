@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.environment import Completion, Environment, Rollout
@@ -20,7 +21,10 @@ TIMEOUT = 1.5  # task.scoring.timeout of these tests
 
 
 class Hosting:
-    """`async with hosting(CLASS, **scoring) as task`: a class of the module `source`, written to `folder`."""
+    """`async with hosting(CLASS, **scoring) as task`: a class of the module `source`, written to `folder`.
+
+    Fails where a process of the task is left behind it.
+    """
 
     def __init__(self, folder: Path, source: str) -> None:
         self.file = folder / "mine.py"
@@ -34,11 +38,18 @@ class Hosting:
             yield task
         finally:
             await task.close()
+        assert not processes()
 
     def line(self, text: str) -> str:
         """FILE:LINE of the first line of the module that has `text`."""
         lines = self.file.read_text().splitlines()
         return f"{self.file}:{next(number for number, each in enumerate(lines, 1) if text in each)}"
+
+
+def processes() -> list[int]:
+    """Those that host a task of this one's."""
+    children = psutil.Process().children()
+    return [child.pid for child in children if "streamrl.tasks.host_process" in " ".join(child.cmdline())]
 
 
 def go(work: Coroutine[Any, Any, Any]) -> Any:

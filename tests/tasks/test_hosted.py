@@ -24,7 +24,7 @@ from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
 from streamrl.tasks.hosted import Hosted, check_tasks
 from streamrl.tasks.serve import application
-from tests.tasks.hosting import DEADLINE, TIMEOUT, Hosting, completion, go, scored
+from tests.tasks.hosting import DEADLINE, TIMEOUT, Hosting, completion, go, processes, scored
 
 TASKS = """
     import asyncio, ctypes, os, signal, time
@@ -377,6 +377,13 @@ def test_a_class_that_cannot_be_loaded_is_refused_by_one_line(host, tmp_path):
     assert not list(tmp_path.glob(f"loaded.{os.getpid()}"))
 
 
+def test_a_task_that_is_refused_leaves_no_process_of_those_before_it(host):
+    mix = [{"name": f"{host.file}:{name}"} for name in ("Own", "Broken")]
+    with pytest.raises(ValueError, match="no data here"):
+        check_tasks(TaskConfig.model_validate({"mix": mix}).shares, 1, "train", ScoringConfig())
+    assert not processes()
+
+
 def test_a_class_that_does_not_come_to_be_ready_is_given_up(host):
     async def play() -> None:
         async with host("Slow", start_timeout=2.0):
@@ -388,10 +395,6 @@ def test_a_class_that_does_not_come_to_be_ready_is_given_up(host):
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_a_start_that_is_given_up_ends_its_process_at_once(host, seconds):
-    def hosts() -> list[int]:
-        children = psutil.Process().children()
-        return [child.pid for child in children if "streamrl.tasks.host_process" in " ".join(child.cmdline())]
-
     async def play() -> None:
         async with asyncio.timeout(10.0):  # far less than the class would take
             starting = asyncio.create_task(host("Slow").__aenter__())
@@ -401,7 +404,7 @@ def test_a_start_that_is_given_up_ends_its_process_at_once(host, seconds):
                 await starting
 
     go(play())
-    assert not hosts()
+    assert not processes()
 
 
 def test_a_process_that_nothing_can_replace_masks_what_waits_for_it(host, tmp_path):
@@ -463,6 +466,20 @@ async def main():
 from test_hosted_parts import completion
 asyncio.run(main())
 """
+
+
+def test_ctrl_c_is_the_workers_matter_and_the_kernel_ends_a_task_before_its_worker(host):
+    async def play() -> tuple[Rollout, str]:
+        async with host("Own", processes=1) as task:
+            (pid,) = task.pool.pids
+            os.kill(pid, signal.SIGINT)
+            (rollout,) = await scored(task, "fine")
+            assert task.pool.pids == [pid]
+            return rollout, Path(f"/proc/{pid}/oom_score_adj").read_text()
+
+    rollout, score = go(play())
+    assert rollout.failure is None
+    assert int(score) > int(Path("/proc/self/oom_score_adj").read_text())
 
 
 @pytest.mark.parametrize("idle", [True, False])

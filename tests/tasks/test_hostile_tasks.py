@@ -222,14 +222,14 @@ def test_a_scorer_that_waits_too_long_is_told_with_its_line_and_one_that_cannot_
 
 
 def test_where_nobody_knows_which_answer_ended_the_process_each_is_judged_alone(host):
-    texts = ["soon", "thread", "closes", "writes"]
+    texts = ["soon", "thread", "closes", "writes", "soon"]
 
     async def play() -> list[Rollout]:
         async with host("Own", processes=1, timeout=DEADLINE) as task:
             return await scored(task, *texts)
 
     rollouts = go(play())
-    assert [rollout.masked for rollout in rollouts] == [False, True, True, True]
+    assert [rollout.masked for rollout in rollouts] == [False, True, True, True, False]
     assert "the process of Own has ended: exit code 9" in (rollouts[1].failure or "")
     assert "the process of Own has ended" in (rollouts[2].failure or "")
     assert "the process of Own sent what cannot be read" in (rollouts[3].failure or "")
