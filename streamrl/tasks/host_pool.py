@@ -19,7 +19,7 @@ import mmap
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -144,12 +144,14 @@ class Host:
     async def close(self) -> None:
         """End the process: by its own means, or by a signal."""
         self._closing = True
+        started = await self._started()
         if not self._running.done() and self.about.done():
             self._send(End())
             await asyncio.wait((self._running,), timeout=CLOSE_TIME)
         if not self._running.done():
             await self._kill()
             await asyncio.wait((self._running,))
+        _kill_all(started)
 
     async def _run(self) -> None:
         """The process from its start to its end."""
@@ -266,12 +268,15 @@ class Host:
         """The process, and whatever it has started, also where it has ended itself."""
         if self._process is None:
             return
-        lives = self._process.returncode is None
-        started = await asyncio.to_thread(_descendants, self._process.pid) if lives else []
+        started = await self._started()
         kill_group(self._process.pid)
-        for process in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill_all(started)
+
+    async def _started(self) -> list[psutil.Process]:
+        """What the process has started, sessions of their own included; of one that has ended nobody knows."""
+        if self._process is None or self._process.returncode is not None:
+            return []
+        return await asyncio.to_thread(_descendants, self._process.pid)
 
     async def _after(self) -> None:
         """The process has ended: tell everyone who waits for it."""
@@ -417,8 +422,14 @@ async def _asked(inference: Inference, ask: Ask) -> Reply:
 def _descendants(pid: int) -> list[psutil.Process]:
     try:
         return psutil.Process(pid).children(recursive=True)
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, OSError):  # no descriptor to look with
         return []
+
+
+def _kill_all(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _exit_text(code: int | None) -> str:

@@ -213,7 +213,6 @@ class Host:
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         """The reader thread. A reply goes past the loop, which may wait for it in a call that is not asynchronous."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # it asks for the stack of the main thread
         while (message := self._channel.receive()) is not None:
             if isinstance(message, Reply):
                 reply = self._replies.pop(message.request)

@@ -22,12 +22,14 @@ from streamrl.config import Config
 from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
+from streamrl.tasks.host_wire import MARK, Task, frame
 from streamrl.tasks.hosted import Hosted, check_tasks
 from streamrl.tasks.serve import application
 from tests.tasks.hosting import DEADLINE, TIMEOUT, Hosting, completion, go, processes, scored
 
 TASKS = """
     import asyncio, ctypes, os, signal, time
+    from fractions import Fraction
     from pathlib import Path
 
     from streamrl.tasks.environment import Environment, Prompt, Rollout, Score
@@ -52,7 +54,9 @@ TASKS = """
                 case "loop":
                     while True: pass
                 case "sleep": time.sleep(1e9)
-                case "wait": await asyncio.sleep(1e9)
+                case "wait":
+                    try: await asyncio.sleep(1e9)
+                    finally: (HERE / "cancelled").touch()
                 case "hold": ctypes.PyDLL(None).sleep(10**9)  # no other thread runs meanwhile
                 case "exit": os._exit(3)
                 case "crash": ctypes.string_at(0)
@@ -128,8 +132,8 @@ TASKS = """
                 await asyncio.sleep(1e9)
             if prompt.index == 2:
                 time.sleep(1e9)
-            rollouts = [Rollout(completion=each, reward=float(len(ids) + len(added))) for each in completions]
-            return rollouts
+            reward = Fraction(len(ids) + len(added))  # a number that does not travel
+            return [Rollout(completion=each, reward=reward) for each in completions]
 
 
     class BadPrompt(Own):
@@ -232,6 +236,7 @@ def test_a_process_that_dies_masks_the_answer_that_killed_it_and_is_replaced(hos
     assert f"ScorerLost: the process of Own has ended: {'signal ' if how.startswith('SIG') else ''}{how}" in (
         rollouts[1].failure or ""
     )
+    assert (host.line("string_at(0)") in (rollouts[1].failure or "")) == (text == "crash")
     assert (after.reward, after.failure) == (6.0, None)
 
 
@@ -239,8 +244,10 @@ def test_what_the_class_raises_comes_with_its_line_and_a_task_may_say_that_a_lat
     host, tmp_path
 ):
     async def play() -> tuple[list[Rollout], list[Rollout]]:
-        async with host("Own") as task, host("Strict") as strict:
-            return await scored(task, "raise"), await scored(strict, "raise", "wait", "sleep", "exit")
+        async with host("Own") as task:
+            raised = await scored(task, "raise")
+        async with host("Strict") as strict:
+            return raised, await scored(strict, "raise", "wait", "sleep", "exit")
 
     (raised,), strict = go(play())
     assert (raised.parts, raised.masked) == ({FAILED: 1.0}, False)
@@ -250,8 +257,12 @@ def test_what_the_class_raises_comes_with_its_line_and_a_task_may_say_that_a_lat
 
 def test_a_class_that_says_that_it_never_blocks_runs_here_and_one_made_of_it_does_not(host, tmp_path):
     async def play() -> list[float]:
-        async with host("Inline") as inline, host("OfInline") as other:
-            return [(await scored(task, "fine"))[0].parts["pid"] for task in (inline, other)]
+        pids = []
+        for name in ("Inline", "OfInline"):
+            async with host(name) as task:
+                (rollout,) = await scored(task, "fine")
+                pids.append(rollout.parts["pid"])
+        return pids
 
     here, elsewhere = go(play())
     assert here == os.getpid() != elsewhere
@@ -291,6 +302,18 @@ def test_an_environment_of_several_turns_keeps_its_state_in_one_process(host, sc
     assert len(first.output_ids) == len(first.logprobs) == len(first.loss_mask) > 4
 
 
+def test_turns_that_come_one_by_one_keep_their_state_in_the_process_of_their_prompt(host):
+    async def play() -> tuple[float, float]:
+        async with host("Counting", processes=2) as task:
+            prompt = await task.fetch(1)
+            for _ in range(3):
+                await task.observation(prompt, [completion("a")])
+            score = await task.score_turns(prompt, [completion("a")])
+            return score.reward, score.parts["pids"]
+
+    assert go(play()) == (3.0, 1.0)
+
+
 def test_a_group_of_several_turns_that_blocks_its_process_is_lost_and_the_next_one_is_not(host, scripted):
     async def play() -> list[Rollout]:
         async with host("Counting", processes=1) as task:
@@ -315,6 +338,26 @@ def test_a_course_of_its_own_asks_the_policy_and_its_tokenizer_over_the_pipe(hos
     assert [rollout.completion.text for rollout in rollouts] == ["ab", "b"]
     assert rollouts[0].reward == length + 1
     assert [len(ids) for ids in asked] == [length] * 2
+
+
+def test_a_course_whose_process_ends_between_its_turns_is_lost_and_never_played_twice(host, scripted):
+    asked = []
+
+    async def play() -> None:
+        async with host("Asks", processes=1) as task:
+            policy = scripted([["a"]])
+
+            async def killing(*args: Any, **options: Any) -> None:
+                asked.append(args)
+                os.kill(task.pool.pids[0], signal.SIGKILL)
+                await asyncio.sleep(DEADLINE)
+
+            policy.generate = killing
+            await task.rollout_group(policy, await task.fetch(0), 1)
+
+    with pytest.raises(ScorerLost, match=r"^the process of Asks has ended: signal SIGKILL"):
+        go(play())
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("index", [1, 2])
@@ -367,6 +410,19 @@ def test_a_group_that_is_cancelled_at_its_deadline_leaves_a_process_that_is_repl
     go(play())
 
 
+def test_an_answer_that_nobody_waits_for_any_more_is_cancelled_in_its_process(host, tmp_path):
+    async def play() -> list[Rollout]:
+        async with host("Own", processes=1, timeout=DEADLINE) as task:
+            waiting = asyncio.create_task(scored(task, "wait"))
+            await asyncio.sleep(0.5)
+            waiting.cancel()
+            while not (tmp_path / "cancelled").exists():
+                await asyncio.sleep(0.02)
+            return await scored(task, "fine")
+
+    assert [rollout.reward for rollout in go(play())] == [6.0]
+
+
 def test_a_class_that_cannot_be_loaded_is_refused_by_one_line(host, tmp_path):
     share = TaskConfig(name=f"{tmp_path}/mine.py:Broken").shares
     with pytest.raises(ValueError, match=r"^RuntimeError: no data here \(.*mine\.py:\d+\)$"):
@@ -393,15 +449,21 @@ def test_a_class_that_does_not_come_to_be_ready_is_given_up(host):
         go(play())
 
 
+def test_a_process_that_cannot_be_started_is_told_with_the_systems_reason(host, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reason = r"^no process could be started for Own: \[Errno 2\] No such file or directory: '/nowhere/python'$"
+    with pytest.raises(ScorerUnready, match=reason):
+        go(host("Own").__aenter__())
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 def test_a_start_that_is_given_up_ends_its_process_at_once(host, seconds):
     async def play() -> None:
-        async with asyncio.timeout(10.0):  # far less than the class would take
-            starting = asyncio.create_task(host("Slow").__aenter__())
-            await asyncio.sleep(seconds)
-            starting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await starting
+        starting = asyncio.create_task(host("Slow").__aenter__())
+        await asyncio.sleep(seconds)
+        starting.cancel()
+        await asyncio.wait((starting,), timeout=0.5 * DEADLINE)  # less than the class may take
+        assert starting.cancelled()
 
     go(play())
     assert not processes()
@@ -480,6 +542,17 @@ def test_ctrl_c_is_the_workers_matter_and_the_kernel_ends_a_task_before_its_work
     rollout, score = go(play())
     assert rollout.failure is None
     assert int(score) > int(Path("/proc/self/oom_score_adj").read_text())
+
+
+def test_a_process_ends_with_its_pipe(host):
+    memory = os.memfd_create("mark")
+    os.ftruncate(memory, MARK.size)
+    share = TaskConfig(name=f"{host.file}:Own").shares[0].model_dump()
+    command = [sys.executable, "-m", "streamrl.tasks.host_process", str(os.getpid()), str(memory)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(memory,))
+    process.stdin.write(frame(Task(share=share, seed=1, split="train", timeout=TIMEOUT)))
+    assert process.communicate(timeout=DEADLINE)[0]  # it was ready
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize("idle", [True, False])

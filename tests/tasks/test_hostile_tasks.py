@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -44,8 +45,8 @@ TASKS = f"""
         text: str
 
 
-    def sleeper():
-        process = subprocess.Popen(["sleep", "1000"])
+    def sleeper(elsewhere=False):
+        process = subprocess.Popen(["sleep", "1000"], start_new_session=elsewhere)
         (HERE / "started").write_text(str(process.pid))
 
 
@@ -85,6 +86,9 @@ TASKS = f"""
                 case "nan part": return Score(reward=1.0, parts={{"x": float("nan")}})
                 case "large": return Score(reward=1.0, parts={{"x" * {LARGEST}: 1.0}})
                 case "fork" if os.fork() == 0: return Score(reward=-7.0)
+                case "prints":
+                    print("what is no frame", flush=True)
+                    os.write(1, b"\\xff" * 64)
                 case "thread": await asyncio.to_thread(os._exit, 9)
                 case "closes": os.closerange(3, 256)
                 case "writes":
@@ -99,6 +103,10 @@ TASKS = f"""
                     while not (HERE / "started").exists(): pass
                     os._exit(5)
                 case "starts": sleeper()
+                case "starts elsewhere": sleeper(elsewhere=True)
+                case "starts elsewhere and blocks":
+                    sleeper(elsewhere=True)
+                    time.sleep(1e9)
                 case "starts and exits":
                     sleeper()
                     os._exit(5)
@@ -175,7 +183,7 @@ def test_whatever_a_scorer_raises_or_returns_costs_its_own_answer_and_is_told_wi
         "nan part": ("ValueError: part 'x' is nan, a finite number is needed", False),
         "nowhere": (f"KeyError: 'nowhere' ({host.line('KeyError(')})", False),
     }
-    texts = ["soon", "fork", *told, "soon"]
+    texts = ["soon", "fork", "prints", *told, "soon"]
 
     async def play() -> tuple[list[Rollout], bool]:
         async with host("Own", processes=1, timeout=DEADLINE) as task:
@@ -184,7 +192,7 @@ def test_whatever_a_scorer_raises_or_returns_costs_its_own_answer_and_is_told_wi
 
     rollouts, is_the_same = go(play())
     assert outcomes(texts, rollouts) == told
-    assert [rollouts[number].reward for number in (0, 1, -1)] == [1.0] * 3
+    assert [rollouts[number].reward for number in (0, 1, 2, -1)] == [1.0] * 4
     assert is_the_same
 
 
@@ -259,10 +267,10 @@ def test_the_end_of_a_process_is_noticed_while_its_fork_holds_its_pipes(host, tm
     assert soon.reward == 1.0
 
 
-@pytest.mark.parametrize("text", ["starts", "starts and exits"])
+@pytest.mark.parametrize("text", ["starts", "starts and exits", "starts elsewhere", "starts elsewhere and blocks"])
 def test_what_a_scorer_has_started_ends_with_its_process(host, tmp_path, text):
     async def play() -> None:
-        async with host("Own", processes=1, timeout=DEADLINE) as task:
+        async with host("Own", processes=1, timeout=TIMEOUT if text.endswith("blocks") else DEADLINE) as task:
             rollout, _ = await scored(task, text, "soon")
             assert rollout.parts.get("group") != os.getpgrp()  # a signal to its group reaches nobody here
 
@@ -313,8 +321,10 @@ def test_a_worker_that_can_open_no_more_files_masks_what_it_cannot_have_judged(h
             os.kill(task.pool.pids[0], signal.SIGKILL)
             while task.pool.pids:
                 await asyncio.sleep(0.01)
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)
             exhaust()
             (rollout,) = await task.score_all(prompt, [completion("soon")])
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
             return rollout
 
     rollout = go(play())
