@@ -241,8 +241,11 @@ def test_a_worker_that_hears_of_no_step_for_too_long_ends_with_one_line(
         stream={"reply_timeout": 2.0},
     )
     run.batch(0)
-    progressing(run)
-    time.sleep(2.0)  # LATEST of the timeout, and the way to the worker
+    until = time.monotonic() + 8.0  # more than both times together
+    while time.monotonic() < until:
+        progressing(run)
+        time.sleep(0.5)
+    assert run.worker.poll() is None, run.log("generator")
     run.service.kill()
     code = run.worker.wait(DEADLINE)
     documented(

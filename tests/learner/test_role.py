@@ -17,7 +17,7 @@ from streamrl.learner.batches import Delivery
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.role import LeadLoop
-from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.progress import RunFailedError
 from streamrl.stream.messages import Evaluated
@@ -32,6 +32,8 @@ class Trainer:
     """Counts steps and notes what was asked of it."""
 
     rank = 0
+    damage = ()
+    ledger = None
     rank_seconds = (0.1,)
     phases = (("scores", 1.0, 2.0),)
 
@@ -125,6 +127,8 @@ class Publisher:
 
     def wait(self, timeout: float) -> bool:
         return True
+
+    def close(self) -> None: ...
 
 
 class Stop:
@@ -221,6 +225,23 @@ def test_a_learner_that_hears_that_the_run_is_given_up_saves_what_it_has_and_fai
     with pytest.raises(RunFailedError, match=r"^no generator worker is there$"):
         run(tmp_path, source, PolicyVersion(0), steps=9)
     assert ("saved", 1, 1) in source.told
+
+
+def test_a_learner_that_gives_up_reports_it_to_the_service_and_in_its_events(tmp_path, monkeypatch):
+    class Service(Starved):
+        def gave_up(self, reason: str) -> None:
+            self.told.append(("gave up", reason))
+
+    source = Service(None)
+    monkeypatch.setattr(role, "ServiceBatches", lambda *_: source)
+    monkeypatch.setattr(role, "Publisher", lambda *_: Publisher())
+    times = iter(range(0, 1_000_000, 100))
+    monkeypatch.setattr("streamrl.learner.role.time.monotonic", lambda: float(next(times)))
+    with pytest.raises(RunFailedError) as failed:
+        role._lead(Config.model_validate({"run": {"steps": 9}}), tmp_path, Trainer(PolicyVersion(0)), Stop())
+    assert source.told[-1] == ("gave up", str(failed.value))
+    gave_up = [event for event in read_events(event_path(tmp_path, "learner")) if event["event"] == "gave_up"]
+    assert [event["reason"] for event in gave_up] == [str(failed.value)]
 
 
 def test_a_learner_that_torchrun_starts_again_though_it_gave_up_ends_at_once_with_the_same_reason(

@@ -19,7 +19,7 @@ from streamrl.config import Config
 from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
 from streamrl.replay.life import Phase
 from streamrl.replay.lives import Lives
-from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Snapshot
+from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Snapshot, Stored
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
 
 STEPS = 7
@@ -144,9 +144,10 @@ class Schedule(RuleBasedStateMachine):
         self.open: dict[tuple[int, int], tuple[str, Ticket]] = {}
         self.doubtful: set[tuple[int, int]] = set()  # out when the service crashed: it may not know them
         self.dead: list[Ticket] = []
-        self.oldest: dict[tuple[int, int], int | None] = {}  # of every accepted group
-        self.prompts: dict[int, tuple[str, int]] = {}  # of every accepted group
-        self.trained: dict[int, list[int]] = {}  # the surviving history
+        self.accepted: dict[tuple[int, int], Group] = {}  # the newest of this id and attempt
+        self.written: dict[Place, Group] = {}  # what a torn journal brings back may be older than that
+        self.segment = 0
+        self.trained: dict[int, dict[int, Group]] = {}  # the surviving history: by step and id
         self.delivered: dict[int, list[int]] = {}  # by the record of the batch
         self.position, self.incarnation = 0, 0  # of the learner: the step that it trains next
         self.ledger: Ledger | None = None  # of its weights
@@ -211,10 +212,8 @@ class Schedule(RuleBasedStateMachine):
                 self.buffer.complete(worker, group, (), 10)
 
     def accept(self, group: Group, kept: bool) -> None:
-        key = group.group_id, group.attempt
         if kept:
-            self.oldest[key] = None if group.oldest is None else group.oldest.step
-            self.prompts[group.group_id] = group.task, group.prompt_index
+            self.accepted[group.group_id, group.attempt] = group
         self.write()
 
     @precondition(lambda self: self.dead)
@@ -286,18 +285,23 @@ class Schedule(RuleBasedStateMachine):
         assert ids == self.delivered[step], "delivered in another order"
         assert len(set(ids)) == self.groups
         assert not set(ids) & {i for earlier in self.trained.values() for i in earlier}, "trained twice"
-        self.check_ages(step, [self.oldest[stored.group_id, stored.attempt] for stored in batch])
+        groups = {stored.group_id: self.group(stored) for stored in batch}
+        self.check_ages(step, [group.oldest.step for group in groups.values() if group.oldest is not None])
         if self.config.replay.order in ("fifo", "synchronous"):
             assert ids == list(range(step * self.groups, (step + 1) * self.groups))
         assert self.buffer.pop(step) == batch  # a learner that lost it asks again
-        self.trained[step] = ids
+        self.trained[step] = groups
         self.position += 1
         self.ledger = self.buffer.ledger()
         return True
 
-    def check_ages(self, step: int, oldest: list[int | None]) -> None:
+    def group(self, stored: Stored) -> Group:
+        """What its frames are."""
+        return self.accepted[stored.group_id, stored.attempt] if stored.place is None else self.written[stored.place]
+
+    def check_ages(self, step: int, oldest: list[int]) -> None:
         worst = self.buffer.order.worst_staleness
-        ages = [step - version for version in oldest if version is not None]
+        ages = [step - version for version in oldest]
         assert worst is None or max(ages, default=0) <= worst, "older than the bound"
 
     @precondition(lambda self: self.position < self.buffer.next_step)
@@ -356,7 +360,8 @@ class Schedule(RuleBasedStateMachine):
         """Append what was decided; a group and a batch are durable before anything else happens."""
         for record in self.buffer.drain():
             if isinstance(record, Completed) and self.journalled:
-                place = Place(0, len(self.journal))
+                place = Place(self.segment, len(self.journal))
+                self.written[place] = self.accepted[record.group_id, record.attempt]
                 self.buffer.placed(record.group_id, place)
                 self.journal.append((record, place))
             else:
@@ -370,6 +375,7 @@ class Schedule(RuleBasedStateMachine):
     @rule()
     def segment_rolls(self) -> None:
         self.snapshot, self.journal, self.needed = self.buffer.snapshot(), [], 0
+        self.segment += 1
         self.delivered_before = dict(self.delivered)
 
     @precondition(lambda self: self.journalled)
@@ -455,7 +461,8 @@ class Schedule(RuleBasedStateMachine):
 
     def check_prompts(self) -> None:
         """No prompt twice; and, while nothing was filtered or lost, none left out."""
-        trained = [self.prompts[i] for ids in self.trained.values() for i in ids]
+        groups = [group for step in self.trained.values() for group in step.values()]
+        trained = [(group.task, group.prompt_index) for group in groups]
         assert len(set(trained)) == len(trained), "a prompt was trained twice"
         if self.config.replay.filter.signal:
             return
