@@ -23,7 +23,7 @@ from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
 from streamrl.tasks.host_wire import MARK, Task, frame
-from streamrl.tasks.hosted import Hosted, check_tasks
+from streamrl.tasks.hosted import Hosted, check_tasks, host_tasks
 from streamrl.tasks.serve import application
 from tests.tasks.hosting import DEADLINE, TIMEOUT, Hosting, completion, go, processes, scored
 
@@ -412,12 +412,13 @@ def test_a_group_that_is_cancelled_at_its_deadline_leaves_a_process_that_is_repl
 
 def test_an_answer_that_nobody_waits_for_any_more_is_cancelled_in_its_process(host, tmp_path):
     async def play() -> list[Rollout]:
-        async with host("Own", processes=1, timeout=DEADLINE) as task:
+        async with host("Own", processes=1, timeout=10 * DEADLINE) as task:
             waiting = asyncio.create_task(scored(task, "wait"))
             await asyncio.sleep(0.5)
             waiting.cancel()
-            while not (tmp_path / "cancelled").exists():
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(0.5 * DEADLINE):
+                while not (tmp_path / "cancelled").exists():
+                    await asyncio.sleep(0.02)
             return await scored(task, "fine")
 
     assert [rollout.reward for rollout in go(play())] == [6.0]
@@ -435,9 +436,13 @@ def test_a_class_that_cannot_be_loaded_is_refused_by_one_line(host, tmp_path):
 
 def test_a_task_that_is_refused_leaves_no_process_of_those_before_it(host):
     mix = [{"name": f"{host.file}:{name}"} for name in ("Own", "Broken")]
-    with pytest.raises(ValueError, match="no data here"):
-        check_tasks(TaskConfig.model_validate({"mix": mix}).shares, 1, "train", ScoringConfig())
-    assert not processes()
+
+    async def play() -> list[int]:
+        with pytest.raises(ValueError, match="no data here"):
+            await host_tasks(TaskConfig.model_validate({"mix": mix}).shares, 1, "train", ScoringConfig())
+        return processes()
+
+    assert not go(play())
 
 
 def test_a_class_that_does_not_come_to_be_ready_is_given_up(host):
