@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the records: a field with another meaning makes another format, a new field does not
 
+_JSON = json.JSONEncoder(default=str, separators=(",", ":"))
+
 _RESERVED = frozenset({"time", "role", "event"})
 
 # Taken once a process: its times then never jump when the machine's clock is set.
@@ -85,7 +87,7 @@ class EventLog(Events):
             raise ValueError(f"event {event!r}: field {min(clash)!r} is the log's own")
         record = {"time": round(now(), 6), "role": self.role, "event": event, **fields}
         try:
-            append(self._file, json.dumps(record, default=str, separators=(",", ":")).encode() + b"\n")
+            append(self._file, _JSON.encode(record).encode() + b"\n")
         except OSError as error:
             if self.lost == 0:
                 log.error("%s: %s; records are lost until there is room", self.path, error.strerror)

@@ -348,8 +348,7 @@ class Buffer:
         if step != state.next_step:
             raise ValueError(f"step {step} was asked for, {state.next_step} is next")
         self._let_go(step)
-        ids = self._select(step)
-        if ids is None:
+        if len(state.completed) < self.order.groups_per_step or (ids := self._select(step)) is None:
             return None
         lives = [self._lives[group_id] for group_id in ids]
         batch = tuple([life.stored() for life in lives])
@@ -362,8 +361,6 @@ class Buffer:
 
     def _select(self, step: int) -> tuple[int, ...] | None:
         state = self._state
-        if len(state.completed) < self.order.groups_per_step:
-            return None
         for group_id in [i for i, oldest in state.completed.items() if self.order.over_age(step, oldest)]:
             self._audit.counts["over_age"] += 1
             self._drop(self._lives[group_id], state.record(group_id), f"too old for step {step}", same_prompt=True)
@@ -374,10 +371,12 @@ class Buffer:
         group_ids = self._state.batches.get(step - 1)
         if group_ids is None or self._lives[group_ids[0]].frames is None:
             return
-        lives = [self._lives[group_id] for group_id in group_ids]
-        for life in lives:
+        can_return = True
+        for group_id in group_ids:
+            life = self._lives[group_id]
             life.frames = None
-        if any(life.place is None for life in lives):
+            can_return = can_return and life.place is not None
+        if not can_return:
             self._state.forget_batch(step - 1)
 
     # -- inside

@@ -20,6 +20,7 @@ from streamrl.config import Config
 from streamrl.observe.events import Events
 from streamrl.replay.buffer import Stored, make_buffer
 from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, compact, recover
+from streamrl.replay.lives import NEVER
 from streamrl.replay.records import Completed, Snapshot
 from streamrl.replay.recovery import refuse_another_run
 from streamrl.stream.codec import decode_group, encode_group
@@ -71,9 +72,9 @@ class DurableBuffer:
 
     @property
     def due_at(self) -> float:
-        """When `tend` has something to do."""
+        """When `tick` has something to do."""
         if self._journal is None:
-            return float("inf")
+            return NEVER
         return self._retry if self.full else self._journal.due_at
 
     def is_durable(self, mark: int) -> bool:

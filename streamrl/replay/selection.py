@@ -23,8 +23,10 @@ def measure(group: Group, size: int) -> Completed:
         tokens += len(sample.output_ids)
         if sample.finish_reason == "placeholder":
             failed += 1
-        elif sample.reward_parts.get("exact", sample.reward) >= PASSED:  # `Sample.passed`, without its call
-            passed += 1
+        else:  # `Sample.passed`, without its call
+            parts = sample.reward_parts
+            if (parts["exact"] if parts and "exact" in parts else sample.reward) >= PASSED:
+                passed += 1
         if (spans := sample.spans) and spans[0].version is not first:  # versions never fall within a sample
             first = spans[0].version
             if oldest is None or first.step < oldest:

@@ -192,22 +192,23 @@ class State:
 
     def _issued(self, record: Issued) -> None:
         ticket = record.ticket
-        self._open_up_to(ticket.group_id)
-        life = self.lives.get(ticket.group_id)
-        if life is None:
+        if (life := self._open_up_to(ticket.group_id)) is None:
             return
         self.lives.move(life, ISSUE)
         life.task, life.prompt_index, life.out = ticket.task, ticket.prompt_index, ticket
         life.attempt, life.required = ticket.attempt, ticket.issued_version.step
         life.issues += 1
 
-    def _open_up_to(self, group_id: int) -> None:
-        """Ids are given out one after another, and each takes the next prompt of its task."""
-        while self.next_id <= group_id:
-            task = self._shares.task(self.next_id)
-            self.lives.add(self.next_id, task, self.cursors[task], is_next=self.next_id == group_id)
+    def _open_up_to(self, group_id: int) -> Life | None:
+        """Ids are given out one after another, and each takes the next prompt of its task. None: this one is over."""
+        if group_id < self.next_id:
+            return self.lives.get(group_id)
+        for new in range(self.next_id, group_id + 1):
+            task = self._shares.task(new)
+            life = self.lives.add(new, task, self.cursors[task], is_next=new == group_id)
             self.cursors[task] += 1
-            self.next_id += 1
+        self.next_id = group_id + 1
+        return life
 
     def _completed(self, record: Completed, place: Place | None) -> None:
         life = self.lives.get(record.group_id)
