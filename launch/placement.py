@@ -83,11 +83,7 @@ def _ranks(description: Description, config: Config) -> int:
 
 def _pools(config: Config) -> list[tuple[str, int]]:
     """The pool and the needed GPUs of every worker; servers that it attaches to run elsewhere."""
-    return [
-        (pool.name, 0 if pool.attach else pool.servers * pool.tensor_parallel)
-        for pool in config.generate.each_pool
-        for _ in range(pool.workers)
-    ]
+    return [(pool.name, pool.gpus) for pool in config.generate.each_pool for _ in range(pool.workers)]
 
 
 def _spread(config: Config, nodes: list[int]) -> list[Worker]:

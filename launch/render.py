@@ -157,7 +157,7 @@ class Launch:
         ]
         first = 0
         for pool in self.config.generate.each_pool:
-            gpus = 0 if pool.attach or not groups["generators"].gpus else pool.servers * pool.tensor_parallel
+            gpus = pool.gpus if groups["generators"].gpus else 0
             name = "generator" + (f"-{_plain(pool.name)}" if pool.name else "")
             index = f'"$(({first} + JOB_COMPLETION_INDEX))"' if first else '"$JOB_COMPLETION_INDEX"'
             role = f"generator-$(({first} + JOB_COMPLETION_INDEX))"

@@ -14,17 +14,20 @@ the run makes progress is for the roles to watch (`streamrl/progress.py`), here 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import psutil
 
 from streamrl.config import Config
+from streamrl.device_map import device_map
+from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.lifeline import end_tree
 from streamrl.observe import events
 from streamrl.observe.console import Console
@@ -64,6 +67,8 @@ class Supervisor:
         self.replay = self._role("replay", [])
         self.generators = [self._role("generator", ["--index", str(index)], index) for index in range(config.workers)]
         self.learner = self._learner()
+        if has_cuda():
+            self._hand_out(visible_gpus())
         self.interrupts = 0
         self._blamed: set[tuple[str, bytes]] = set()  # what the learners before have found out of groups that fail
         self._finished = False
@@ -278,6 +283,13 @@ class Supervisor:
         role.command[:3] = torchrun(self.config.learner.ranks, "streamrl.cli")
         role.environment["OMP_NUM_THREADS"] = str(self.config.learner.threads)
         return role
+
+    def _hand_out(self, gpus: Sequence[str]) -> None:
+        """Give every role that runs on GPUs its own of them."""
+        placed = device_map(self.config, len(gpus))
+        workers = [tuple(itertools.chain(*servers)) for servers in placed.workers]
+        for role, positions in zip([self.learner, *self.generators], [placed.ranks, *workers], strict=True):
+            role.environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[position] for position in positions)
 
     def _run_arguments(self) -> list[str]:
         return ["--run-folder", str(self.run_folder), "--lifeline", str(os.getpid())]

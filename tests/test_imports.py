@@ -17,6 +17,7 @@ LAYERS = [
         "choices",
         "config",
         "device",
+        "device_map",
         "lifeline",
         "last_words",
         "torchrun",
@@ -42,6 +43,7 @@ LOWEST = {
     "moe_routing": 1,
     "choices": 0,
     "config": 1,
+    "device_map": 2,
 }  # order inside the lowest layer
 WITHOUT_TORCH = (
     "types",
@@ -49,6 +51,7 @@ WITHOUT_TORCH = (
     "moe_routing",
     "choices",
     "config",
+    "device_map",
     "lifeline",
     "last_words",
     "progress",

@@ -61,9 +61,11 @@ def test_more_processes_than_the_cores_can_turn_to_are_told(monkeypatch):
 
 def test_each_rank_needs_a_gpu_where_there_are_gpus(monkeypatch):
     monkeypatch.setattr(machine, "has_cuda", lambda: True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(machine, "visible_gpus", lambda: ("0", "1", "2"))
     machine.check_machine(load(None, ["learner.ranks=2"]))
-    with pytest.raises(ValueError, match=r"learner\.ranks: 4 need a GPU each.* has 2; allowed: up to 2"):
+    with pytest.raises(ValueError, match=r"generate\.workers: servers need 2 GPUs beside the 2 .* has 3; allowed"):
+        machine.check_machine(load(None, ["learner.ranks=2", "generate.workers=2"]))
+    with pytest.raises(ValueError, match=r"learner\.ranks: 4 need a GPU each.* has 3; allowed: up to 3"):
         machine.check_machine(load(None, ["learner.ranks=4"]))
 
 

@@ -18,6 +18,19 @@ ServerAddress = Annotated[
 ]
 
 
+# SGLang's arguments that decide how many ranks a server has and where they are, and what decides it here.
+OF_RANKS = {
+    "tp_size": "generate.tensor_parallel",
+    "tensor_parallel_size": "generate.tensor_parallel",
+    "pp_size": "1, and more by generate.tensor_parallel",
+    "pipeline_parallel_size": "1, and more by generate.tensor_parallel",
+    "nnodes": "1, and a server over several nodes by generate.attach",
+    "node_rank": "a server over several nodes by generate.attach",
+    "base_gpu_id": "CUDA_VISIBLE_DEVICES, of which each server gets its own",
+    "gpu_id_step": "1, and CUDA_VISIBLE_DEVICES, of which each server gets its own",
+}
+
+
 class SamplingConfig(Section):
     """How a token is drawn. The learner divides its logits by the same temperature."""
 
@@ -71,6 +84,11 @@ class GenerateConfig(Section):
     )
 
     @property
+    def gpus(self) -> int:
+        """GPUs of one worker of this pool where servers run on GPUs: a rank of a server has one of its own."""
+        return 0 if self.attach else self.servers * self.tensor_parallel
+
+    @property
     def each_pool(self) -> tuple[GenerateConfig, ...]:
         """Every pool with its own settings in full; this one alone where no pools are given.
 
@@ -102,6 +120,20 @@ class GenerateConfig(Section):
             raise ValueError(
                 f"router: {self.router} passes on no command, so the servers behind it must be known; "
                 "allowed: generate.attach with their addresses"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _its_ranks_are_counted(self) -> GenerateConfig:
+        """What else would decide on ranks and devices: weights go to the ranks of tensor parallelism alone."""
+        given = {name.replace("-", "_"): value for name, value in self.server_args.items()}
+        for name, instead in OF_RANKS.items():
+            if name in given and not (instead.startswith("1") and given[name] == 1):
+                raise ValueError(f"server_args: {name}={given[name]} is not allowed; allowed: {instead}")
+        if given.get("dp_size", given.get("data_parallel_size", 1)) != 1 and not given.get("enable_dp_attention"):
+            raise ValueError(
+                "server_args: dp_size is not allowed without enable_dp_attention; allowed: generate.servers for "
+                "several servers of one worker"
             )
         return self
 

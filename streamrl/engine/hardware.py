@@ -1,12 +1,43 @@
-"""Whether this machine has a CUDA device, found without importing torch (the worker never does)."""
+"""Whether this machine has a CUDA device that the installed torch can use, found without importing torch."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import re
 from pathlib import Path
+
+DEVICES = Path("/dev")
+WSL = "dxg"  # the one device of Windows' subsystem for Linux, behind which all of its GPUs are
 
 
 def has_cuda() -> bool:
-    """True where an NVIDIA device is visible: a device node, and CUDA_VISIBLE_DEVICES does not hide all."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+    """True where an NVIDIA device may be used, and torch is a build for CUDA: the worker never imports it."""
+    return bool(visible_gpus()) and torch_cuda() is not None
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
+
+    On Windows' subsystem for Linux without that variable it is the first one: there is no telling how many there are.
+    """
+    numbers = sorted(int(path.name[6:]) for path in DEVICES.glob("nvidia*") if path.name[6:].isdigit())
+    present = tuple(map(str, numbers)) or (("0",) if (DEVICES / WSL).exists() else ())
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not present:
+        return present
+    names = [name.strip() for name in chosen.split(",")]
+    hidden = next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
+    return tuple(names[:hidden])  # CUDA sees none behind the first that is no device
+
+
+@functools.cache
+def torch_cuda() -> str | None:
+    """The CUDA release of the installed torch, such as `13.0`; None for a build without, and without torch."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    version = Path(found.origin).with_name("version.py")
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", version.read_text(), re.MULTILINE)
+    return match[1] if match else None

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,19 @@ class Server:
     """
 
     def __init__(
-        self, config: Config, run_folder: Path, index: int, keys: EngineKeys = NO_KEYS, *, label: str = ""
+        self,
+        config: Config,
+        run_folder: Path,
+        index: int,
+        keys: EngineKeys = NO_KEYS,
+        *,
+        label: str = "",
+        gpus: Sequence[str] = (),
     ) -> None:
         """Start the process, which then asks for `keys`; `ready` waits for it.
 
-        `index` is added to the run's seed; `label` names the log, as the index does without one.
+        `index` is added to the run's seed; `label` names the log, as the index does without one. `gpus` by the names
+        that CUDA_VISIBLE_DEVICES takes: without any it sees those that this process sees.
         """
         self.log = run_folder / "logs" / f"server-{label or index}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +113,13 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **_environment(config), **key_environment(keys), "TMPDIR": str(self.scratch)},
+                env={
+                    **os.environ,
+                    **_environment(config),
+                    **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+                    **key_environment(keys),
+                    "TMPDIR": str(self.scratch),
+                },
             )
 
     @property

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
+from streamrl.device_map import divide
 from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
@@ -80,7 +82,8 @@ class ServedModel:
         self._keys = key_folder(config, run_folder)
         keys = engine_keys(config, run_folder)
         seed = index + SEED_STRIDE * place
-        self._process = None if attach else Server(config, run_folder, seed, keys, label=label)
+        gpus = divide(visible_gpus(), config.generate)[place] if has_cuda() and not attach else ()
+        self._process = None if attach else Server(config, run_folder, seed, keys, label=label, gpus=gpus)
         self.address = self._process.address if self._process else attach[place]
         self.client = EngineClient(self.address, config.generate.request_timeout, keys)
         self._gate = RequestGate()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import psutil
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
-from streamrl.engine.hardware import has_cuda
+from streamrl.device_map import device_map
+from streamrl.engine.hardware import has_cuda, visible_gpus
 
 GIB = 1 << 30
 
@@ -52,8 +52,8 @@ def check_machine(config: Config) -> None:
     check_generator(config.generate.each_pool)
     check_learner()
     servers, workers, ranks = _processes(config)
-    if ranks > (gpus := _gpus()) > 0:
-        raise ConfigError(f"learner.ranks: {ranks} need a GPU each, and this machine has {gpus}; allowed: up to {gpus}")
+    if has_cuda():
+        device_map(config, len(visible_gpus()))
     needed, memory = servers * SERVER + workers * WORKER + ranks * RANK, psutil.virtual_memory().total / GIB
     if needed > memory:
         key, count = ("generate.workers", workers) if servers * SERVER > ranks * RANK else ("learner.ranks", ranks)
@@ -68,7 +68,7 @@ def crowding(config: Config) -> Iterator[str]:
     """A line where so many processes share so few cores that the run will crawl."""
     servers, _, ranks = _processes(config)
     cores, busy = len(os.sched_getaffinity(0)), servers + ranks
-    if not _gpus() and busy > CROWDED * cores:
+    if not has_cuda() and busy > CROWDED * cores:
         yield (
             f"learner.ranks, generate.workers: {ranks} ranks and {servers} servers share the {cores} cores of this "
             "machine: most of their time goes into waiting for one"
@@ -77,17 +77,8 @@ def crowding(config: Config) -> Iterator[str]:
 
 def _processes(config: Config) -> tuple[int, int, int]:
     """Ranks of own servers, workers, ranks of the learner."""
-    own = [pool for pool in config.generate.each_pool if not pool.attach]
-    servers = sum(pool.workers * pool.servers * pool.tensor_parallel for pool in own)
+    servers = sum(pool.workers * pool.gpus for pool in config.generate.each_pool)
     return servers, config.workers, config.learner.ranks
-
-
-def _gpus() -> int:
-    """CUDA devices that are visible here; 0 on a CPU machine."""
-    if not has_cuda():
-        return 0
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return len(chosen.split(",")) if chosen else len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def _is_installed(package: str) -> bool:

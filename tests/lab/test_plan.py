@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from streamrl import cli
 from streamrl.config.file import ConfigError
+from streamrl.device_map import device_map
 from streamrl.lab.plan import fit
 from streamrl.lab.plan.generators import pools
 from streamrl.lab.plan.learner_memory import fullest_rank
 from streamrl.lab.plan.machines import Machines
 from streamrl.lab.plan.placement import place
 from streamrl.lab.plan.plan import make_plan
-from tests.lab.plan_recipes import H100, QWEN, RECIPES, SHAPE_OF, SHAPES, UNEVEN, planned, recipe
+from tests.lab.plan_recipes import H100, LORA, QWEN, RECIPES, SHAPE_OF, SHAPES, UNEVEN, planned, recipe
 
 
 def refusal(name: str, *overrides: str, machines: Machines = H100) -> str:
@@ -72,11 +74,20 @@ def test_every_pool_is_planned_with_its_own_settings():
     plan = planned(QWEN, both)
     assert [(pool.name, pool.workers, pool.gpus) for pool in plan.pools] == [("wide", 2, 8), ("narrow", 3, 4)]
     assert [host.words for host in plan.hosts[4:]] == [
-        "generator 0 (1 server)",
-        "generator 1 (1 server)",
-        "generators 2-3 (2 servers)",
-        "generator 4 (1 server)",
+        "generator 0 (1 server on GPUs 0-7)",
+        "generator 1 (1 server on GPUs 0-7)",
+        "generators 2-3 (2 servers on GPUs 0-7)",
+        "generator 4 (1 server on GPUs 0-3)",
     ]
+
+
+@pytest.mark.parametrize("name", [LORA, "verl/qwen3-8b-gsm8k", "megatron_rl/qwen2.5-3b-dapo"])
+def test_one_host_is_shared_out_as_train_does_it(name):
+    config, _ = recipe(name)
+    (host,) = planned(name, machines=Machines(gpus_per_host=64)).hosts
+    placed = device_map(config, 64)
+    assert range(host.learner_ranks) == range(len(placed.ranks))
+    assert host.worker_gpus == [tuple(itertools.chain(*servers)) for servers in placed.workers]
 
 
 def test_attached_servers_take_no_gpu_of_the_run():

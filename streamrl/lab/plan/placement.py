@@ -18,6 +18,7 @@ class Host:
     learner_ranks: int = 0
     first_rank: int = 0
     workers: list[int] = field(default_factory=list)  # numbers, as `streamrl generator --index` takes them
+    worker_gpus: list[tuple[int, ...]] = field(default_factory=list)  # of each of them
     servers: int = 0
     replay: bool = False
 
@@ -26,17 +27,20 @@ class Host:
         """What it runs. Example: `replay service, learner ranks 0-7`."""
         roles = ["replay service"] if self.replay else []
         if self.learner_ranks:
-            roles.append(f"learner {_range('rank', self.first_rank, self.learner_ranks)}")
+            on = f" on {_range('GPU', 0, self.learner_ranks)}" if self.gpus else ""
+            roles.append(f"learner {_range('rank', self.first_rank, self.learner_ranks)}{on}")
         if self.workers:
             servers = f"{self.servers} server{'s' * (self.servers != 1)}"
-            roles.append(f"generator{'s' * (len(self.workers) > 1)} {_numbers(self.workers)} ({servers})")
+            taken = [gpu for gpus in self.worker_gpus for gpu in gpus]
+            on = f" on {_range('GPU', taken[0], len(taken))}" if taken else ""
+            roles.append(f"generator{'s' * (len(self.workers) > 1)} {_numbers(self.workers)} ({servers}{on})")
         return ", ".join(roles)
 
     def as_json(self) -> dict[str, Any]:
         ranks = list(range(self.first_rank, self.first_rank + self.learner_ranks))
         return {
             "gpus": self.gpus, "replay": self.replay, "learner_ranks": ranks, "generators": self.workers,
-            "servers": self.servers,
+            "servers": self.servers, "generator_gpus": self.worker_gpus,
         }  # fmt: skip
 
 
@@ -60,8 +64,9 @@ def place(ranks: int, pools: list[Pool], machines: Machines) -> list[Host]:
             host = next((host for host in hosts if host.gpus + needed <= machines.gpus_per_host), None)
             if host is None:
                 hosts.append(host := Host(gpus=0))
-            host.gpus += needed
             host.workers.append(number)
+            host.worker_gpus.append(tuple(range(host.gpus, host.gpus + needed)))
+            host.gpus += needed
             host.servers += 0 if pool.attached else pool.servers
             number += 1
     if machines.hosts and len(hosts) > machines.hosts:

@@ -11,7 +11,9 @@ import logging
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.device_map import device_map
 from streamrl.engine.client import EngineClient
+from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.engine.server import Server, server_arguments
 from streamrl.generate.served import engine_keys
 
@@ -44,8 +46,10 @@ class SharedServers:
         if kind != self._kind or any(server.exit_code is not None for server in self._servers):
             self.stop()
             keys = engine_keys(config, self._folder)
+            placed = device_map(config, len(gpus := visible_gpus())).workers if has_cuda() else ()
+            shares = [tuple(gpus[position] for position in server) for worker in placed for server in worker]
             for index in range(server_count(config)):
-                self._servers.append(Server(config, self._folder, index, keys))
+                self._servers.append(Server(config, self._folder, index, keys, gpus=shares[index] if shares else ()))
             asyncio.run(self._ready(config))
             self._kind = kind
         return [server.address for server in self._servers]

@@ -1,0 +1,71 @@
+"""Which GPU of a host each process of a run gets, as a pure function: no two of them share one.
+
+    learner ranks        the first GPUs, one each, in the order of the ranks
+    generator workers    those behind them, in the order of their numbers, each server's side by side
+
+A GPU is its position among those that may be used here: those of CUDA_VISIBLE_DEVICES, or all. `streamrl train` gives
+every process its own by that variable, and a worker divides what it sees among its servers in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.config.generate import GenerateConfig
+
+Gpu = TypeVar("Gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Of a run on one host."""
+
+    ranks: tuple[int, ...]  # the GPU of each learner rank
+    workers: tuple[tuple[tuple[int, ...], ...], ...]  # by worker and server; () for a worker that starts no servers
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """A line for each process. Example: `server 1-0: GPUs 4, 5`."""
+        for rank, gpu in enumerate(self.ranks):
+            yield f"learner rank {rank}: GPU {gpu}"
+        for worker, servers in enumerate(self.workers):
+            for server, gpus in enumerate(servers):
+                yield f"server {worker}-{server}: GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
+
+
+def device_map(config: Config, gpus: int) -> DeviceMap:
+    """The map of a host with so many GPUs, 1 or more. Raises ConfigError, with what would do, where they are too few.
+
+    >>> device_map(Config.model_validate({"generate": {"servers": 2}}), gpus=4)
+    DeviceMap(ranks=(0,), workers=(((1,), (2,)),))
+    """
+    ranks, pools = config.learner.ranks, config.generate.each_pool
+    needed = ranks + sum(pool.workers * pool.gpus for pool in pools)
+    if ranks > gpus:
+        raise ConfigError(f"learner.ranks: {ranks} need a GPU each, and this machine has {gpus}; allowed: up to {gpus}")
+    if needed > gpus:
+        raise ConfigError(
+            f"generate.workers: servers need {needed - ranks} GPUs beside the {ranks} of the learner, and this "
+            f"machine has {gpus}; allowed: fewer of generate.workers, generate.servers or generate.tensor_parallel, or "
+            "several machines (docs/launch.md)"
+        )
+    free = iter(range(ranks, needed))
+    workers = [
+        tuple(divide([next(free) for _ in range(pool.gpus)], pool)) for pool in pools for _ in range(pool.workers)
+    ]
+    return DeviceMap(tuple(range(ranks)), tuple(workers))
+
+
+def divide(gpus: Sequence[Gpu], pool: GenerateConfig) -> list[tuple[Gpu, ...]]:
+    """The GPUs of each server of a worker of this pool. Raises ConfigError where they are too few for all."""
+    if len(gpus) < pool.gpus:
+        raise ConfigError(
+            f"generate.servers: the {pool.servers} servers of a worker need {pool.gpus} GPUs, and it may use "
+            f"{len(gpus)}; allowed: fewer servers, or more in CUDA_VISIBLE_DEVICES"
+        )
+    size = pool.tensor_parallel
+    return [tuple(gpus[first : first + size]) for first in range(0, pool.gpus, size)]

@@ -1,0 +1,210 @@
+"""Which GPU each process gets: no two share one, the roles of a run and of a plan agree, what clashes is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.description import Description
+from launch.placement import place as place_on_nodes
+from streamrl.config import Config
+from streamrl.config.file import ConfigError, load
+from streamrl.device_map import device_map, divide
+from streamrl.engine import hardware
+from streamrl.engine.server import Server
+from streamrl.generate import served
+from streamrl.supervisor import Supervisor
+
+pools = st.lists(
+    st.fixed_dictionaries(
+        {"workers": st.integers(1, 3), "servers": st.integers(1, 3), "tensor_parallel": st.sampled_from([1, 2, 4])},
+        optional={"attach": st.just(["http://127.0.0.1:1"])},
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+def config_of(ranks: int, given: list[dict[str, Any]]) -> Config:
+    named = [{"name": f"pool{number}", **pool} for number, pool in enumerate(given)]
+    for pool in named:
+        if "attach" in pool:
+            pool.update(servers=1, workers=1)
+    return Config.model_validate({"learner": {"ranks": ranks}, "generate": {"pools": named}})
+
+
+def needed(config: Config) -> int:
+    return config.learner.ranks + sum(pool.workers * pool.gpus for pool in config.generate.each_pool)
+
+
+@given(ranks=st.integers(1, 4), given=pools, spare=st.integers(0, 3))
+def test_no_two_processes_share_a_gpu_and_each_has_as_many_as_it_needs(ranks, given, spare):
+    config = config_of(ranks, given)
+    gpus = needed(config) + spare
+    found = device_map(config, gpus)
+    taken = [*found.ranks, *itertools.chain.from_iterable(itertools.chain(*found.workers))]
+    assert len(set(taken)) == len(taken) == needed(config)
+    assert set(taken) <= set(range(gpus))
+    assert len(found.ranks) == ranks
+    expected = [pool for pool in config.generate.each_pool for _ in range(pool.workers)]
+    for pool, servers in zip(expected, found.workers, strict=True):
+        assert len(servers) == (0 if pool.attach else pool.servers)
+        assert all(len(server) == pool.tensor_parallel for server in servers)
+    assert len(list(found.lines)) == ranks + sum(map(len, found.workers))
+
+
+@given(ranks=st.integers(1, 4), given=pools)
+def test_a_gpu_too_few_is_refused(ranks, given):
+    config = config_of(ranks, given)
+    with pytest.raises(ConfigError, match=r"^(learner\.ranks|generate\.workers): .* allowed: "):
+        device_map(config, needed(config) - 1)
+
+
+@given(ranks=st.integers(1, 4), given=pools)
+def test_one_node_of_a_cluster_has_the_same_map(ranks, given):
+    config = config_of(ranks, given)
+    one = Description.model_validate({"config": "x.yaml", "folder": "/shared", "learner": {"gpus": needed(config)}})
+    workers = device_map(config, needed(config)).workers
+    assert [worker.gpus for worker in place_on_nodes(one, config).workers] == [
+        tuple(itertools.chain(*servers)) for servers in workers
+    ]
+
+
+def test_a_worker_that_sees_too_few_gpus_for_its_servers_is_refused():
+    pool = config_of(1, [{"servers": 2, "tensor_parallel": 2}]).generate.each_pool[0]
+    assert divide(["4", "5", "6", "7"], pool) == [("4", "5"), ("6", "7")]
+    with pytest.raises(ConfigError, match=r"^generate\.servers: the 2 servers of a worker need 4 GPUs.* may use 3"):
+        divide(["4", "5", "6"], pool)
+
+
+@pytest.mark.parametrize(
+    ("argument", "instead"),
+    [
+        ("tp-size: 2", "generate.tensor_parallel"),
+        ("pp_size: 2", "generate.tensor_parallel"),
+        ("base_gpu_id: 1", "CUDA_VISIBLE_DEVICES"),
+        ("nnodes: 2", "generate.attach"),
+        ("dp_size: 2", "generate.servers"),
+    ],
+)
+def test_an_argument_of_sglang_that_would_move_its_ranks_is_refused(argument, instead):
+    with pytest.raises(ValueError, match=rf"generate\.server_args: .* allowed: .*{instead}"):
+        load(None, [f"generate.server_args={{{argument}}}"])
+    load(None, ["generate.server_args={dp_size: 2, enable_dp_attention: true, pp_size: 1}"])
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[int], None]:
+    """`gpus(8)`: a machine with that many, and a torch that is built for them."""
+
+    def make(count: int) -> None:
+        for number in range(count):
+            (tmp_path / f"nvidia{number}").touch()
+        (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(hardware, "DEVICES", tmp_path)
+        monkeypatch.setattr(hardware, "torch_cuda", lambda: "13.0")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [
+        (None, ("0", "1", "2", "3")),
+        ("", ()),
+        ("-1", ()),
+        ("2,3", ("2", "3")),
+        ("3,-1,1", ("3",)),
+        ("GPU-ab,MIG-cd", ("GPU-ab", "MIG-cd")),
+    ],
+)
+def test_the_gpus_that_may_be_used_are_those_of_the_variable(gpus, monkeypatch, chosen, seen):
+    gpus(4)
+    if chosen is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+    assert hardware.visible_gpus() == seen
+    assert hardware.has_cuda() == bool(seen)
+
+
+def test_a_gpu_machine_with_a_torch_for_cpus_has_none(gpus, monkeypatch, tmp_path):
+    gpus(2)
+    monkeypatch.setattr(hardware, "torch_cuda", lambda: None)
+    assert not hardware.has_cuda()
+    monkeypatch.setattr(hardware, "torch_cuda", lambda: "13.0")
+    assert hardware.has_cuda()
+
+
+def test_windows_subsystem_has_one_behind_its_device(gpus, tmp_path):
+    gpus(0)
+    assert not hardware.has_cuda()
+    (tmp_path / "dxg").touch()
+    assert hardware.visible_gpus() == ("0",)
+
+
+def test_the_installed_torch_says_what_it_is_built_for(monkeypatch, tmp_path):
+    import torch
+
+    assert hardware.torch_cuda.__wrapped__() == torch.version.cuda
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.14.1+cu130'\ncuda: Optional[str] = '13.0'\n")
+    spec = type("Spec", (), {"origin": str(tmp_path / "torch/__init__.py")})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    assert hardware.torch_cuda.__wrapped__() == "13.0"
+
+
+def test_every_role_that_train_starts_gets_its_own_gpus(gpus, monkeypatch, tmp_path):
+    gpus(0)
+    config = load(None, ["learner.ranks=2", "generate.workers=2", "generate.servers=2", f"run.folder={tmp_path}"])
+    assert "CUDA_VISIBLE_DEVICES" not in Supervisor(config, tmp_path / "run").learner.environment
+    gpus(8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2")
+    supervisor = Supervisor(config, tmp_path / "run")
+    shares = [role.environment.get("CUDA_VISIBLE_DEVICES") for role in supervisor.roles]
+    assert shares == [None, "5,4", "3,2", "7,6"]  # replay service, two workers, learner
+
+
+class Started:
+    """What a worker asks for."""
+
+    address = "http://127.0.0.1:1"
+
+    def __init__(self, *_: Any, gpus: tuple[str, ...], **__: Any) -> None:
+        self.gpus = gpus
+
+
+def test_every_server_of_a_worker_gets_its_own_gpus(gpus, monkeypatch, tmp_path):
+    gpus(8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.setattr(served, "Server", Started)
+    config = load(None, ["generate.servers=2", "generate.tensor_parallel=2", f"run.folder={tmp_path}"])
+
+    async def start() -> list[tuple[str, ...]]:
+        models = [served.ServedModel(config, tmp_path, index=0, place=place) for place in range(2)]
+        for model in models:
+            await model.client.close()
+        return [model._process.gpus for model in models]
+
+    assert asyncio.run(start()) == [("4", "5"), ("6", "7")]
+
+
+def test_a_servers_process_sees_its_gpus_alone(monkeypatch, tmp_path):
+    seen: list[dict[str, str]] = []
+
+    class Popen:
+        def __init__(self, *_: Any, env: dict[str, str], **__: Any) -> None:
+            seen.append(env)
+
+    monkeypatch.setattr("streamrl.engine.server.subprocess.Popen", Popen)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    server = Server(Config(), tmp_path, index=0, gpus=("4", "5"))
+    server._reserved.close()
+    assert seen[0]["CUDA_VISIBLE_DEVICES"] == "4,5"
