@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import warnings
@@ -15,7 +16,7 @@ from streamrl.config import Config
 from streamrl.device import Device, UnsupportedAcceleratorError, detect
 from streamrl.engine.server import server_arguments
 from streamrl.engine.stand_ins import ABSENT_ON_CPU, install
-from streamrl.learner.cpu_adapter import MEGATRON_VERSION
+from streamrl.learner.te import PACKAGE, te_problem
 
 NEEDED = ("torch", "megatron-core", "sglang", "transformers", "pyzmq", "msgspec", "uvloop", "datasets", "wandb")
 CUDA_ONLY = ("transformer-engine", "sglang-kernel", "triton", "torchvision")
@@ -31,6 +32,9 @@ def main() -> int:
     print(f"  {'libzmq':<20} {zmq.zmq_version()}")
     for name in missing:
         print(f"MISSING {name}: make venv, or pip install -e '.[gpu]' on a GPU machine")
+    if importlib.util.find_spec(PACKAGE) and (problem := te_problem()):
+        print(f"BROKEN Transformer Engine {problem}: install requirements/gpu-no-deps.txt as docs/gpu.md says")
+        return 1  # with half of it installed Megatron-Core cannot be imported either
     try:
         device = detect()
     except UnsupportedAcceleratorError as error:
@@ -54,6 +58,7 @@ def _print_paths(device: Device) -> None:
     """Which of the alternatives a run on this machine takes, and why."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about Transformer Engine, which is reported below
+        from streamrl.learner.cpu_adapter import MEGATRON_VERSION
         from streamrl.learner.model import choose_layers
 
     print("paths")

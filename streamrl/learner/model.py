@@ -5,7 +5,6 @@ One factory decides which layers they are made of, and can say so: Transformer E
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from streamrl.learner import lora, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.shape import ModelShape, check_fit
+from streamrl.learner.te import te_problem
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +57,8 @@ def choose_layers(device: Device, dtype: torch.dtype, learner: LearnerConfig | N
     learner = learner or LearnerConfig()
     if device.kind == "cpu":
         return LayerChoice("local", "no CUDA on this machine; attention by padded blocks through torch SDPA")
-    if importlib.util.find_spec("transformer_engine") is None:
-        return LayerChoice("local", "Transformer Engine is not installed; attention by torch's varlen kernel or SDPA")
+    if problem := te_problem():
+        return LayerChoice("local", f"Transformer Engine {problem}; attention by torch's varlen kernel or SDPA")
     if dtype != torch.bfloat16:
         return LayerChoice("local", f"Transformer Engine has no packed attention for {dtype}; attention by torch SDPA")
     if learner.layout.context > 1:

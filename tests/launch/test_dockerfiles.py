@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,21 @@ def test_the_gpu_requirements_agree_with_those_of_cpu_machines():
     assert gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
     assert _pins("gpu-no-deps.txt") == {"transformer-engine-torch": gpu["transformer-engine"]}
     assert "torch" not in gpu  # sglang says which
+
+
+def test_what_is_installed_without_its_dependencies_finds_them_among_the_others():
+    facts = json.loads(Path("requirements/gpu-no-deps.json").read_text())
+    assert {name: fact["version"] for name, fact in facts.items()} == _pins("gpu-no-deps.txt")
+    lines = Path("requirements/gpu.txt").read_text().splitlines()
+    named = {re.split(r"[=<>]", line)[0] for line in lines if line and not line.startswith("#")}
+    extra = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    by_sglang = {"torch"}
+    for fact in facts.values():
+        needed = {name.replace("cu12", "cu13") for name in fact["requires"]} - by_sglang
+        assert needed <= named
+        plain = {re.split(r"[=<>]", each)[0] for each in (*extra, *_project_dependencies())}
+        assert needed <= plain
+
+
+def _project_dependencies() -> list[str]:
+    return tomllib.loads(Path("pyproject.toml").read_text())["project"]["dependencies"]
