@@ -18,7 +18,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError, load
 from streamrl.device_map import device_map, divide
 from streamrl.engine import hardware
-from streamrl.engine.server import Server
+from streamrl.engine.server import Server, _environment, server_arguments
 from streamrl.generate import served
 from streamrl.supervisor import Supervisor
 
@@ -208,3 +208,18 @@ def test_a_servers_process_sees_its_gpus_alone(monkeypatch, tmp_path):
     server = Server(Config(), tmp_path, index=0, gpus=("4", "5"))
     server._reserved.close()
     assert seen[0]["CUDA_VISIBLE_DEVICES"] == "4,5"
+
+
+def test_both_ends_of_a_broadcast_have_the_same_nccl_variables(gpus, monkeypatch):
+    gpus(2)
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the user's own word, at both ends
+    expected = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    assert hardware.nccl_environment() == expected
+    assert expected.items() <= _environment(Config()).items()
+
+
+@pytest.mark.parametrize(("dtype", "attention"), [("float32", "triton"), ("bfloat16", None)])
+def test_a_server_on_gpus_gets_an_attention_that_knows_its_dtype(gpus, dtype, attention):
+    gpus(1)
+    assert server_arguments(load(None, [f"model.dtype={dtype}"]), 0).get("attention_backend") == attention

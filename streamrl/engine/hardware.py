@@ -9,6 +9,9 @@ import re
 from pathlib import Path
 
 DEVICES = Path("/dev")
+
+# What a server and the learner, who meet in one NCCL group, must agree on: SGLang's own defaults, said at both ends.
+NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 WSL = "dxg"  # the one device of Windows' subsystem for Linux, behind which all of its GPUs are
 
 
@@ -30,6 +33,11 @@ def visible_gpus() -> tuple[str, ...]:
     names = [name.strip() for name in chosen.split(",")]
     hidden = next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
     return tuple(names[:hidden])  # CUDA sees none behind the first that is no device
+
+
+def nccl_environment() -> dict[str, str]:
+    """`NCCL_ENVIRONMENT`, but for what this process's environment says, which both ends inherit."""
+    return {name: os.environ.get(name, value) for name, value in NCCL_ENVIRONMENT.items()}
 
 
 @functools.cache

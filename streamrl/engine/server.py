@@ -25,7 +25,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
-from streamrl.engine.hardware import has_cuda
+from streamrl.engine.hardware import has_cuda, nccl_environment
 from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
 from streamrl.engine.load_plan import LOADER
 from streamrl.engine.shutdown import end_server, segments_of
@@ -54,6 +54,8 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "mem_fraction_static": 0.3,  # leaves memory of the machine to the learner beside it
     "sleep_on_idle": True,  # else an idle scheduler polls at 97% of a core, which the learner needs
 }
+
+FLOAT32_ATTENTION = "triton"  # FlashAttention and FlashInfer, which SGLang would choose on a GPU, take 16 bits at most
 
 # An update puts what it interrupts behind all that waits in the server; the learner waits for the oldest groups.
 OLDEST_FIRST: dict[str, Any] = {
@@ -202,6 +204,8 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
     }
     if not has_cuda():
         chosen |= CPU_ARGUMENTS
+    elif config.model.dtype == "float32":
+        chosen["attention_backend"] = FLOAT32_ATTENTION
     if config.learner.lora.by_adapter:
         chosen |= _adapter_arguments(config)
     if config.learner.router_replay:
@@ -251,7 +255,7 @@ def _environment(config: Config) -> dict[str, str]:
     """What SGLang takes from the environment alone."""
     chosen = {"HF_HUB_OFFLINE": "1"}  # the model is a folder; without it, a lookup that times out on a closed network
     if has_cuda():
-        return chosen
+        return chosen | nccl_environment()
     threads, ranks = config.generate.threads, config.generate.tensor_parallel
     chosen |= {
         "SGLANG_USE_CPU_ENGINE": "1",

@@ -15,6 +15,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig
 from streamrl.device import Device, detect
+from streamrl.engine.hardware import nccl_environment
 from streamrl.learner import cpu_adapter
 
 
@@ -44,6 +45,7 @@ class Ranks:
             raise ConfigError(f"learner.ranks: {config.learner.ranks} is configured, {world} were started")
         device = detect(int(os.environ.get("LOCAL_RANK", "0")))
         device.select(config.learner.threads)
+        os.environ.update(nccl_environment() if device.kind == "cuda" else {})
         cpu_adapter.install()
         timeout = timedelta(seconds=config.learner.collective_timeout)
         store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
