@@ -9,7 +9,7 @@ every process its own by that variable, and a worker divides what it sees among 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,15 +26,6 @@ class DeviceMap:
 
     ranks: tuple[int, ...]  # the GPU of each learner rank
     workers: tuple[tuple[tuple[int, ...], ...], ...]  # by worker and server; () for a worker that starts no servers
-
-    @property
-    def lines(self) -> Iterator[str]:
-        """A line for each process. Example: `server 1-0: GPUs 4, 5`."""
-        for rank, gpu in enumerate(self.ranks):
-            yield f"learner rank {rank}: GPU {gpu}"
-        for worker, servers in enumerate(self.workers):
-            for server, gpus in enumerate(servers):
-                yield f"server {worker}-{server}: GPU{'s' * (len(gpus) > 1)} {', '.join(map(str, gpus))}"
 
 
 def device_map(config: Config, gpus: int) -> DeviceMap:

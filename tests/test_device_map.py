@@ -57,7 +57,6 @@ def test_no_two_processes_share_a_gpu_and_each_has_as_many_as_it_needs(ranks, gi
     for pool, servers in zip(expected, found.workers, strict=True):
         assert len(servers) == (0 if pool.attach else pool.servers)
         assert all(len(server) == pool.tensor_parallel for server in servers)
-    assert len(list(found.lines)) == ranks + sum(map(len, found.workers))
 
 
 @given(ranks=st.integers(1, 4), given=pools)
