@@ -30,13 +30,7 @@ class AdaptiveBound:
         self._ess: deque[float] = deque(maxlen=config.patience)
         self._step = -1
         self.staleness = highest  # S that is admitted now, in learner steps
-
-    @property
-    def slots(self) -> int:
-        """The slots of this staleness, never fewer than k steps need."""
-        if not self._config.enabled:
-            return self._order.capacity
-        return max(self._least, self._order.slots_at(self.staleness))
+        self.slots = max(self._least, order.slots_at(highest)) if config.enabled else order.capacity  # of it
 
     def record(self, step: int, ess: float | None) -> None:
         """A learner step is trained. `ess` is its metric offpolicy/ess, None where it has none."""
@@ -60,4 +54,5 @@ class AdaptiveBound:
         staleness = min(self._highest, max(self._lowest, self.staleness + change))
         if staleness != self.staleness:
             self.staleness = staleness
+            self.slots = max(self._least, self._order.slots_at(staleness))  # never fewer than k steps need
             self._ess.clear()

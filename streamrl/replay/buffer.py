@@ -93,6 +93,7 @@ class Buffer:
         self.emitted = self._lives.emitted  # (event, fields), for the log: what happened to groups, and no answer says
         self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
         self._trained = 0  # weights of this step contain the batch taken last
+        self._popped: int | None = None  # the step taken last, while its frames are in memory
         self._audit = Audit()
 
     # -- what there is
@@ -347,7 +348,8 @@ class Buffer:
             return tuple(self._lives[group_id].stored() for group_id in state.batches[step])
         if step != state.next_step:
             raise ValueError(f"step {step} was asked for, {state.next_step} is next")
-        self._let_go(step)
+        if self._popped is not None:
+            self._let_go(self._popped)
         if len(state.completed) < self.order.groups_per_step or (ids := self._select(step)) is None:
             return None
         lives = [self._lives[group_id] for group_id in ids]
@@ -356,7 +358,7 @@ class Buffer:
             if life.completed is not None:
                 self._audit.trained.add(life.completed)
         self._emit(Consumed(step=step, group_ids=ids))
-        self._trained = step + 1
+        self._trained, self._popped = step + 1, step
         return batch
 
     def _select(self, step: int) -> tuple[int, ...] | None:
@@ -367,17 +369,15 @@ class Buffer:
         return self.order.select(step, state.completed, state.below, state.above)
 
     def _let_go(self, step: int) -> None:
-        """The learner has the batch before: its frames go, and without a journal the step with them."""
-        group_ids = self._state.batches.get(step - 1)
-        if group_ids is None or self._lives[group_ids[0]].frames is None:
-            return
+        """The learner has this batch: its frames go, and without a journal the step with them."""
+        self._popped = None
         can_return = True
-        for group_id in group_ids:
+        for group_id in self._state.batches.get(step, ()):
             life = self._lives[group_id]
             life.frames = None
             can_return = can_return and life.place is not None
         if not can_return:
-            self._state.forget_batch(step - 1)
+            self._state.forget_batch(step)
 
     # -- inside
 

@@ -115,7 +115,8 @@ class DurableBuffer:
         """Append what the buffer has decided since the last call; `frames` of the group that it has taken."""
         if self.buffer.emitted:
             self._emit()
-        records = self.buffer.drain()
+        if not (records := self.buffer.drain()):
+            return
         if self._journal is None:
             self.mark = self._durable = self.mark + len(records)
             return

@@ -35,8 +35,11 @@ NEVER = float("inf")
 _after = LIFE.after  # a call less for what happens to every group
 
 
-class Life(Slot, kw_only=True):
-    """One group from its first ticket until its step can never be delivered again; `phase` is the present one."""
+class Life(Slot, kw_only=True, gc=False):
+    """One group from its first ticket until its step can never be delivered again; `phase` is the present one.
+
+    Nothing that it holds leads back to it: the garbage collector need not look.
+    """
 
     lost: bool = False  # it waits, or is exhausted, because its ticket was lost: the journal does not know that
     out: Ticket | None = None  # the ticket of ISSUED

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from replay_schedule import Schedule, answer, placeholder
 
 from streamrl.config import Config
+from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
 from streamrl.replay.life import Phase
 from streamrl.replay.orders.fifo import Fifo
@@ -97,7 +98,7 @@ class OneSlotTooMany(Schedule):
             worst_staleness = proved.worst_staleness
 
         buffer.order = Wider(proved.groups_per_step, proved.capacity + 1)
-        buffer.adaptive._order = buffer.order
+        buffer.adaptive = AdaptiveBound(config.replay.adaptive, buffer.order, config.replay.bound)
         return buffer
 
 
