@@ -3,13 +3,15 @@
     python -m benchmarks.end_to_end [--quick] [--repeats N] [--json FILE] [--keep FOLDER]
 
     sync            replay.order=synchronous: the bound 0
+    sync, shared    the same with run.placement=shared: both sides have both cores, in turn
     one step off    replay.max_staleness=1, publish.interruption=drain, a whole step in flight: batch k + 1 is generated
                     by one version while batch k is trained, then both wait, and the next version is published
     bound 1, 2, 4   replay.max_staleness, all else by default: no side waits for the other within it
 
 Everything is real: SGLang, worker, replay service with its journal, learner, publisher. All that generates has one
-core, the learner has another (`balanced_run.py`). Answers have log-normal lengths with sigma 0.8, drawn beforehand and
-the same in every run (`drawn_lengths.py`), and a step takes four waves of requests.
+core, the learner has another (`balanced_run.py`); a shared placement leaves none of them idle, so that the faster of
+the two synchronous runs is the one to compare with. Answers have log-normal lengths with sigma 0.8, drawn beforehand
+and the same in every run (`drawn_lengths.py`), and a step takes four waves of requests.
 
 The optimum of a repeat is the slower of its two sides, each alone on its own core (`one_side.py`): generation whose
 batches are taken at once, and the learner on recorded batches. First of all the learner is given as much work a token
@@ -39,7 +41,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.balanced_run import LOADS, SETTINGS, SYNC, Bench, Load, Row, Setting
+from benchmarks.balanced_run import LOADS, SETTINGS, SHARED, SYNC, Bench, Load, Row, Setting
 from streamrl.learner.batch_metrics import token_ages
 from streamrl.replay.journal import recorded_batches
 
@@ -55,9 +57,10 @@ CANDIDATES = 3  # loads that are tried before the first repeat, those which shou
 STEPS, QUICK_STEPS = 10, 4  # that are counted
 AHEAD = 2  # further steps of generation alone, so that tickets are out up to the end of the counted ones
 COLUMNS = (
-    "tokens/s", "of the optimum", "of sync", "reward/s x 1000", "staleness: mean, p95", "idle: learner, generators",
+    "tokens/s", "of the optimum", "of sync", "of sync, shared", "reward/s x 1000", "staleness: mean, p95",
+    "idle: learner, generators",
 )  # fmt: skip
-WIDTH = 150  # columns of the table where there is no terminal
+WIDTH = 170  # columns of the table where there is no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,8 @@ def ratios(repeats: Sequence[Repeat]) -> dict[str, list[float]]:
     """What the bars and `make bench` look at, one value a repeat: higher is better."""
     names = list(repeats[0].runs)
     found = {f"{name} of the optimum": [repeat.of_the_optimum(name) for repeat in repeats] for name in names}
-    found |= {f"{name} of sync": [each.of(name, SYNC.name) for each in repeats] for name in names if name != SYNC.name}
+    for other in [each.name for each in (SYNC, SHARED) if each.name in names]:
+        found |= {f"{name} of {other}": [each.of(name, other) for each in repeats] for name in names if name != other}
     return found
 
 
@@ -254,6 +258,7 @@ def show(console: Console, repeats: Sequence[Repeat]) -> None:
             spread([run.tokens_per_s for run in runs], ".0f"),
             spread(found[f"{name} of the optimum"]),
             spread(found.get(f"{name} of sync", [])),
+            spread(found.get(f"{name} of {SHARED.name}", [])),
             spread([1000 * run.reward_per_s for run in runs], ".1f"),
             f"{middle['staleness_mean']:.2f}, {middle['staleness_p95']:.0f}",
             f"{middle['idle_learner']:.0%}, {middle['idle_generator']:.0%}",

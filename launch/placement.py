@@ -1,6 +1,7 @@
 """Where the roles of a run go: ranks and generator workers on nodes and their GPUs, as a pure function.
 
 learner nodes              0 .. L-1    ranks evenly, on the first GPUs; the replay service on node 0
+run.placement=shared       0 .. L-1    the workers from the first GPU on, too
 nodes of the generators    L .. N-1    each worker on the first node with GPUs enough for its servers
 """
 
@@ -50,6 +51,11 @@ def place(description: Description, config: Config, *, pods: bool = False) -> Pl
     `pods`: each worker is a pod that a scheduler puts on a node; it has only to fit on one, and is on none here.
     """
     ranks = _ranks(description, config)
+    if config.run.shares_devices and (pods or description.generators is not None):
+        raise ConfigError(
+            "generators: learner and servers take turns on the learner's nodes with run.placement=shared; allowed: "
+            "null, on nodes that are no pods"
+        )
     if pods:
         gpus = (description.generators or description.learner).gpus
         largest = max(needed for _, needed in _pools(config))
@@ -57,7 +63,8 @@ def place(description: Description, config: Config, *, pods: bool = False) -> Pl
             raise ConfigError(f"generators.gpus: {gpus} of a node are too few for a worker; allowed: from {largest} on")
         return Placement(description.nodes, description.learner.nodes, ranks, ())
     if description.generators is None:
-        nodes, gpus, first = list(range(description.learner.nodes)), description.learner.gpus, ranks
+        nodes, gpus = list(range(description.learner.nodes)), description.learner.gpus
+        first = 0 if config.run.shares_devices else ranks
     else:
         nodes = list(range(description.learner.nodes, description.nodes))
         gpus, first = description.generators.gpus, 0

@@ -61,6 +61,11 @@ class Device:
         if self.kind == "cuda":
             torch.cuda.synchronize(self.index)
 
+    def release_memory(self) -> None:
+        """Give back what torch keeps for later: another process has the device next."""
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
     def memory(self) -> dict[str, int]:
         """Device memory in bytes, now and at its peak; empty on a CPU, whose memory the system counts."""
         if self.kind == "cpu":

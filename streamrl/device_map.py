@@ -1,7 +1,8 @@
-"""Which GPU of a host each process of a run gets, as a pure function: no two of them share one.
+"""Which GPU of a host each process of a run gets, as a pure function: no two of them share one, unless they take turns.
 
     learner ranks        the first GPUs, one each, in the order of the ranks
     generator workers    those behind them, in the order of their numbers, each server's side by side
+    run.placement=shared the workers' begin with the first GPU, too: a rank and a server take turns on it
 
 A GPU is its position among those that may be used here: those of CUDA_VISIBLE_DEVICES, or all. `streamrl train` gives
 every process its own by that variable, and a worker divides what it sees among its servers in the same way.
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from streamrl.choices import TRANSPORTS
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
@@ -35,20 +37,34 @@ def device_map(config: Config, gpus: int) -> DeviceMap:
     DeviceMap(ranks=(0,), workers=(((1,), (2,)),))
     """
     ranks, pools = config.learner.ranks, config.generate.each_pool
-    needed = ranks + sum(pool.workers * pool.gpus for pool in pools)
+    first = 0 if config.run.shares_devices else ranks
+    needed = first + sum(pool.workers * pool.gpus for pool in pools)
     if ranks > gpus:
         raise ConfigError(f"learner.ranks: {ranks} need a GPU each, and this machine has {gpus}; allowed: up to {gpus}")
     if needed > gpus:
+        beside = "" if config.run.shares_devices else f" beside the {ranks} of the learner"
         raise ConfigError(
-            f"generate.workers: servers need {needed - ranks} GPUs beside the {ranks} of the learner, and this "
-            f"machine has {gpus}; allowed: fewer of generate.workers, generate.servers or generate.tensor_parallel, or "
-            "several machines (docs/launch.md)"
+            f"generate.workers: servers need {needed - first} GPUs{beside}, and this machine has {gpus}; allowed: "
+            "fewer of generate.workers, generate.servers or generate.tensor_parallel, or several machines "
+            "(docs/launch.md)"
         )
-    free = iter(range(ranks, needed))
+    _refuse_two_ends_on_one_device(config)
+    free = iter(range(first, needed))
     workers = [
         tuple(divide([next(free) for _ in range(pool.gpus)], pool)) for pool in pools for _ in range(pool.workers)
     ]
     return DeviceMap(tuple(range(ranks)), tuple(workers))
+
+
+def _refuse_two_ends_on_one_device(config: Config) -> None:
+    if not config.run.shares_devices or config.learner.lora.by_adapter:
+        return
+    if not config.publish.chosen("transport").one_device:
+        others = [name for name in TRANSPORTS.names if TRANSPORTS.load(name).one_device]
+        raise ConfigError(
+            f"publish.transport: {config.publish.transport} cannot reach a server on the learner's own GPU, as in "
+            f"run.placement=shared; allowed: {', '.join(others)}"
+        )
 
 
 def divide(gpus: Sequence[Gpu], pool: GenerateConfig) -> list[tuple[Gpu, ...]]:

@@ -27,7 +27,7 @@ CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
-    "run.id", "run.folder", "run.steps", "run.restarts", "run.start_timeout", "run.stop_timeout",
+    "run.id", "run.folder", "run.steps", "run.placement", "run.restarts", "run.start_timeout", "run.stop_timeout",
     "run.silence_timeout", "run.progress_timeout", "replay.address",
     "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",

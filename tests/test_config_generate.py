@@ -44,3 +44,16 @@ def test_the_addresses_of_a_pool_go_to_its_workers_in_turn():
 def test_keys_that_do_not_fit_are_refused_by_one_line(tree: dict[str, object], told: str):
     with pytest.raises(ValueError, match=told):
         Config.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"generate": {"attach": ["http://127.0.0.1:1"]}}, r"generate\.attach: http://127\.0\.0\.1:1 .* allowed: "),
+        ({"publish": {"interruption": "drain"}}, r"publish\.interruption: drain .* allowed: retract"),
+    ],
+)
+def test_what_cannot_take_turns_is_refused_in_a_shared_placement(given, refused):
+    Config.model_validate(given)
+    with pytest.raises(ValueError, match=refused):
+        Config.model_validate({**given, "run": {"placement": "shared"}})

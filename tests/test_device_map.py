@@ -76,6 +76,30 @@ def test_one_node_of_a_cluster_has_the_same_map(ranks, given):
     ]
 
 
+@given(ranks=st.integers(1, 4), given=pools)
+def test_in_a_shared_placement_servers_share_gpus_with_ranks_and_with_no_other_server(ranks, given):
+    own = [{key: value for key, value in pool.items() if key != "attach"} for pool in given]
+    tree = config_of(ranks, own).model_dump() | {"run": {"placement": "shared"}, "publish": {"transport": "memory"}}
+    config = Config.model_validate(tree)
+    servers = sum(pool.workers * pool.gpus for pool in config.generate.each_pool)
+    found = device_map(config, max(ranks, servers))
+    taken = [*itertools.chain.from_iterable(itertools.chain(*found.workers))]
+    assert found.ranks == tuple(range(ranks))
+    assert sorted(taken) == list(range(servers))
+    with pytest.raises(ConfigError, match=r"^(learner\.ranks|generate\.workers): .* allowed: "):
+        device_map(config, max(ranks, servers) - 1)
+    one = Description.model_validate({"config": "x.yaml", "folder": "/s", "learner": {"gpus": max(ranks, servers)}})
+    assert [worker.gpus for worker in place_on_nodes(one, config).workers] == [
+        tuple(itertools.chain(*each)) for each in found.workers
+    ]
+
+
+def test_a_transport_that_cannot_reach_a_second_process_on_a_gpu_is_refused_there():
+    config = Config.model_validate({"run": {"placement": "shared"}, "publish": {"transport": "broadcast"}})
+    with pytest.raises(ConfigError, match=r"^publish\.transport: broadcast .* allowed: delta, disk, memory$"):
+        device_map(config, 1)
+
+
 def test_a_worker_that_sees_too_few_gpus_for_its_servers_is_refused():
     pool = config_of(1, [{"servers": 2, "tensor_parallel": 2}]).generate.each_pool[0]
     assert divide(["4", "5", "6", "7"], pool) == [("4", "5"), ("6", "7")]

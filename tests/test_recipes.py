@@ -59,6 +59,7 @@ VERL_DAPO = VERL | {
     "task.name": "dapo_math",
     "task.overlong.buffer": 4096,
 }
+ONE_UPDATE = VERL | {"replay.groups_per_step": 64, "learner.mini_batches": 1, "task.name": "gsm8k"}
 FOUR_UPDATES = MEGATRON_RL | {"learner.mini_batches": 4}
 
 
@@ -102,6 +103,8 @@ NUMBERS: dict[str, dict[str, Any]] = {
     "megatron_rl/llama3.1-8b-openmath": MEGATRON_RL
     | layout(tensor=8)
     | {"learner.optimizer.lr": 3e-7, "task.name": "openmath", "generate.group_size": 32, "algo.kl": 0.01},
+    "gpus/one-gpu": ONE_UPDATE | {"run.placement": "shared", "publish.transport": "memory", "replay.max_staleness": 0},
+    "gpus/two-gpus": ONE_UPDATE | {"run.placement": "separate", "replay.max_staleness": 1},
     "verl/qwen2-7b-math": VERL | layout(tensor=2, pipeline=2, generator=2),
     "verl/qwen2.5-7b-math": VERL | layout(tensor=2, pipeline=2, generator=4),
     "verl/qwen3-8b-gsm8k": VERL | {"task.name": "gsm8k"},

@@ -33,6 +33,10 @@ class RunConfig(Section):
     )
     seed: int = Field(1, ge=0, description="seed of prompts, initialisation and dropout")
     steps: int = Field(100, ge=1, description="learner steps of the whole run")
+    placement: Literal["separate", "shared"] = Field(
+        "separate",
+        description="shared: learner and servers take turns on the same devices: the servers sleep while it trains",
+    )
     restarts: int = Field(3, ge=0, description="times that the replay service, and the learner, are started again")
     start_timeout: float = Field(300.0, gt=0, description="seconds that a role may take to be ready")
     stop_timeout: float = Field(60.0, gt=0, description="seconds that a role may take to end, then it is killed")
@@ -45,6 +49,11 @@ class RunConfig(Section):
         description="seconds without a learner step after which every role ends with an error; above "
         "replay.group_timeout; null: twice the longest that one step may rightly wait",
     )
+
+    @property
+    def shares_devices(self) -> bool:
+        """Do learner and servers take turns on the same devices?"""
+        return self.placement == "shared"
 
 
 class ModelConfig(Section):
@@ -141,6 +150,25 @@ class Config(Section):
                     f"generate.attach: {addresses} addresses for generate.workers={pool.workers}; "
                     f"allowed: {_addresses(pool)}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _shared_devices_are_those_of_own_servers(self) -> Config:
+        attached = [pool for pool in self.generate.each_pool if pool.attach]
+        if self.run.shares_devices and attached:
+            raise ValueError(
+                f"generate.attach: {attached[0].attach[0]} has devices of its own, and run.placement=shared takes "
+                "turns on those of the learner; allowed: [], or run.placement=separate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_sleeping_server_has_retracted(self) -> Config:
+        if self.run.shares_devices and self.publish.interruption != "retract":
+            raise ValueError(
+                f"publish.interruption: {self.publish.interruption} is not possible with run.placement=shared, where "
+                "every request gives up its KV cache before the learner's turn; allowed: retract"
+            )
         return self
 
     @model_validator(mode="after")

@@ -33,6 +33,8 @@ class EngineError(RuntimeError):
 
 
 # The paths used here that SGLang opens to its API key; all others command the server: its admin key.
+KV_CACHE = "kv_cache"  # SGLang's tag of the memory that holds it
+
 API_PATHS = ("/generate", "/model_info", "/server_info", "/v1/loads")
 
 
@@ -219,6 +221,14 @@ class EngineClient:
 
     async def resume(self, timeout: float) -> None:
         await self._post("/continue_generation", {}, timeout)
+
+    async def release_memory(self, timeout: float) -> None:
+        """Give the KV cache's memory back to the device; only while the server is paused by `retract`."""
+        await self._post("/release_memory_occupation", {"tags": [KV_CACHE]}, timeout)
+
+    async def take_memory(self, timeout: float) -> None:
+        """Take it again: what was cached is gone."""
+        await self._post("/resume_memory_occupation", {"tags": [KV_CACHE]}, timeout)
 
     async def begin_weight_update(self, timeout: float) -> None:
         await self._post("/begin_weight_update", {}, timeout)

@@ -1,8 +1,9 @@
 """`python -m streamrl.engine.launch ARGS`: SGLang's own launch_server, made to run and to end where it should.
 
 Three things are added to `python -m sglang.launch_server ARGS`. On a machine without CUDA the stand-ins are
-installed, the model's own module is loaded instead of all that SGLang has (`engine/model_modules.py`), and SGLang's
-processes are copies of this one: fresh interpreters would each load torch and SGLang again. With `--lifeline PID`
+installed, the model's own module is loaded instead of all that SGLang has (`engine/model_modules.py`), a paused
+scheduler sleeps, and SGLang's processes are copies of this one: fresh interpreters would each load torch and SGLang
+again. With `--lifeline PID`
 the server ends, with all its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
 The keys that the server asks for are taken from the environment (`engine/keys.py`).
 """
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     if not has_cuda():
+        _sleep_while_paused()
         _fork_processes()
     load_plugins()
     try:
@@ -65,6 +67,20 @@ def _skip_unneeded_imports(arguments: Sequence[str]) -> None:
     others = model_modules.unneeded(arguments, model, model_modules.of_sglang())
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
     sys.modules["megatron"] = None  # type: ignore[assignment]  # an import of it fails as where it is not installed
+
+
+def _sleep_while_paused() -> None:
+    """SGLang's scheduler sleeps when it is idle (`sleep_on_idle`), and polls at a whole core while it is paused, which
+    the learner needs."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    record = Scheduler._record_scheduler_state_for_paused_engine
+
+    def record_and_sleep(self: Scheduler) -> None:
+        record(self)
+        self.maybe_sleep_on_idle()
+
+    Scheduler._record_scheduler_state_for_paused_engine = record_and_sleep
 
 
 def _fork_processes() -> None:

@@ -206,6 +206,8 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
         chosen |= CPU_ARGUMENTS
     elif config.model.dtype == "float32":
         chosen["attention_backend"] = FLOAT32_ATTENTION
+    if config.run.shares_devices and has_cuda():
+        chosen["enable_memory_saver"] = True  # a sleeping server gives the memory of its KV cache back
     if config.learner.lora.by_adapter:
         chosen |= _adapter_arguments(config)
     if config.learner.router_replay:

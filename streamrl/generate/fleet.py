@@ -54,6 +54,9 @@ class Fleet:
         self._newest = INITIAL  # that any of the servers ever had
         self._floors: dict[str, PolicyVersion] = {}  # of servers without weights: what they must have before a request
         self._given_up = 0
+        self._awake = asyncio.Event()  # the servers have the devices
+        self._awake.set()
+        self._order = asyncio.Lock()  # who comes up, sleeps or wakes does so one after the other
         self._wake = asyncio.Event()
         self._lives: list[ServedModel] = [self._life(place) for place in range(config.generate.servers)]
         self._up: dict[str, ServedModel] = {}
@@ -147,6 +150,21 @@ class Fleet:
         except (EngineError, TimeoutError) as error:
             log.info("requests in flight were not aborted: %s", error)
 
+    # -- turns on shared devices
+
+    async def sleep(self) -> None:
+        """The learner has the devices from the end of this call on."""
+        self._awake.clear()
+        async with self._order:
+            await asyncio.gather(*(served.sleep() for served in self._up.values()))
+
+    async def wake(self) -> None:
+        """The servers have them again."""
+        async with self._order:
+            if not self._awake.is_set():
+                await asyncio.gather(*(served.wake() for served in self._up.values()))
+            self._awake.set()
+
     # -- versions, health
 
     def set_version(self, served: ServedModel, version: PolicyVersion) -> None:
@@ -221,7 +239,8 @@ class Fleet:
         await served.close()  # its processes, where it hangs
 
     async def _start_again(self, place: int, restarts: int, announce: Announce) -> ServerFailed | None:
-        """A new life for a lost server; why not, where it did not come up."""
+        """A new life for a lost server, begun in the servers' turn; why not, where it did not come up."""
+        await self._awake.wait()
         served = self._lives[place] = self._life(place)
         self._floors[served.name] = self._newest
         try:
@@ -230,7 +249,10 @@ class Fleet:
             log.warning("%s did not come back: %s", served.name, failure)
             await served.close()
             return failure
-        self._up[served.name] = served
+        async with self._order:
+            if not self._awake.is_set():
+                await served.sleep()
+            self._up[served.name] = served
         self._events.emit("server.restarted", server=served.name, address=served.address, restarts=restarts)
         self._notify()
         await announce()

@@ -35,25 +35,41 @@ class Load:
     def __init__(self) -> None:
         self.generated = 0  # tokens
         self._running = 0
+        self._asleep = False
         self._busy = 0.0
-        self._since = 0.0
+        self._since: float | None = None  # that they work without a break; None while they do not
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        if self._running == 0:
-            self._since = time.monotonic()
         self._running += 1
+        self._changed()
         try:
             yield
         finally:
             self._running -= 1
-            if self._running == 0:
-                self._busy += time.monotonic() - self._since
+            self._changed()
+
+    @property
+    def asleep(self) -> bool:
+        """Have the servers lent their devices to the learner? Requests wait then, and nobody works for them."""
+        return self._asleep
+
+    @asleep.setter
+    def asleep(self, asleep: bool) -> None:
+        self._asleep = asleep
+        self._changed()
 
     @property
     def busy(self) -> float:
         """Seconds with at least one request running."""
-        return self._busy + (time.monotonic() - self._since if self._running else 0.0)
+        return self._busy + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    def _changed(self) -> None:
+        works = self._running > 0 and not self._asleep
+        if works and self._since is None:
+            self._since = time.monotonic()
+        elif not works and self._since is not None:
+            self._busy, self._since = self._busy + time.monotonic() - self._since, None
 
 
 class Policy(Protocol):

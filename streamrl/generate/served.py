@@ -18,6 +18,7 @@ from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
+from streamrl.generate.pauses import Pauses, Reason
 from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.keys import bearer_token, key_folder
@@ -87,6 +88,7 @@ class ServedModel:
         self.address = self._process.address if self._process else attach[place]
         self.client = EngineClient(self.address, config.generate.request_timeout, keys)
         self._gate = RequestGate()
+        self._pauses = Pauses(self.client, config.publish.timeout)
         self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None
         self.policy: Policy = GatedPolicy(self.client, self._gate)  # of this server alone, by its newest version
         if keeps_cache(config):
@@ -100,7 +102,7 @@ class ServedModel:
 
     def sink(self) -> Sink:
         """A new end of the publisher's way to this server."""
-        return make_sink(self._config, self.client, self._gate, self._adapters, keys=self._keys)
+        return make_sink(self._config, self.client, self._gate, self._adapters, pauses=self._pauses, keys=self._keys)
 
     async def start(self, *, patient: bool = False) -> None:
         """Wait until the server can generate with the run's initial weights. Raises ServerFailed.
@@ -162,6 +164,24 @@ class ServedModel:
                 raise ServerFailed(f"{self.name} does not answer: {error}") from error
             return misses + 1
         return 0
+
+    async def sleep(self) -> None:
+        """The learner is to have the device: requests give up their KV cache and wait, and its memory is free."""
+        try:
+            await self._pauses.begin(Reason.ASLEEP, "retract")
+            if has_cuda():
+                await self.client.release_memory(self._config.publish.timeout)
+        except EngineError as error:
+            self.fail(f"does not fall asleep: {error}")
+
+    async def wake(self) -> None:
+        """Go on; from the weights that came meanwhile."""
+        try:
+            if has_cuda():
+                await self.client.take_memory(self._config.publish.timeout)
+            await self._pauses.end(Reason.ASLEEP)
+        except EngineError as error:
+            self.fail(f"does not wake up: {error}")
 
     def fail(self, reason: str) -> None:
         """The server is of no use any more, whatever it answers: `watch` ends."""

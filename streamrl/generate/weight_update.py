@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 from streamrl.config.publish import PublishConfig
 from streamrl.engine.client import EngineClient, EngineError, Interruption
 from streamrl.generate.gate import RequestGate
+from streamrl.generate.pauses import Pauses, Reason
 from streamrl.publish.transport import PublishError
 
 CUT_POLL = 0.05  # seconds between two orders to end all requests: one decoding step of a large model
@@ -30,11 +31,14 @@ class WeightUpdate:
             await client.update_from_disk(folder, "3.0")
     """
 
-    def __init__(self, client: EngineClient, gate: RequestGate, config: PublishConfig) -> None:
-        """`gate` through which the server's requests go."""
+    def __init__(
+        self, client: EngineClient, gate: RequestGate, config: PublishConfig, pauses: Pauses | None = None
+    ) -> None:
+        """`gate` through which the server's requests go; `pauses` of that server, where it has others than these."""
         self.whole = True  # all weights of the server are of one version
         self._client = client
         self._gate = gate
+        self._pauses = pauses or Pauses(client, config.timeout)
         self._cuts = config.interruption == "abort"
         self._empties = self._cuts or config.interruption == "drain"
         # Behind a closed gate, `retract` is for what others have in flight, and for what was given up here at its
@@ -58,7 +62,7 @@ class WeightUpdate:
         if self._empties:
             await self._empty()
         try:
-            await self._client.pause(self._mode, self._timeout)
+            await self._pauses.begin(Reason.UPDATE, self._mode)
             async with self._settled():
                 yield
         except asyncio.CancelledError:
@@ -78,7 +82,7 @@ class WeightUpdate:
 
     async def _go_on(self) -> None:
         """The gate opens only once the server draws again: requests inside a paused one could never be drained."""
-        await self._client.resume(self._timeout)
+        await self._pauses.end(Reason.UPDATE)
         self._gate.open()
 
     async def _empty(self) -> None:

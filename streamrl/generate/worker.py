@@ -3,6 +3,7 @@
     servers ready ─▶ greet the service ─▶ ┌ Tickets ─▶ run_group ─▶ outbox    (groups_in_flight at once)
                                           │ outbox ─▶ service, until answered (generate/link.py)
                                           │ Publish ─▶ sink ─▶ Applied        (one after another at each server)
+                                          │ Sleep, Wake ─▶ every server       (`run.placement: shared`)
                                           │ every heartbeat: Heartbeat
                                           │ the servers' health, and their restarts (generate/fleet.py)
                                           └ a version due: evaluated on one server (generate/pinning.py)
@@ -48,14 +49,17 @@ from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import (
     MAX_REASON,
     Applied,
+    Asleep,
     GaveUp,
     Message,
     Progress,
     Publish,
     PublishFailed,
     ServerState,
+    Sleep,
     Stop,
     Tickets,
+    Wake,
 )
 from streamrl.stream.session import PeerRefused
 from streamrl.tasks.environment import Environment
@@ -178,6 +182,7 @@ class Worker:
         self._pinning = Pinning(config, run_folder, evaluator, tokenizer=self._tokenizer, events=events)
         self._link = ServiceLink(config, run_folder, self.name, address=address, servers=self._states, events=events)
         self._publishes: dict[str, asyncio.Queue[Publish]] = {name: asyncio.Queue() for name in fleet.names}
+        self._orders: asyncio.Queue[Sleep | Wake] = asyncio.Queue()
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -196,6 +201,7 @@ class Worker:
             raise
         finally:
             await self._link.bye()
+        await self._fleet.wake()
         if not stop.is_set():  # else whoever sent the signal will not wait for long
             await self._fleet.abandon()
             await self._probe("end")
@@ -218,6 +224,7 @@ class Worker:
                 for name in self._publishes:
                     together.create_task(self._update(name))
                 together.create_task(self._fleet.keep(self._link.greet))
+                together.create_task(self._follow_orders())
                 together.create_task(self._drain(stop))
                 together.create_task(self._give_up())
                 together.create_task(
@@ -247,12 +254,28 @@ class Worker:
                 self._publishes[server].put_nowait(message)
             case Publish():
                 together.create_task(self._refuse(message))
+            case Sleep() | Wake():
+                self._orders.put_nowait(message)
             case Progress():
                 self._watch.step(time.monotonic())
             case Stop(reason=reason, failed=failed):
                 raise RunFailedError(reason) if failed else Stopped(reason)
             case _:
                 log.warning("unexpected %s from the replay service", type(message).__name__)
+
+    async def _follow_orders(self) -> None:
+        """The turns on shared devices. Only the newest order counts."""
+        while True:
+            order = await self._orders.get()
+            while not self._orders.empty():
+                order = self._orders.get_nowait()
+            if isinstance(order, Wake):
+                self._load.asleep = False
+                await self._fleet.wake()
+            else:
+                await self._fleet.sleep()
+                self._load.asleep = True
+                await self._link.send(Asleep(number=order.number))
 
     async def _run_ticket(self, ticket: Ticket) -> None:
         deadline = asyncio.get_running_loop().time() + self._config.replay.group_timeout

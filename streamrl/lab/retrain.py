@@ -31,11 +31,12 @@ from streamrl.recorded.weights import kept_versions, tensors
 from streamrl.torchrun import torchrun
 
 # Keys that `--set` may change: they say what is done with the data. All others say how it came about.
-FREE = ("algo.", "learner.", "checkpoint.", "observe.")
+FREE = ("algo.", "learner.", "checkpoint.", "observe.", "run.placement")
 
 # Those of them that change no bit of the weights.
 NO_EFFECT = (
     "checkpoint.", "observe.", "learner.tick", "learner.collective_timeout", "learner.bad_steps", "learner.bad_groups",
+    "run.placement",
 )  # fmt: skip
 
 # Those that take the same sums in another order.

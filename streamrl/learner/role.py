@@ -259,8 +259,16 @@ class LeadLoop:
                 self.trainer.broadcast("wait")
             self.trainer.broadcast("export")
             self.publisher.offer(self.trainer.version, self.trainer.export())
+            if self.config.run.shares_devices:
+                self._await_servers(self.publisher)
         self._offered = self.trainer.version
         return time.monotonic() - began
+
+    def _await_servers(self, publisher: Publisher) -> None:
+        """The servers' turn begins once they have the version: they generate with it from the first token on."""
+        deadline = time.monotonic() + self.config.publish.timeout
+        while not publisher.wait(self.config.learner.tick) and time.monotonic() < deadline:
+            self.trainer.broadcast("wait")
 
     def _save(self) -> None:
         self.trainer.broadcast("save")

@@ -136,6 +136,8 @@ class Trainer:
         share: Share = self._ranks.scatter(self._shares(batch) if self.rank == 0 else None)
         with self._blaming(share.step):
             metrics = self._step.train(share)
+        if self._config.run.shares_devices:
+            self._ranks.device.release_memory()
         self._version = PolicyVersion(self._version.step + 1, self._version.incarnation)
         return metrics | self._stragglers.report(self._step.busy)
 
@@ -182,6 +184,8 @@ class Trainer:
         tensors = lora_folder.export_adapters(self._chunks) if by_adapter else export_weights(self._chunks)
         for name, tensor in tensors:
             yield name, tensor.cpu()
+        if self._config.run.shares_devices:
+            self._ranks.device.release_memory()
 
     def save(self, ledger: Ledger | None = None) -> None:
         """Begin to write the checkpoint of this version, on rank 0 with the groups that it contains."""

@@ -190,6 +190,7 @@ class Core:
             self._learner.tick(peers_now)
         self._generators.send_tickets(peers_now)
         self._learner.send_batch(now)
+        self._generators.send_order()
         self._publisher.send_roster()
 
     def _finish(self, now: float) -> None:
@@ -197,6 +198,7 @@ class Core:
         run, final = self._run, self._run.phases.final
         assert final is not None
         everywhere = run.workers.all_at(final)
+        self._learner.lend_devices()
         if not run.phases.is_published(now, everywhere=everywhere, evaluating=run.workers.pinned):
             return
         if everywhere:

@@ -14,6 +14,7 @@ from streamrl.stream.messages import (
     MAX_REASON,
     Accepted,
     Applied,
+    Asleep,
     Bye,
     Credit,
     Evaluated,
@@ -83,6 +84,8 @@ class GeneratorSide:
                 run.workers.applied(worker, server, version, pinned=pinned)
                 run.acknowledge(version)
                 run.send_publisher(message)
+            case Asleep(number=number):
+                worker.asleep = number
             case Evaluated(version=version, metrics=metrics):
                 run.evaluations.record(message)
                 run.events.emit("evaluated", worker=worker.name, version=version, metrics=metrics)
@@ -163,6 +166,15 @@ class GeneratorSide:
             run.events.emit("tickets", worker=name, tickets=keys)
             if not run.send_worker(by_name[name], Tickets(tickets=tuple(tickets))):
                 self._return_tickets(name, keys)
+
+    def send_order(self) -> None:
+        """Sleep, or Wake, to every worker that has not been sent the newest one."""
+        sharing = self._run.sharing
+        if sharing is None or not self._run.phases.goes_on:
+            return
+        for worker in self._run.workers.live:
+            if worker.ordered != sharing.number and self._run.send_worker(worker, sharing.word):
+                worker.ordered = sharing.number
 
     def _return_tickets(self, worker: str, tickets: Iterable[TicketKey]) -> None:
         """The worker does not have these: they are issued again at once."""

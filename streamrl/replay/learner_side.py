@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamrl.progress import ProgressWatch
 from streamrl.replay.admission import impossible
+from streamrl.replay.device_sharing import Owner
 from streamrl.replay.run_parts import RunParts
 from streamrl.replay.standstill import Herald, why_no_step
 from streamrl.stream.messages import (
@@ -92,7 +93,7 @@ class LearnerSide:
         """A run that makes no step in run.progress_timeout is given up."""
         run = self._run
         if self._watch.is_over(now):
-            why = why_no_step(run.workers, run.peers, run.delivery, run.durable.full)
+            why = why_no_step(run.workers, run.peers, run.delivery, run.sharing, full=run.durable.full)
             run.give_up(self._watch.line(why))
 
     def send_batch(self, clock: float) -> None:
@@ -106,7 +107,7 @@ class LearnerSide:
         except ValueError as error:
             run.fail(f"the learner lost its place: {error}")
             return
-        if ready is None:
+        if not self._has_devices(complete=ready is not None) or ready is None:
             return
         if run.send(learner, *ready):
             run.delivery.asked = None
@@ -114,6 +115,31 @@ class LearnerSide:
             run.events.emit("learner.unreachable", step=run.delivery.asked)
             run.delivery.forget()
             run.peers.learner = None
+
+    def _has_devices(self, *, complete: bool) -> bool:
+        """May it train now? Where it shares its devices with the servers, they sleep first, or go on.
+
+        A server that is being evaluated answers to the end.
+        """
+        run, sharing = self._run, self._run.sharing
+        if sharing is None:
+            return True
+        if not complete:
+            if run.delivery.asked is not None:
+                self.lend_devices()
+            return False
+        former = sharing.owner
+        has_devices = not run.workers.pinned and sharing.claim(run.workers.live)
+        if sharing.owner is not former:
+            run.events.emit("devices", owner=sharing.owner.name.lower())
+        return has_devices
+
+    def lend_devices(self) -> None:
+        """It waits for the servers, or has made its last step, which they may be asked to evaluate."""
+        sharing = self._run.sharing
+        if sharing is not None and sharing.owner is Owner.LEARNER:
+            sharing.lend()
+            self._run.events.emit("devices", owner=sharing.owner.name.lower())
 
     def send_evaluations(self) -> None:
         """Those that no batch has taken along: the run ends."""

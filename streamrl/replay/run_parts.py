@@ -12,6 +12,7 @@ from streamrl.config import Config
 from streamrl.observe.events import Events
 from streamrl.replay.admission import Admission
 from streamrl.replay.delivery import Delivery
+from streamrl.replay.device_sharing import DeviceSharing
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.peers import Peers
 from streamrl.replay.phases import Phases
@@ -38,6 +39,7 @@ class RunParts:
         self.admission = Admission(config.generate.group_size)
         self.delivery = Delivery(durable, self.workers, events)
         self.evaluations = self.delivery.evaluations
+        self.sharing = DeviceSharing() if config.run.shares_devices else None
         self.phases = Phases(config.publish.timeout, config.evaluate.longest, config.run.stop_timeout)
         self._send = send
 

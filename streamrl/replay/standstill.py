@@ -6,6 +6,7 @@ Pure, like the buffer: messages and times come in as arguments.
 from __future__ import annotations
 
 from streamrl.replay.delivery import Delivery
+from streamrl.replay.device_sharing import DeviceSharing, Owner
 from streamrl.replay.peers import Peers
 from streamrl.replay.workers import Workers
 from streamrl.stream.messages import Progress
@@ -45,7 +46,9 @@ class Herald:
         return progress
 
 
-def why_no_step(workers: Workers, peers: Peers, delivery: Delivery, full: bool) -> str:
+def why_no_step(
+    workers: Workers, peers: Peers, delivery: Delivery, sharing: DeviceSharing | None, *, full: bool
+) -> str:
     """What keeps the learner from its next step; `full`: the disk has no room for the journal."""
     lost = len(workers.known) - len(workers.live)
     if full:
@@ -56,4 +59,7 @@ def why_no_step(workers: Workers, peers: Peers, delivery: Delivery, full: bool) 
         return f"no generator worker is there{f', {lost} are silent' if lost else ''}"
     if delivery.asked is None:
         return "the learner is at its step, and does not end it"
+    if sharing is not None and sharing.owner is Owner.HANDOVER:
+        awake = sum(worker.asleep != sharing.number for worker in workers.live)
+        return f"the servers of {awake} generator workers do not fall asleep"
     return f"step {delivery.asked} has not all of its groups from {len(workers.live)} generator workers"

@@ -55,6 +55,8 @@ class Worker:
     failed: dict[str, PolicyVersion] = field(default_factory=dict)  # servers that missed a version
     capacity: int = 0
     rival: tuple[bytes, float] | None = None  # another process of its name, and when that said Hello first
+    ordered: int | None = None  # number of the last Sleep or Wake that it was sent, in a shared placement
+    asleep: int | None = None  # number of the Sleep that it has answered
     lost: bool = False  # silent for too long; a word from it brings it back, and its tickets last as their leases do
     busy: BusyMeter = field(default_factory=BusyMeter)
 
@@ -129,6 +131,7 @@ class Workers:
         before = self._by_name.get(name)
         if before is not None and before.identity == identity:
             before.servers, before.last_seen, before.lost = states, now, False
+            before.ordered = before.asleep = None
             before.failed = {server: version for server, version in before.failed.items() if server in states}
             return None
         if before is not None:

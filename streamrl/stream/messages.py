@@ -1,11 +1,11 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 5, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 6, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
-    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated GaveUp Bye
-    service   ─▶ worker    Tickets Accepted Refused Publish Progress Introduce Stop
+    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Asleep GaveUp Bye
+    service   ─▶ worker    Tickets Accepted Refused Publish Progress Sleep Wake Introduce Stop
     learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished GaveUp Bye
     service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
@@ -26,7 +26,7 @@ from msgspec import Meta
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 5  # raised by every change that an older peer would misread
+PROTOCOL = 6  # raised by every change that an older peer would misread
 
 NUMBERED = 8  # bytes of its number before every header frame (`stream/sockets.py`)
 
@@ -200,6 +200,24 @@ class Refused(Message, frozen=True, kw_only=True):
     reason: Reason
 
 
+class Sleep(Message, frozen=True, kw_only=True):
+    """The learner is to have the devices (`run.placement: shared`): the servers draw nothing until the next Wake."""
+
+    number: Count  # of the order; the answer names it
+
+
+class Asleep(Message, frozen=True, kw_only=True):
+    """All servers of a worker sleep, as Sleep `number` asks; one that cannot is ended."""
+
+    number: Count
+
+
+class Wake(Message, frozen=True, kw_only=True):
+    """The servers have the devices."""
+
+    number: Count
+
+
 class Publish(Versioned, frozen=True, kw_only=True):
     """Update `server` to `version`; the manifest belongs to the transport and is passed on untouched."""
 
@@ -280,7 +298,7 @@ class GaveUp(Message, frozen=True, kw_only=True):
 
 
 _EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
-_WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated)
+_WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated, Sleep, Asleep, Wake)
 _LEARNER = (Welcome, Next, Quarantined, Progress, Saved, Finished, GaveUp, BatchHeader, Announce, Publish, Roster)
 _DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_EVERYONE, *_WORKER, *_LEARNER)}
 _ENCODER = msgspec.msgpack.Encoder()

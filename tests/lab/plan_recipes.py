@@ -21,6 +21,8 @@ LORA = "verl/qwen2.5-7b-gsm8k-lora"
 
 # recipe: its model
 SHAPE_OF = {
+    "gpus/one-gpu": "qwen2.5-3b",
+    "gpus/two-gpus": "qwen2.5-3b",
     "megatron_rl/llama3.1-8b-dapo": "llama3.1-8b",
     "megatron_rl/llama3.1-8b-openmath": "llama3.1-8b",
     "megatron_rl/qwen2.5-32b-dapo": "qwen2.5-32b",

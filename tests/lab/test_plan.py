@@ -50,7 +50,7 @@ def test_a_recipe_plans_on_gpus_of_80_gib_or_with_what_its_refusal_says(name):
     assert sum(host.learner_ranks for host in plan.hosts) >= config.learner.ranks
     assert sum(len(host.workers) for host in plan.hosts) == config.workers
     assert all(pool.at_once > 0 for pool in plan.pools)
-    assert plan.bound == 1
+    assert plan.bound == config.replay.max_staleness
 
 
 def test_the_recipe_of_megatron_rl_fits_its_64_gpus():
@@ -81,13 +81,31 @@ def test_every_pool_is_planned_with_its_own_settings():
     ]
 
 
-@pytest.mark.parametrize("name", [LORA, "verl/qwen3-8b-gsm8k", "megatron_rl/qwen2.5-3b-dapo"])
+@pytest.mark.parametrize("name", [LORA, "verl/qwen3-8b-gsm8k", "megatron_rl/qwen2.5-3b-dapo", "gpus/one-gpu"])
 def test_one_host_is_shared_out_as_train_does_it(name):
     config, _ = recipe(name)
     (host,) = planned(name, machines=Machines(gpus_per_host=64)).hosts
     placed = device_map(config, 64)
     assert range(host.learner_ranks) == range(len(placed.ranks))
     assert host.worker_gpus == [tuple(itertools.chain(*servers)) for servers in placed.workers]
+
+
+def test_ranks_and_servers_that_take_turns_are_on_the_same_gpus():
+    config, _ = recipe("gpus/one-gpu")
+    (host,) = planned("gpus/one-gpu", machines=Machines(gpus_per_host=1)).hosts
+    assert (host.gpus, host.learner_ranks, host.worker_gpus) == (1, 1, [(0,)])
+    assert device_map(config, 1).ranks == device_map(config, 1).workers[0][0] == (0,)
+    (host,) = planned("gpus/two-gpus", machines=Machines(gpus_per_host=2)).hosts
+    assert (host.gpus, host.worker_gpus) == (2, [(1,)])
+
+
+def test_turns_on_a_gpu_that_cannot_hold_what_stays_on_it_are_refused():
+    one = Machines(gpus_per_host=1)
+    assert "in the learner's turn" in refusal("gpus/one-gpu", "learner.tokens_per_micro_batch=75000", machines=one)
+    line = refusal("gpus/one-gpu", "generate.server_args.max_total_tokens=800000", machines=one)
+    most = int(line.rpartition("allowed: up to ")[2])
+    planned("gpus/one-gpu", f"generate.server_args.max_total_tokens={most}", machines=one)
+    refusal("gpus/one-gpu", f"generate.server_args.max_total_tokens={most + 1}", machines=one)
 
 
 def test_attached_servers_take_no_gpu_of_the_run():

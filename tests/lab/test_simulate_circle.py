@@ -36,11 +36,12 @@ def model(speed: ServerSpeed = SPEED, learner: Line = FREE, update: Line = FREE,
 
 def config(steps: int = 20, workers: int = 1, **replay: Any) -> Config:
     publish, in_flight = {"every": replay.pop("every", 1)}, replay.pop("in_flight", 8)
+    placement = replay.pop("placement", "separate")
     publish |= {"interruption": replay.pop("interruption", "retract")}
     generate = {"group_size": 4, "groups_in_flight": in_flight, "workers": workers}
     return Config.model_validate(
         {
-            "run": {"steps": steps},
+            "run": {"steps": steps, "placement": placement},
             "generate": generate | {"sampling": {"max_new_tokens": 100}},
             "replay": {"groups_per_step": 4, **replay},
             "publish": publish,
@@ -75,6 +76,15 @@ def test_asynchronous_steps_take_the_longer_of_both() -> None:
     parts = Model(answers(51), ServerSpeed(0.01, 0.0), Line(1.0, 0.0), FREE)
     rows = Circle(config(steps=30, max_staleness=1), parts).run()
     assert rows[-1]["time"] - rows[-2]["time"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_on_shared_devices_every_step_takes_the_sum_of_both(staleness: int) -> None:
+    parts = Model(answers(51), ServerSpeed(0.01, 0.0), Line(1.0, 0.0), Line(0.25, 0.0))
+    circle = Circle(config(steps=10, max_staleness=staleness, placement="shared", in_flight=4), parts)
+    rows = circle.run()
+    assert rows[-1]["time"] - rows[-2]["time"] == pytest.approx(0.5 + 1.0 + 0.25)
+    assert figures(rows).idle_generator == pytest.approx(1.25 / 1.75, rel=0.05)
 
 
 def test_two_servers_generate_twice_as_fast_where_generation_is_the_limit() -> None:
@@ -144,6 +154,7 @@ SETTINGS = st.fixed_dictionaries(
         "max_staleness": st.sampled_from([1.0, 1.5, 2.0, 4.0]),
         "every": st.integers(1, 2),
         "interruption": st.sampled_from(["retract", "in_place", "drain", "abort"]),
+        "placement": st.sampled_from(["separate", "shared"]),
     }
 )
 
@@ -153,6 +164,7 @@ SETTINGS = st.fixed_dictionaries(
 def test_no_setting_breaks_the_bound_or_loses_a_token(
     order: dict[str, Any], replay: dict[str, Any], workers: int, seconds: tuple[float, float]
 ) -> None:
+    assume(replay["placement"] == "separate" or replay["interruption"] == "retract")
     wide = order.get("window", 1) - 1
     assume((replay["max_staleness"] + 1) * 4 - wide >= 4 * replay["every"])  # else it is refused: it would deadlock
     setting = config(8, workers, **replay, **order)

@@ -71,6 +71,31 @@ def check_learner(config: Config, rank: RankMemory, shape: ModelShape, machines:
     )
 
 
+def check_shared(config: Config, rank: RankMemory, pools: Sequence[Pool], machines: Machines) -> None:
+    """Refuse turns on GPUs that cannot hold what stays on them (`run.placement: shared`). Raises ConfigError.
+
+    A server keeps its weights in the learner's turn, and the learner what it holds in the servers'.
+    """
+    if not (config.run.shares_devices and machines.has_gpus):
+        return
+    for pool in pools:
+        training, cache = rank.peak + pool.weights, pool.tokens * pool.token
+        if training > machines.device_bytes:
+            raise ConfigError(
+                f"run.placement: shared: a GPU needs {training / GIB:.1f} GiB in the learner's turn, "
+                f"{pool.weights / GIB:.1f} of a server's weights included, and may be filled to "
+                f"{machines.device_bytes / GIB:.1f}; allowed: separate, a smaller learner.tokens_per_micro_batch, or a "
+                "learner of more ranks"
+            )
+        room = machines.device_bytes - rank.held - pool.weights
+        if cache > room:
+            raise ConfigError(
+                f"generate.server_args: max_total_tokens: a KV cache of {pool.tokens} tokens takes {cache / GIB:.1f} "
+                f"GiB of a GPU, on which run.placement=shared leaves {room / GIB:.1f} beside the learner; allowed: up "
+                f"to {room // pool.token}"
+            )
+
+
 def nearest(config: Config, shape: ModelShape, machines: Machines) -> list[str]:
     """The fewest and smallest changes with which the learner fits, as overrides; [] where none of the tried ones."""
     for changes in _neighbours(config, shape, machines):

@@ -44,14 +44,15 @@ class Host:
         }  # fmt: skip
 
 
-def place(ranks: int, pools: list[Pool], machines: Machines) -> list[Host]:
+def place(ranks: int, pools: list[Pool], machines: Machines, *, shared: bool = False) -> list[Host]:
     """The hosts of a run. Raises ConfigError for a worker that no host has room for, and for too few hosts.
 
     The learner fills hosts in the order of its ranks, as torchrun does with as many ranks on each. A worker and its
-    servers are on one host.
+    servers are on one host; `shared`: on GPUs on which ranks are, too (`run.placement`).
     """
     hosts = _learner_hosts(ranks, machines)
     hosts[0].replay = True
+    taken = [0 if shared else host.gpus for host in hosts]  # by ranks that a server cannot be beside, and by servers
     number = 0
     for pool in pools:
         needed = 0 if pool.attached else pool.servers * pool.gpus
@@ -61,12 +62,16 @@ def place(ranks: int, pools: list[Pool], machines: Machines) -> list[Host]:
                 f"host of {machines.gpus_per_host}; allowed: servers x tensor_parallel up to {machines.gpus_per_host}"
             )
         for _ in range(pool.workers):
-            host = next((host for host in hosts if host.gpus + needed <= machines.gpus_per_host), None)
-            if host is None:
-                hosts.append(host := Host(gpus=0))
+            room = (place for place, gpus in enumerate(taken) if gpus + needed <= machines.gpus_per_host)
+            if (place := next(room, None)) is None:
+                place = len(hosts)
+                hosts.append(Host(gpus=0))
+                taken.append(0)
+            host, first = hosts[place], taken[place]
             host.workers.append(number)
-            host.worker_gpus.append(tuple(range(host.gpus, host.gpus + needed)))
-            host.gpus += needed
+            host.worker_gpus.append(tuple(range(first, first + needed)))
+            taken[place] = first + needed
+            host.gpus = max(host.gpus, taken[place])
             host.servers += 0 if pool.attached else pool.servers
             number += 1
     if machines.hosts and len(hosts) > machines.hosts:

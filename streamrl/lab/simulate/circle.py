@@ -31,6 +31,7 @@ from streamrl.replay.core import Core
 from streamrl.stream.messages import (
     Announce,
     Applied,
+    Asleep,
     BatchHeader,
     Buffer,
     Credit,
@@ -45,8 +46,10 @@ from streamrl.stream.messages import (
     Roster,
     Saved,
     ServerState,
+    Sleep,
     Stop,
     Tickets,
+    Wake,
 )
 from streamrl.types import Batch, Group, PolicyVersion, Ticket
 
@@ -138,6 +141,8 @@ class Circle:
                     self._clock.after(self._model.hand_out, partial(self._begin, self._by_identity[peer], ticket))
             case Publish(version=version):
                 self._clock.after(self._model.transfer, partial(self._interrupt, self._by_identity[peer], version))
+            case Sleep() | Wake():
+                self._order(self._by_identity[peer], message)
             case Applied() | PublishFailed():
                 self._publish()
             case Roster(servers=servers):
@@ -212,6 +217,16 @@ class Circle:
         self._core.handle_group(site.identity, group, (Frames.of(group),))
         self._has_news = True
 
+    def _order(self, site: Site, order: Sleep | Wake) -> None:
+        """A turn on shared devices begins."""
+        self._advance(site)
+        if isinstance(order, Wake):
+            site.server.wake(self._clock.now)
+        else:
+            site.server.sleep(self._clock.now)
+            self._to_service(site.identity, Asleep(number=order.number))
+        self._watch(site)
+
     # -- training
 
     def _ask(self) -> None:
@@ -276,12 +291,18 @@ class Circle:
     # -- publishing
 
     def _offer(self, row: dict[str, Any]) -> None:
-        """The learner goes on once its weights are copied; then server after server gets them."""
+        """The learner goes on once its weights are copied; then server after server gets them.
+
+        On shared devices it goes on when they have them.
+        """
         self._publishing, self._offered = True, PolicyVersion(self._version)
 
         def copied() -> None:
             self._clock.after(self._model.announce, self._announce)
-            self._end_step(row)
+            if self._config.run.shares_devices:
+                self._offer_waits = partial(self._end_step, row)
+            else:
+                self._end_step(row)
 
         self._clock.after(self._model.copy, copied)
 

@@ -89,6 +89,7 @@ class GenerationServer:
         self._open: dict[int, _Open] = {}
         self._counts, self._versions = [0.0], [version]  # at which count of drawn tokens which version came
         self._busy, self._since = 0.0, 0.0
+        self._asleep = False  # it has lent its device
 
     @property
     def groups(self) -> int:
@@ -103,16 +104,16 @@ class GenerationServer:
     @property
     def next_change(self) -> float:
         """When the next sample ends or a prefill begins, if nothing else happens; infinite for an idle server."""
-        if self._has_prefill():
+        if self._has_prefill() and not self._asleep:
             return self._now + self._debt
-        if not self._running:
+        if not self._running or self._asleep:
             return float("inf")
         left = max(0.0, self._running[0][0] - self._drawn)
         return self._now + self._debt + left * self._speed.pace(len(self._running))
 
     def busy(self, now: float) -> float:
         """Seconds with at least one group so far."""
-        return self._busy + (now - self._since if self._open else 0.0)
+        return self._busy + (now - self._since if self._open and not self._asleep else 0.0)
 
     def start(self, group_id: int, lengths: Sequence[int], now: float) -> None:
         """A group comes. `lengths`: tokens of each sample; one without tokens is ended as it starts."""
@@ -123,16 +124,29 @@ class GenerationServer:
             self._new.append((group_id, lengths))
         else:
             self._waiting.extend((group_id, 0, length) for length in lengths)
-        if not self._debt:
+        if not self._debt and not self._asleep:
             self._fill()
+
+    def sleep(self, now: float) -> None:
+        """Draw nothing from now on."""
+        self._busy, self._asleep = self.busy(now), True
+
+    def wake(self, now: float) -> None:
+        """Go on: the cache of all that runs is computed again."""
+        self._since, self._asleep = now, False
+        self._compute_again()
 
     def update(self, version: int, seconds: float) -> None:
         """New weights: no token is drawn for `seconds`, and the next one is of `version`."""
-        self._debt += seconds
-        if self._running and self._speed.again:
-            self._debt += self._speed.prefill + self._speed.again * len(self._running)
+        if not self._asleep:
+            self._debt += seconds
+            self._compute_again()
         self._counts.append(self._drawn)
         self._versions.append(version)
+
+    def _compute_again(self) -> None:
+        if self._running and self._speed.again:
+            self._debt += self._speed.prefill + self._speed.again * len(self._running)
 
     def advance(self, now: float) -> list[Done]:
         """What has ended up to `now`, in order."""
@@ -152,7 +166,7 @@ class GenerationServer:
 
     def _pass(self, now: float) -> None:
         """Work off the debt, then draw."""
-        elapsed = max(0.0, now - self._now)
+        elapsed = 0.0 if self._asleep else max(0.0, now - self._now)
         paid = min(elapsed, self._debt)
         self._debt -= paid
         if self._running:

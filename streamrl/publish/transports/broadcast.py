@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class Broadcast(Transport):
     """A gloo or NCCL broadcast of flattened buckets to one server after another."""
 
+    one_device = False  # NCCL refuses two ranks of a group on one GPU
+
     def source(self, at: LearnerEnd) -> Source:
         from streamrl.device import detect
         from streamrl.publish.broadcast_source import BroadcastSource
