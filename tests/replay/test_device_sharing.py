@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from driven_core import LEARNER, PUBLISHER, SERVER, WORKER, Driven, answer, issued
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from service_parts import RUN, V0, V1, MakeGroup
@@ -92,6 +93,7 @@ class Turns(RuleBasedStateMachine):
 
 
 TestTurns = Turns.TestCase
+TestTurns.settings = settings(max_examples=300, deadline=None)
 
 
 @pytest.fixture
