@@ -77,7 +77,10 @@ def _in_row(row: int, parts: Iterator[Box]) -> Iterator[Box]:
 
 
 def _described(
-    part: DistributedOptimizer, weights: dict[str, Any], is_loading: bool = False, metadata: dict[str, Any] | None = None
+    part: DistributedOptimizer,
+    weights: dict[str, Any],
+    is_loading: bool = False,
+    metadata: dict[str, Any] | None = None,
 ) -> dict[int, dict[str, dict[int, ShardedTensor]]]:
     """In place of `sharded_param_state_fully_reshardable`: parameter of this rank -> kind of state -> its boxes.
 
@@ -128,9 +131,7 @@ def _joined(pieces: dict[int, Tensor]) -> Tensor:
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _cut(
-    kind: str, state: Tensor, start: int, weight: ShardedTensor | ShardedTensorFactory
-) -> Iterator[ShardedTensor]:
+def _cut(kind: str, state: Tensor, start: int, weight: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
     """The boxes of a state of the values from `start` on of a flattened parameter, whose weight is so described."""
     flat = state.detach().view(-1)
     for block, begin in _blocks(weight):

@@ -78,7 +78,7 @@ class PolicyOptimizer:
     def tensors(self) -> Iterator[torch.Tensor]:
         """Every parameter and state that an update changes, on the device and on the host."""
         for part in self.megatron.chained_optimizers:
-            for optimizer in (part.optimizer, *_inner(part)) if part.optimizer is not None else ():
+            for optimizer in _inner(part):
                 for group in optimizer.param_groups:
                     yield from group["params"]
                 for state in optimizer.state.values():
@@ -194,9 +194,9 @@ def _inner(part: MegatronOptimizer) -> list[torch.optim.Optimizer]:
 
 def _initialise(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
     """Adam's state of a parameter before its first update."""
-    if hasattr(optimizer, "initialize_state"):  # Transformer Engine's, also with states in smaller dtypes
-        remainders = optimizer.store_param_remainders and parameter.dtype == torch.bfloat16
-        optimizer.initialize_state(parameter, remainders)
+    fused: Any = optimizer
+    if hasattr(fused, "initialize_state"):  # Transformer Engine's, also with states in smaller dtypes
+        fused.initialize_state(parameter, fused.store_param_remainders and parameter.dtype == torch.bfloat16)
         return
     state = optimizer.state[parameter]
     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)

@@ -178,7 +178,9 @@ def test_every_host_of_the_learner_writes_and_holds_its_ranks_shares():
     share = 8 * 14 * plan.rank.parameters / 4
     assert [each.written for each in plan.saves] == [pytest.approx(share, abs=8)] * 4 + [0] * 4
     assert all(each.held == each.written for each in plan.saves)
-    assert sum(each.written for each in plan.saves) == pytest.approx(14 * whole_model(shape_of("qwen2.5-32b")), rel=0.001)
+    assert sum(each.written for each in plan.saves) == pytest.approx(
+        14 * whole_model(shape_of("qwen2.5-32b")), rel=0.001
+    )
 
 
 def test_the_first_host_has_room_for_its_part_of_a_checkpoint():
@@ -196,7 +198,8 @@ def test_hosts_of_other_stages_write_other_shares():
 
 def test_an_export_is_written_by_the_first_host_and_held_file_by_file():
     plain, exporting = planned(QWEN), planned(QWEN, "checkpoint.export=true")
-    more = [(after.written - before.written, after.held - before.held) for before, after in zip(plain.saves, exporting.saves)]
+    pairs = list(zip(plain.saves, exporting.saves, strict=True))
+    more = [(after.written - before.written, after.held - before.held) for before, after in pairs]
     assert more == [(plain.weights, 4 * GIB)] + [(0, 0)] * 7
 
 
@@ -208,8 +211,14 @@ def test_frozen_weights_are_in_a_checkpoint_without_a_state():
 
 def test_a_float32_model_has_its_weights_twice_with_the_distributed_optimizer_alone():
     def written(distributed: str) -> int:
-        overrides = ["model.dtype=float32", "learner.tokens_per_micro_batch=4096", "generate.sampling.max_new_tokens=3000"]
-        config, shape = recipe("megatron_rl/qwen2.5-3b-dapo", *overrides, f"learner.optimizer.distributed={distributed}")
+        overrides = [
+            "model.dtype=float32",
+            "learner.tokens_per_micro_batch=4096",
+            "generate.sampling.max_new_tokens=3000",
+        ]
+        config, shape = recipe(
+            "megatron_rl/qwen2.5-3b-dapo", *overrides, f"learner.optimizer.distributed={distributed}"
+        )
         hosts = place(config.learner.ranks, [], H100)
         return sum(each.written for each in saves(config, shape, H100, hosts))
 

@@ -41,7 +41,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
     ) -> None:
-        assert adam_w_mode and bias_correction
+        assert (adam_w_mode, bias_correction) == (True, True)
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
         self.master_weights = master_weights
@@ -110,8 +110,8 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _numbers(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[int, torch.Tensor]:
-    pairs = ((theirs, ours) for a, b in zip(saved, own, strict=True) for theirs, ours in zip(a["params"], b["params"]))
-    return dict(pairs)
+    groups = zip(saved, own, strict=True)
+    return {number: param for a, b in groups for number, param in zip(a["params"], b["params"], strict=True)}
 
 
 def use_fused_adam(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,20 @@
 """What ranks do for a test of who saves what: `shares_at_work.py CONFIG.json RUN_FOLDER OUT`.
 
-Train two steps and save; save again as Megatron itself describes the distributed optimizer; train two more. Rank 0 writes
-to OUT, of every rank, the bytes of tensors in its file (`written`) and the most bytes of float tensors that the first save
-made and held at a time (`peak`) and the second (`megatron`), and the weights in the end.
+Train two steps and save; save again as Megatron itself describes the distributed optimizer; train two more. Rank 0
+writes to OUT, of every rank, the bytes of tensors in its file (`written`) and the most bytes of float tensors that the
+first save made and held at a time (`peak`) and the second (`megatron`), and the weights in the end.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoint_bytes import bytes_of_files
 from learner_parts import make_batch, weights
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import FileSystemReader
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,17 +46,6 @@ class Memory(TorchDispatchMode):
 
 def _address(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
-
-
-def bytes_of_files(folder: Path) -> Counter[str]:
-    """Bytes of tensors in each file, as the index of the checkpoint has them."""
-    index, sizes = FileSystemReader(folder).read_metadata(), Counter()
-    for key, where in index.storage_data.items():
-        tensor = index.state_dict_metadata[key.fqn]
-        if hasattr(tensor, "chunks"):
-            (chunk,) = (chunk for chunk in tensor.chunks if chunk.offsets == key.offset)
-            sizes[where.relative_path] += chunk.sizes.numel() * tensor.properties.dtype.itemsize
-    return sizes
 
 
 def save(trainer: Trainer) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDevice
 
 from streamrl.config.file import ConfigError
 from streamrl.learner import optimizer as policy_optimizer
-
-FUSED = pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 
 
 def train(trainer, steps: int) -> dict[str, torch.Tensor]:
@@ -28,16 +27,25 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def saves_and_resumes(config, trainer_of, folder, before: int) -> None:
-    """Save after `before` steps, take two more; a resumed learner takes the same two, and saving moved no weight."""
-    undisturbed = train(trainer_of(config), before + 2)
-    trainer = trainer_of(config, folder)
-    train(trainer, before)
-    trainer.save()
-    assert equal(train(trainer, 2), undisturbed)
-    resumed = trainer_of(config, folder)
-    assert resumed.version.step == before
-    assert equal(train(resumed, 2), undisturbed)
+@pytest.fixture
+def resumes(model_folder, trainer_of, tmp_path):
+    """`resumes(before, dtype, settings)`: save after `before` steps and take two more; a resumed learner takes the same
+    two, and saving moved no weight. Returns the optimizer inside Megatron's."""
+
+    def check(before: int, dtype: str, settings: dict[str, Any]) -> torch.optim.Optimizer:
+        config = make_config(model_folder(), dtype=dtype, optimizer={"weight_decay": 0.1, **settings})
+        undisturbed = train(trainer_of(config), before + 2)
+        trainer = trainer_of(config, tmp_path / "run")
+        train(trainer, before)
+        trainer.save()
+        assert equal(train(trainer, 2), undisturbed)
+        resumed = trainer_of(config, tmp_path / "run")
+        assert resumed.version.step == before
+        assert equal(train(resumed, 2), undisturbed)
+        (part,) = resumed._optimizer.megatron.chained_optimizers
+        return part.optimizer
+
+    return check
 
 
 # -- Transformer Engine's Adam
@@ -46,21 +54,13 @@ def saves_and_resumes(config, trainer_of, folder, before: int) -> None:
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_fused_adam_is_saved_before_its_first_update_and_after(
-    dtype, distributed, before, monkeypatch, model_folder, trainer_of, tmp_path
-):
+def test_a_fused_adam_is_saved_before_its_first_update_and_after(dtype, distributed, before, monkeypatch, resumes):
     use_fused_adam(monkeypatch)
-    optimizer = {"distributed": distributed, "weight_decay": 0.1}
-    config = make_config(model_folder(), dtype=dtype, optimizer=optimizer)
-    saves_and_resumes(config, trainer_of, tmp_path, before)
-    (part,) = trainer_of(config)._optimizer.megatron.chained_optimizers
-    assert isinstance(part.optimizer, FusedAdam)
+    assert isinstance(resumes(before, dtype, {"distributed": distributed}), FusedAdam)
 
 
 @pytest.mark.parametrize("before", [0, 2])
-def test_moments_in_bfloat16_and_master_weights_inside_the_fused_adam_are_saved(
-    before, monkeypatch, model_folder, trainer_of, tmp_path
-):
+def test_moments_in_bfloat16_and_master_weights_inside_the_fused_adam_are_saved(before, monkeypatch, resumes):
     use_fused_adam(monkeypatch)
     package = types.ModuleType("transformer_engine.pytorch.optimizers")
     package.FusedAdam = FusedAdam
@@ -74,33 +74,23 @@ def test_moments_in_bfloat16_and_master_weights_inside_the_fused_adam_are_saved(
         return dataclasses.replace(config_of(*arguments), **smaller)
 
     monkeypatch.setattr(policy_optimizer, "_config", precision_aware)
-    config = make_config(model_folder(), dtype="bfloat16", optimizer={"distributed": True, "weight_decay": 0.1})
-    saves_and_resumes(config, trainer_of, tmp_path, before)
-    (part,) = trainer_of(config)._optimizer.megatron.chained_optimizers
-    assert part.optimizer.master_weights and part.optimizer.dtypes["exp_avg"] == torch.bfloat16
+    optimizer = resumes(before, "bfloat16", {"distributed": True})
+    assert optimizer.master_weights
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
 # -- a share of it on the host
 
 
-def offloaded(trainer) -> HybridDeviceOptimizer:
-    (part,) = trainer._optimizer.megatron.chained_optimizers
-    assert isinstance(part.optimizer, HybridDeviceOptimizer)
-    return part.optimizer
-
-
-@FUSED
+@pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_an_offloaded_optimizer_trains_saves_and_resumes(
-    share, before, fused, monkeypatch, model_folder, trainer_of, tmp_path
-):
+def test_an_offloaded_optimizer_trains_saves_and_resumes(share, before, fused, monkeypatch, resumes):
     if fused:
         use_fused_adam(monkeypatch)
     use_two_memories(monkeypatch)
-    optimizer = {"distributed": True, "offload": share, "weight_decay": 0.1}
-    config = make_config(model_folder(), dtype="bfloat16", optimizer=optimizer)
-    saves_and_resumes(config, trainer_of, tmp_path, before)
+    optimizer = resumes(before, "bfloat16", {"distributed": True, "offload": share})
+    assert isinstance(optimizer, HybridDeviceOptimizer)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -120,7 +110,8 @@ def test_as_many_values_are_on_the_host_as_were_asked_for(monkeypatch, model_fol
     use_fused_adam(monkeypatch)
     use_two_memories(monkeypatch)
     optimizer = {"distributed": True, "offload": 0.5}
-    hybrid = offloaded(trainer_of(make_config(model_folder(), dtype="bfloat16", optimizer=optimizer)))
+    trainer = trainer_of(make_config(model_folder(), dtype="bfloat16", optimizer=optimizer))
+    hybrid = trainer._optimizer.megatron.chained_optimizers[0].optimizer
     on_host = sum(parameter.numel() for parameter in hybrid.cpu_copys_map_gpu_param)
     both = sum(parameter.numel() for group in hybrid.param_groups for parameter in group["params"])
     largest = max(parameter.numel() for group in hybrid.param_groups for parameter in group["params"])

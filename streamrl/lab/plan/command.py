@@ -87,8 +87,8 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
     )
     console.print(_table("one checkpoint", ("hosts", "each writes", "host memory meanwhile"), _saves(plan)))
     console.print(
-        f"a checkpoint: {_bytes(sum(each.written for each in plan.saves))}, {seconds(plan.saves, machines):.1f} s at the "
-        "file system's speed",
+        f"a checkpoint: {_bytes(sum(each.written for each in plan.saves))}, {seconds(plan.saves, machines):.1f} s at "
+        "the file system's speed",
         highlight=False,
     )
     console.print(_table("generators", ("", *(pool.name or "one pool" for pool in plan.pools)), _pools(plan)))

@@ -163,8 +163,8 @@ def _save_limits(plan: Plan, config: Config, machines: Machines) -> list[str]:
     if takes <= config.checkpoint.timeout:
         return []
     return [
-        f"checkpoint.timeout: a checkpoint takes {takes:.0f} s at the file system's {machines.disk:g} GB/s, and may take "
-        f"{config.checkpoint.timeout:g}"
+        f"checkpoint.timeout: a checkpoint takes {takes:.0f} s at the file system's {machines.disk:g} GB/s, and may "
+        f"take {config.checkpoint.timeout:g}"
     ]
 
 

@@ -1,14 +1,14 @@
 """What one checkpoint takes on each host: bytes that its ranks write, and host memory until they are written.
 
-A rank copies what it writes to the host's memory, and a thread writes the copy (`learner/checkpoint_saver.py`). With n, e
-and D as in `learner_memory.py` a rank writes, and holds:
+A rank copies what it writes to the host's memory, and a thread writes the copy (`learner/checkpoint_saver.py`). With n,
+e and D as in `learner_memory.py` a rank writes, and holds:
 
     weights      e n / D: the ranks that have the same ones share them out; frozen ones, too
     optimizer    12 n / D: float32 weights and two moments; each rank has its own with the distributed optimizer
                  (`learner/checkpoint_optimizer.py`), else they share it out; 8 n / D for a float32 model without
 
-n counts adapters alone for the optimizer of LoRA. A tensor is written whole, so that two ranks differ by one of weights at
-the most. What tensor-parallel ranks have alike (norms, routers) is counted for each of them, and written once.
+n counts adapters alone for the optimizer of LoRA. A tensor of weights is written whole: two ranks differ by one at the
+most. What tensor-parallel ranks have alike (norms, routers) is counted for each of them, and written once.
 With `checkpoint.export` rank 0 writes the whole model besides, and holds one file of it.
 """
 
