@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ import torch
 import xxhash
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from streamrl.config.file import ConfigError
+from streamrl.learner import checkpoint_optimizer
 from streamrl.learner.checkpoint_files import FileSum
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.optimizer import PolicyOptimizer
@@ -88,18 +88,20 @@ class State:
     def sharded(self, loading: bool) -> dict[str, Any]:
         """Weights and optimizer state, described shard by shard, on every rank. Collective."""
         metadata = {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "distrib_optim_sharding_type": checkpoint_optimizer.FORMAT,
             "singleton_local_shards": False,
             "chained_optim_avoid_prefix": True,
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
         self.optimizer.fill_state()
+        checkpoint_optimizer.install(self.optimizer.megatron)
         # Megatron numbers the layers of a chunk within the whole model: the chunks' keys do not collide.
         weights = {
             f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)
         }
         optimizer = self.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+        for part in _parts(optimizer, self.optimizer):
+            part["param_groups"] = [_plain(group) for group in part["param_groups"]]
         return {**weights, "optimizer": optimizer}
 
     def restore(self, loaded: dict[str, Any]) -> None:
@@ -180,7 +182,6 @@ def load(checkpoint: Checkpoint, state: State) -> None:
     else:
         log.info("%s was written in layout %s, it is cut anew", checkpoint.folder, checkpoint.layout)
         _clear_pads(state.chunks)
-    _mend_distributed_optimizer()
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
     state.restore(loaded)
     state.optimizer.load_counts(loaded["counts"])
@@ -278,12 +279,22 @@ def _clear_pads(chunks: Sequence[PolicyModel]) -> None:
 
 def _with_step(state: Any, optimizer: PolicyOptimizer) -> Any:
     """Megatron saves no `step` of 0, and torch's Adam does not load without one."""
-    parts = [state] if len(optimizer.megatron.chained_optimizers) == 1 else state.values()
-    for part in parts:
-        inner = part.get("optimizer", part)
-        if optimizer.torch_adams() and "state" in inner:
-            inner["state"].setdefault("common_step", torch.zeros(()))
+    for part in _parts(state, optimizer):
+        if optimizer.torch_adams() and "state" in part:
+            part["state"].setdefault("common_step", torch.zeros(()))
     return state
+
+
+def _parts(state: Any, optimizer: PolicyOptimizer) -> Iterator[dict[str, Any]]:
+    """What Megatron's state has of each optimizer of a chain: `param_groups`, and without a distributed one `state`."""
+    for part in [state] if len(optimizer.megatron.chained_optimizers) == 1 else state.values():
+        yield part.get("optimizer", part)
+
+
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group without the classes that an offloading optimizer has in it: torch reads no class from a file,
+    and the optimizer that reads it has its own."""
+    return {key: value for key, value in group.items() if not isinstance(value, type)}
 
 
 def _random_state() -> dict[str, Any]:
@@ -299,19 +310,3 @@ def _set_random_state(state: dict[str, Any]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(state["regions"])
     if "device" in state:
         torch.cuda.set_rng_state(state["device"])
-
-
-def _mend_distributed_optimizer() -> None:
-    """Let the distributed optimizer load into torch's Adam, whose state has a `step` that Megatron does not save."""
-    original = DistributedOptimizer._set_main_param_and_optimizer_states
-    if getattr(original, "knows_step", False):
-        return
-
-    def with_step(self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        own = {"step": state["step"]} if "step" in state else {}
-        original(self, model_param, own | tensors)
-
-    with_step.knows_step = True  # type: ignore[attr-defined]
-    DistributedOptimizer._set_main_param_and_optimizer_states = with_step

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -291,8 +292,12 @@ def _staged(state: State, folder: Path) -> _Plan:
     # Megatron's own queue is a server process, which would outlive a rank that is killed. Nothing is put into it.
     filesystem_async._results_queue = queue.Queue()
     strategy = _Staging()
+    # What several data-parallel ranks have alike, as weights, is shared out among them by size.
+    copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
     wanted = {**state.sharded(loading=False), "random": state.random(), "counts": state.optimizer.counts()}
-    dist_checkpointing.save(wanted, str(folder), strategy, async_sharded_save=True)
+    dist_checkpointing.save(
+        wanted, str(folder), FullyParallelSaveStrategyWrapper(strategy, copies), async_sharded_save=True
+    )
     plan, live = strategy.plan, _live_storages(state)
     plan.buckets = [
         (path, key, (others, [(item, _on_host(tensor, live)) for item, tensor in tensors]))
@@ -304,10 +309,7 @@ def _staged(state: State, folder: Path) -> _Plan:
 def _live_storages(state: State) -> set[int]:
     """Addresses of the storages that training changes. Other tensors on the host are copies already."""
     tensors = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
-    for adam in state.optimizer.torch_adams():
-        for group in adam.param_groups:
-            tensors += group["params"]
-        tensors += [value for moments in adam.state.values() for value in moments.values()]
+    tensors += state.optimizer.tensors()
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 

@@ -28,10 +28,14 @@ from torch.nn.functional import pad
 from streamrl.learner.lora import Adapted, is_adapter_parameter
 from streamrl.learner.mapping import Placement, place, tensor_names
 from streamrl.learner.model import PolicyModel
-from streamrl.learner.shape import WEIGHTS_INDEX, ModelShape, WeightsMismatchError, open_weights, weight_files
-
-# Bytes of one safetensors file that is written.
-SHARD_BYTES = 4 << 30
+from streamrl.learner.shape import (
+    SHARD_BYTES,
+    WEIGHTS_INDEX,
+    ModelShape,
+    WeightsMismatchError,
+    open_weights,
+    weight_files,
+)
 
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 

@@ -8,6 +8,7 @@ A learner step has one place on the schedule and one update for each mini batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
 from streamrl.learner.safety import UpdateGuard, Verdict
+from streamrl.learner.te import te_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,17 @@ class PolicyOptimizer:
     def torch_adams(self) -> list[torch.optim.AdamW]:
         """The optimizers that are torch's own: all of them without Transformer Engine and Apex, else those that
         were offloaded to the host."""
-        inner: list[torch.optim.Optimizer] = []
-        for part in self.megatron.chained_optimizers:
-            hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
-            inner += part.optimizer.sub_optimizers if hybrid else [part.optimizer]
+        inner = [optimizer for part in self.megatron.chained_optimizers for optimizer in _inner(part)]
         return [optimizer for optimizer in inner if isinstance(optimizer, torch.optim.AdamW)]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Every parameter and state that an update changes, on the device and on the host."""
+        for part in self.megatron.chained_optimizers:
+            for optimizer in _inner(part):
+                for group in optimizer.param_groups:
+                    yield from group["params"]
+                for state in optimizer.state.values():
+                    yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def begin_step(self) -> float:
         """Move the schedule on by one learner step, also one that will be skipped. Returns its learning rate."""
@@ -149,31 +157,73 @@ class PolicyOptimizer:
             )
 
     def fill_state(self) -> None:
-        """Give torch's Adam the zeros that it would make at its first step, so that it can be saved and loaded."""
-        for adam in self.torch_adams():
-            for parameter in (p for group in adam.param_groups for p in group["params"]):
-                state = adam.state[parameter]
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state.setdefault(key, torch.zeros_like(parameter))
-                state.setdefault("step", torch.zeros((), dtype=torch.float32, device=parameter.device))
+        """Make the state that an optimizer makes at its first update, so that it can be saved and loaded before.
+
+        No weight moves, as it would in an update by zero gradients that decays weights.
+        """
+        for part in self.megatron.chained_optimizers:
+            for optimizer in _inner(part):
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    if "exp_avg" not in optimizer.state[parameter]:
+                        _initialise(optimizer, parameter)
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                part.optimizer._sync_sub_optimizers_state_to_hdo()
 
     def own_steps(self) -> None:
-        """Give each parameter a `step` of its own after a load.
+        """Give each counter of updates to its one owner after a load.
 
-        Megatron hands one tensor to all of them, and torch's Adam then counts it up once a parameter: the
-        first update after a resume is right, the second is not.
+        Megatron hands one tensor to all parameters, and torch's Adam then counts it up once a parameter: the first
+        update after a resume is right, the second is not. An offloading optimizer has the loaded count in its own
+        groups, too, and would set the fused Adam inside it back to that count at every update.
         """
         for adam in self.torch_adams():
             for state in adam.state.values():
                 state["step"] = state["step"].detach().clone()
+        for part in self.megatron.chained_optimizers:
+            if isinstance(part.optimizer, HybridDeviceOptimizer):
+                for group in part.optimizer.param_groups:
+                    group.pop("step", None)
+
+
+def _inner(part: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that update: those inside one that offloads; none where a rank trains no parameter."""
+    if isinstance(part.optimizer, HybridDeviceOptimizer):
+        return list(part.optimizer.sub_optimizers)
+    return [] if part.optimizer is None else [part.optimizer]
+
+
+def _initialise(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    """Adam's state of a parameter before its first update."""
+    fused: Any = optimizer
+    if hasattr(fused, "initialize_state"):  # Transformer Engine's, also with states in smaller dtypes
+        fused.initialize_state(parameter, fused.store_param_remainders and parameter.dtype == torch.bfloat16)
+        return
+    state = optimizer.state[parameter]
+    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    if isinstance(optimizer, torch.optim.AdamW):  # Apex's counts in its groups
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+
+def offload_problem() -> str | None:
+    """Why this machine cannot keep a part of Adam's state on the host, the end of a sentence; None where it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA on this machine"
+    problem = te_problem()  # Megatron compares its version on the way
+    return None if problem is None else f"Transformer Engine {problem}"
 
 
 def _config(chunk: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype) -> OptimizerConfig:
     distributed = chunk.ddp_config.use_distributed_optimizer
-    if settings.offload and not torch.cuda.is_available():
+    problem = offload_problem() if settings.offload else None
+    if problem is not None:
         raise ConfigError(
             f"learner.optimizer.offload: {settings.offload:g} keeps Adam's state on the host beside a GPU, "
-            "and there is no CUDA on this machine; allowed: 0"
+            f"and {problem}; allowed: 0"
+        )
+    if settings.offload and dtype != torch.bfloat16:
+        raise ConfigError(
+            f"learner.optimizer.offload: {settings.offload:g} needs model.dtype=bfloat16; with {dtype} Megatron's "
+            "offloading optimizer cannot be built; allowed: 0"
         )
     if settings.offload and not distributed:
         raise ConfigError(

@@ -32,6 +32,9 @@ WEIGHTS_INDEX = "model.safetensors.index.json"
 # Bytes of the float32 logits that are computed at once: large enough for efficient products, small beside a model.
 CHUNK_BYTES = 256 << 20
 
+# Bytes of one safetensors file that is written.
+SHARD_BYTES = 4 << 30
+
 
 class UnsupportedModelError(ConfigError):
     """The folder holds a model that streamrl does not build; the text names what and what is allowed."""

@@ -142,6 +142,13 @@ def test_a_machine_without_gpus_has_everything_on_one_host():
         (QWEN, ["generate.tensor_parallel=8"], Machines(gpus_per_host=4), "do not fit on a host of 4"),
         (QWEN, [], Machines(hosts=7), "7 hosts of 8 GPUs are fewer than the 8"),
         (QWEN, [], Machines(host_memory=50), "the first host needs"),
+        (QWEN, [], Machines(host_memory=100), "107 GiB of a checkpoint and 128 groups"),
+        (
+            QWEN,
+            ["publish.transport=delta", "generate.tensor_parallel=2"],
+            Machines(host_memory=240),
+            "host 4 needs 244 GiB for its processes and 0 GiB of a checkpoint",
+        ),
         (QWEN, ["publish.transport=memory"], H100, "are on 8 hosts; allowed: broadcast, delta, disk"),
         (
             "verl/qwen3-30b-a3b-gsm8k-lora",
@@ -215,6 +222,12 @@ def test_without_figures_no_speed_is_said():
     assert "not known" in plan.limits[-1]
 
 
+def test_a_checkpoint_that_takes_longer_than_it_may_is_told():
+    (line,) = (line for line in planned(QWEN, "checkpoint.timeout=200").limits if "checkpoint" in line)
+    assert line == "checkpoint.timeout: a checkpoint takes 229 s at the file system's 2 GB/s, and may take 200"
+    assert not any("checkpoint" in line for line in planned(QWEN).limits)
+
+
 def test_what_generators_ask_for_beyond_the_slots_is_told():
     assert any(
         "slots: the generators take 400" in line for line in planned(QWEN, "generate.groups_in_flight=100").limits
@@ -234,9 +247,12 @@ def test_the_command_prints_the_plan_writes_it_and_starts_nothing(tmp_path, monk
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
     assert "learner ranks 24-31" in printed
+    assert "│ 0-3   │  106.81 GiB │            106.81 GiB │" in printed
+    assert "a checkpoint: 458.8 GB, 229.4 s at the file system's speed" in printed
     assert "at most 1 learner steps old; 128 slots" in printed
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["learner_rank"]["peak"] == planned(QWEN).rank.peak
+    assert [each["written"] for each in plan["checkpoint"]] == [each.written for each in planned(QWEN).saves]
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 

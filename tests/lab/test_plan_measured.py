@@ -12,8 +12,11 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
 from streamrl.lab.plan.machines import Machines
+from streamrl.lab.plan.placement import place
+from streamrl.lab.plan.saves import saves
 from streamrl.learner.shape import read_shape
 from streamrl.learner.trainer import Trainer
+from tests.learner.checkpoint_bytes import bytes_of_files
 
 LAPTOP = Machines(gpus_per_host=0)
 
@@ -35,6 +38,21 @@ def held(trainer: Trainer) -> dict[str, int]:
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": optimizer,
     }
+
+
+def written(folder: Path, family: str, *overrides: str) -> tuple[int, int]:
+    """Bytes of tensors in the file of the only rank, and what the plan says."""
+    tiny_model.make(folder / "tiny", family=family)
+    config: Config = config_file.load(None, [f"model.path={folder / 'tiny'}", *overrides])
+    trainer = Trainer(config, folder / "run")
+    try:
+        trainer.restore_or_start()
+        trainer.save()
+        (saved,) = trainer.saved(wait=True)
+        (planned,) = saves(config, read_shape(config.model.path), LAPTOP, place(1, [], LAPTOP))
+        return bytes_of_files(saved.folder).total(), planned.written
+    finally:
+        trainer.close()
 
 
 def measured(folder: Path, family: str, *overrides: str) -> tuple[dict[str, int], RankMemory]:
@@ -70,3 +88,15 @@ def test_the_distributed_optimizer_pads_what_the_plan_counts_by_a_few_values_a_t
     tensors = 40  # more than there are; each begins at a multiple of 64 values
     assert plan.gradients <= real["gradients"] <= plan.gradients + 4 * 64 * tensors
     assert plan.optimizer <= real["optimizer"] <= plan.optimizer + 12 * 64 * tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [["model.dtype=float32"], ["learner.optimizer.distributed=true"], ["learner.lora.rank=4"], []],
+    ids=["float32", "distributed", "adapters", "bfloat16"],
+)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_checkpoint_has_the_bytes_that_the_plan_says(tmp_path, family, overrides):
+    real, planned = written(tmp_path, family, "model.dtype=bfloat16", "learner.lora.targets=[linear_qkv]", *overrides)
+    assert real == planned

@@ -14,6 +14,8 @@ from streamrl.lab.plan.generators import pools
 from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
 from streamrl.lab.plan.machines import GIB
 from streamrl.lab.plan.parameters import layers_of, of_server_rank, of_stage, whole_adapters, whole_model
+from streamrl.lab.plan.placement import place
+from streamrl.lab.plan.saves import alike, saves
 from streamrl.moe_routing import OUTPUT, PROMPT, fold
 from streamrl.preflight.wire import group_bytes, zero_group
 from streamrl.stream.codec import encode_group
@@ -166,6 +168,63 @@ def test_logits_are_held_for_one_chunk_of_tokens():
     whole_logits = 4 * config.learner.tokens_per_micro_batch * shape.vocabulary
     output_layer = 6 * shape.vocabulary * shape.hidden  # its gradient in float32, and one product in bf16
     assert fullest_rank(config, shape, H100).logprobs - output_layer < whole_logits / 5
+
+
+# -- checkpoints
+
+
+def test_every_host_of_the_learner_writes_and_holds_its_ranks_shares():
+    plan = planned(QWEN)  # 32 ranks on 4 hosts, 4 of them with the same parameters
+    share = 8 * 14 * plan.rank.parameters / 4
+    assert [each.written for each in plan.saves] == [pytest.approx(share, abs=8)] * 4 + [0] * 4
+    assert all(each.held == each.written for each in plan.saves)
+    assert sum(each.written for each in plan.saves) == pytest.approx(
+        14 * whole_model(shape_of("qwen2.5-32b")), rel=0.001
+    )
+
+
+def test_the_first_host_has_room_for_its_part_of_a_checkpoint():
+    plan = planned(QWEN)
+    assert plan.first_host == plan.saves[0].held + plan.weights + plan.slots * plan.group.longest
+
+
+def test_hosts_of_other_stages_write_other_shares():
+    plan = planned(UNEVEN)
+    assert [(first, last) for first, last, _ in alike(plan.saves)] == [(0, 1), (2, 13), (14, 15)]
+    config, shape = recipe(UNEVEN)
+    counted = of_stage(shape, config.learner.layout, 1, config.learner.lora)
+    assert plan.saves[2].written == pytest.approx(8 * 14 * (counted.dense / 4 + counted.expert / 4), abs=16)
+
+
+def test_an_export_is_written_by_the_first_host_and_held_file_by_file():
+    plain, exporting = planned(QWEN), planned(QWEN, "checkpoint.export=true")
+    pairs = list(zip(plain.saves, exporting.saves, strict=True))
+    more = [(after.written - before.written, after.held - before.held) for before, after in pairs]
+    assert more == [(plain.weights, 4 * GIB)] + [(0, 0)] * 7
+
+
+def test_frozen_weights_are_in_a_checkpoint_without_a_state():
+    plan = planned(LORA)
+    total = sum(each.written for each in plan.saves)
+    assert total == pytest.approx(2 * plan.rank.parameters + 12 * plan.rank.trained, rel=0.001)
+
+
+def test_a_float32_model_has_its_weights_twice_with_the_distributed_optimizer_alone():
+    def written(distributed: str) -> int:
+        overrides = [
+            "model.dtype=float32",
+            "learner.tokens_per_micro_batch=4096",
+            "generate.sampling.max_new_tokens=3000",
+        ]
+        config, shape = recipe(
+            "megatron_rl/qwen2.5-3b-dapo", *overrides, f"learner.optimizer.distributed={distributed}"
+        )
+        hosts = place(config.learner.ranks, [], H100)
+        return sum(each.written for each in saves(config, shape, H100, hosts))
+
+    parameters = whole_model(shape_of("qwen2.5-3b"))
+    assert written("true") == pytest.approx(16 * parameters, rel=0.01)
+    assert written("false") == pytest.approx(12 * parameters, rel=0.01)
 
 
 # -- generators

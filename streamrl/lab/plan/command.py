@@ -17,6 +17,7 @@ from streamrl.config.file import ConfigError
 from streamrl.lab.output import check_file
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.plan import Plan, make_plan
+from streamrl.lab.plan.saves import alike, seconds
 from streamrl.learner.shape import ModelShape, UnsupportedModelError, read_shape
 
 WIDTH = 120  # columns of the tables
@@ -84,6 +85,12 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
     console.print(
         _table(f"memory of a learner rank (stage {plan.rank.stage}, the fullest)", ("", "bytes"), _rank(plan, machines))
     )
+    console.print(_table("one checkpoint", ("hosts", "each writes", "host memory meanwhile"), _saves(plan)))
+    console.print(
+        f"a checkpoint: {_bytes(sum(each.written for each in plan.saves))}, {seconds(plan.saves, machines):.1f} s at "
+        "the file system's speed",
+        highlight=False,
+    )
     console.print(_table("generators", ("", *(pool.name or "one pool" for pool in plan.pools)), _pools(plan)))
     console.print(_table("links", ("from", "to", "at most", "expected"), _links(plan)))
     console.print(
@@ -125,9 +132,16 @@ def _rank(plan: Plan, machines: Machines) -> Rows:
         ("at most", rank.peak),
         ("may take", machines.device_bytes),
         ("in the host's memory", rank.host),
-        ("first host: staging copies, its ranks, the buffer", plan.first_host),
+        ("first host: staging copies, its ranks, a checkpoint, the buffer", plan.first_host),
     ]
     return [(name, _memory(size)) for name, size in rows]
+
+
+def _saves(plan: Plan) -> Rows:
+    return [
+        (f"{first}" if first == last else f"{first}-{last}", _memory(each.written), _memory(each.held))
+        for first, last, each in alike(plan.saves)
+    ]
 
 
 def _pools(plan: Plan) -> Rows:

@@ -21,7 +21,7 @@ class Machines:
     gpus_per_host: int = 8  # 0: a machine without GPUs
     hosts: int = 0  # 0: as many as the plan needs
     gpu_memory: float = 80.0  # GiB of one GPU
-    host_memory: float = 1024.0  # GiB of one host
+    host_memory: float = 2048.0  # GiB of one host
     headroom: float = 0.1  # share of a GPU left for CUDA's context, NCCL's buffers and the allocator's gaps
     network: float = 25.0  # GB/s into or out of one host
     copy: float = 25.0  # GB/s between a GPU and its host's memory

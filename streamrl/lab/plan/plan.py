@@ -13,6 +13,7 @@ from streamrl.lab.plan.generators import Pool, pools
 from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.placement import Host, place
+from streamrl.lab.plan.saves import Save, saves, seconds
 from streamrl.lab.plan.speed import Expected, expected
 from streamrl.lab.plan.traffic import (
     Link,
@@ -43,6 +44,7 @@ class Plan:
     group: GroupBytes
     weights: int  # bytes of one version
     first_host: int  # bytes of host memory where rank 0 and the replay service are
+    saves: list[Save]  # of one checkpoint, by host
     links: list[Link]
     publishing: list[PublishTime]
     slots: int  # groups that may be out
@@ -62,6 +64,7 @@ class Plan:
             "group_bytes": asdict(self.group),
             "version_bytes": self.weights,
             "first_host_bytes": self.first_host,
+            "checkpoint": [each.as_json() for each in self.saves],
             "links": [link.as_json() for link in self.links],
             "publish": [each.as_json() for each in self.publishing],
             "slots": self.slots,
@@ -92,13 +95,20 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
     _check_transport(times)
     speed = None if figures is None else expected(config, figures, machines)
     rates = None if speed is None else (speed.figures.generated, 1.0 / speed.step_seconds)
+    saved = saves(config, shape, machines, hosts)
+    taken = [
+        _host_memory(config, rank, host, weights, save) + (0 if index else _buffer(config, weights, group))
+        for index, (host, save) in enumerate(zip(hosts, saved, strict=True))
+    ]
+    taken[0] += _on_host(config, rank, found, machines)
     plan = Plan(
         hosts=hosts,
         rank=rank,
         pools=found,
         group=group,
         weights=weights,
-        first_host=_first_host(config, rank, hosts[0], weights, group) + _on_host(config, rank, found, machines),
+        first_host=taken[0],
+        saves=saved,
         links=links(config, group, weights, servers, rates),
         publishing=times,
         slots=config.replay.slots,
@@ -106,7 +116,7 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
         expected=speed,
         limits=[],
     )
-    _check_host(plan, machines)
+    _check_hosts(plan, taken, machines)
     plan.limits.extend(limits(plan, config, machines))
     return plan
 
@@ -134,7 +144,7 @@ def limits(plan: Plan, config: Config, machines: Machines) -> list[str]:
             f"slots: the generators take {wanted} groups at once, replay.max_staleness={config.replay.bound:g} lets "
             f"{plan.slots} be out"
         )
-    return lines + _speed_limits(plan, config)
+    return lines + _save_limits(plan, config, machines) + _speed_limits(plan, config)
 
 
 def _pool_limits(pool: Pool) -> list[str]:
@@ -146,6 +156,16 @@ def _pool_limits(pool: Pool) -> list[str]:
     return [
         f"KV cache{named}: a server is asked for {pool.asked} answers at once and runs {pool.at_once} of the longest; "
         "more run while answers are shorter"
+    ]
+
+
+def _save_limits(plan: Plan, config: Config, machines: Machines) -> list[str]:
+    takes = seconds(plan.saves, machines)
+    if takes <= config.checkpoint.timeout:
+        return []
+    return [
+        f"checkpoint.timeout: a checkpoint takes {takes:.0f} s at the file system's {machines.disk:g} GB/s, and may "
+        f"take {config.checkpoint.timeout:g}"
     ]
 
 
@@ -166,11 +186,14 @@ def _speed_limits(plan: Plan, config: Config) -> list[str]:
     return lines
 
 
-def _first_host(config: Config, rank: RankMemory, host: Host, weights: int, group: GroupBytes) -> int:
-    """Staging copies of rank 0, host memory of the ranks there, and all groups of the buffer at their longest."""
-    transport = transport_of(config)
-    copies = transport.staged_copies + transport.server_copies * host.servers
-    return weights * copies + host.learner_ranks * rank.host + config.replay.slots * group.longest
+def _host_memory(config: Config, rank: RankMemory, host: Host, weights: int, save: Save) -> int:
+    """Of a host while a checkpoint is written: the ranks' own, their copies for it, and those of its servers."""
+    return transport_of(config).server_copies * weights * host.servers + host.learner_ranks * rank.host + save.held
+
+
+def _buffer(config: Config, weights: int, group: GroupBytes) -> int:
+    """What the first host has besides: staging copies of rank 0, and all groups of the buffer at their longest."""
+    return transport_of(config).staged_copies * weights + config.replay.slots * group.longest
 
 
 def _on_host(config: Config, rank: RankMemory, pools: list[Pool], machines: Machines) -> int:
@@ -189,10 +212,19 @@ def _check_transport(times: list[PublishTime]) -> None:
         raise ConfigError(f"publish.transport: {used.transport}: {used.impossible}; allowed: {others}")
 
 
-def _check_host(plan: Plan, machines: Machines) -> None:
-    if plan.first_host > machines.host_memory * GIB:
+def _check_hosts(plan: Plan, taken: list[int], machines: Machines) -> None:
+    limit = machines.host_memory * GIB
+    if taken[0] > limit:
         raise ConfigError(
-            f"--host-memory: the first host needs {plan.first_host / GIB:.0f} GiB for staging copies, the ranks' host "
-            f"memory and {plan.slots} groups of up to {plan.group.longest / GIB:.2f} GiB, and has "
-            f"{machines.host_memory:g}; allowed: larger hosts, a smaller replay.max_staleness, or shorter answers"
+            f"--host-memory: the first host needs {taken[0] / GIB:.0f} GiB for staging copies, the ranks' host "
+            f"memory, {plan.saves[0].held / GIB:.0f} GiB of a checkpoint and {plan.slots} groups of up to "
+            f"{plan.group.longest / GIB:.2f} GiB, and has {machines.host_memory:g}; allowed: larger hosts, a smaller "
+            "replay.max_staleness, or shorter answers"
+        )
+    host = max(range(len(taken)), key=taken.__getitem__)
+    if taken[host] > limit:
+        raise ConfigError(
+            f"--host-memory: host {host} needs {taken[host] / GIB:.0f} GiB for its processes and "
+            f"{plan.saves[host].held / GIB:.0f} GiB of a checkpoint, and has {machines.host_memory:g}; allowed: larger "
+            "hosts, a learner of more ranks, or fewer servers on a host"
         )

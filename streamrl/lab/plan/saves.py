@@ -1,0 +1,88 @@
+"""What one checkpoint takes on each host: bytes that its ranks write, and host memory until they are written.
+
+A rank copies what it writes to the host's memory, and a thread writes the copy (`learner/checkpoint_saver.py`). With n,
+e and D as in `learner_memory.py` a rank writes, and holds:
+
+    weights      e n / D: the ranks that have the same ones share them out; frozen ones, too
+    optimizer    12 n / D: float32 weights and two moments; each rank has its own with the distributed optimizer
+                 (`learner/checkpoint_optimizer.py`), else they share it out; 8 n / D for a float32 model without
+
+n counts adapters alone for the optimizer of LoRA. A tensor of weights is written whole: two ranks differ by one at the
+most. What tensor-parallel ranks have alike (norms, routers) is counted for each of them, and written once.
+With `checkpoint.export` rank 0 writes the whole model besides, and holds one file of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+
+from streamrl.config import Config
+from streamrl.lab.plan.learner_memory import ITEM, MASTER, MOMENTS, is_distributed
+from streamrl.lab.plan.machines import GB, Machines
+from streamrl.lab.plan.parameters import of_stage, whole_adapters, whole_model
+from streamrl.lab.plan.placement import Host
+from streamrl.learner.shape import SHARD_BYTES, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Bytes of one checkpoint on one host."""
+
+    written: int
+    held: int  # in the host's memory, until the ranks' files are written
+
+    def as_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def saves(config: Config, shape: ModelShape, machines: Machines, hosts: Sequence[Host]) -> list[Save]:
+    """What each of these hosts writes and holds."""
+    layout = config.learner.layout
+    stages = [_rank_bytes(config, shape, machines, stage) for stage in range(layout.pipeline)]
+    of_a_stage = config.learner.ranks // layout.pipeline  # neighbours in rank
+    found = []
+    for host in hosts:
+        ranks = range(host.first_rank, host.first_rank + host.learner_ranks)
+        copies = sum(stages[rank // of_a_stage] for rank in ranks)
+        exported = _exported(config, shape) if 0 in ranks else 0
+        found.append(Save(written=copies + exported, held=copies + min(exported, SHARD_BYTES)))
+    return found
+
+
+def seconds(found: Sequence[Save], machines: Machines) -> float:
+    """Until all of it is on the shared file system."""
+    return sum(each.written for each in found) / (machines.disk * GB)
+
+
+def alike(found: Sequence[Save]) -> list[tuple[int, int, Save]]:
+    """(first host, last host, each of them) of neighbours that do the same, without hosts that write nothing."""
+    cuts = [0, *(index for index, (one, next_) in enumerate(pairwise(found), 1) if one != next_), len(found)]
+    return [(first, end - 1, found[first]) for first, end in pairwise(cuts) if found[first].written]
+
+
+def _rank_bytes(config: Config, shape: ModelShape, machines: Machines, stage: int) -> int:
+    """What a rank of this stage writes into its file."""
+    learner, layout, item = config.learner, config.learner.layout, ITEM[config.model.dtype]
+    counted = of_stage(shape, layout, stage, learner.lora)
+    copied = 0
+    if shape.tied and 0 < stage == layout.pipeline - 1:  # the first stage writes the embedding for both
+        copied = shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden
+    dense, expert = counted.dense - copied, counted.expert
+    state = MOMENTS if config.model.dtype == "float32" and not is_distributed(config, machines) else MASTER + MOMENTS
+    copies = learner.ranks // (layout.tensor * layout.pipeline)
+    expert_copies = learner.ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
+    if learner.lora.rank:
+        shared = item * (dense + counted.adapters) + state * counted.adapters
+        return math.ceil(shared / copies) + math.ceil(item * expert / expert_copies)
+    return math.ceil((item + state) * dense / copies) + math.ceil((item + state) * expert / expert_copies)
+
+
+def _exported(config: Config, shape: ModelShape) -> int:
+    """The Hugging Face folder, adapters merged in, and PEFT's folder beside it."""
+    if not config.checkpoint.export:
+        return 0
+    adapters = whole_adapters(shape, config.learner.lora) if config.learner.lora.rank else 0
+    return (whole_model(shape) + adapters) * ITEM[config.model.dtype]
