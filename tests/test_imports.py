@@ -17,6 +17,7 @@ LAYERS = [
         "choices",
         "config",
         "device",
+        "device_copy",
         "device_map",
         "lifeline",
         "last_words",
@@ -43,6 +44,7 @@ LOWEST = {
     "moe_routing": 1,
     "choices": 0,
     "config": 1,
+    "device_copy": 1,
     "device_map": 2,
 }  # order inside the lowest layer
 WITHOUT_TORCH = (

@@ -72,7 +72,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
     trainer = run_recorded(config, output, islice(batches(run_folder), steps))
     try:
-        weights = dict(trainer.export())
+        weights = {name: tensor.cpu() for name, tensor in trainer.export()}
         if trainer.rank != 0:
             return 0
         if any(not key.startswith(NO_EFFECT) for key in changed):
