@@ -26,8 +26,9 @@ from streamrl.device import Device
 
 log = logging.getLogger(__name__)
 
-# Calls of `out` whose temporary tensors are held on the device: one is copied while the next is gathered.
-AHEAD = 2
+# Bytes of temporary tensors that are held on the device while they are copied: those of some tensor-parallel buckets, or
+# of all projections of an 8B model that is on one GPU, where the model keeps query, key and value in one weight.
+AHEAD = 2 << 30
 
 POLL = 0.001  # seconds between two questions whether a copy has ended; CUDA's own wait has no deadline
 
@@ -67,7 +68,7 @@ class DeviceCopy(ABC):
         """Begin to copy the tensors' bytes, one behind the other, into `target`, uint8 [bytes] on the host.
 
         resident: addresses of storages that neither change nor go before the copy is done, such as the weights'.
-        Any other tensor is held on the device until then, and no more of them than `AHEAD` calls bring.
+        Any other tensor is held on the device until then; where they would be more than `AHEAD` bytes, it waits.
         """
 
     @abstractmethod
@@ -119,10 +120,11 @@ class CpuCopy(DeviceCopy):
 class CudaCopy(DeviceCopy):
     """One stream out, one stream in, beside the one on which the process computes."""
 
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda`: torch.cuda, or what records how it is called."""
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda, ahead: int = AHEAD) -> None:
+        """`cuda`: torch.cuda, or what records how it is called. `ahead`: bytes of temporary tensors, one call's more."""
         self._device = device
         self._cuda = cuda
+        self._ahead = ahead
         self._outwards, self._inwards = cuda.Stream(device), cuda.Stream(device)
         self._held: deque[tuple[Any, list[Tensor]]] = deque()  # event, temporary tensors that are read until then
         self._pinned: dict[int, weakref.finalize] = {}  # by the address of the memory
@@ -153,7 +155,7 @@ class CudaCopy(DeviceCopy):
         passing = [flat for _, flat in pairs if flat.untyped_storage().data_ptr() not in resident]
         if passing:
             self._held.append((self._outwards.record_event(), passing))
-        while len(self._held) > AHEAD:
+        while sum(tensor.nbytes for _, held in self._held for tensor in held) > self._ahead:
             event, _ = self._held[0]
             event.synchronize()
             self._held.popleft()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from streamrl.device import Device
-from streamrl.device_copy import AHEAD, CpuCopy, CudaCopy, copying
+from streamrl.device_copy import CpuCopy, CudaCopy, copying
 from streamrl.engine.kept_memory import DoubleMemory, KeptMemory, KeptReader
 from streamrl.publish.staging import Staging
 from streamrl.types import PolicyVersion
@@ -50,8 +50,8 @@ def test_a_copy_out_of_the_device_waits_for_what_computes_and_nothing_waits_for_
 
 def test_what_is_gathered_for_a_copy_is_held_until_its_end_and_no_more_of_it_than_is_allowed():
     cuda = RecordedCuda()
-    copy = CudaCopy(CPU, cuda)
-    targets = [torch.zeros(4, dtype=torch.uint8) for _ in range(AHEAD + 2)]
+    copy = CudaCopy(CPU, cuda, ahead=8)
+    targets = [torch.zeros(4, dtype=torch.uint8) for _ in range(4)]
     with cuda.recording():
         for number, target in enumerate(targets):
             gathered = torch.full((1,), float(number))
@@ -82,9 +82,9 @@ def test_gathered_tensors_go_when_their_copy_has_ended():
 
 def test_weights_that_stay_where_they_are_are_never_waited_for():
     cuda, weights = RecordedCuda(), torch.arange(64.0)
-    copy, target = CudaCopy(CPU, cuda), torch.zeros(4, dtype=torch.uint8)
+    copy, target = CudaCopy(CPU, cuda, ahead=8), torch.zeros(4, dtype=torch.uint8)
     with cuda.recording():
-        for number in range(4 * AHEAD):
+        for number in range(8):
             copy.out([weights[number : number + 1]], target, {storage(weights)})
     assert ("synchronize", "out") not in cuda.log
 
