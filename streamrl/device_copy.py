@@ -26,8 +26,8 @@ from streamrl.device import Device
 
 log = logging.getLogger(__name__)
 
-# Bytes of temporary tensors that are held on the device while they are copied: those of some tensor-parallel buckets, or
-# of all projections of an 8B model that is on one GPU, where the model keeps query, key and value in one weight.
+# Bytes of temporary tensors that are held on the device while they are copied: those of some tensor-parallel buckets,
+# or of the projections of an 8B model on one GPU, where the model has query, key and value in one weight.
 AHEAD = 2 << 30
 
 POLL = 0.001  # seconds between two questions whether a copy has ended; CUDA's own wait has no deadline
@@ -121,7 +121,7 @@ class CudaCopy(DeviceCopy):
     """One stream out, one stream in, beside the one on which the process computes."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda, ahead: int = AHEAD) -> None:
-        """`cuda`: torch.cuda, or what records how it is called. `ahead`: bytes of temporary tensors, one call's more."""
+        """`cuda`: torch.cuda, or what records how it is called. `ahead`: bytes of temporary tensors that are held."""
         self._device = device
         self._cuda = cuda
         self._ahead = ahead

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.learner import router_replay
-from streamrl.learner.attention import PackedRow, Slice, describe_row, describe_row_for_engine
+from streamrl.learner.attention import PackedRow, Slice, describe_row, describe_row_for_engine, is_varlen
 from streamrl.learner.logprobs import Targets
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.packing import MicroBatch
@@ -43,6 +43,7 @@ class RowMaker:
     multiple: int  # of tokens in a padded row
     one_length: bool  # all rows of a pass are padded to the longest
     engine: bool  # Transformer Engine's layers
+    varlen: bool  # the local layers' attention is torch's varlen kernel
     entropy_gradient: bool
     device: torch.device
 
@@ -59,6 +60,7 @@ class RowMaker:
             # The stages of a pipeline would have to tell each other the length of every row.
             one_length=layout.pipeline_model_parallel_size > 1,
             engine=model.layers.kind == "transformer_engine",
+            varlen=is_varlen(device, getattr(torch, config.model.dtype)),
             entropy_gradient=config.algo.entropy > 0,
             device=device,
         )
@@ -74,8 +76,11 @@ class RowMaker:
         # Pads are a sequence of their own that nobody sees.
         segments = np.concatenate([micro.segments, [[len(micro.ids), pads, 0, 0]]]) if pads else micro.segments
         tokens = self.part.tokens(row)
-        describe = describe_row_for_engine if self.engine else describe_row
-        packed = describe(segments, self.device, self.part)
+        packed = (
+            describe_row_for_engine(segments, self.device, self.part)
+            if self.engine
+            else describe_row(segments, self.device, self.part, varlen=self.varlen)
+        )
         if micro.routed_experts is not None:
             routed = router_replay.row_experts(micro.routed_experts, self.shape, row, self.device)
             packed.routed_experts = routed[self._moved(tokens)]
