@@ -19,6 +19,7 @@ LAYERS = [
         "device",
         "device_copy",
         "device_map",
+        "learner_environment",
         "lifeline",
         "last_words",
         "torchrun",
@@ -46,6 +47,7 @@ LOWEST = {
     "config": 1,
     "device_copy": 1,
     "device_map": 2,
+    "learner_environment": 2,
 }  # order inside the lowest layer
 WITHOUT_TORCH = (
     "types",
@@ -54,6 +56,7 @@ WITHOUT_TORCH = (
     "choices",
     "config",
     "device_map",
+    "learner_environment",
     "lifeline",
     "last_words",
     "progress",
@@ -72,7 +75,7 @@ BESIDE_RECORDS = {
     "journal_export": set(),
     "plan": {"engine.server", "learner.shape", "preflight", "publish.transports", "replay.orders"},
     "report": {"algo.advantages"},
-    "retrain": {"learner.role", "preflight"},
+    "retrain": {"engine.hardware", "learner.role", "learner_environment", "preflight"},
     "simulate": {"engine.server", "preflight", "replay.core", "stream.messages"},
     "top": set(),
     "trace": set(),
