@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from learner_parts import make_config
+from megatron.core.models.common.embeddings import rope_utils
 
 from streamrl.config.file import ConfigError, load
 from streamrl.device import Device
@@ -85,6 +86,7 @@ def test_buffers_of_the_overlap_are_made_before_the_layers_that_use_them(model_f
     )
     shape = read_shape(config.model.path)
     monkeypatch.setattr(model_module, "choose_layers", lambda *_: ENGINE)
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())  # of Transformer Engine
     monkeypatch.setattr(te.importlib, "import_module", {"transformer_engine.pytorch.module.base": base}.__getitem__)
     monkeypatch.setattr(model_module, "_chunk", lambda *_: SimpleNamespace(to=lambda device: asked[:]))
     (at_the_layers,) = build(shape, config, Device("cpu", 0))

@@ -92,8 +92,8 @@ def from_other_hosts(config: Config, shape: ModelShape, machines: Machines) -> f
         rank = of_stage(shape, layout, stage, LoraConfig())
         for part, count in ((rank.dense, layout.tensor), (rank.expert, layout.expert * layout.expert_tensor)):
             total += part * count
-            # All of a stage goes to its first rank, and from there to that of the first stage.
-            apart = sum(max(first, member) >= machines.gpus_per_host for member in range(first, first + count))
+            # All of a stage goes to its first rank, and from there to that of the first stage, on the first host.
+            apart = sum(member >= machines.gpus_per_host for member in range(first, first + count))
             elsewhere += part * apart
     return elsewhere / total
 
