@@ -10,6 +10,7 @@ slurm: {partition: gpu, time: "24:00:00"}
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +25,8 @@ from streamrl.places import chosen
 
 # Keys of generate.server_args that are refused: others may read what is rendered.
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
+
+RESOURCE = r"[a-z0-9.-]+/[A-Za-z0-9._-]+"  # a resource that a device plugin gives out
 
 WORDS = r"^[\w@%+=:,./-]+$"  # what needs no quotes in a shell
 
@@ -69,8 +72,22 @@ class KubernetesConfig(Section):
     )
     secret: str | None = Field(None, pattern=r"^[a-z0-9.-]+$", description="Secret of further environment; null: none")
     resource: str = Field("nvidia.com/gpu", pattern=WORDS, description="what the cluster calls a GPU")
+    rdma: dict[str, int] = Field(
+        default_factory=dict, description="what the cluster calls a network card, and how many a pod with GPUs gets"
+    )
+    ipc_lock: bool = Field(False, description="pods with GPUs may lock memory, as RDMA does (capability IPC_LOCK)")
+    host_network: bool = Field(False, description="pods with GPUs are in their node's network, and have its cards")
     shared_memory: str = Field("16Gi", pattern=r"^\d+(Mi|Gi)$", description="limit of /dev/shm in each pod")
     node_selector: dict[str, str] = Field(default_factory=dict, description="labels of the nodes that may run it")
+
+    @model_validator(mode="after")
+    def _cards_are_counted(self) -> KubernetesConfig:
+        for name, count in self.rdma.items():
+            if not re.fullmatch(RESOURCE, name) or count < 1:
+                raise ValueError(
+                    f"rdma: {name}: {count} is no count of a resource; allowed: such as rdma/hca_shared_devices: 1"
+                )
+        return self
 
 
 class Description(Section):

@@ -166,7 +166,8 @@ class Launch:
         return jobs
 
     def _job(self, name: str, pods: int, gpus: int, role: str, probed: str, *, group: Any = None) -> dict[str, Any]:
-        resources = {self.description.kubernetes.resource: gpus} if gpus else {}
+        kubernetes = self.description.kubernetes
+        resources = {kubernetes.resource: gpus, **kubernetes.rdma} if gpus else {}
         if group is not None:
             resources |= {key: value for key, value in (("cpu", group.cpus), ("memory", group.memory)) if value}
         command = '{% import "_roles.j2" as roles with context %}exec {{ roles.wrapped(0) }} {{ ' + role + " }}"
@@ -175,6 +176,8 @@ class Launch:
             "pods": pods,
             "gpus": gpus,
             "resources": resources,
+            "security": _security(lock=kubernetes.ipc_lock and gpus > 0),
+            "host_network": kubernetes.host_network and gpus > 0,
             "threads": self.config.learner.threads if name == "learner" else 0,
             "command": _templates().from_string(command).render(**self._common()),
             "probe": f"exec python -m launch.folder ready {self.config.run_folder} {probed}",
@@ -216,6 +219,12 @@ class Launch:
             on = f" on GPUs {','.join(map(str, worker.gpus))}" if worker.gpus else ""
             parts.append(f"generator-{worker.index}{on}")
         return ", ".join(parts) or "nothing"
+
+
+def _security(*, lock: bool) -> dict[str, Any]:
+    """The securityContext of a role's container."""
+    capabilities = {"capabilities": {"add": ["IPC_LOCK"]}} if lock else {}
+    return {"allowPrivilegeEscalation": False, **capabilities}
 
 
 def _check_kubernetes(description: Description) -> None:

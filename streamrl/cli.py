@@ -14,6 +14,8 @@ from streamrl import __version__
 from streamrl.config import Config, flags, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.engine.hardware import has_cuda
+from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, absolute, load_run, run_folder_of
 from streamrl.recorded.formats import recorded_run
 from streamrl.replay.segments import JournalDamaged
@@ -98,9 +100,12 @@ def _learner(options: argparse.Namespace) -> int:
     from streamrl.preflight import machine
 
     machine.check_learner()
+    config, folder = _role(options, f"learner-{os.environ.get('RANK', '0')}")
+    if has_cuda():
+        os.environ.update(learner_environment(config, os.environ))
     from streamrl.learner import role
 
-    return role.main(*_role(options, f"learner-{os.environ.get('RANK', '0')}"))
+    return role.main(config, folder)
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -57,9 +57,12 @@ class Device:
             torch.cuda.manual_seed(seed)
 
     def synchronize(self) -> None:
-        """Wait until the work that was given to the device is done, so that a clock may be read."""
+        """Wait until what this process computes on the device is done, so that a clock may be read.
+
+        Copies and broadcasts of the publisher have streams of their own, and are not waited for.
+        """
         if self.kind == "cuda":
-            torch.cuda.synchronize(self.index)
+            torch.cuda.current_stream(self.index).synchronize()
 
     def release_memory(self) -> None:
         """Give back what torch keeps for later: another process has the device next."""

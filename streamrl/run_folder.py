@@ -35,6 +35,7 @@ RESUMABLE = (
     "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
     "replay.host", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
+    "learner.gradient_accumulation_fusion", "learner.moe_permute_fusion", "learner.tp_comm_overlap",
     "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
     "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "task.scoring.",

@@ -28,6 +28,7 @@ import psutil
 from streamrl.config import Config
 from streamrl.device_map import device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
+from streamrl.learner_environment import learner_environment
 from streamrl.lifeline import end_tree
 from streamrl.observe import events
 from streamrl.observe.console import Console
@@ -285,7 +286,8 @@ class Supervisor:
         return role
 
     def _hand_out(self, gpus: Sequence[str]) -> None:
-        """Give every role that runs on GPUs its own of them."""
+        """Give every role that runs on GPUs its own of them, and the learner what its ranks need there."""
+        self.learner.environment |= learner_environment(self.config, os.environ)
         placed = device_map(self.config, len(gpus))
         workers = [tuple(itertools.chain(*servers)) for servers in placed.workers]
         for role, positions in zip([self.learner, *self.generators], [placed.ranks, *workers], strict=True):

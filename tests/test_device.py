@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,16 @@ def test_cuda_takes_the_gpu_of_the_local_rank_and_refuses_a_rank_without_one(mon
     assert device.distributed_optimizer
     with pytest.raises(UnsupportedAcceleratorError, match="local rank 2 has no GPU of its own, this machine has 2"):
         detect(local_rank=2)
+
+
+def test_a_clock_waits_for_what_is_computed_and_not_for_the_publishers_streams(monkeypatch):
+    waited: list[int] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append(1))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: {3: stream}[index])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("it waits for every stream of the device"))
+    Device("cuda", 3).synchronize()
+    Device("cpu", 0).synchronize()
+    assert waited == [1]
 
 
 def test_rocm_and_ascend_are_refused_with_what_is_missing(monkeypatch):

@@ -247,6 +247,17 @@ class LearnerConfig(Section):
     overlap: bool | None = Field(
         None, description="gradients are reduced and parameters gathered during the passes; null: on with CUDA"
     )
+    gradient_accumulation_fusion: bool = Field(
+        False, description="the product that gives a weight's gradient adds it up as well (CUDA and Apex; never run)"
+    )
+    moe_permute_fusion: bool = Field(
+        False, description="tokens go to their experts and back by fused kernels (Transformer Engine; never run)"
+    )
+    tp_comm_overlap: bool = Field(
+        False,
+        description="tensor-parallel collectives overlap the products beside them; every row is padded to "
+        "tokens_per_micro_batch (Transformer Engine; never run)",
+    )
     router_replay: bool = Field(
         False, description="mixture of experts: the learner routes tokens to the experts that the generator took"
     )
@@ -271,6 +282,11 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"ranks: {self.ranks} cannot hold copies of a model cut over {self.layout.model_ranks} ranks "
                 "(learner.layout: tensor x pipeline x context); allowed: a multiple of it"
+            )
+        if self.tp_comm_overlap and not (self.layout.tensor > 1 and self.layout.sequence):
+            raise ValueError(
+                f"tp_comm_overlap: true with learner.layout.tensor={self.layout.tensor}, "
+                f"sequence={str(self.layout.sequence).lower()}; allowed: false, or tensor above 1 with sequence=true"
             )
         if self.tick >= self.collective_timeout:
             raise ValueError(

@@ -19,7 +19,7 @@ import secrets
 import struct
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,6 +30,9 @@ HEADER = struct.Struct("<16s16sQ")  # what it is, which one it is, the sequence 
 MAGIC = b"streamrl memory1"
 
 PAGE = mmap.ALLOCATIONGRANULARITY
+
+# Told of memory that was just mapped.
+Mapped = Callable[[np.ndarray], None]
 
 KEPT = 2  # memories that a reader keeps mapped: an owner writes two in turn
 
@@ -162,22 +165,25 @@ class _Opened:
 
     file: int
     header: mmap.mmap
-    regions: dict[int, mmap.mmap] = field(default_factory=dict)
+    regions: dict[int, np.ndarray] = field(default_factory=dict)
 
-    def bucket(self, offset: int, size: int) -> np.ndarray:
+    def bucket(self, offset: int, size: int, mapped: Mapped) -> np.ndarray:
         """Mapped with all of its pages the first time: a fault a page costs more than the copy."""
-        mapped = self.regions.get(offset)
-        if mapped is None or len(mapped) < size:
+        region = self.regions.get(offset)
+        if region is None or len(region) < size:
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            mapped = mmap.mmap(self.file, size, flags=flags, prot=mmap.PROT_READ, offset=offset)
-            self.regions[offset] = mapped
-        return np.frombuffer(mapped, np.uint8, size)
+            memory = mmap.mmap(self.file, size, flags=flags, prot=mmap.PROT_READ, offset=offset)
+            region = self.regions[offset] = np.frombuffer(memory, np.uint8)
+            mapped(region)
+        return region[:size]
 
 
 class KeptReader:
     """A reading process's side of all memories that were announced to it. Not for several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, mapped: Mapped = lambda region: None) -> None:
+        """`mapped`: told of each region, uint8 and read-only, when it is mapped."""
+        self._mapped = mapped
         self._opened: OrderedDict[str, _Opened] = OrderedDict()
 
     @contextlib.contextmanager
@@ -191,7 +197,7 @@ class KeptReader:
         try:
             if (found := _content(memory.header)) != (place.token, place.sequence):
                 raise Unreadable(f"{place.path} holds content {found[1]}, announced was {place.sequence}")
-            yield [memory.bucket(offset, size) for offset, size in _pairs(place)]
+            yield [memory.bucket(offset, size, self._mapped) for offset, size in _pairs(place)]
         finally:
             fcntl.flock(memory.file, fcntl.LOCK_UN)
 

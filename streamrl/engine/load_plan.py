@@ -29,7 +29,7 @@ class BucketLayout(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]  # torch's names without "torch."
     shapes: tuple[tuple[int, ...], ...]
     bytes: int
-    checksum: str  # xxh3_64 of the bytes, hexadecimal
+    checksum: str = ""  # xxh3_64 of the bytes, hexadecimal; empty: nobody compares it
 
 
 class LoadPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ the loader has none.
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,9 +26,28 @@ from streamrl.engine.load_plan import BucketLayout, LoadPlan, Receipt, write_rec
 if TYPE_CHECKING:
     import torch
 
+    from streamrl.device_copy import DeviceCopy
+
 log = logging.getLogger(__name__)
 
-_reader = KeptReader()  # of this rank: the maps are kept from version to version
+
+@functools.cache
+def _copying() -> DeviceCopy:
+    """Into the device of this rank, on which SGLang has put the model."""
+    import torch
+
+    from streamrl.device import Device
+    from streamrl.device_copy import copying
+
+    has_cuda = torch.cuda.is_available()
+    return copying(Device("cuda", torch.cuda.current_device()) if has_cuda else Device("cpu", 0))
+
+
+def _pin(region: np.ndarray) -> None:
+    _copying().pin(region, read_only=True)
+
+
+_reader = KeptReader(_pin)  # of this rank: the maps are kept from version to version
 
 
 class Loads(Protocol):

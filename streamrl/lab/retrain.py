@@ -20,8 +20,10 @@ from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.engine.hardware import has_cuda
 from streamrl.lab.output import check_new_folder
 from streamrl.learner.role import run_recorded
+from streamrl.learner_environment import learner_environment
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.preflight.lengths import check_lengths
@@ -73,7 +75,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
     trainer = run_recorded(config, output, islice(batches(run_folder), steps))
     try:
-        weights = dict(trainer.export())
+        weights = {name: tensor.cpu() for name, tensor in trainer.export()}
         if trainer.rank != 0:
             return 0
         if any(not key.startswith(NO_EFFECT) for key in changed):
@@ -191,4 +193,6 @@ def _figure(value: float | None) -> str:
 
 def _under_torchrun(config: Config) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": str(config.learner.threads)}
+    if has_cuda():
+        environment |= learner_environment(config, os.environ)
     os.execve(sys.executable, [*torchrun(config.learner.ranks, "streamrl.cli"), *sys.argv[1:]], environment)

@@ -59,7 +59,7 @@ class PackedSegments(PackedRow):
     angles that it gets are already those of each token's own position.
     """
 
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[Block, ...] | None = None  # None: the varlen kernel does without, whose masks are quadratic
     # For the varlen kernel: where segments and their keys end, int32 [B + 1], the longest of both, and the
     # places of the keys, int64 [u], one segment after the other; None: as the queries.
     query_ends: Tensor | None = None
@@ -117,10 +117,18 @@ def _within(segments: np.ndarray, begin: int, length: int) -> np.ndarray:
     return part[last > first]
 
 
-def describe_row(segments: np.ndarray, device: torch.device, part: Slice = WHOLE) -> PackedSegments:
+def is_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a packed row is one call of torch's varlen kernel, and not one of SDPA for each of its blocks."""
+    return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def describe_row(
+    segments: np.ndarray, device: torch.device, part: Slice = WHOLE, *, varlen: bool = False
+) -> PackedSegments:
     """What the local layers need to know of a packed row, or of this rank's slice of it.
 
-    segments: int64 [B, 4], (start, length, prefix start, prefix length) in the order of the row.
+    segments: int64 [B, 4], (start, length, prefix start, prefix length) in the order of the row; varlen: `is_varlen`
+    of the attention that reads it.
     """
     row, mine = int(segments[:, 1].sum()), part.cut(segments)
     lengths, earlier = mine[:, 1], mine[:, 3] + mine[:, 4]
@@ -135,7 +143,7 @@ def describe_row(segments: np.ndarray, device: torch.device, part: Slice = WHOLE
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,  # how long Megatron makes its table of RoPE angles
         max_seqlen_kv=longest,
-        blocks=tuple(_block(members, places, device) for members in block_segments(mine)),
+        blocks=None if varlen else tuple(_block(members, places, device) for members in block_segments(mine)),
         query_ends=_cumulative(lengths, device),
         key_ends=_cumulative(lengths + earlier, device),
         longest=(int(lengths.max()), int((lengths + earlier).max())),
@@ -286,8 +294,12 @@ class PackedAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
         key, value = self._of_all_slices(key, value)
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        if is_varlen(query.device, query.dtype):
             return self._varlen(query, key, value, packed_seq_params)
+        if packed_seq_params.blocks is None:
+            raise ValueError(
+                f"{query.dtype} on {query.device} has no varlen attention, for which the row was described"
+            )
         return self._blockwise(query, key, value, packed_seq_params.blocks)
 
     def _of_all_slices(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ One factory decides which layers they are made of, and can say so: Transformer E
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,15 +32,18 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from streamrl.config import Config
+from streamrl.config.file import ConfigError
 from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import lora, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.shape import ModelShape, check_fit
-from streamrl.learner.te import te_problem
+from streamrl.learner.te import start_overlap, te_problem
 
 log = logging.getLogger(__name__)
+
+GRADIENT_KERNEL = "fused_weight_gradient_mlp_cuda"  # the module that Megatron imports for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +130,44 @@ def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel
     dtype = getattr(torch, config.model.dtype)
     layers = choose_layers(device, dtype, config.learner)
     log.info("%s on %s", layers, device)
+    _check_kernels(config.learner, layers)
     _do_without_engine()
     transformer = _transformer_config(shape, config.learner, dtype, layers, device)
+    if config.learner.tp_comm_overlap:
+        start_overlap(
+            padded(config.learner.tokens_per_micro_batch, transformer),
+            shape.hidden,
+            transformer.tensor_model_parallel_size,
+            device.backend,
+        )
     virtual = config.learner.layout.virtual_stages
     stages: Sequence[int | None] = range(virtual) if virtual else [None]
     return [_chunk(shape, config.learner, transformer, layers, stage).to(device.torch_device) for stage in stages]
+
+
+def row_multiple(config: TransformerConfig) -> int:
+    """What the length of a padded row is a multiple of: the layout divides it."""
+    ranks = config.context_parallel_size
+    pieces = 2 * ranks if ranks > 1 else 1
+    return pieces * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+
+
+def padded(tokens: int, config: TransformerConfig) -> int:
+    """The length of a row of `tokens` after padding."""
+    multiple = row_multiple(config)
+    return math.ceil(tokens / multiple) * multiple
+
+
+def _check_kernels(learner: LearnerConfig, layers: LayerChoice) -> None:
+    """Refuse what needs a kernel that is not here. Raises ConfigError."""
+    for key in ("moe_permute_fusion", "tp_comm_overlap"):
+        if getattr(learner, key) and layers.kind != "transformer_engine":
+            raise ConfigError(f"learner.{key}: true needs Transformer Engine's layers, not {layers}; allowed: false")
+    if learner.gradient_accumulation_fusion and importlib.util.find_spec(GRADIENT_KERNEL) is None:
+        raise ConfigError(
+            f"learner.gradient_accumulation_fusion: true needs {GRADIENT_KERNEL}, which comes with Apex and is not "
+            "installed here; allowed: false"
+        )
 
 
 def policy_of(wrapped: nn.Module) -> PolicyModel:
@@ -231,12 +269,13 @@ def _transformer_config(
         bias_activation_fusion=engine,
         bias_dropout_fusion=engine,
         apply_rope_fusion=engine,
+        tp_comm_overlap=learner.tp_comm_overlap,
+        gradient_accumulation_fusion=learner.gradient_accumulation_fusion,
         # These need kernels of Apex, or are of no use to packed rows.
-        gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **_recomputed(learner),
-        **_experts(shape, choice),
+        **_experts(shape, learner, choice),
     )
     return TransformerConfig(**{**fields, **shape.family.megatron(shape)})
 
@@ -250,7 +289,7 @@ def _recomputed(learner: LearnerConfig) -> dict[str, Any]:
     return {}
 
 
-def _experts(shape: ModelShape, choice: LayerChoice) -> dict[str, Any]:
+def _experts(shape: ModelShape, learner: LearnerConfig, choice: LayerChoice) -> dict[str, Any]:
     """The mixture-of-experts layers, routed as Hugging Face routes: softmax over all experts, then the largest."""
     if shape.moe is None:
         return {}
@@ -265,6 +304,7 @@ def _experts(shape: ModelShape, choice: LayerChoice) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": choice.kind == "transformer_engine",
+        "moe_permute_fusion": learner.moe_permute_fusion,
     }
 
 

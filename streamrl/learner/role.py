@@ -258,7 +258,8 @@ class LeadLoop:
             while not self.publisher.ready(self.config.learner.tick) and time.monotonic() < deadline:
                 self.trainer.broadcast("wait")
             self.trainer.broadcast("export")
-            self.publisher.offer(self.trainer.version, self.trainer.export())
+            trainer = self.trainer
+            trainer.lend(self.publisher.offer(trainer.version, trainer.export(), trainer.resident))
             if self.config.run.shares_devices:
                 self._await_servers(self.publisher)
         self._offered = self.trainer.version

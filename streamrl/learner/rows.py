@@ -13,9 +13,9 @@ from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.learner import router_replay
-from streamrl.learner.attention import PackedRow, Slice, describe_row, describe_row_for_engine
+from streamrl.learner.attention import PackedRow, Slice, describe_row, describe_row_for_engine, is_varlen
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.model import PolicyModel
+from streamrl.learner.model import PolicyModel, row_multiple
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.shape import ModelShape
 
@@ -42,7 +42,9 @@ class RowMaker:
     part: Slice  # this rank's, of every row
     multiple: int  # of tokens in a padded row
     one_length: bool  # all rows of a pass are padded to the longest
+    fixed: int  # tokens to which every row is padded; 0: to its own length
     engine: bool  # Transformer Engine's layers
+    varlen: bool  # the local layers' attention is torch's varlen kernel
     entropy_gradient: bool
     device: torch.device
 
@@ -51,14 +53,15 @@ class RowMaker:
         """For the layout that the model is built in."""
         layout = model.config
         ranks = layout.context_parallel_size
-        pieces = 2 * ranks if ranks > 1 else 1
         return cls(
             shape=model.shape,
             part=Slice(ranks, parallel_state.get_context_parallel_rank()),
-            multiple=pieces * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1),
+            multiple=row_multiple(layout),
             # The stages of a pipeline would have to tell each other the length of every row.
             one_length=layout.pipeline_model_parallel_size > 1,
+            fixed=config.learner.tokens_per_micro_batch if layout.tp_comm_overlap else 0,
             engine=model.layers.kind == "transformer_engine",
+            varlen=is_varlen(device, getattr(torch, config.model.dtype)),
             entropy_gradient=config.algo.entropy > 0,
             device=device,
         )
@@ -74,8 +77,11 @@ class RowMaker:
         # Pads are a sequence of their own that nobody sees.
         segments = np.concatenate([micro.segments, [[len(micro.ids), pads, 0, 0]]]) if pads else micro.segments
         tokens = self.part.tokens(row)
-        describe = describe_row_for_engine if self.engine else describe_row
-        packed = describe(segments, self.device, self.part)
+        packed = (
+            describe_row_for_engine(segments, self.device, self.part)
+            if self.engine
+            else describe_row(segments, self.device, self.part, varlen=self.varlen)
+        )
         if micro.routed_experts is not None:
             routed = router_replay.row_experts(micro.routed_experts, self.shape, row, self.device)
             packed.routed_experts = routed[self._moved(tokens)]
@@ -87,7 +93,7 @@ class RowMaker:
         )
 
     def _padded(self, length: int) -> int:
-        return math.ceil(length / self.multiple) * self.multiple
+        return math.ceil(max(length, self.fixed) / self.multiple) * self.multiple
 
     def _targets(self, micro: MicroBatch, tokens: np.ndarray) -> Targets:
         if self.part.ranks == 1:

@@ -30,6 +30,7 @@ from streamrl.algo.whole_step import needs_scores, needs_selection
 from streamrl.config import Config
 from streamrl.config.learner import AdvantageConfig
 from streamrl.device import Device
+from streamrl.device_copy import DONE, Copied
 from streamrl.learner.forward import Passes
 from streamrl.learner.optimizer import PolicyOptimizer, Update
 from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
@@ -105,6 +106,7 @@ class LearnerStep:
         self._optimizer = optimizer
         self._reference = reference
         self._device = device
+        self.copied: Copied = DONE  # a copy that still reads the weights, which must not change before its end
         self.busy = 0.0  # seconds of this rank's passes in the last step, without its waits for the other ranks
         self.phases: list[tuple[str, float, float]] = []  # (name, begin, end) in the last step, since the epoch
 
@@ -151,10 +153,18 @@ class LearnerStep:
         return sums
 
     def _update(self, step: int, sums: dict[str, Tensor]) -> Update:
+        self._await_copy()
         update = self._optimizer.update(float(sums["loss"].sum()))
         if not update.successful:
             log.warning("step %d: %s, gradient norm %g, update skipped", step, update.verdict, update.grad_norm)
         return update
+
+    def _await_copy(self) -> None:
+        """Wait until the weights may change. Raises TimeoutError after `learner.collective_timeout`."""
+        limit = self._config.learner.collective_timeout
+        if not self.copied.wait(limit):
+            raise TimeoutError(f"the weights were not copied out in learner.collective_timeout={limit:g} s")
+        self.copied = DONE
 
     def signals(self, share: Share) -> list[list[Signals]]:
         """What must be known of the whole step before its first update: for each mini batch, of each micro batch."""
@@ -162,6 +172,8 @@ class LearnerStep:
         needed = {"scores": needs_scores(algo), "reference": self._reference is not None}
         nothing: list[Any] = [None] * len(rows)
         scores = self._passes.score(rows) if needed["scores"] else nothing
+        if needed["reference"]:
+            self._await_copy()
         with self._reference.swapped() if self._reference else nullcontext():
             reference = self._passes.score(rows) if needed["reference"] else nothing
         known = [Signals() for _ in rows]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.config.learner import LearnerConfig
+from streamrl.device_copy import Copied
 from streamrl.learner import checkpoint, lora, lora_folder
 from streamrl.learner.blame import MicroBatchFailed, blame
 from streamrl.learner.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ class Trainer:
         trainer.restore_or_start()
         metrics = trainer.train_step(batch)  # rank 0; the other ranks pass None
 
-    All methods but `version`, `rank` and those of finished checkpoints are collective: every rank calls them in
+    All methods but `version`, `rank`, `lend` and those of finished checkpoints are collective: every rank calls them in
     the same order.
     """
 
@@ -174,18 +175,27 @@ class Trainer:
             raise
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """What is published: (Hugging Face name, CPU tensor in the model's dtype), complete on rank 0.
+        """What is published: (Hugging Face name, tensor in the model's dtype and on its device), complete on rank 0.
 
-        Every weight, adapters merged in; or the adapters alone under PEFT's names (`learner.lora.publish`). On a CPU
-        machine a tensor may share memory with the model: use or copy it before the next step.
+        Every weight, adapters merged in; or the adapters alone under PEFT's names (`learner.lora.publish`). A tensor
+        may share memory with the model (`resident`): use or copy it before the next step, or see `lend`.
         """
         gather_parameters(self._wrapped)
         by_adapter = self._config.learner.lora.by_adapter
-        tensors = lora_folder.export_adapters(self._chunks) if by_adapter else export_weights(self._chunks)
-        for name, tensor in tensors:
-            yield name, tensor.cpu()
+        yield from lora_folder.export_adapters(self._chunks) if by_adapter else export_weights(self._chunks)
         if self._config.run.shares_devices:
             self._ranks.device.release_memory()
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Addresses of the storages of this rank's weights, which stay as they are until they are changed."""
+        parameters = (parameter for chunk in self._chunks for parameter in chunk.parameters())
+        return frozenset(parameter.untyped_storage().data_ptr() for parameter in parameters)
+
+    def lend(self, copied: Copied) -> None:
+        """Change no weight of this rank before `copied` is done. Not collective."""
+        assert self._step is not None, "restore_or_start comes first"
+        self._step.copied = copied
 
     def save(self, ledger: Ledger | None = None) -> None:
         """Begin to write the checkpoint of this version, on rank 0 with the groups that it contains."""

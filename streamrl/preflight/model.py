@@ -19,6 +19,10 @@ def check_folder(config: Config) -> None:
 def check_model(config: Config, shape: ModelShape) -> None:
     """Refuse a layout, adapters or servers that the model cannot be cut into. Raises ConfigError."""
     check_fit(shape, config.learner.layout)
+    if config.learner.moe_permute_fusion and shape.moe is None:
+        raise ConfigError(
+            f"learner.moe_permute_fusion: true needs a mixture of experts, not {shape.architecture}; allowed: false"
+        )
     lora = config.learner.lora
     if lora.rank and shape.moe is not None and {"linear_fc1", "linear_fc2"}.intersection(lora.targets):
         raise ConfigError(

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from streamrl.device import Device
+from streamrl.device_copy import copying
 from streamrl.publish.staging import Staged
 from streamrl.publish.transport import BroadcastManifest, Check, PublishError, Source
 from streamrl.stream.messages import ServerState
@@ -49,6 +50,7 @@ class BroadcastSource(Source):
         """`host`: this machine's address as the servers see it. `timeout`: seconds that one server may take."""
         self._host = host
         self._device = device
+        self._copying = copying(device)
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[str, _Group] = {}
         self._left: list[dist.Work] = []  # broadcasts to servers that were dropped
@@ -63,7 +65,7 @@ class BroadcastSource(Source):
             port=group.store.port,
             world_size=group.world_size,
             backend=self._device.backend,
-            buckets=tuple(bucket.layout for bucket in staged.buckets),
+            buckets=staged.layouts(checksums=False),
         )
         described: dict[str, Any] = msgspec.to_builtins(manifest)
         return described
@@ -74,15 +76,23 @@ class BroadcastSource(Source):
             if group.members is None:
                 _await_member(group.store, check)
                 group.members = _join(group, self._device.backend, self._timeout)
-            for bucket in staged.buckets:
-                group.work = _begin(group.members, bucket.data.to(self._device.torch_device))
-                while not group.work.is_completed():
-                    check()
-                group.work.wait()  # raises what went wrong
+            self._broadcast(group, group.members, staged, check)
         except RuntimeError as error:  # torch's network and backend errors are RuntimeErrors of several names
             if isinstance(error, PublishError):
                 raise
             raise PublishError(f"{server.name}: {error}") from error
+
+    def _broadcast(self, group: _Group, members: dist.ProcessGroup, staged: Staged, check: Check) -> None:
+        """One bucket after another; while one goes out, the next is brought to the device."""
+        with self._copying.sending():
+            ahead = self._copying.into(staged.buckets[0].data)
+            for following in (*staged.buckets[1:], None):
+                group.work = _begin(members, ahead)
+                if following is not None:
+                    ahead = self._copying.into(following.data)
+                while not group.work.is_completed():
+                    check()
+                group.work.wait()  # raises what went wrong
 
     def drop(self, server: str) -> None:
         group = self._groups.pop(server, None)
@@ -94,7 +104,7 @@ class BroadcastSource(Source):
 
     def reads_on(self) -> bool:
         self._left = [work for work in self._left if not work.is_completed()]
-        return bool(self._left)
+        return bool(self._left) and self._device.kind == "cpu"  # elsewhere it is a buffer of the device that goes out
 
     def close(self) -> None:
         for server in list(self._groups):

@@ -63,7 +63,7 @@ class DeltaSource(Source):
             server_key=self.parcels.public_key,
             order=self._order,
             chain=tuple(str(link.base) for link in self._chain),
-            buckets=tuple(bucket.layout for bucket in staged.buckets),
+            buckets=staged.layouts(checksums=True),
             verify=is_verified(staged.version, self._verify_every),
         )
         described: dict[str, Any] = msgspec.to_builtins(manifest)

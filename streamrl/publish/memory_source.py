@@ -25,11 +25,8 @@ class MemorySource(Source):
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
         assert staged.place is not None  # the transport stages into kept memory
-        manifest = MemoryManifest(
-            place=staged.place,
-            buckets=tuple(bucket.layout for bucket in staged.buckets),
-            verify=is_verified(staged.version, self._verify_every),
-        )
+        verify = is_verified(staged.version, self._verify_every)
+        manifest = MemoryManifest(place=staged.place, buckets=staged.layouts(checksums=verify), verify=verify)
         described: dict[str, Any] = msgspec.to_builtins(manifest)
         return described
 

@@ -1,7 +1,7 @@
 """The learner's publisher: takes versions from the training loop and brings every server to the newest one.
 
     offer ──copy──▶ staging ──thread──▶ keep ──▶ announce ──▶ servers, `at_once` at a time: Publish, bytes, Applied
-      ▲ waits only while the former version is still going out
+      ▲ waits only while the former version is still going out; the thread waits for the end of the copy
 
 What is known of each server, and when it gets a version, is decided in `publish/server_weights.py`. A server that fails
 never holds the others or the training loop for longer than `publish.timeout`. A replay service that is started again
@@ -15,7 +15,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from streamrl.config import Config
+from streamrl.device_copy import Copied
 from streamrl.observe.events import EventLog
 from streamrl.publish.kept import keep
 from streamrl.publish.server_weights import Servers, ServerWeights, State
@@ -88,7 +89,7 @@ class Publisher:
 
     Usage:
         publisher = Publisher(config, run_folder, version, events)
-        publisher.offer(PolicyVersion(1), model.export())  # (Hugging Face name, CPU tensor)
+        publisher.offer(PolicyVersion(1), model.export())  # (Hugging Face name, tensor)
         publisher.wait(timeout=60)  # True
     """
 
@@ -124,11 +125,14 @@ class Publisher:
             self._count(waited=self._shared.statistics.waited + time.monotonic() - began)
         return free
 
-    def offer(self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def offer(
+        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], resident: Collection[int] = ()
+    ) -> Copied:
         """Copy the weights and return; the thread publishes them. Consumes `tensors`, one after another.
 
-        Waits while the former version is still going out, `publish.timeout` at most for each server. Raises
-        RuntimeError when the thread has failed, or not come back in `run.silence_timeout`.
+        Of a GPU the copy may still be under way: no weight may change before what is returned is done. `resident`: as
+        of `DeviceCopy.out`. Waits while the former version is still going out, `publish.timeout` at most for each
+        server. Raises RuntimeError when the thread has failed, or not come back in `run.silence_timeout`.
         """
         began, limit = time.monotonic(), self._config.run.silence_timeout
         with self._changed:  # every version is taken, so that none is missing among the kept ones
@@ -138,13 +142,14 @@ class Publisher:
             raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
         waited = time.monotonic() - began
         try:
-            staged = self._staging.fill(version, tensors)
+            staged = self._staging.fill(version, tensors, resident)
         finally:
             self._staging_lock.release()
         with self._changed:
             self._shared.staged = staged
             self._count(waited=self._shared.statistics.waited + waited)
             self._changed.notify_all()
+        return staged.copied
 
     def wait(self, timeout: float) -> bool:
         """Wait until every live server has the newest version and the thread is done with it.
@@ -227,6 +232,7 @@ class Publisher:
             if staged is None:
                 return
             if is_new:
+                self._await_copy(peer, staged)
                 self._announce(peer, staged)
             began = time.monotonic()
             due = [] if stopped else self._due(staged.version)
@@ -236,6 +242,15 @@ class Publisher:
                     _run([self._publish(peer, source, server, staged) for server in together])
             if due:
                 self._count(seconds=time.monotonic() - began)
+
+    def _await_copy(self, peer: Peer, staged: Staged) -> None:
+        """Wait until the bytes are there. Raises RuntimeError after `run.silence_timeout`."""
+        limit = self._config.run.silence_timeout
+        deadline = time.monotonic() + limit
+        while not staged.copied.is_done():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"version {staged.version} was not copied in run.silence_timeout={limit:g} s")
+            self._receive(peer, WAIT_POLL)
 
     def _announce(self, peer: Peer, staged: Staged) -> None:
         """A version is kept before any server has it: no token without the weights that it can be checked with."""

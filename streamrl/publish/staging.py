@@ -1,15 +1,22 @@
-"""A copy of the weights in flattened buckets, so that publishing works while the next step changes them."""
+"""A copy of the weights in flattened buckets, so that publishing works while the next step changes them.
+
+training   fill: begins the copies ──▶ goes on; the weights change when `copied` is done
+publisher  waits for `copied` ──▶ reads the bytes, hashes them where checksums are compared
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import mmap
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 import xxhash
+from msgspec.structs import replace
 
+from streamrl.device_copy import DONE, Copied, CpuCopy, DeviceCopy
 from streamrl.engine.kept_memory import Place
 from streamrl.engine.load_plan import BucketLayout
 from streamrl.types import PolicyVersion
@@ -19,7 +26,7 @@ from streamrl.types import PolicyVersion
 class Bucket:
     """Some tensors as one run of bytes."""
 
-    layout: BucketLayout
+    layout: BucketLayout  # without its checksum
     data: torch.Tensor  # uint8 [bytes], on the CPU
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -32,17 +39,27 @@ class Bucket:
             start += size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Staged:
-    """One version, complete, until the next one is staged over it."""
+    """One version, complete once `copied` is done, until the next one is staged over it."""
 
     version: PolicyVersion
     buckets: tuple[Bucket, ...]
     place: Place | None = None  # where other processes find the buckets, if they are kept for them
+    copied: Copied = DONE  # before it neither may the bytes be read nor the weights change
+    _hashed: tuple[BucketLayout, ...] = field(default=(), init=False)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in self.buckets:
             yield from bucket.tensors()
+
+    def layouts(self, *, checksums: bool) -> tuple[BucketLayout, ...]:
+        """What lies in each bucket. `checksums`: with that of the bytes, computed the first time that one asks."""
+        if not checksums:
+            return tuple(bucket.layout for bucket in self.buckets)
+        if not self._hashed:
+            self._hashed = tuple(replace(bucket.layout, checksum=_checksum(bucket.data)) for bucket in self.buckets)
+        return self._hashed
 
 
 class Memory(Protocol):
@@ -73,9 +90,9 @@ class OwnMemory:
 
     def allocate(self, index: int, size: int) -> np.ndarray:
         if index == len(self._buckets):
-            self._buckets.append(np.empty(size, np.uint8))
+            self._buckets.append(_pages(size))
         elif len(self._buckets[index]) < size:
-            self._buckets[index] = np.empty(size, np.uint8)
+            self._buckets[index] = _pages(size)
         self._used = index + 1
         return self._buckets[index][:size]
 
@@ -89,18 +106,22 @@ class OwnMemory:
 class Staging:
     """Keeps the buckets' memory from one version to the next."""
 
-    def __init__(self, bucket_bytes: int, memory: Memory | None = None) -> None:
+    def __init__(self, bucket_bytes: int, memory: Memory | None = None, copy: DeviceCopy | None = None) -> None:
         """A bucket holds `bucket_bytes` at most, or one tensor that is larger. `memory`: None: of this process alone.
 
         With memory of this process alone the weights exist twice; after `leave` a third time, while a reader lasts.
+        `copy`: out of the device that the tensors are on; None: a CPU.
         """
         self._limit = bucket_bytes
         self._memory = memory or OwnMemory()
+        self._copying = copy or CpuCopy()
 
-    def fill(self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]]) -> Staged:
-        """Copy `tensors`, taken one after another, over a version that was staged before.
+    def fill(
+        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], resident: Collection[int] = ()
+    ) -> Staged:
+        """Begin to copy `tensors`, taken one after another, over a version that was staged before.
 
-        Raises ValueError when there is none, or when a name comes twice.
+        resident: as of `DeviceCopy.out`. Raises ValueError when there is no tensor, or when a name comes twice.
         """
         buckets: list[Bucket] = []
         seen: set[str] = set()
@@ -110,10 +131,11 @@ class Staging:
                 if name in seen:
                     raise ValueError(f"version {version}: tensor {name} comes twice")
                 seen.add(name)
-            buckets.append(self._copy(len(buckets), content))
+            buckets.append(self._copy(len(buckets), content, resident))
         if not buckets:
             raise ValueError(f"version {version} has no tensors")
-        return Staged(version, tuple(buckets), self._memory.finish())
+        # Whoever reads the memory learns from a manifest where it is, which is made when the bytes are there.
+        return Staged(version, tuple(buckets), self._memory.finish(), self._copying.mark())
 
     def leave(self) -> None:
         """Stage the next version elsewhere: somebody who cannot be stopped may still read this one."""
@@ -132,19 +154,30 @@ class Staging:
         if content:
             yield content
 
-    def _copy(self, index: int, content: list[tuple[str, torch.Tensor]]) -> Bucket:
+    def _copy(self, index: int, content: list[tuple[str, torch.Tensor]], resident: Collection[int]) -> Bucket:
         size = sum(tensor.nbytes for _, tensor in content)
-        data = torch.from_numpy(self._memory.allocate(index, size))
-        start = 0
-        for _, tensor in content:
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            data[start : start + tensor.nbytes].copy_(flat)
-            start += tensor.nbytes
+        memory = self._memory.allocate(index, size)
+        self._copying.pin(memory)
+        data = torch.from_numpy(memory)
+        self._copying.out([tensor for _, tensor in content], data, resident)
         layout = BucketLayout(
             names=tuple(name for name, _ in content),
             dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in content),
             shapes=tuple(tuple(tensor.shape) for _, tensor in content),
             bytes=size,
-            checksum=xxhash.xxh3_64_hexdigest(data.numpy().data),
         )
         return Bucket(layout, data)
+
+
+def _pages(size: int) -> np.ndarray:
+    """uint8 [size] with whole pages of its own, which alone can be pinned; large ones, where the kernel has them."""
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, size)
+
+
+def _checksum(data: torch.Tensor) -> str:
+    """xxh3_64 of uint8 [bytes], hexadecimal. The interpreter goes on meanwhile, which one call for all would hold."""
+    digest = xxhash.xxh3_64()
+    digest.update(data.numpy().data)
+    return digest.hexdigest()

@@ -46,8 +46,9 @@ class TransportConformance(Conformance):
         assert transport.server_copies >= 0
         for servers in (1, 9):
             costs = Costs(
-                move=1.0, network=2.0, across=2.0, read=3.0, scan=0.5, changed=0.1, servers=servers, at_once=1
-            )
+                copy=1.0, move=1.0, pageable=4.0, network=2.0, across=2.0, read=3.0, scan=0.5, hash=0.5, verify=0.5,
+                changed=0.1, servers=servers, at_once=1, beside=True,
+            )  # fmt: skip
             times = transport.times(costs)
             assert all(math.isfinite(each) and each >= 0 for each in (times.copy, times.pause, times.round))
 

@@ -12,10 +12,11 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.plan.generators import pools
 from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
-from streamrl.lab.plan.machines import GIB
+from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.parameters import layers_of, of_server_rank, of_stage, whole_adapters, whole_model
 from streamrl.lab.plan.placement import place
 from streamrl.lab.plan.saves import alike, saves
+from streamrl.lab.plan.traffic import from_other_hosts
 from streamrl.moe_routing import OUTPUT, PROMPT, fold
 from streamrl.preflight.wire import group_bytes, zero_group
 from streamrl.stream.codec import encode_group
@@ -267,8 +268,43 @@ def test_broadcasts_take_as_long_as_there_are_servers_and_memory_as_turns():
     by_name = [{each.transport: each for each in plan.publishing} for plan in (four, eight)]
     assert by_name[1]["broadcast"].round == pytest.approx(2 * by_name[0]["broadcast"].round)
     assert by_name[0]["broadcast"].copy == pytest.approx(four.weights / 25e9)
-    assert by_name[0]["delta"].pause < by_name[0]["broadcast"].pause
     assert "8 hosts" in by_name[0]["memory"].impossible
+    slow = planned(QWEN, machines=Machines(network=5.0))
+    broadcast, delta = (
+        next(each for each in slow.publishing if each.transport == name) for name in ("broadcast", "delta")
+    )
+    assert delta.pause < broadcast.pause == pytest.approx(slow.weights / 5e9)  # a GPU takes a bucket meanwhile
+
+
+def test_a_learner_that_gathers_nothing_does_not_wait_for_its_copy():
+    one = planned("verl/qwen3-8b-gsm8k", "learner.layout.tensor=1", machines=Machines(gpu_memory=1000))
+    assert {each.copy for each in one.publishing} == {0.0}
+    cut = planned("verl/qwen3-8b-gsm8k", "learner.layout.tensor=2", machines=Machines(gpu_memory=1000))
+    assert [each.copy for each in cut.publishing] == [pytest.approx(cut.weights / 25e9)] * 4
+    without = planned("megatron_rl/qwen2.5-3b-dapo", machines=Machines(gpus_per_host=0, host_memory=4096))
+    assert [each.copy for each in without.publishing] == [pytest.approx(without.weights / 10e9)] * 4
+
+
+def test_weights_of_other_hosts_come_over_the_network_to_the_rank_that_sends_them_out():
+    config, shape = recipe(UNEVEN)  # 8 stages of 16 ranks
+    assert from_other_hosts(config, shape, H100) == pytest.approx(1 - 11 / 94, abs=0.01)
+    assert from_other_hosts(config, shape, Machines(gpus_per_host=128)) == 0
+    assert from_other_hosts(*recipe(QWEN), H100) == 0
+    experts, shape = recipe(MOE, "learner.layout.expert=16", "learner.layout.tensor=4")  # half of them elsewhere
+    assert from_other_hosts(experts, shape, H100) == pytest.approx(0.5, abs=0.05)
+    far = planned(UNEVEN, machines=Machines(gpu_memory=141, network=5.0))
+    share = from_other_hosts(*recipe(UNEVEN), H100)
+    assert far.publishing[0].copy == pytest.approx(share * far.weights / 5e9)
+
+
+def test_a_version_that_is_verified_is_hashed_on_both_sides():
+    machines = Machines(gpus_per_host=64, hash=20.0)
+    plans = [planned(QWEN, "publish.transport=memory", f"publish.verify_every={n}", machines=machines) for n in (0, 1)]
+    plain, verified = (next(each for each in plan.publishing if each.used) for plan in plans)
+    seconds = plans[0].weights / 20e9
+    assert verified.copy == plain.copy
+    assert verified.pause == pytest.approx(plain.pause + seconds)
+    assert verified.round == pytest.approx(plain.round + 5 * seconds)  # 4 servers, and the learner once
 
 
 def test_adapters_alone_are_published_without_a_pause():

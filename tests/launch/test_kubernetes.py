@@ -108,6 +108,32 @@ def test_the_queue_is_a_label_of_what_is_queued(launch, kind):
     assert all(one["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training" for one in queued)
 
 
+def test_pods_with_gpus_have_network_cards_locked_memory_and_their_nodes_network_where_that_is_asked_for(launch, kind):
+    """Rendered alone: no such pod has run."""
+    plain = _jobs(_documents(launch, kind, 2))
+    asked = _jobs(_documents(launch, kind, 2, rdma={"rdma/hca_shared_devices": 2}, ipc_lock=True, host_network=True))
+    for name, job in asked.items():
+        former, pod = plain[name]["template"]["spec"], job["template"]["spec"]
+        (container,) = pod["containers"]
+        assert "hostNetwork" not in former
+        assert former["containers"][0]["securityContext"] == {"allowPrivilegeEscalation": False}
+        if name == "replay":
+            assert pod == former
+            continue
+        resources = container["resources"]
+        assert resources["requests"] == resources["limits"]
+        assert resources["limits"].items() > former["containers"][0]["resources"]["limits"].items()
+        assert resources["limits"]["rdma/hca_shared_devices"] == 2
+        assert container["securityContext"]["capabilities"] == {"add": ["IPC_LOCK"]}
+        assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+
+
+@pytest.mark.parametrize("rdma", [{"rdma/hca": 0}, {"hca": 1}])
+def test_what_is_no_network_card_is_refused(launch, rdma):
+    with pytest.raises(ConfigError, match=r"kubernetes\.rdma: .* allowed: such as rdma/hca_shared_devices: 1"):
+        launch("kubernetes", 2, kubernetes={"rdma": rdma})
+
+
 def test_workers_are_numbered_through_the_pools(launch, kind):
     pools = [{"name": "large", "workers": 2}, {"name": "Small.1", "workers": 3}]
     config = {"model": {"path": "/m"}, "run": {"name": "trial"}, "generate": {"pools": pools}}

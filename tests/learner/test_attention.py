@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from streamrl.learner.attention import PackedAttention, Slice, block_segments, describe_row
+from streamrl.learner.attention import WHOLE, PackedAttention, Slice, block_segments, describe_row, is_varlen
 
 HEADS, GROUPS, DIM = 6, 2, 8
 
@@ -91,6 +93,33 @@ def test_the_slices_of_a_row_together_give_what_the_whole_row_gives(kind, ranks)
         ours = attention()(query[mine], key[gathered], value[gathered], packed_seq_params=row)
         torch.testing.assert_close(ours, expected[mine], rtol=1e-10, atol=1e-12)
         assert row.key_ends[-1] == len(row.key_tokens)
+
+
+@pytest.mark.parametrize("part", [WHOLE, Slice(2, 1)])
+def test_a_long_row_for_the_varlen_kernel_takes_nothing_quadratic(part):
+    prompt, answers, length = 8192, 8, 1024
+    segments = np.array([[0, prompt, 0, 0], *([prompt + n * length, length, 0, prompt] for n in range(answers))])
+    quadratic, seen = answers * length * (prompt + length), prompt + answers * (prompt + length)
+    peaks = []
+    for varlen in (True, False):
+        tracemalloc.start()
+        row = describe_row(segments, torch.device("cpu"), part, varlen=varlen)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert (row.blocks is None) is varlen
+    assert peaks[0] < 64 * seen < quadratic / 4 < peaks[1]
+
+
+def test_a_row_is_described_for_the_attention_that_reads_it():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert is_varlen(gpu, torch.bfloat16)
+    assert is_varlen(gpu, torch.float16)
+    assert not is_varlen(gpu, torch.float32)
+    assert not is_varlen(cpu, torch.bfloat16)
+    query, key = torch.zeros(3, HEADS, DIM), torch.zeros(3, GROUPS, DIM)
+    packed = describe_row(np.array([[0, 3, 0, 0]]), cpu, varlen=True)
+    with pytest.raises(ValueError, match=r"torch\.float32 on cpu has no varlen attention"):
+        attention()(query, key, key, packed_seq_params=packed)
 
 
 def test_a_slice_is_two_mirrored_pieces_of_the_row():

@@ -14,6 +14,7 @@ from streamrl.learner.huggingface import load_weights
 from streamrl.learner.model import build
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.rows import RowMaker
 from streamrl.learner.shape import read_shape
 
 
@@ -120,3 +121,14 @@ def test_gradients_are_reduced_during_the_backward_pass_where_that_is_asked_for(
     before = [parameter.detach().clone() for parameter in chunks[0].parameters()]
     gather_parameters(wrapped)
     assert all(torch.equal(a, b) for a, b in zip(before, chunks[0].parameters(), strict=True))
+
+
+def test_masks_are_made_for_the_attention_that_reads_them(model_folder, started):
+    """As on a GPU, where rows of half precision go through a kernel that needs none; nothing is put there."""
+    chunks, _, _ = started(make_config(model_folder()))
+    varlen = {
+        (dtype, device): RowMaker.of_model(chunks[0], make_config(model_folder(), dtype), torch.device(device)).varlen
+        for dtype in ("float32", "bfloat16")
+        for device in ("cpu", "cuda")
+    }
+    assert [where for where, yes in varlen.items() if yes] == [("bfloat16", "cuda")]

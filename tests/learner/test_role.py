@@ -56,8 +56,14 @@ class Trainer:
         self.version = PolicyVersion(batch.step + 1, self.version.incarnation)
         return {"offpolicy/ess": 0.9}
 
+    resident = frozenset({1, 2})
+    lent: tuple[Any, ...] = ()
+
     def export(self) -> Iterator[Any]:
         return iter(())
+
+    def lend(self, copied: Any) -> None:
+        self.lent = (*self.lent, copied)
 
     def save(self, ledger: Ledger | None) -> None:
         self.begun.append((self.version.step, ledger))
@@ -122,8 +128,10 @@ class Publisher:
     def ready(self, timeout: float) -> bool:
         return True
 
-    def offer(self, version: PolicyVersion, tensors: Iterator[Any]) -> None:
+    def offer(self, version: PolicyVersion, tensors: Iterator[Any], resident: frozenset[int]) -> str:
+        assert resident == Trainer.resident
         self.offered.append(str(version))
+        return f"the copy of {version}"
 
     def wait(self, timeout: float) -> bool:
         return True
@@ -148,6 +156,7 @@ def run(folder: Path, source: Source, start: PolicyVersion, steps: int, every: i
     events, metrics = EventLog(event_path(folder, "learner"), "learner-0"), MetricsWriter(folder)
     loop = LeadLoop(config, folder, trainer, source, stop=Stop(), metrics=metrics, events=events, publisher=publisher)
     loop.run()
+    assert trainer.lent == tuple(f"the copy of {version}" for version in publisher.offered)
     metrics.close(), events.close()
     return trainer, publisher.offered
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from learner_parts import gradients, make_batch, make_config, weights
 
+from streamrl.device_copy import Copied
 from streamrl.learner.safety import BadStepsError
 from streamrl.observe.metrics import is_known
 from streamrl.types import Batch
@@ -85,3 +86,54 @@ def test_a_learner_that_makes_no_update_gives_up_with_a_line_that_says_why(model
     with pytest.raises(BadStepsError, match=r"learner.bad_steps"):
         trainer.train_step(make_batch(1))
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in weights(trainer).items())
+
+
+class CopyOfWeights(Copied):
+    """A copy out of the device that ends when it has been asked for the third time, and sees the weights each time."""
+
+    def __init__(self, trainer: Any, ends: bool = True) -> None:
+        self.trainer = trainer
+        self.ends = ends
+        self.seen: list[dict[str, torch.Tensor]] = []
+
+    def is_done(self) -> bool:
+        self.seen.append({name: tensor.clone() for name, tensor in self.trainer.export()})
+        return self.ends and len(self.seen) > 2
+
+
+def test_no_weight_changes_before_the_copy_that_reads_it_has_ended(model_folder, trainer_of):
+    trainer = trainer_of(make_config(model_folder()))
+    before, copied = weights(trainer), CopyOfWeights(trainer)
+    trainer.lend(copied)
+    trainer.train_step(make_batch())
+    assert len(copied.seen) == 3
+    assert all(torch.equal(seen[name], before[name]) for seen in copied.seen for name in before)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_the_reference_takes_the_place_of_the_weights_when_their_copy_has_ended(model_folder, trainer_of, monkeypatch):
+    trainer = trainer_of(with_algo(make_config(model_folder()), kl=0.1))
+    copied, swapped = CopyOfWeights(trainer), trainer._step._reference.swapped
+    asked: list[int] = []
+    monkeypatch.setattr(trainer._step._reference, "swapped", lambda: asked.append(len(copied.seen)) or swapped())
+    trainer.lend(copied)
+    trainer.train_step(make_batch())
+    assert asked == [3]
+
+
+def test_a_copy_that_does_not_end_ends_the_learner_in_time(model_folder, trainer_of):
+    config = make_config(model_folder())
+    learner = config.learner.model_copy(update={"collective_timeout": 0.05})
+    trainer = trainer_of(config)
+    trainer._step._config = config.model_copy(update={"learner": learner})
+    trainer.lend(CopyOfWeights(trainer, ends=False))
+    with pytest.raises(TimeoutError, match=r"not copied out in learner\.collective_timeout=0\.05 s"):
+        trainer.train_step(make_batch())
+
+
+def test_what_is_exported_without_being_gathered_stays_where_it_is(model_folder, trainer_of):
+    trainer = trainer_of(make_config(model_folder()))
+    exported = {name: tensor.untyped_storage().data_ptr() for name, tensor in trainer.export()}
+    assert trainer.resident >= {address for name, address in exported.items() if name.endswith("o_proj.weight")}
+    assert trainer.resident & set(exported.values())
+    assert torch.ones(1).untyped_storage().data_ptr() not in trainer.resident

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from streamrl.engine.client import Answer, EngineClient
 from streamrl.engine.server import Server
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.weight_sinks import make_sink
+from streamrl.publish import broadcast_source
 from streamrl.publish.broadcast_source import BroadcastSource
 from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import Check, PublishError, Sink
@@ -176,10 +178,65 @@ def test_a_server_that_never_comes_costs_the_source_no_longer_than_it_waits(mode
     source.close()
 
 
+class Sending:
+    """A copy to the device that tells when it is asked for what; nothing reaches the device outside of `sending`."""
+
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+        self.inside = False
+
+    @contextlib.contextmanager
+    def sending(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def into(self, data: torch.Tensor) -> torch.Tensor:
+        assert self.inside
+        self.told.append(f"into {len(data)}")
+        return data
+
+
+class Broadcast:
+    def __init__(self, told: list[str], data: torch.Tensor) -> None:
+        self.told = told
+        self.size = len(data)
+
+    def is_completed(self) -> bool:
+        self.told.append(f"completed {self.size}")
+        return True
+
+    def wait(self) -> None: ...
+
+
+def test_a_bucket_comes_to_the_device_while_the_one_before_it_goes_out(monkeypatch):
+    told: list[str] = []
+    staged = Staging(8).fill(PolicyVersion(1), [(f"w{size}", torch.zeros(size)) for size in (2, 3, 4)])
+    source = BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT)
+    source._copying = Sending(told)
+
+    def begin(members: object, data: torch.Tensor) -> Broadcast:
+        assert source._copying.inside  # it waits for this stream, not for what the learner computes
+        told.append(f"broadcast {len(data)}")
+        return Broadcast(told, data)
+
+    monkeypatch.setattr(broadcast_source, "_begin", begin)
+    monkeypatch.setattr(broadcast_source, "_join", lambda *_: object())
+    monkeypatch.setattr(broadcast_source, "_await_member", lambda *_: None)
+    monkeypatch.setattr(broadcast_source, "_leave", lambda *_: None)
+    source.manifest(STATE, staged)
+    source.send(STATE, staged, until(TIMEOUT))
+    source.close()
+    assert told == [
+        "into 8", "broadcast 8", "into 12", "completed 8", "broadcast 12", "into 16", "completed 12",
+        "broadcast 16", "completed 16", "completed 16",
+    ]  # fmt: skip
+
+
 def test_a_server_that_falls_silent_holds_nobody_and_may_still_receive_what_it_was_sent(model_folders, tmp_path):
     source, staging = BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT), Staging(1 << 30)
     staged = staging.fill(PolicyVersion(1), load_file(model_folders[0] / "model.safetensors").items())
-    plan, (layout,) = source.manifest(STATE, staged), (bucket.layout for bucket in staged.buckets)
+    plan, (layout,) = source.manifest(STATE, staged), staged.layouts(checksums=True)
     words = [plan["group"], plan["port"], layout.bytes, tmp_path]
     command = [sys.executable, "-m", "tests.publish.silent_server", *map(str, words)]
     server = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -53,8 +54,11 @@ def on_server(address: str, config: Config, work: Callable) -> object:
 
 
 async def publish(config: Config, sink: Sink, staged: Staged) -> None:
-    source = make_source(config, Path("/nowhere"), "tcp://127.0.0.1:1")
-    await sink.apply(staged.version, source.manifest(STATE, staged))
+    await sink.apply(staged.version, manifest_of(config, staged))
+
+
+def manifest_of(config: Config, staged: Staged) -> dict[str, Any]:
+    return make_source(config, Path("/nowhere"), "tcp://127.0.0.1:1").manifest(STATE, staged)
 
 
 def test_versions_arrive_while_requests_are_in_flight_and_every_token_is_of_its_versions_weights(
@@ -98,9 +102,10 @@ def test_the_weights_are_bitwise_those_of_the_source_and_what_is_stale_or_differ
         staged = staging.fill(PolicyVersion(3), weights_of(model_folders[1]).items())  # over the first one
         with pytest.raises(PublishError, match=r"rank 0, stale: .* holds content 2, announced was 1"):
             await publish(config, sink, stale)
+        manifest = manifest_of(config, staged)
         staged.buckets[0].data[7] ^= 1  # a bit that turned on the way
         with pytest.raises(PublishError, match=r"rank 0, refused: bucket 0: checksum \w+, announced was \w+"):
-            await publish(config, sink, staged)
+            await sink.apply(staged.version, manifest)
         staged.buckets[0].data[7] ^= 1
         assert (await client.model_info()).weight_version == "0.0"
         (answer,) = await client.generate(PROMPTS[0], {"max_new_tokens": 4}, n=1)
@@ -228,3 +233,11 @@ def test_every_nth_version_is_verified(model_folders):
     weights = weights_of(model_folders[0])
     asked = [source.manifest(STATE, staging.fill(PolicyVersion(step), weights.items()))["verify"] for step in range(7)]
     assert asked == [True, False, False, True, False, False, True]
+
+
+def test_only_a_version_that_is_verified_is_hashed(model_folders):
+    source, staging = MemorySource(2), Staging(1 << 16, DoubleMemory())
+    weights = weights_of(model_folders[0])
+    for step in range(4):
+        manifest = source.manifest(STATE, staging.fill(PolicyVersion(step), weights.items()))
+        assert all(bool(bucket["checksum"]) is (step % 2 == 0) for bucket in manifest["buckets"])

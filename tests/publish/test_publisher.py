@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
+from streamrl.device_copy import Copied, CpuCopy
 from streamrl.engine.client import EngineClient
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.weight_sinks import make_sink
@@ -234,6 +235,43 @@ def test_a_version_is_not_staged_over_one_that_is_still_read(model_folders, benc
     for staged in source.reading:
         expected = weights[staged.version.step - 1]
         assert all(torch.equal(tensor, expected[name]) for name, tensor in staged.tensors())
+
+
+class Pending(Copied):
+    """A copy out of a GPU that ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def is_done(self) -> bool:
+        return self.ended.is_set()
+
+
+def test_a_version_is_announced_when_its_copy_has_ended(model_folders, bench, monkeypatch):
+    pending = Pending()
+    monkeypatch.setattr(CpuCopy, "mark", lambda copy: pending)
+    running = bench(Worker(None))
+    assert running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(4))]) is pending
+    deadline = time.monotonic() + DEADLINE
+    while not any(isinstance(message, Hello) for message in running.service.heard):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not running.publisher.ready(0.5)
+    assert not any(isinstance(message, Announce) for message in running.service.heard)
+    pending.ended.set()
+    while not any(isinstance(message, Announce) for message in running.service.heard):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_copy_that_does_not_end_reaches_the_training_loop(model_folders, bench, monkeypatch):
+    monkeypatch.setattr(CpuCopy, "mark", lambda copy: Pending())
+    running = bench(Worker(None))
+    run = running.config.run.model_copy(update={"silence_timeout": 0.2})
+    running.publisher._config = running.config.model_copy(update={"run": run})
+    running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(4))])
+    with pytest.raises(RuntimeError, match=r"version 1\.0 was not copied in run\.silence_timeout=0\.2 s"):
+        running.publisher.wait(DEADLINE)
 
 
 def test_closing_gives_up_a_transfer_and_says_bye(model_folders, bench):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from streamrl.device_copy import CpuCopy, CudaCopy
+from streamrl.publish import staging as staging_module
 from streamrl.publish.staging import Staging
 from streamrl.types import PolicyVersion
+from tests.recorded_cuda import RecordedCuda
 
 VERSION = PolicyVersion(3)
 
@@ -53,10 +59,10 @@ def test_the_memory_of_one_version_serves_the_next():
     staging = Staging(256)
     first = staging.fill(VERSION, weights(0).items())
     places = [bucket.data.data_ptr() for bucket in first.buckets]
-    checksums = [bucket.layout.checksum for bucket in first.buckets]
+    checksums = [layout.checksum for layout in first.layouts(checksums=True)]
     second = staging.fill(PolicyVersion(4), weights(1).items())
     assert [bucket.data.data_ptr() for bucket in second.buckets] == places
-    assert [bucket.layout.checksum for bucket in second.buckets] != checksums
+    assert [layout.checksum for layout in second.layouts(checksums=True)] != checksums
     assert all(torch.equal(tensor, weights(1)[name]) for name, tensor in second.tensors())
 
 
@@ -80,3 +86,49 @@ def test_memory_that_was_left_to_a_reader_keeps_what_is_in_it():
     staging.leave()
     staging.fill(PolicyVersion(4), weights(1).items())
     assert all(torch.equal(tensor, weights(0)[name]) for name, tensor in first.tensors())
+
+
+def test_checksums_are_computed_when_somebody_compares_them_and_once(monkeypatch):
+    hashed: list[int] = []
+    plain = staging_module._checksum
+    monkeypatch.setattr(staging_module, "_checksum", lambda data: hashed.append(len(data)) or plain(data))
+    staged = Staging(256).fill(VERSION, weights(0).items())
+    assert {layout.checksum for layout in staged.layouts(checksums=False)} == {""}
+    assert hashed == []
+    layouts = staged.layouts(checksums=True)
+    assert staged.layouts(checksums=True) is layouts
+    assert hashed == [bucket.layout.bytes for bucket in staged.buckets]
+    assert [layout.checksum for layout in layouts] == [
+        xxhash.xxh3_64_hexdigest(bucket.data.numpy()) for bucket in staged.buckets
+    ]
+
+
+KINDS = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+TENSORS = st.lists(st.tuples(KINDS, st.lists(st.integers(0, 5), max_size=3), st.booleans()), min_size=1, max_size=8)
+
+
+@settings(deadline=None, max_examples=150)
+@given(described=TENSORS, limit=st.integers(1, 200), gpu=st.booleans(), data=st.data())
+def test_any_tensors_in_any_buckets_arrive_whole_once_their_copy_has_ended(described, limit, gpu, data):
+    generator = torch.Generator().manual_seed(0)
+    named = []
+    for number, (kind, shape, turned) in enumerate(described):
+        tensor = torch.randint(-100, 100, shape, generator=generator).float().to(kind)
+        named.append((f"w{number}", tensor.T if turned and tensor.ndim == 2 else tensor))
+    stays = [tensor for _, tensor in named if data.draw(st.booleans())]
+    resident = {tensor.untyped_storage().data_ptr() for tensor in stays}
+    cuda = RecordedCuda()
+    staging = Staging(limit, copy=CudaCopy(torch.device("cpu"), cuda) if gpu else CpuCopy())
+    with cuda.recording():
+        staged = staging.fill(VERSION, named, resident)
+    assert staged.copied.is_done() is not gpu
+    cuda.streams.get("out", cuda.streams["compute"]).work()
+    assert staged.copied.is_done()
+    for (name, tensor), (wanted, original) in zip(staged.tensors(), named, strict=True):
+        assert (name, tensor.dtype, tensor.shape) == (wanted, original.dtype, original.shape)
+        assert torch.equal(
+            tensor.contiguous().view(-1).view(torch.uint8), original.contiguous().view(-1).view(torch.uint8)
+        )
+    for bucket in staged.buckets:
+        assert bucket.layout.bytes <= limit or len(bucket.layout.names) == 1
+        assert len(bucket.data) == bucket.layout.bytes

@@ -179,8 +179,9 @@ def _publish(plan: Plan) -> Rows:
 
 def _assumed(machines: Machines) -> str:
     return (
-        f"assumed: prompts of {machines.prompt} tokens, network {machines.network:g} GB/s a host, GPU to host "
-        f"{machines.copy:g} GB/s, host memory {machines.memory:g} GB/s, disk {machines.disk:g} GB/s, a delta of "
+        f"assumed: prompts of {machines.prompt} tokens, network {machines.network:g} GB/s a host, GPU to "
+        f"pinned memory {machines.copy:g} GB/s, to other memory {machines.pageable:g} GB/s, copies in host memory "
+        f"{machines.memory:g} GB/s, checksums {machines.hash:g} GB/s, disk {machines.disk:g} GB/s, a delta of "
         f"{machines.changed:.0%} of the weights, SGLang's share of a GPU {machines.mem_fraction:g} unless "
         "server_args say (docs/plan.md)"
     )

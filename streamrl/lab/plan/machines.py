@@ -24,8 +24,10 @@ class Machines:
     host_memory: float = 2048.0  # GiB of one host
     headroom: float = 0.1  # share of a GPU left for CUDA's context, NCCL's buffers and the allocator's gaps
     network: float = 25.0  # GB/s into or out of one host
-    copy: float = 25.0  # GB/s between a GPU and its host's memory
+    copy: float = 25.0  # GB/s between a GPU and pinned memory of its host
+    pageable: float = 6.0  # GB/s between a GPU and other memory of its host
     memory: float = 10.0  # GB/s at which one process copies host memory
+    hash: float = 10.0  # GB/s at which one process computes checksums (xxh3)
     disk: float = 2.0  # GB/s of the shared file system, for all together
     changed: float = 0.05  # bytes of a delta for each byte of the weights
     mem_fraction: float = 0.85  # share of a GPU for SGLang's weights and KV cache, where server_args do not say
@@ -66,8 +68,10 @@ HELP = {
     "host_memory": "GiB of one host",
     "headroom": "share of a GPU that is left free",
     "network": "GB/s into or out of one host",
-    "copy": "GB/s between a GPU and its host",
+    "copy": "GB/s between a GPU and pinned memory of its host",
+    "pageable": "GB/s between a GPU and other memory of its host",
     "memory": "GB/s at which one process copies host memory",
+    "hash": "GB/s at which one process computes checksums",
     "disk": "GB/s of the shared file system",
     "changed": "bytes of a delta for each byte of the weights",
     "mem_fraction": "share of a GPU that SGLang takes, where generate.server_args do not say",

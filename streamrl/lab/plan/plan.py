@@ -91,7 +91,7 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
     hosts = place(config.learner.ranks, found, machines, shared=config.run.shares_devices)
     weights, servers = published_bytes(config, shape), sum(pool.all_servers for pool in found)
     apart = any(host.workers for host in hosts[1:])
-    times = publish_times(config, weights, servers, machines, hosts=len(hosts), apart=apart)
+    times = publish_times(config, shape, weights, servers, machines, hosts=len(hosts), apart=apart)
     _check_transport(times)
     speed = None if figures is None else expected(config, figures, machines)
     rates = None if speed is None else (speed.figures.generated, 1.0 / speed.step_seconds)

@@ -5,8 +5,9 @@ generators ──groups──▶ replay service ──batches──▶ learner �
 
 A group is its header, as the codec writes it, 4 bytes a prompt token and 8 an output token; the router replay adds 2
 bytes for each layer and expert of a token. The journal gets the same bytes. One version is e x parameters of the whole
-model, or the adapters. The seconds of one publish: `times` of each class in `streamrl/publish/transports/`. Gathering
-tensor-parallel shards is not counted.
+model, or the adapters. The seconds of one publish: `times` of each class in `streamrl/publish/transports/`, with the
+checksums of a version that is verified. The first version also pins memory. What one GPU of a host sends another, what
+a server does with weights that it has, and requests to it are not counted.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Any
 
 from streamrl.choices import TRANSPORTS, Options
 from streamrl.config import Config
+from streamrl.config.learner import LoraConfig
 from streamrl.lab.plan.learner_memory import ITEM
 from streamrl.lab.plan.machines import GB, Machines
-from streamrl.lab.plan.parameters import whole_adapters, whole_model
+from streamrl.lab.plan.parameters import of_stage, whole_adapters, whole_model
 from streamrl.learner.shape import ModelShape
 from streamrl.preflight.wire import GroupBytes
 from streamrl.publish.transports import transport_of
@@ -79,20 +81,44 @@ def links(
     return found
 
 
+def from_other_hosts(config: Config, shape: ModelShape, machines: Machines) -> float:
+    """Share of the weights that ranks of other hosts hold, and send to the learner's first rank when they go out."""
+    layout, ranks = config.learner.layout, config.learner.ranks
+    if not machines.has_gpus:
+        return 0.0
+    total = elsewhere = 0
+    for stage in range(layout.pipeline):
+        first = stage * ranks // layout.pipeline
+        rank = of_stage(shape, layout, stage, LoraConfig())
+        for part, count in ((rank.dense, layout.tensor), (rank.expert, layout.expert * layout.expert_tensor)):
+            total += part * count
+            # All of a stage goes to its first rank, and from there to that of the first stage, on the first host.
+            apart = sum(member >= machines.gpus_per_host for member in range(first, first + count))
+            elsewhere += part * apart
+    return elsewhere / total
+
+
 def publish_times(
-    config: Config, weights: int, servers: int, machines: Machines, *, hosts: int, apart: bool
+    config: Config, shape: ModelShape, weights: int, servers: int, machines: Machines, *, hosts: int, apart: bool
 ) -> list[PublishTime]:
     """Each transport that the run could have. `apart`: servers are on another host than the learner's first rank."""
     size = weights / GB
+    move, hashed = size / _copy(machines), size / machines.hash
+    gathered = from_other_hosts(config, shape, machines) * size / machines.network
     costs = Costs(
-        move=size / _copy(machines),
+        copy=max(move, gathered) if _is_waited_for(config, machines) else 0.0,
+        move=move,
+        pageable=size / (machines.pageable if machines.has_gpus else machines.memory),
         network=size / machines.network,
         across=size / machines.network if apart else 0.0,
         read=size / machines.disk,
         scan=size / machines.memory,
+        hash=hashed,
+        verify=hashed if config.publish.verify_every else 0.0,
         changed=machines.changed,
         servers=servers,
         at_once=config.publish.at_once,
+        beside=machines.has_gpus,
     )
     found = []
     for name, transport in _transports(config):
@@ -112,6 +138,13 @@ def _transports(config: Config) -> Iterator[tuple[str, Transport]]:
         if name != config.publish.transport:
             yield name, TRANSPORTS.load(name)(Options())
     yield config.publish.transport, transport_of(config)
+
+
+def _is_waited_for(config: Config, machines: Machines) -> bool:
+    """Whether the learner waits while its weights are copied: not where a GPU holds them all as they go out."""
+    layout, lora = config.learner.layout, config.learner.lora
+    merged = lora.rank > 0 and not lora.by_adapter
+    return not machines.has_gpus or merged or max(layout.tensor, layout.pipeline, layout.expert) > 1
 
 
 def _copy(machines: Machines) -> float:

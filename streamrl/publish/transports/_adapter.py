@@ -22,4 +22,4 @@ class Adapter(Transport):
         raise NotImplementedError("a server with adapters has a sink of its own: generate/adapters.py")
 
     def times(self, costs: Costs) -> Times:
-        return Times(costs.move, 0.0, costs.servers * costs.network)
+        return Times(costs.copy, 0.0, costs.servers * costs.network)

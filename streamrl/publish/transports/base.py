@@ -22,14 +22,19 @@ if TYPE_CHECKING:
 class Costs:
     """What one version costs on the machines of a plan, in seconds, and who gets it."""
 
-    move: float  # out of the learner's memory, or into a server's
+    copy: float  # until the learner goes on, which begins the copy of its weights
+    move: float  # out of the learner's memory, or into a server's: between a GPU and pinned memory
+    pageable: float  # into a server's memory from memory that is not pinned
     network: float  # from one host to another
     across: float  # the same, 0 where learner and servers are on one host
     read: float  # from the shared file system
     scan: float  # once through host memory, by one process
+    hash: float  # the checksums of all of it, by one process
+    verify: float  # the same where `publish.verify_every` asks for it, else 0
     changed: float  # share of the bytes that differ from the version before
     servers: int
     at_once: int  # `publish.at_once`
+    beside: bool  # a device takes one part while the network carries another
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +94,4 @@ class Transport(Choice, ABC):
     def times(self, costs: Costs) -> Times:
         """How long one version takes: here, straight into one server after another."""
         each = costs.move + costs.across
-        return Times(costs.move, each, costs.servers * each)
+        return Times(costs.copy, each, costs.servers * each)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from streamrl.publish.transports.base import Transport
+from streamrl.publish.transports.base import Costs, Times, Transport
 
 if TYPE_CHECKING:
     from streamrl.publish.transport import LearnerEnd, ServerEnd, Sink, Source
@@ -25,3 +25,8 @@ class Broadcast(Transport):
         from streamrl.publish.broadcast_sink import BroadcastSink
 
         return BroadcastSink(at.client, at.update, at.timeout)
+
+    def times(self, costs: Costs) -> Times:
+        """One server after another; a GPU gets a bucket while the one before it goes out. Nothing is hashed."""
+        each = max(costs.move, costs.across) if costs.beside else costs.move + costs.across
+        return Times(costs.copy, each, costs.servers * each)

@@ -30,5 +30,7 @@ class Delta(Transport):
         return DeltaSink(at.loading, at.stream, at.keys, at.timeout)
 
     def times(self, costs: Costs) -> Times:
-        each = costs.changed * costs.across + costs.scan + costs.move
-        return Times(costs.move, costs.move, costs.scan + costs.servers * each)
+        """Hashed, compared with the version before and kept once; each worker hashes what it has made of it."""
+        pause = costs.verify + costs.move
+        each = costs.changed * costs.across + costs.hash + pause
+        return Times(costs.copy, pause, costs.hash + 2 * costs.scan + costs.servers * each)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from streamrl.publish.transports.base import Costs, Times, Transport
@@ -29,5 +30,7 @@ class Disk(Transport):
         return DiskSink(at.client, at.update, at.timeout)
 
     def times(self, costs: Costs) -> Times:
-        """Written once; each server's worker reads it for the checksum, then the server."""
-        return Times(costs.move, costs.read * costs.at_once, costs.read + 2 * costs.servers * costs.read)
+        """Written and hashed once; each server's worker reads and hashes it, then the server reads it, mapped."""
+        turns = math.ceil(costs.servers / costs.at_once)
+        round_ = costs.read + costs.hash + 2 * costs.servers * costs.read + turns * (costs.hash + costs.pageable)
+        return Times(costs.copy, costs.read * costs.at_once + costs.pageable, round_)
