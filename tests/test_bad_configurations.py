@@ -113,6 +113,11 @@ KEYS: list[tuple[str, str]] = [
     ("learner.optimizer.lr=0", "learner.optimizer.lr: 0"),
     ("learner.optimizer.lr=1e9", "learner.optimizer.lr: 1000000000.0"),
     ("learner.optimizer.min_lr=0.5", "learner.optimizer.min_lr: 0.5 is above lr"),
+    ("learner.optimizer.offload=0.5", "learner.optimizer.offload: 0.5 needs model.dtype=bfloat16, not float32"),
+    (
+        "learner.optimizer={offload: 0.5, distributed: false} model.dtype=bfloat16",
+        "learner.optimizer.offload: 0.5 needs learner.optimizer.distributed=true; allowed: 0",
+    ),
     ("learner.mini_batches=99", "learner.mini_batches: 99 cannot share replay.groups_per_step=8"),
     ("learner.tick=700", "learner.tick: 700 s is as long as the ranks wait"),
     ("learner.lora={rank: 4, targets: []}", "learner.lora.targets: none is given"),

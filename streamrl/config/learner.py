@@ -119,7 +119,9 @@ class OptimizerSettings(Section):
         None, description="Megatron's distributed optimizer; null: on with CUDA, off without"
     )
 
-    offload: float = Field(0.0, ge=0, le=1, description="share of Adam's state that is kept on the host (CUDA only)")
+    offload: float = Field(
+        0.0, ge=0, le=1, description="share of Adam's state that is kept on the host (CUDA and bfloat16 only)"
+    )
     spike_factor: float | None = Field(
         None,
         gt=1,

@@ -266,6 +266,20 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _megatron_can_offload(self) -> Config:
+        optimizer = self.learner.optimizer
+        if optimizer.offload and self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"learner.optimizer.offload: {optimizer.offload:g} needs model.dtype=bfloat16, not {self.model.dtype}, "
+                "whose optimizer Megatron cannot offload; allowed: 0"
+            )
+        if optimizer.offload and optimizer.distributed is False:
+            raise ValueError(
+                f"learner.optimizer.offload: {optimizer.offload:g} needs learner.optimizer.distributed=true; allowed: 0"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _every_task_has_a_place(self) -> Config:
         weighted = sum(share.weight > 0 for share in self.task.shares)
         if weighted > self.replay.groups_per_step:

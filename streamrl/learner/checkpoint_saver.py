@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from streamrl.config.learner import CheckpointConfig
 from streamrl.learner import checkpoint
@@ -271,6 +271,8 @@ class _Plan:
     def write_index(self, results: list[list[Any]], folder: Path) -> None:
         """Rank 0, when every rank has written."""
         assert self.writer is not None
+        assert self.index is not None
+        _refuse_holes(self.index)
         self.writer.finish(self.index, results)
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
@@ -304,6 +306,18 @@ def _staged(state: State, folder: Path) -> _Plan:
         for path, key, (others, tensors) in plan.buckets or []
     ]
     return plan
+
+
+def _refuse_holes(index: Metadata) -> None:
+    """Neither Megatron nor torch looks whether the parts of a tensor that is not cut in a regular grid are the tensor.
+
+    Raises CheckpointError: the missing values would be as they happened to be, after a resume.
+    """
+    for name, tensor in index.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            written = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+            if written != tensor.size.numel():
+                raise CheckpointError(f"{written} of {tensor.size.numel()} values of {name} would be written")
 
 
 def _live_storages(state: State) -> set[int]:

@@ -220,11 +220,6 @@ def _config(chunk: DistributedDataParallel, settings: OptimizerSettings, dtype: 
             f"learner.optimizer.offload: {settings.offload:g} keeps Adam's state on the host beside a GPU, "
             f"and {problem}; allowed: 0"
         )
-    if settings.offload and dtype != torch.bfloat16:
-        raise ConfigError(
-            f"learner.optimizer.offload: {settings.offload:g} needs model.dtype=bfloat16; with {dtype} Megatron's "
-            "offloading optimizer cannot be built; allowed: 0"
-        )
     if settings.offload and not distributed:
         raise ConfigError(
             f"learner.optimizer.offload: {settings.offload:g} needs learner.optimizer.distributed=true; allowed: 0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,18 +72,27 @@ def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(fami
     ("model", "distributed", "layouts"),
     [
         (("qwen2", True), False, ["one", "tensor", "pipeline", "one"]),
-        pytest.param(("llama", False), True, ["tensor", "data", "one"], marks=pytest.mark.slow),
+        pytest.param(("llama", False), True, ["tensor", "data", "one", "tensor"], marks=pytest.mark.slow),
+        pytest.param(("qwen2", True), True, ["one", "tensor data", "pipeline", "tensor data"], marks=pytest.mark.slow),
         pytest.param(("qwen3_moe", False), False, ["one", "expert", "tensor"], marks=pytest.mark.slow),
+        pytest.param(("qwen3_moe", False), True, ["one", "expert", "tensor", "expert"], marks=pytest.mark.slow),
     ],
-    ids=["TP1 to TP2 to PP2", "TP2 to DP2 to DP1, distributed", "EP1 to EP2 to TP2"],
+    ids=[
+        "TP1 to TP2 to PP2",
+        "TP2 to DP2 to DP1 to TP2, distributed",
+        "DP1 to TP2 DP2 to PP2 and back, distributed",
+        "EP1 to EP2 to TP2",
+        "EP1 to EP2 to TP2 to EP2, distributed",
+    ],
 )
 def test_a_checkpoint_goes_from_layout_to_layout_with_every_number_as_it_was(model, distributed, layouts, run):
     results, numbers = [], []
     for name in layouts:
-        layout = {} if name in ("one", "data") else {name: 2}
+        sizes = {key: 2 for key in name.split() if key != "one"}
+        layout = {key: size for key, size in sizes.items() if key != "data"}
         optimizer = {"distributed": distributed}
         # Each saves step 2 again, from its own shards, before it trains on.
-        results.append(run.go(model, 2, ranks=1 if name == "one" else 2, layout=layout, optimizer=optimizer))
+        results.append(run.go(model, 2, ranks=math.prod(sizes.values()), layout=layout, optimizer=optimizer))
         numbers.append(run.tensors())
     for result, tensors in zip(results[1:], numbers[1:], strict=True):
         assert equal(result["saved"], results[0]["saved"])

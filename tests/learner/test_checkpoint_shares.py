@@ -17,7 +17,9 @@ from streamrl.config import Config
 from streamrl.lab.plan.machines import Machines
 from streamrl.lab.plan.placement import place
 from streamrl.lab.plan.saves import saves
+from streamrl.learner import checkpoint_optimizer
 from streamrl.learner.checkpoint_optimizer import boxes
+from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.shape import read_shape
 
 SLOW = pytest.mark.slow
@@ -65,6 +67,17 @@ def test_each_rank_writes_its_share_and_holds_no_more_of_it(layout, dtype, model
     resumed = work(config, "checkpoint_at_work.py", 2)
     assert resumed["began"] == "2.1"
     assert all(torch.equal(tensor, result["weights"][name]) for name, tensor in resumed["weights"].items())
+
+
+def test_a_tensor_that_is_not_written_as_a_whole_is_told(monkeypatch, model_folder, trainer_of, tmp_path):
+    trainer = trainer_of(make_config(model_folder(), optimizer={"distributed": True}), tmp_path)
+    cut = checkpoint_optimizer._cut
+    # Of each tensor that is stored in two parts, gate and up of an MLP, the second.
+    monkeypatch.setattr(checkpoint_optimizer, "_cut", lambda *arguments: list(cut(*arguments))[-1:])
+    trainer.save()
+    with pytest.raises(CheckpointError, match=r"of \d+ values of optimizer.state.param.decoder.layers.mlp.linear_fc1"):
+        trainer.saved(wait=True)
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
 @given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple), data=st.data())

@@ -75,7 +75,7 @@ def test_steps_in_a_row_without_an_update_end_the_run(model_folder, trainer_of):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can offload")
 def test_offloading_the_optimizer_is_refused_where_there_is_no_gpu(model_folder, trainer_of):
     with pytest.raises(ConfigError, match=r"learner.optimizer.offload: 0.5 .* no CUDA .* allowed: 0"):
-        trainer_of(make_config(model_folder(), optimizer={"offload": 0.5}))
+        trainer_of(make_config(model_folder(), dtype="bfloat16", optimizer={"offload": 0.5}))
 
 
 def moments_of(trainer) -> list[torch.Tensor]:

@@ -13,7 +13,6 @@ from gpu_optimizers import FusedAdam, use_fused_adam, use_two_memories
 from learner_parts import make_batch, make_config, weights
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-from streamrl.config.file import ConfigError
 from streamrl.learner import optimizer as policy_optimizer
 
 
@@ -118,9 +117,3 @@ def test_as_many_values_are_on_the_host_as_were_asked_for(monkeypatch, model_fol
     assert both / 2 <= on_host <= both / 2 + largest
     assert isinstance(hybrid.gpu_optimizer, FusedAdam)
     assert {type(each) for each in hybrid.cpu_optimizers} == {torch.optim.AdamW}
-
-
-def test_an_offloaded_optimizer_of_a_float32_model_is_refused(monkeypatch, model_folder, trainer_of):
-    use_two_memories(monkeypatch)
-    with pytest.raises(ConfigError, match=r"learner.optimizer.offload: 0.5 needs model.dtype=bfloat16; .* allowed: 0"):
-        trainer_of(make_config(model_folder(), optimizer={"distributed": True, "offload": 0.5}))
