@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from streamrl.publish.transports.base import Transport
 
 if TYPE_CHECKING:
+    from streamrl.publish.staging import Memory
     from streamrl.publish.transport import LearnerEnd, ServerEnd, Sink, Source
 
 
@@ -23,3 +24,11 @@ class Broadcast(Transport):
         from streamrl.publish.broadcast_sink import BroadcastSink
 
         return BroadcastSink(at.client, at.update, at.timeout)
+
+    def memory(self) -> Memory | None:
+        """NCCL's rank 0 is another process (`publish/rank_zero_process.py`)."""
+        from streamrl.device import detect
+        from streamrl.engine.kept_memory import SingleMemory
+        from streamrl.publish.transport import GLOO
+
+        return None if detect().backend == GLOO else SingleMemory()
