@@ -119,7 +119,8 @@ class SeparateRankZero(RankZero):
 
     def send(self, meeting: Meeting, store: dist.TCPStore, staged: Staged, check: Check) -> None:
         assert staged.place is not None  # the transport stages into kept memory
-        self.prepare()
+        if self._channel is None:  # it was given up since the manifest, and the server waits for one that is gone
+            raise RuntimeError(self._ended())
         self._await_idle(check)
         try:
             self._say(Send(meeting=meeting, place=staged.place), check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -20,6 +21,14 @@ from tests.publish.receiver import Receiver
 
 TIMEOUT = 240.0  # seconds; a process imports torch for 5 s on a quiet machine and for more than a minute on a busy one
 BUCKET = 1 << 16  # several buckets for the tiny model
+
+
+class LazyDevice(Device):
+    """A CPU whose groups are of the lazy backend."""
+
+    @property
+    def backend(self) -> Any:
+        return lazy_backend.NAME
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ def gloo() -> Backend:
 @pytest.fixture
 def lazy(monkeypatch: pytest.MonkeyPatch, lazy_path: str) -> Backend:
     """As if this process had GPUs, and processes that it starts NCCL."""
-    there = lazy_backend.LazyDevice("cpu", 0)
+    there = LazyDevice("cpu", 0)
     monkeypatch.setattr(device, "detect", lambda: there)
     monkeypatch.setenv("PYTHONPATH", lazy_path)
     return Backend(there)

@@ -30,22 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamrl.device import Device
-
 NAME = "lazy"
 REPOSITORY = Path(__file__).parents[2]
 POLL = 0.005  # seconds
 FOR_EVER = timedelta(days=1)
 
 _kept: list[Any] = []  # gloo waits, in its destructors, for what is under way
-
-
-class LazyDevice(Device):
-    """A CPU whose groups are of this backend."""
-
-    @property
-    def backend(self) -> Any:
-        return NAME
 
 
 def register() -> None:

@@ -2,7 +2,7 @@
 
 `python -m tests.publish.receiver` reads lines from its input, a manifest and a number each. It joins the manifest's
 group, as SGLang does, and receives the buckets; before bucket NUMBER it says "silent" and waits for a further line.
-What it says at the end are the checksums of what it received, or why it received nothing.
+What it says at the end are the checksums of what it received, or "failed: " and why.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def main() -> None:
         try:
             print(" ".join(ranks.receive(*json.loads(line))), flush=True)
         except RuntimeError as error:
-            print(str(error).splitlines()[0], flush=True)
+            print(f"failed: {str(error).splitlines()[0]}", flush=True)
 
 
 if __name__ == "__main__":
