@@ -9,9 +9,9 @@ What it has of ProcessGroupNCCL, as read in torch/csrc/distributed/c10d/ProcessG
   on it is True, and `wait` raises.
 - A broadcast without it, which is the server's, gives None. There the device waits for the bytes, and with it all that
   comes later; a CPU has nothing that could wait but the thread.
-- A watchdog ends the process by `abort(3)` when a Work is older than the group's timeout, unless
-  TORCH_NCCL_BLOCKING_WAIT was set when the group was made. (The real one also does it after a connection's error, and
-  sleeps a minute before.)
+- A watchdog ends the process by `abort(3)` when a Work is older than the group's timeout, or than a third of it where
+  the connection is lost (the real one then sleeps a minute), unless TORCH_NCCL_BLOCKING_WAIT was set when the group
+  was made.
 - `shutdown`, which `destroy_process_group` calls, waits for what is under way.
 
 The bytes go by gloo. `install` makes processes that import torch have the backend, also SGLang's.
@@ -61,18 +61,18 @@ class LazyWork(dist.Work):
         self.began = time.monotonic()
         self._group = group
         self._inner = inner
-        self._arrived = self._lost = False
+        self._arrived = self.lost = False
 
     def is_completed(self) -> bool:
         return self.has_arrived() or self._group.aborted
 
     def has_arrived(self) -> bool:
-        if not (self._arrived or self._lost) and self._inner.is_completed():
+        if not (self._arrived or self.lost) and self._inner.is_completed():
             try:
                 self._inner.wait()
                 self._arrived = True
             except RuntimeError:
-                self._lost = True
+                self.lost = True
         return self._arrived
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -152,6 +152,7 @@ class LazyGroup(dist.ProcessGroup):
         while not self._over:
             time.sleep(POLL)
             for work in self._works:
-                if time.monotonic() - work.began > timeout and not work.is_completed():
+                done = work.is_completed()
+                if not done and time.monotonic() - work.began > (timeout / 3 if work.lost else timeout):
                     print("Watchdog caught collective operation timeout", file=sys.stderr, flush=True)
                     os.abort()

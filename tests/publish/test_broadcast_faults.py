@@ -24,7 +24,7 @@ from streamrl.publish.transport import Check, PublishError
 from streamrl.stream.messages import Applied, Hello, Message, Publish, PublishFailed, Roster, ServerState
 from streamrl.types import PolicyVersion
 from tests.publish.conftest import TIMEOUT, Backend
-from tests.publish.receiver import REPOSITORY, Receiver
+from tests.publish.receiver import NEVER, REPOSITORY, Receiver
 from tests.publish.test_broadcast import until
 from tests.scripted_service import ScriptedService, Word
 
@@ -145,11 +145,12 @@ def test_over_gloo_a_server_that_falls_silent_may_still_receive_what_it_was_sent
 
 
 def test_nothing_is_read_of_a_version_once_the_process_that_read_it_was_killed(
-    lazy: Backend, lost: Receiver, model_folders: tuple[Path, Path]
+    lazy: Backend, lost: Receiver, other: Receiver, model_folders: tuple[Path, Path]
 ):
     """Its memory is not written over while the kernel has not ended it, either: a killed reader holds its lock."""
     source, staged = lazy.source(), lazy.staged(model_folders[0], 1)
-    lost.receive(source.manifest(LOST, staged), silent_before=0)
+    assert serves(source, OTHER, other, staged)
+    lost.receive(source.manifest(LOST, staged), silent_before=1)
     silence = when_silent(lost)
     with pytest.raises(PublishError, match="gave up"):
         source.send(LOST, staged, once(lambda: not silence.is_alive()))
@@ -231,20 +232,18 @@ class Fleet:
         if isinstance(word, Hello):
             yield Roster(servers=tuple(ServerState(name=name, version=V0) for name in self.receivers))
         elif isinstance(word, Publish):
-            receiver = self.receivers[word.server]
-            if word.server == self.lost:
-                if receiver.process.poll() is None:
-                    receiver.receive(word.manifest, silent_before=1)
-                    assert receiver.said() == "silent"
-                    receiver.kill()
+            receiver, told = self.receivers[word.server], {"server": word.server, "version": word.version}
+            if receiver.process.poll() is not None:
+                return
+            receiver.receive(word.manifest, silent_before=1 if word.server == self.lost else NEVER)
+            said = receiver.said()
+            if said == "silent":
+                receiver.kill()
+            elif said.startswith("failed"):
+                yield PublishFailed(reason=said, attempt=word.attempt, **told)
             else:
-                receiver.receive(word.manifest)
-                said, told = receiver.said(), {"server": word.server, "version": word.version}
-                if said.startswith("failed"):
-                    yield PublishFailed(reason=said, attempt=word.attempt, **told)
-                else:
-                    self.received[word.server].append(said)
-                    yield Applied(**told)
+                self.received[word.server].append(said)
+                yield Applied(**told)
 
 
 def test_a_server_that_is_killed_in_a_broadcast_ends_no_learner_and_the_others_get_every_version(
@@ -268,6 +267,7 @@ def test_a_server_that_is_killed_in_a_broadcast_ends_no_learner_and_the_others_g
                 assert time.monotonic() < end
                 time.sleep(0.05)
         assert publisher.statistics.failed >= 1
+        assert lost.process.poll() is not None
     finally:
         publisher.close()
         service.close()
