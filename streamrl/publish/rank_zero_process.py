@@ -78,7 +78,7 @@ _DONE = msgspec.json.Decoder(Done)
 
 
 class SeparateRankZero(RankZero):
-    """The process as its parent has it. It ends with the thread that first prepared, if it is not closed before."""
+    """The process as its parent has it. It ends with the thread that started it, in `prepare`."""
 
     def __init__(self, device: Device, timeout: float) -> None:
         """`timeout`: seconds to find the store of a group."""
@@ -224,7 +224,8 @@ def _full() -> None:
 def main(parent: int, kind: str, index: int, timeout: float) -> None:
     """Does what it is told until nobody is left to tell it anything."""
     die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the learner decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach all: the learner decides
+        signal.signal(number, signal.SIG_IGN)
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     device = Device("cuda" if kind == "cuda" else "cpu", index)
