@@ -21,9 +21,8 @@ from streamrl.publish.staging import Staged
 from streamrl.publish.transport import Check, PublishError, Sink
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
-from tests.publish.conftest import Backend
+from tests.publish.conftest import TIMEOUT, Backend
 
-TIMEOUT = 60.0
 CONFIG = Config.model_validate({"publish": {"timeout": TIMEOUT}})
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
 PROMPTS = [[1, 4, 2, 8], [3, 3, 5], [7, 1, 0, 2, 5, 8], [6, 8]]
@@ -188,15 +187,17 @@ def test_of_a_source_that_nccl_does_not_miss_the_server_is_stuck_and_only_its_re
 
     async def work(client, source, sink):
         whole = lazy.staged(model_folders[1], 1)
-        receiving = asyncio.create_task(sink.apply(whole.version, source.manifest(STATE, whole)))
+        manifest = source.manifest(STATE, whole)
+        await asyncio.to_thread(source._rank_zero._await_idle, until(TIMEOUT))  # torch is imported
+        receiving = asyncio.create_task(sink.apply(whole.version, manifest))
         assert whole.place is not None
         place = replace(whole.place, offsets=whole.place.offsets[:1], sizes=whole.place.sizes[:1])
         await asyncio.to_thread(source.send, STATE, Staged(whole.version, whole.buckets[:1], place), until(TIMEOUT))
         source.close()
-        with pytest.raises(PublishError, match="none in 15 s"):
+        with pytest.raises(PublishError, match="none in 30 s"):
             await receiving
         return sink.stuck, sink.whole
 
-    config = Config.model_validate({"model": {"path": model_folders[0]}, "publish": {"timeout": 15.0}})
+    config = Config.model_validate({"model": {"path": model_folders[0]}, "publish": {"timeout": 30.0}})
     with serving(config, tmp_path) as server:
         assert on_server(server, lazy, work, config) == (True, False)
