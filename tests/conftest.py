@@ -126,15 +126,28 @@ def serving() -> Callable[..., AbstractContextManager[Server]]:
 
 
 @pytest.fixture(scope="session")
+def lazy_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH for processes that are to have NCCL's manners on a CPU (`tests/publish/lazy_backend.py`)."""
+    from tests.publish import lazy_backend
+
+    return lazy_backend.install(tmp_path_factory.mktemp("backend"))
+
+
+@pytest.fixture(scope="session")
 def engine_server(
     model_folders: tuple[Path, Path],
     tmp_path_factory: pytest.TempPathFactory,
     serving: Callable[..., AbstractContextManager[Server]],
+    lazy_path: str,
 ) -> Iterator[Server]:
     """One SGLang server for all tests, with the first of `model_folders` at its start."""
     config = Config.model_validate({"model": {"path": model_folders[0]}})
-    with serving(config, tmp_path_factory.mktemp("engine")) as server:
-        yield server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", lazy_path)
+        started = serving(config, tmp_path_factory.mktemp("engine"))
+        with started as server:
+            patch.undo()
+            yield server
 
 
 @pytest.fixture

@@ -127,6 +127,36 @@ class KeptMemory:
         return _Region(offset, np.frombuffer(mapped, np.uint8))
 
 
+class SingleMemory:
+    """One memory, whose readers are done before the next version is written.
+
+    Where a reader hangs in it, it is left to that reader and replaced.
+    """
+
+    def __init__(self) -> None:
+        self._memory = KeptMemory()
+
+    def begin(self) -> None:
+        if not self._memory.begin():
+            self._memory.close()
+            self._memory = KeptMemory()
+            self._memory.begin()
+
+    def allocate(self, index: int, size: int) -> np.ndarray:
+        """As `KeptMemory`."""
+        return self._memory.allocate(index, size)
+
+    def finish(self) -> Place:
+        """As `KeptMemory`."""
+        return self._memory.finish()
+
+    def leave(self) -> None:
+        """Readers hold a lock, which `begin` sees."""
+
+    def close(self) -> None:
+        self._memory.close()
+
+
 class DoubleMemory:
     """Two memories in turn, so that a version can be written while the one before is still read.
 

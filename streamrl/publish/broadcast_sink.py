@@ -15,7 +15,7 @@ import msgspec
 
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.load_plan import BucketLayout
-from streamrl.publish.transport import BroadcastManifest, PublishError, Sink, Update
+from streamrl.publish.transport import GLOO, BroadcastManifest, PublishError, Sink, Update
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,8 @@ class BroadcastSink(Sink):
                     await self._receive(version, plan, index, bucket)
                 await self._client.end_weight_update(self._timeout)
             except EngineError:
-                await self._end_after_failure()
+                if not self._stuck:
+                    await self._end_after_failure()
                 raise
 
     async def _end_after_failure(self) -> None:
@@ -121,5 +122,6 @@ class BroadcastSink(Sink):
             )
         except EngineError as error:
             self._update.whole = was_whole and NOTHING_RECEIVED in error.reason
+            self._stuck = error.late and plan.backend != GLOO
             raise
         self._update.whole = last

@@ -30,6 +30,8 @@ from streamrl.types import PolicyVersion
 if TYPE_CHECKING:
     from streamrl.publish.staging import Staged
 
+GLOO = "gloo"  # the one backend whose broadcast ends, with an error, at either end when the other is lost
+
 # Called while a source waits, at least every few milliseconds; raises PublishError when it should stop waiting.
 Check = Callable[[], None]
 

@@ -13,14 +13,22 @@ import numpy as np
 import pytest
 import xxhash
 
-from streamrl.engine.kept_memory import DoubleMemory, KeptMemory, KeptReader, Place, Unreadable, check_readable
+from streamrl.engine.kept_memory import (
+    DoubleMemory,
+    KeptMemory,
+    KeptReader,
+    Place,
+    SingleMemory,
+    Unreadable,
+    check_readable,
+)
 from streamrl.engine.load_plan import BucketLayout, LoadPlan, Receipt, Receipts, write_receipt
 from streamrl.engine.memory_loader import load_plan
 
 DEADLINE = 60.0  # seconds
 
 
-def write(memory: KeptMemory | DoubleMemory, *contents: int, size: int = 10_000) -> Place:
+def write(memory: KeptMemory | SingleMemory | DoubleMemory, *contents: int, size: int = 10_000) -> Place:
     memory.begin()
     for index, content in enumerate(contents):
         memory.allocate(index, size)[:] = content
@@ -100,8 +108,9 @@ def test_what_is_half_written_cannot_be_read():
     memory.close()
 
 
-def test_a_hung_reader_keeps_its_bytes_while_the_versions_go_on(holding):
-    memory = DoubleMemory()
+@pytest.mark.parametrize("kind", [SingleMemory, DoubleMemory])
+def test_a_hung_reader_keeps_its_bytes_while_the_versions_go_on(kind: type[SingleMemory] | type[DoubleMemory], holding):
+    memory = kind()
     place = write(memory, 7)
     process, words = start_holding(place, holding)
     assert words.recv() == 7
@@ -131,6 +140,16 @@ def test_two_memories_are_written_in_turn_and_used_again():
     places = [write(memory, content) for content in range(6)]
     assert [place.token for place in places] == [places[0].token, places[1].token] * 3
     assert (read(reader, places[-2]), read(reader, places[-1])) == ([4], [5])
+    memory.close()
+
+
+def test_one_memory_is_used_again():
+    memory, reader = SingleMemory(), KeptReader()
+    first, second = write(memory, 1), write(memory, 2)
+    assert first.token == second.token
+    assert read(reader, second) == [2]
+    with pytest.raises(Unreadable):
+        read(reader, first)
     memory.close()
 
 

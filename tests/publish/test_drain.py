@@ -15,8 +15,7 @@ from streamrl.config import Config
 from streamrl.engine.client import Answer, EngineClient
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.weight_sinks import make_sink
-from streamrl.publish.sources import make_source
-from streamrl.publish.staging import Staging
+from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.transport import PublishError, Sink, Source
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
@@ -32,8 +31,9 @@ def config_of(model: Path, transport: str, timeout: float) -> Config:
     return Config.model_validate({"model": {"path": model}, "publish": publish})
 
 
-async def publish(source: Source, sink: Sink, folder: Path, step: int) -> None:
-    staged = Staging(1 << 16).fill(PolicyVersion(step), load_file(folder / "model.safetensors").items())
+async def publish(config: Config, source: Source, sink: Sink, folder: Path, step: int) -> None:
+    staging = make_staging(config)
+    staged = staging.fill(PolicyVersion(step), load_file(folder / "model.safetensors").items())
     manifest = source.manifest(STATE, staged)
     sending = asyncio.to_thread(source.send, STATE, staged, lambda: time.sleep(0.002))
     await asyncio.gather(sending, sink.apply(staged.version, manifest))
@@ -47,7 +47,7 @@ async def ask(policy: GatedPolicy) -> list[asyncio.Task[list[Answer]]]:
     return tasks
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["broadcast", "broadcast over lazy", "disk"], indirect=True)
 def test_requests_in_flight_end_undisturbed_and_later_ones_wait_for_the_new_version(
     transport: str, fresh_server, model_folders, forward_logprobs: Callable[..., torch.Tensor], tmp_path
 ):
@@ -58,7 +58,7 @@ def test_requests_in_flight_end_undisturbed_and_later_ones_wait_for_the_new_vers
         source = make_source(config, tmp_path, "tcp://127.0.0.1:1")
         try:
             early = await ask(policy)
-            publishing = asyncio.create_task(publish(source, sink, model_folders[1], 1))
+            publishing = asyncio.create_task(publish(config, source, sink, model_folders[1], 1))
             while gate.is_open and not publishing.done():
                 await asyncio.sleep(0.01)
             late = [asyncio.create_task(policy.generate(prompt, SAMPLING, 1)) for prompt in PROMPTS]
@@ -89,13 +89,13 @@ def test_requests_that_do_not_end_in_time_cost_the_publish_and_go_on(fresh_serve
         try:
             tasks = await ask(policy)
             with pytest.raises(PublishError, match=r"3 requests did not end in publish\.timeout=0\.05 s"):
-                await publish(source, sink, model_folders[1], 1)
+                await publish(config, source, sink, model_folders[1], 1)
             answers = await asyncio.gather(*tasks, policy.generate(PROMPTS[0], SAMPLING, 1))
             for (answer,) in answers:
                 assert [span.version for span in answer.meta_info.weight_versions] == ["0.0"]
                 assert len(answer.output_ids) == 300
             config = config_of(model_folders[0], "disk", TIMEOUT)
-            await publish(source, make_sink(config, client, gate), model_folders[1], 1)
+            await publish(config, source, make_sink(config, client, gate), model_folders[1], 1)
             assert (await client.model_info()).weight_version == "1.0"
         finally:
             await client.close()

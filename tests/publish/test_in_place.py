@@ -77,7 +77,7 @@ def errors(answer: Answer, weights: dict[str, torch.Tensor], forward: Callable[.
     return (forward(weights, [*PROMPT, *answer.output_ids])[len(PROMPT) - 1 :] - reported).abs()
 
 
-@pytest.mark.parametrize("transport", ["memory", "broadcast", "disk"])
+@pytest.mark.parametrize("transport", ["memory", "broadcast", "broadcast over lazy", "disk"], indirect=True)
 def test_a_request_behind_an_update_in_place_is_exact_and_reuses_what_its_own_version_computed(
     transport: str, on_fleet, model_folders, forward_logprobs, cached: list[int]
 ):

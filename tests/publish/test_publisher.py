@@ -138,7 +138,7 @@ def bench(model_folders, tmp_path) -> Iterator:
         one.end()
 
 
-@pytest.mark.parametrize("transport", ["broadcast", "disk", "memory", "delta"])
+@pytest.mark.parametrize("transport", ["broadcast", "broadcast over lazy", "disk", "memory", "delta"], indirect=True)
 def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(transport, fresh_server, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
     running = bench(Worker(fresh_server.address, dead=("dead",), transport=transport), timeout=2.0)
@@ -167,7 +167,7 @@ def test_servers_at_once_do_not_wait_for_each_other(fresh_server, model_folders,
     assert {message.server for message in running.published()} == {"a dead one", "another", "real"}
 
 
-def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(fresh_server, model_folders, bench):
+def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(backend, fresh_server, model_folders, bench):
     weights = [load_file(folder / "model.safetensors") for folder in model_folders]
     running = bench(Worker(fresh_server.address))
     for step in range(4):
@@ -186,7 +186,7 @@ def test_versions_are_sent_to_servers_that_are_behind_and_kept_as_folders(fresh_
         assert (folder / "tokenizer.json").exists()
 
 
-def test_a_failed_publish_is_tried_again(fresh_server, model_folders, bench):
+def test_a_failed_publish_is_tried_again(backend, fresh_server, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
     running = bench(Worker(fresh_server.address, failing=1))
     running.publisher.offer(PolicyVersion(1), weights.items())
@@ -274,7 +274,7 @@ def test_a_copy_that_does_not_end_reaches_the_training_loop(model_folders, bench
         running.publisher.wait(DEADLINE)
 
 
-def test_closing_gives_up_a_transfer_and_says_bye(model_folders, bench):
+def test_closing_gives_up_a_transfer_and_says_bye(backend, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
     running = bench(Worker(None, dead=("dead",)))
     running.publisher.offer(PolicyVersion(1), weights.items())

@@ -26,3 +26,14 @@ for _name in TRANSPORTS.names:
 
     _own = {"name": _name, "settings": SETTINGS.get(_name, {}), **TOGETHER}
     globals()[_class] = type(_class, (OnTheSharedServer,), _own)
+
+
+class TestBroadcastOverLazy(OnTheSharedServer):
+    """With NCCL's manners."""
+
+    name = "broadcast"
+    locals().update(TOGETHER)
+
+    @pytest.fixture(autouse=True)
+    def _lazy(self, lazy):
+        pass

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from streamrl.publish.transports.base import Costs, Times, Transport
 
 if TYPE_CHECKING:
+    from streamrl.publish.staging import Memory
     from streamrl.publish.transport import LearnerEnd, ServerEnd, Sink, Source
 
 
@@ -30,3 +31,11 @@ class Broadcast(Transport):
         """One server after another; a GPU gets a bucket while the one before it goes out. Nothing is hashed."""
         each = max(costs.move, costs.across) if costs.beside else costs.move + costs.across
         return Times(costs.copy, each, costs.servers * each)
+
+    def memory(self) -> Memory | None:
+        """NCCL's rank 0 is another process (`publish/rank_zero_process.py`)."""
+        from streamrl.device import detect
+        from streamrl.engine.kept_memory import SingleMemory
+        from streamrl.publish.transport import GLOO
+
+        return None if detect().backend == GLOO else SingleMemory()
