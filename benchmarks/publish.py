@@ -3,12 +3,12 @@
     python -m benchmarks.publish [--quick] [--servers] [--json PATH]
 
     memcpy      numpy copies the weights from one place in memory to another, in one thread
-    staging     the learner's copy that every transport sends from, checksums included
+    staging     the learner's copy that every transport sends from
     broadcast   gloo, one group per receiver, buckets of 256 MiB
     disk        a safetensors folder, written once, read twice by each receiver (checksum, load)
     memory      receivers copy out of the staging copy, one after another, as servers get a version by default
     at once     the same with publish.at_once = the number of receivers
-    delta       what changed since the version before, over a socket; 3% of the values, at random places
+    delta       what changed since the version before, over a socket, and checksums; 3% of the values, at random places
 
 A receiver is a process with a model's tensors (`benchmarks/publish_receiver.py`). The learner's end is what the
 publisher does: source.manifest and source.send, one receiver after another unless it says otherwise. The clock runs

@@ -87,6 +87,8 @@ def test_weights_that_stay_where_they_are_are_never_waited_for():
         for number in range(8):
             copy.out([weights[number : number + 1]], target, {storage(weights)})
     assert ("synchronize", "out") not in cuda.log
+    cuda.streams["out"].work()
+    assert target.view(torch.float32).item() == 7.0
 
 
 def test_what_goes_to_the_device_goes_on_a_stream_of_its_own():

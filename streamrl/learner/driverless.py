@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import sys
+from typing import Any
 
 DRIVER = "libcuda.so.1"
 
@@ -19,7 +20,8 @@ def hide() -> None:
     """Have what needs the driver raise an ImportError where there is none. Call it before Megatron is imported."""
     found = [name for name in NEED_DRIVER if name not in sys.modules and importlib.util.find_spec(name) is not None]
     if found and not _has_driver():
-        sys.modules.update(dict.fromkeys(found))  # type: ignore[arg-type] (None stands for what cannot be imported)
+        modules: dict[str, Any] = sys.modules
+        modules.update(dict.fromkeys(found))  # None stands for what cannot be imported
 
 
 def _has_driver() -> bool:

@@ -256,6 +256,8 @@ def _transformer_config(
         # Between the two ranks of a short pipeline, sends of both directions must not share one batch.
         overlap_p2p_comm=layout.virtual > 1,
         batch_p2p_comm=layout.virtual == 1,
+        # A way round a bug of old versions of torch; it would wait for every stream, the publisher's as well.
+        batch_p2p_sync=False,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,

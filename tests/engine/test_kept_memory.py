@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from streamrl.engine import memory_loader
 from streamrl.engine.kept_memory import (
     DoubleMemory,
     KeptMemory,
@@ -217,5 +218,23 @@ def test_the_loader_copies_the_tensors_and_every_outcome_is_a_receipt():
     write(memory, 2)
     assert load_plan(Model(), plan, reader).status == "stale"
     assert memory.begin()  # no outcome has left a lock behind
+    receipts.close()
+    memory.close()
+
+
+def test_what_a_server_maps_is_pinned_for_its_device_once_a_memory(monkeypatch):
+    import msgspec
+
+    memory, receipts, pinned = KeptMemory(), Receipts(2), []
+    copying = memory_loader._copying()
+    monkeypatch.setattr(type(copying), "pin", lambda copy, region, read_only: pinned.append((len(region), read_only)))
+    for number in (1, 1):
+        plan = plan_of(write(memory, number), receipts)
+        model = Model()
+        memory_loader.load(model, [(msgspec.json.encode(plan).decode(), None)])
+        assert list(receipts.read())[1] == Receipt(status="loaded")
+        assert set(model.weights) == {"a", "b"}
+    assert pinned == [(10_000, True)]
+    memory_loader._reader.close()
     receipts.close()
     memory.close()

@@ -76,6 +76,7 @@ def test_the_keys_reach_megatron(model_folder, monkeypatch):
         _transformer_config(shape, learner, torch.bfloat16, ENGINE, Device("cuda", 0))
     keys = ("tp_comm_overlap", "gradient_accumulation_fusion", "moe_permute_fusion")
     assert [[fields[key] for key in keys] for fields in taken] == [[True] * 3, [False] * 3]
+    assert not any(fields["batch_p2p_sync"] for fields in taken)  # it waits for the publisher's streams
 
 
 def test_buffers_of_the_overlap_are_made_before_the_layers_that_use_them(model_folder, monkeypatch):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.stream.messages import (
+    PROTOCOL,
     Accepted,
     Announce,
     Applied,
@@ -62,7 +63,7 @@ ONE_OF_EACH = [
     Announce(version=V),
     Roster(servers=(SERVER,)),
 ]
-CREDIT = {"v": 5, "kind": "credit", "capacity": 3}
+CREDIT = {"v": PROTOCOL, "kind": "credit", "capacity": 3}
 
 
 @pytest.mark.parametrize("message", ONE_OF_EACH, ids=lambda message: type(message).__name__)
@@ -84,15 +85,15 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
         ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 6"),
         ({**CREDIT, "kind": "debit"}, "unknown kind 'debit'"),
         ({**CREDIT, "extra": 1}, "unknown field `extra`"),
-        ({"v": 5, "kind": "credit"}, "missing required field `capacity`"),
+        ({"v": PROTOCOL, "kind": "credit"}, "missing required field `capacity`"),
         ({"kind": "credit", "capacity": 3}, "missing required field `v`"),
         ({**CREDIT, "capacity": -1}, "capacity"),
         ({**CREDIT, "capacity": True}, "capacity"),
-        ({"v": 5, "kind": "heartbeat", "busy": float("nan")}, "busy"),
-        ({"v": 5, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
-        ({"v": 5, "kind": "hello", "run": "r", "role": "learner", "name": "l"}, "learner without its version"),
-        ({"v": 5, "kind": "hello", "run": "r", "role": "king", "name": "l"}, "role"),
-        ({"v": 5, "kind": "hello", "role": "generator", "name": "l"}, "missing required field `run`"),
+        ({"v": PROTOCOL, "kind": "heartbeat", "busy": float("nan")}, "busy"),
+        ({"v": PROTOCOL, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
+        ({"v": PROTOCOL, "kind": "hello", "run": "r", "role": "learner", "name": "l"}, "learner without its version"),
+        ({"v": PROTOCOL, "kind": "hello", "run": "r", "role": "king", "name": "l"}, "role"),
+        ({"v": PROTOCOL, "kind": "hello", "role": "generator", "name": "l"}, "missing required field `run`"),
         ([], "Expected `object`"),
     ],
 )
