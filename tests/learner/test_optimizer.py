@@ -9,6 +9,7 @@ import torch
 from learner_parts import make_batch, make_config, weights
 
 from streamrl.config.file import ConfigError
+from streamrl.learner import optimizer
 from streamrl.learner.safety import BadStepsError
 
 
@@ -76,6 +77,14 @@ def test_steps_in_a_row_without_an_update_end_the_run(model_folder, trainer_of):
 def test_offloading_the_optimizer_is_refused_where_there_is_no_gpu(model_folder, trainer_of):
     with pytest.raises(ConfigError, match=r"learner.optimizer.offload: 0.5 .* no CUDA .* allowed: 0"):
         trainer_of(make_config(model_folder(), dtype="bfloat16", optimizer={"offload": 0.5}))
+
+
+def test_offloading_needs_transformer_engine_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(optimizer, "te_problem", lambda: "is not installed")
+    assert optimizer.offload_problem() == "Transformer Engine is not installed"
+    monkeypatch.setattr(optimizer, "te_problem", lambda: None)
+    assert optimizer.offload_problem() is None
 
 
 def moments_of(trainer) -> list[torch.Tensor]:
