@@ -49,7 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    return _run(config_file.load(options.config, options.override), fresh=options.fresh)
+    config = config_file.load(options.config, options.override)
+    if options.dry_run:
+        from streamrl import dry_run
+
+        return dry_run.main(config, fresh=options.fresh, gpus=options.gpus)
+    if options.gpus is not None:
+        raise ConfigError(f"--gpus: {options.gpus} is of a machine that is not this one; allowed: with --dry-run")
+    return _run(config, fresh=options.fresh)
 
 
 def _run(config: Config, *, fresh: bool = False) -> int:
@@ -253,6 +260,9 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", _train, "start a run on this machine, or resume it")
     _add_config(train, optional=False)
     train.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start anew")
+
+    train.add_argument("--dry-run", action="store_true", help="check everything, print what would start, start nothing")
+    train.add_argument("--gpus", type=flags.index, metavar="N", help="with --dry-run: as on a machine with N GPUs")
 
     for name, function, text in (
         ("replay", _replay, "the replay service of a run"),

@@ -29,6 +29,7 @@ LAYERS = [
     {"places", "preflight"},
     {"testing", "recorded"},
     {"role_process", "run_folder", "supervisor", "lab"},
+    {"dry_run"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
