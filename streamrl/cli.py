@@ -51,7 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    return _run(config_file.load(options.config, options.override), fresh=options.fresh)
+    config = config_file.load(options.config, options.override)
+    if options.dry_run:
+        from streamrl import dry_run
+
+        return dry_run.main(config, fresh=options.fresh, gpus=options.gpus)
+    if options.gpus is not None:
+        raise ConfigError(f"--gpus: {options.gpus} is of a machine that is not this one; allowed: with --dry-run")
+    return _run(config, fresh=options.fresh)
 
 
 def _run(config: Config, *, fresh: bool = False) -> int:
@@ -211,6 +218,13 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from streamrl.lab.acceptance import command
+
+        return command.main(quick=options.quick, only=options.only, output=options.json, model=options.model)
+    given = {"--quick": options.quick, "--only": options.only, "--json": options.json, "--model": options.model}
+    for flag in (flag for flag, value in given.items() if value):
+        raise ConfigError(f"{flag}: it is of the acceptance run; allowed: with --gpu")
     from streamrl.lab import doctor
 
     return doctor.main()
@@ -258,6 +272,8 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", _train, "start a run on this machine, or resume it")
     _add_config(train, optional=False)
     train.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start anew")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print what would start, start nothing")
+    train.add_argument("--gpus", type=flags.index, metavar="N", help="with --dry-run: as on a machine with N GPUs")
 
     for name, function, text in (
         ("replay", _replay, "the replay service of a run"),
@@ -334,8 +350,18 @@ def _parser() -> argparse.ArgumentParser:
 
     for add in (_add_simulate, _add_plan, _add_convert):
         add(commands)
-    _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
+    _add_doctor(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    text = "say what is installed, which accelerators there are, which paths are taken"
+    doctor = _command(commands, "doctor", _doctor, text)
+    doctor.add_argument("--gpu", action="store_true", help="try everything that a GPU machine has to show, in a table")
+    doctor.add_argument("--quick", action="store_true", help="with --gpu: smaller batches")
+    doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="with --gpu: these checks, or groups")
+    doctor.add_argument("--model", type=Path, metavar="FOLDER", help="with --gpu: measured in a tiny one's place")
+    doctor.add_argument("--json", type=Path, metavar="PATH", help="with --gpu: write the table here")
 
 
 def _add_audit(commands: argparse._SubParsersAction) -> None:

@@ -76,6 +76,19 @@ def make(config: Config, *, fresh: bool) -> Path:
     return folder
 
 
+def check(config: Config, *, fresh: bool) -> None:
+    """Whether `lock` and `make` would do; nothing is written. Raises ConfigError as they do."""
+    config = absolute(config)
+    folder, file = config.run_folder, _lock_file(config)
+    if file.exists():
+        os.close(_locked(config, file, os.O_RDWR))
+    if not fresh and (folder / RECORD).exists():
+        _check_resumable(load_run(folder), config)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run.folder: {there} cannot be written; allowed: a folder that can be written")
+
+
 def _check_resumable(recorded: Config, config: Config) -> None:
     """Refuse a changed key that would alter what the recorded data means. Raises ConfigError."""
     decays = config.learner.optimizer.decay != "constant"  # over run.steps, which then are part of the data's meaning
@@ -92,10 +105,21 @@ def lock(config: Config) -> int:
 
     Raises ConfigError when another process has it. The file stands beside the folder, which may be renamed.
     """
-    path = config.run.folder / f".{config.run.name}.lock"
+    path = _lock_file(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(f"run.folder: {path}: {error.strerror}; allowed: a folder that can be written") from None
+    return _locked(config, path, os.O_RDWR | os.O_CREAT)
+
+
+def _lock_file(config: Config) -> Path:
+    return config.run.folder / f".{config.run.name}.lock"
+
+
+def _locked(config: Config, path: Path, flags: int) -> int:
+    try:
+        handle = os.open(path, flags, 0o644)
     except OSError as error:
         raise ConfigError(f"run.folder: {path}: {error.strerror}; allowed: a folder that can be written") from None
     if not _locks(handle):

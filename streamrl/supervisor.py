@@ -62,14 +62,17 @@ class RoleFailed(RuntimeError):
 class Supervisor:
     """`streamrl train`: one run from start, or resume, to its end."""
 
-    def __init__(self, config: Config, run_folder: Path) -> None:
+    def __init__(self, config: Config, run_folder: Path, gpus: Sequence[str] | None = None) -> None:
+        """Make the roles, and start none. `gpus` by the names of CUDA_VISIBLE_DEVICES; None: those of this machine."""
         self.config = config
         self.run_folder = run_folder
         self.replay = self._role("replay", [])
         self.generators = [self._role("generator", ["--index", str(index)], index) for index in range(config.workers)]
         self.learner = self._learner()
-        if has_cuda():
-            self._hand_out(visible_gpus())
+        if gpus is None:
+            gpus = visible_gpus() if has_cuda() else ()
+        if gpus:
+            self._hand_out(gpus)
         self.interrupts = 0
         self._blamed: set[tuple[str, bytes]] = set()  # what the learners before have found out of groups that fail
         self._finished = False
@@ -80,7 +83,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run to the end. Returns the exit code: 0 done, 1 failed, 130 interrupted after a clean checkpoint."""
-        if self._was_complete():
+        if self.is_complete():
             print_summary(self.config, self.run_folder)
             print(f"streamrl: all {self.config.run.steps} steps are done, nothing is started", file=sys.stderr)
             return 0
@@ -112,8 +115,8 @@ class Supervisor:
         console.summary()
         return 0
 
-    def _was_complete(self) -> bool:
-        """Had the run come to its end before, and is its last checkpoint still there?"""
+    def is_complete(self) -> bool:
+        """Whether the run has come to its end before, and its last checkpoint is there: then nothing is started."""
         steps = self.config.run.steps
         return max(saved_steps(self.run_folder), default=0) >= steps and is_over(self.run_folder, steps)
 
