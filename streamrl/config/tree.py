@@ -201,6 +201,19 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _servers_take_weights_again(self) -> Config:
+        """SGLang 0.5.23 quantises to FP8 at the start alone, and then has no loader for the layers; FlashRL's has."""
+        for pool in self.generate.each_pool:
+            given = {name.replace("-", "_"): value for name, value in pool.server_args.items()}
+            loads_again = self.learner.lora.by_adapter or given.get("load_format") == "flash_rl"
+            if given.get("quantization") == "fp8" and not loads_again:
+                raise ValueError(
+                    "generate.server_args: quantization=fp8 is done once, and no new weights could be loaded; allowed: "
+                    "generate.quantization=fp8"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _overlong_fits_the_answer(self) -> Config:
         buffer = self.task.overlong.buffer
         longest = min(pool.sampling.max_new_tokens for pool in self.generate.each_pool)

@@ -217,6 +217,10 @@ def test_processes_that_sglang_starts_afresh_quantise_too():
             {"generate": {"quantization": "fp8", "server_args": {"load-format": "flash_rl"}}},
             "server_args: load-format=flash_rl is not allowed beside generate.quantization=fp8",
         ),
+        (
+            {"generate": {"pools": [{"name": "a", "server_args": {"quantization": "fp8"}}]}},
+            "generate.server_args: quantization=fp8 is done once, .*allowed: generate.quantization=fp8",
+        ),
         ({"generate": {"quantization": "fp8"}}, "model.dtype is float32; allowed: null, or model.dtype=bfloat16"),
         (
             {
@@ -239,6 +243,12 @@ def test_processes_that_sglang_starts_afresh_quantise_too():
 def test_what_does_not_go_with_quantised_servers_is_refused_by_one_line(tree, told):
     with pytest.raises(ValueError, match=told):
         Config.model_validate(tree)
+
+
+def test_what_needs_no_new_weights_or_has_a_loader_for_them_may_quantise_by_itself():
+    servers = {"generate": {"server_args": {"quantization": "fp8"}}}
+    Config.model_validate(servers | {"learner": {"lora": {"rank": 4, "publish": "adapter"}}})
+    Config.model_validate({"generate": {"server_args": {"quantization": "fp8", "load-format": "flash_rl"}}})
 
 
 @pytest.mark.parametrize("algo", [{"weight": "token", "proximal": "recompute"}, {"weight": "none"}])
