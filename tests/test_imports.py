@@ -87,7 +87,7 @@ BESIDE_RECORDS = {
     "group": {"replay.history", "replay.life", "replay.records"},
     "journal": set(),
     "journal_export": set(),
-    "plan": {"engine.server", "learner.shape", "preflight", "publish.transports", "replay.orders"},
+    "plan": {"engine.block_fp8", "engine.server", "learner.shape", "preflight", "publish.transports", "replay.orders"},
     "report": {"algo.advantages"},
     "retrain": {"engine.hardware", "learner.role", "learner_environment", "preflight"},
     "simulate": {"engine.server", "preflight", "replay.core", "stream.messages"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -22,13 +22,16 @@ ServerAddress = Annotated[
 OF_RANKS = {
     "tp_size": "generate.tensor_parallel",
     "tensor_parallel_size": "generate.tensor_parallel",
-    "pp_size": "1, and more by generate.tensor_parallel",
-    "pipeline_parallel_size": "1, and more by generate.tensor_parallel",
+    "pp_size": "1, and more by generate.tensor_parallel: pipeline stages share their numbers in a weight update",
+    "pipeline_parallel_size": "1, and more by generate.tensor_parallel: pipeline stages share their numbers there",
     "nnodes": "1, and a server over several nodes by generate.attach",
     "node_rank": "a server over several nodes by generate.attach",
     "base_gpu_id": "CUDA_VISIBLE_DEVICES, of which each server gets its own",
     "gpu_id_step": "1, and CUDA_VISIBLE_DEVICES, of which each server gets its own",
 }
+
+# SGLang's arguments that would decide on the format of weights beside `quantization`, or read them in another way.
+OF_FORMAT = ("quantization", "json_model_override_args", "load_format", "model_loader_extra_config", "torchao_config")
 
 
 class SamplingConfig(Section):
@@ -72,6 +75,10 @@ class GenerateConfig(Section):
     )
     request_timeout: float = Field(600.0, gt=0, description="seconds that one request to a server may take")
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel size of a server")
+    quantization: Literal["fp8"] | None = Field(
+        None,
+        description="of the servers' linear layers: fp8, e4m3 in blocks of 128 x 128, each version again; null: none",
+    )
     server_args: dict[str, Any] = Field(default_factory=dict, description="further SGLang arguments, passed untouched")
     threads: int = Field(1, ge=1, description="CPU threads of a server (OMP_NUM_THREADS)")
     heartbeat: float = Field(1.0, gt=0, description="seconds between heartbeats of a worker")
@@ -135,6 +142,24 @@ class GenerateConfig(Section):
                 "server_args: dp_size is not allowed without enable_dp_attention; allowed: generate.servers for "
                 "several servers of one worker"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _is_quantised_in_one_place(self) -> GenerateConfig:
+        """A server that quantises by itself, with SGLang's own arguments, cannot take bfloat16 weights again."""
+        if self.quantization is None:
+            return self
+        if self.attach:
+            raise ValueError(
+                f"quantization: {self.quantization} is given to servers when they are started, and generate.attach has "
+                "running ones; allowed: null"
+            )
+        for name, value in self.server_args.items():
+            if name.replace("-", "_") in OF_FORMAT:
+                raise ValueError(
+                    f"server_args: {name}={value} is not allowed beside generate.quantization={self.quantization}, "
+                    "which decides on it; allowed: other names"
+                )
         return self
 
     @model_validator(mode="after")

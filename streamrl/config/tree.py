@@ -206,6 +206,42 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _quantised_servers_are_corrected(self) -> Config:
+        """Servers in FP8 draw from another policy than the learner computes: the loss must weigh that."""
+        quantization, algo = self.generate.quantization, self.algo
+        if quantization is None:
+            return self
+        if self.model.dtype != "bfloat16":
+            raise ValueError(
+                f"generate.quantization: {quantization} is made of bfloat16 weights, and model.dtype is "
+                f"{self.model.dtype}; allowed: null, or model.dtype=bfloat16"
+            )
+        if self.learner.lora.by_adapter:
+            raise ValueError(
+                f"generate.quantization: {quantization} is not possible with learner.lora.publish=adapter; allowed: "
+                "null, or learner.lora.publish=merged"
+            )
+        if not (algo.chosen("weight").corrects or algo.chosen("proximal").of_policy):
+            raise ValueError(
+                f"algo.weight: {algo.weight} leaves the tokens of servers in {quantization} uncorrected, with "
+                f"algo.proximal={algo.proximal}; allowed: token, sequence, or algo.proximal=behaviour"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_take_weights_again(self) -> Config:
+        """SGLang 0.5.23 quantises to FP8 at the start alone, and then has no loader for the layers; FlashRL's has."""
+        for pool in self.generate.each_pool:
+            given = {name.replace("-", "_"): value for name, value in pool.server_args.items()}
+            loads_again = self.learner.lora.by_adapter or given.get("load_format") == "flash_rl"
+            if given.get("quantization") == "fp8" and not loads_again:
+                raise ValueError(
+                    "generate.server_args: quantization=fp8 is done once, and no new weights could be loaded; allowed: "
+                    "generate.quantization=fp8"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _overlong_fits_the_answer(self) -> Config:
         buffer = self.task.overlong.buffer
         longest = min(pool.sampling.max_new_tokens for pool in self.generate.each_pool)

@@ -5,6 +5,8 @@ installed, the model's own module is loaded instead of all that SGLang has (`eng
 scheduler sleeps, and SGLang's processes are copies of this one: fresh interpreters would each load torch and SGLang
 again. With `--lifeline PID`
 the server ends, with all its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
+`--quantize-loads` quantises the weights that the server loads (`engine/quantised_loading.py`): also in fresh
+interpreters, which load this module and have the arguments of the first one.
 The keys that the server asks for are taken from the environment (`engine/keys.py`).
 """
 
@@ -17,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.engine import model_modules, stand_ins
+from streamrl.engine import model_modules, quantised_loading, stand_ins
 from streamrl.engine.hardware import has_cuda
 from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
@@ -32,6 +34,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--lifeline", type=int)
     parser.add_argument("--scratch", type=Path)
+    parser.add_argument(quantised_loading.FLAG, action="store_true", dest="quantised")
     own, sglang_arguments = parser.parse_known_args(arguments)
     if not has_cuda():
         _skip_unneeded_imports(sglang_arguments)
@@ -53,6 +56,8 @@ def main(arguments: list[str]) -> None:
         _sleep_while_paused()
         _fork_processes()
     load_plugins()
+    if own.quantised:
+        quantised_loading.install()
     try:
         run_server(prepare_server_args([*sglang_arguments, *take_keys(os.environ)]))
     finally:
@@ -97,3 +102,5 @@ def _keep_start_method(method: str | None, force: bool = False) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+elif __name__ == "__mp_main__" and quantised_loading.FLAG in sys.argv:  # a process that SGLang has started afresh
+    quantised_loading.install()

@@ -6,10 +6,13 @@ import json
 import re
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from itertools import pairwise
 from pathlib import Path
 
 # Arguments of a server, by their beginnings, for which the folder's own architecture is not all that is looked for.
-_OF_OTHER_MODELS = ("--speculative", "--model-impl", "--json-model-override-args", "--config")
+_OF_OTHER_MODELS = ("--speculative", "--model-impl", "--config")
+
+_OVERRIDE = "--json-model-override-args"
 
 
 def unneeded(arguments: Sequence[str], model: Path, modules: Path) -> tuple[str, ...]:
@@ -18,7 +21,7 @@ def unneeded(arguments: Sequence[str], model: Path, modules: Path) -> tuple[str,
     None where that cannot be said: the model is no folder, its config.json names no class that one of the files has,
     or one of SGLang's `arguments` may ask for another class.
     """
-    if any(word.startswith(_OF_OTHER_MODELS) for word in arguments):
+    if any(word.startswith(_OF_OTHER_MODELS) for word in arguments) or _overrides(arguments):
         return ()
     try:
         names = json.loads((model / "config.json").read_bytes())["architectures"] or ()
@@ -28,6 +31,17 @@ def unneeded(arguments: Sequence[str], model: Path, modules: Path) -> tuple[str,
     files = sorted(modules.glob("*.py"))
     without = tuple(file.stem for file in files if not (names and registers.search(file.read_text())))
     return without if len(without) < len(files) else ()
+
+
+def _overrides(arguments: Sequence[str]) -> bool:
+    """Whether config.json is overridden in more than the format of the weights."""
+    for word, value in pairwise([*arguments, ""]):
+        if word.startswith(_OVERRIDE):
+            try:
+                return word != _OVERRIDE or json.loads(value).keys() != {"quantization_config"}
+            except (ValueError, AttributeError):  # SGLang says what is wrong with it
+                return True
+    return False
 
 
 def of_sglang() -> Path:

@@ -28,6 +28,7 @@ from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda, nccl_environment
 from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
 from streamrl.engine.load_plan import LOADER
+from streamrl.engine.quantised_loading import FLAG, OVERRIDE
 from streamrl.engine.shutdown import end_server, segments_of
 
 # A server takes commands (weights, pause) from whoever reaches it, so it is not reachable from elsewhere by default.
@@ -108,6 +109,7 @@ class Server:
         self.scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
         command = [sys.executable, "-m", "streamrl.engine.launch"]
         command += ["--lifeline", str(os.getpid()), "--scratch", str(self.scratch)]
+        command += [FLAG] if config.generate.quantization is not None else []
         with open(self.log, "ab", opener=_private) as output:  # SGLang logs its arguments, keys included
             self._process = subprocess.Popen(
                 [*command, *command_line({**arguments, "port": port})],
@@ -210,6 +212,8 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
         chosen["enable_memory_saver"] = True  # a sleeping server gives the memory of its KV cache back
     if config.learner.lora.by_adapter:
         chosen |= _adapter_arguments(config)
+    if config.generate.quantization is not None:
+        chosen["json_model_override_args"] = OVERRIDE
     if config.learner.router_replay:
         chosen["enable_return_routed_experts"] = True
     given = {key.replace("-", "_"): value for key, value in config.generate.server_args.items()}

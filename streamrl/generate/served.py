@@ -78,6 +78,7 @@ class ServedModel:
         label = str(index) if config.generate.servers == 1 else f"{index}-{place}"
         self.name = f"server-{label}"
         self.version = INITIAL
+        self._ranks = config.generate.tensor_parallel  # an attached server says how many it has when it is met
         self._failure: ServerFailed | None = None
         self._config = config
         self._keys = key_folder(config, run_folder)
@@ -98,11 +99,12 @@ class ServedModel:
 
     @property
     def state(self) -> ServerState:
-        return ServerState(name=self.name, version=self.version, world_size=self._config.generate.tensor_parallel)
+        return ServerState(name=self.name, version=self.version, world_size=self._ranks)
 
     def sink(self) -> Sink:
         """A new end of the publisher's way to this server."""
-        return make_sink(self._config, self.client, self._gate, self._adapters, pauses=self._pauses, keys=self._keys)
+        pauses, keys, ranks = self._pauses, self._keys, self._ranks
+        return make_sink(self._config, self.client, self._gate, self._adapters, pauses=pauses, keys=keys, ranks=ranks)
 
     async def start(self, *, patient: bool = False) -> None:
         """Wait until the server can generate with the run's initial weights. Raises ServerFailed.
@@ -116,6 +118,7 @@ class ServedModel:
             try:
                 if patient:
                     await self._answers(timeout)
+                self._ranks = joining_ranks(await self.client.server_info(timeout), self.address)
                 await _reset(self.client, self._config.model.path, timeout)
             except EngineError as error:
                 raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
@@ -212,6 +215,22 @@ def engine_keys(config: Config, run_folder: Path) -> EngineKeys:
         return EngineKeys(*(arguments.get(name) for name in KEY_ARGUMENTS))
     folder = key_folder(config, run_folder)
     return EngineKeys(bearer_token(folder, "api"), bearer_token(folder, "admin"))
+
+
+def joining_ranks(arguments: dict[str, Any], address: str) -> int:
+    """Ranks of an attached server that take part in a weight update, by what it was started with.
+
+    SGLang 0.5.23 numbers them by their tensor-parallel rank: over nodes, and of attention's data parallelism, each has
+    a number of its own. Pipeline stages and replicas share one. Raises ServerFailed for a server with those.
+    """
+    attention = arguments.get("enable_dp_attention", False)
+    for name, allowed in (("pp_size", False), ("dp_size", attention)):
+        if (size := arguments.get(name) or 1) != 1 and not allowed:
+            raise ServerFailed(
+                f"generate.attach: {address} runs with {name}={size}, whose parts would all take the numbers of one in "
+                "a weight update; allowed: tp_size alone, over as many nodes as it needs"
+            )
+    return int(arguments.get("tp_size") or 1)
 
 
 async def _reset(client: EngineClient, model: Path, timeout: float) -> None:

@@ -23,16 +23,17 @@ def make_sink(
     *,
     pauses: Pauses | None = None,
     keys: Path | None = None,
+    ranks: int | None = None,
 ) -> Sink:
     """A new end of the publisher's way to one server, whose requests go through `gate`.
 
-    `adapters`: of a server with adapters, None for one that gets whole weights. `pauses`: as
-    WeightUpdate takes them. `keys`: the folder of the run's keys.
+    `adapters`: of a server with adapters, None for one that gets whole weights. `pauses`: as WeightUpdate takes them.
+    `keys`: the folder of the run's keys. `ranks` of the server; None: `generate.tensor_parallel`.
     """
     timeout = config.publish.timeout
     if adapters is not None:
         return AdapterSink(client, adapters, timeout)
     update = WeightUpdate(client, gate, config.publish, pauses)
-    loading = KeptLoading(client, update, timeout, config.generate.tensor_parallel)
+    loading = KeptLoading(client, update, timeout, config.generate.tensor_parallel if ranks is None else ranks)
     end = ServerEnd(client=client, update=update, loading=loading, stream=config.stream, keys=keys, timeout=timeout)
     return transport_of(config).sink(end)

@@ -17,6 +17,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
 from streamrl.device_map import device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
+from streamrl.learner.shape import read_shape
 
 GIB = 1 << 30
 
@@ -54,6 +55,11 @@ def check_machine(config: Config) -> None:
     servers, workers, ranks = _processes(config)
     if has_cuda():
         device_map(config, len(visible_gpus()))
+    elif config.generate.quantization is not None and read_shape(config.model.path, family=config.model.family).moe:
+        raise ConfigError(
+            f"generate.quantization: {config.generate.quantization} of a mixture of experts needs a GPU, and this "
+            "machine has none; allowed: null"
+        )
     needed, memory = servers * SERVER + workers * WORKER + ranks * RANK, psutil.virtual_memory().total / GIB
     if needed > memory:
         key, count = ("generate.workers", workers) if servers * SERVER > ranks * RANK else ("learner.ranks", ranks)

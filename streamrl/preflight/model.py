@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.generate import GenerateConfig
+from streamrl.engine.block_fp8 import BLOCK
 from streamrl.learner.shape import ModelShape, check_fit
 
 
@@ -34,4 +36,30 @@ def check_model(config: Config, shape: ModelShape) -> None:
             raise ConfigError(
                 f"generate.tensor_parallel: {pool.tensor_parallel} does not divide {shape.heads} attention heads; "
                 f"allowed: a divisor of {shape.heads}"
+            )
+        if pool.quantization is not None:
+            _check_blocks(pool, shape)
+
+
+def _check_blocks(pool: GenerateConfig, shape: ModelShape) -> None:
+    """Refuse servers whose ranks would get parts of quantised blocks, which SGLang does not serve. Raises ConfigError.
+
+    Sizes as SGLang 0.5.23 cuts them: key and value heads that are fewer than the ranks are on several of them.
+    """
+    ranks = pool.tensor_parallel
+    cut: dict[str, float] = {
+        "query heads": shape.heads // ranks * shape.head_dim,
+        "key heads": max(1, shape.groups // ranks) * shape.head_dim,
+    }
+    if shape.moe is None or shape.moe.dense_layers:
+        cut["rows of an MLP"] = shape.ffn / ranks
+    if shape.moe is not None:
+        expert_ranks = int({key.replace("-", "_"): value for key, value in pool.server_args.items()}.get("ep_size", 1))
+        cut["rows of an expert"] = shape.moe.ffn * expert_ranks / ranks
+    for what, size in cut.items():
+        if size % BLOCK:
+            raise ConfigError(
+                f"generate.quantization: {pool.quantization} needs blocks of {BLOCK} rows, and a rank of "
+                f"generate.tensor_parallel={ranks} has {size:g} {what}; allowed: null, or ranks that divide "
+                f"the model into multiples of {BLOCK}"
             )

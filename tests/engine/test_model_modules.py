@@ -24,12 +24,19 @@ def test_all_but_the_module_with_the_models_class_are_left_out(model):
 def test_where_another_class_may_be_asked_for_nothing_is_left_out(model, tmp_path):
     assert unneeded(["--speculative-algorithm", "EAGLE"], model, of_sglang()) == ()
     assert unneeded(["--model-impl=transformers"], model, of_sglang()) == ()
+    for override in ('{"architectures": ["Other"]}', '{"quantization_config": {}, "model_type": "a"}', "[]", "no JSON"):
+        assert unneeded(["--json-model-override-args", override], model, of_sglang()) == ()
     assert unneeded([], tmp_path / "absent", of_sglang()) == ()
     (model / "config.json").write_text(json.dumps({"architectures": ["NobodyKnowsForCausalLM"]}))
     assert unneeded([], model, of_sglang()) == ()
     for content in ("{}", "[]", '{"architectures": null}', "no JSON"):
         (model / "config.json").write_text(content)
         assert unneeded([], model, of_sglang()) == ()
+
+
+def test_another_format_of_the_weights_asks_for_no_other_class(model):
+    arguments = ["--port", "1", "--json-model-override-args", '{"quantization_config": {"quant_method": "fp8"}}']
+    assert unneeded(arguments, model, of_sglang()) == unneeded([], model, of_sglang()) != ()
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config import Config
-from streamrl.lab.audit import Findings, History
+from streamrl.lab.audit import LIMITS, Findings, History, limits_of
 from streamrl.replay.orders import make_order
 from streamrl.types import Batch, Group, PolicyVersion
 
@@ -96,3 +96,15 @@ def test_a_journal_that_keeps_what_a_resume_needs_is_checked_from_where_it_begin
     findings = check(config_of(keep="resume"), [(7, [14, 15]), (8, [16, 17])])
     assert (findings.problems, findings.first, findings.batches) == ([], 7, 2)
     assert check(config_of(), [(7, [14, 15])]).problems[0] == "batch of step 7 where step 0 was due"
+
+
+def test_quantised_servers_have_limits_of_their_own_wider_than_those_of_their_weights_dtype():
+    trees = (
+        {},
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"dtype": "bfloat16"}, "generate": {"quantization": "fp8"}},
+    )
+    plain, half, quantised = (limits_of(Config.model_validate(tree)) for tree in trees)
+    assert (plain, half, quantised) == (LIMITS["float32"], LIMITS["bfloat16"], LIMITS["fp8"])
+    for name in ("largest", "p99", "mean"):
+        assert getattr(plain, name) < getattr(half, name) < getattr(quantised, name)

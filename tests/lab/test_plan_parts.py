@@ -6,17 +6,27 @@ import json
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from launch import tiny_model
 from streamrl.choices import TRANSPORTS
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.plan.generators import pools
 from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
 from streamrl.lab.plan.machines import GIB, Machines
-from streamrl.lab.plan.parameters import layers_of, of_server_rank, of_stage, whole_adapters, whole_model
+from streamrl.lab.plan.parameters import (
+    layers_of,
+    of_server_rank,
+    of_stage,
+    quantised_of_server_rank,
+    whole_adapters,
+    whole_model,
+)
 from streamrl.lab.plan.placement import place
 from streamrl.lab.plan.saves import alike, saves
 from streamrl.lab.plan.traffic import from_other_hosts
+from streamrl.learner.shape import read_shape
 from streamrl.moe_routing import OUTPUT, PROMPT, fold
 from streamrl.preflight.wire import group_bytes, zero_group
 from streamrl.stream.codec import encode_group
@@ -93,6 +103,15 @@ def test_a_server_repeats_key_and_value_heads_where_it_has_more_ranks_than_heads
     padding = 2 * (shape.padded_vocabulary(8) - shape.padded_vocabulary(4)) * shape.hidden // 8
     halved = (of_server_rank(shape, 4) - norms) // 2 + norms + padding
     assert of_server_rank(shape, 8) == halved + matrices // 2  # one head of keys and of values, not half a head
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_what_servers_quantise_is_counted_as_the_folder_has_it(tmp_path, family):
+    tiny_model.make(tmp_path, family=family)
+    weights = load_file(tmp_path / "model.safetensors")
+    projections = sum(weight.numel() for name, weight in weights.items() if name.endswith("_proj.weight"))
+    assert quantised_of_server_rank(read_shape(tmp_path), 1) == projections
+    assert quantised_of_server_rank(read_shape(tmp_path), 2) == projections // 2
 
 
 # -- the learner's memory
@@ -241,6 +260,14 @@ def test_the_cache_holds_what_the_weights_leave():
     assert pool.asked == 16 * 16
     small, _ = recipe(QWEN, "generate.server_args.kv_cache_dtype=fp8_e4m3")
     assert pools(small, shape, H100)[0].token == pool.token / 2
+
+
+def test_quantised_weights_leave_more_to_the_cache():
+    config, shape = recipe(QWEN)
+    (plain,), (blocks,) = (pools(each, shape, H100) for each in (config, recipe(QWEN, "generate.quantization=fp8")[0]))
+    count = quantised_of_server_rank(shape, plain.ranks)
+    assert plain.weights - blocks.weights == count - 4 * count // 128**2
+    assert 0.5 < blocks.weights / plain.weights < 0.6
 
 
 # -- traffic

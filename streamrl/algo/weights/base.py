@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 class ImportanceWeight(Choice, ABC):
     """The weight w of a token in the loss: `f / q` where the family's surrogate has counted q already, else `f`."""
 
+    corrects = True
+    """The weight counts how far mu, which drew the token, is from the proximal policy."""
+
     def __init__(self, options: Options) -> None:
         """`options`: those of `algo.weight_options`, of the class's own Options."""
         self.options = options

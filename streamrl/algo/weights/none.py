@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 class Unweighted(ImportanceWeight):
     """1 for every token; where the surrogate has no ratio, the ratio itself."""
 
+    corrects = False
+
     def factors(
         self, tokens: TokenBatch, log_correction: Tensor, config: AlgoConfig, *, of_policy: bool
     ) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,11 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.config.generate import GenerateConfig
+from streamrl.engine.block_fp8 import BLOCK
 from streamrl.engine.server import CPU_ARGUMENTS
 from streamrl.lab.plan.learner_memory import ITEM
 from streamrl.lab.plan.machines import GIB, Machines
-from streamrl.lab.plan.parameters import of_server_rank, whole_adapters
+from streamrl.lab.plan.parameters import of_server_rank, quantised_of_server_rank, whole_adapters
 from streamrl.learner.shape import ModelShape
 from streamrl.preflight.lengths import context_length
 
@@ -66,6 +67,9 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
     arguments = server_args(pool, machines)
     item, tensor = ITEM[config.model.dtype], pool.tensor_parallel
     weights = of_server_rank(shape, tensor) * item
+    if pool.quantization is not None:  # a byte each, and a float32 scale a block
+        blocks = quantised_of_server_rank(shape, tensor)
+        weights -= blocks * (item - 1) - 4 * blocks // BLOCK**2
     if config.learner.lora.by_adapter:  # a place for each version in use, each rank with its part
         weights += int(arguments.get("max_loras_per_batch", 8)) * whole_adapters(shape, config.learner.lora) * item
     small = str(arguments.get("kv_cache_dtype", "auto")) in SMALL_CACHE

@@ -67,15 +67,27 @@ def layers_of(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
 
 def of_server_rank(shape: ModelShape, tensor: int) -> int:
     """Parameters of one rank of a server: key and value heads are repeated where there are more ranks than heads."""
-    groups = max(1, shape.groups // tensor)
-    heads = shape.heads // tensor
-    attention = (heads + 2 * groups + heads) * shape.head_dim * shape.hidden
     layers = 0
     for layer in range(shape.layers):
         counted = _layer(shape, layer, LayoutConfig(tensor=tensor, expert_tensor=tensor))
-        layers += counted.all - _attention(shape, tensor) + attention
+        layers += counted.all - _attention(shape, tensor) + _attention_of_server(shape, tensor)
     ends = (1 if shape.tied else 2) * shape.padded_vocabulary(tensor) // tensor * shape.hidden
     return layers + ends + shape.hidden
+
+
+def quantised_of_server_rank(shape: ModelShape, tensor: int) -> int:
+    """Those of them that `generate.quantization` is about: the projections of attention, MLPs and experts."""
+    layers = shape.layers * _attention_of_server(shape, tensor)
+    for layer in range(shape.layers):
+        moe = shape.moe if has_experts(shape, layer) else None
+        experts, ffn = (1, shape.ffn) if moe is None else (moe.experts, moe.ffn)
+        layers += experts * 3 * shape.hidden * ffn // tensor
+    return layers
+
+
+def _attention_of_server(shape: ModelShape, tensor: int) -> int:
+    groups, heads = max(1, shape.groups // tensor), shape.heads // tensor
+    return (heads + 2 * groups + heads) * shape.head_dim * shape.hidden
 
 
 _WHOLE = LayoutConfig()
