@@ -12,22 +12,24 @@ import faked_engine
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from benchmarks.random_models import make_batch
 from streamrl.config import Config
 from streamrl.device import Device
-from streamrl.learner import lora, model
+from streamrl.learner import lora, lora_folder, model
 from streamrl.learner.checkpoint import State
 from streamrl.learner.forward import wrap
-from streamrl.learner.huggingface import load_weights
+from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.model import LayerChoice, PolicyModel, build, choose_layers
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.rows import RowMaker
 from streamrl.learner.shape import read_shape
+from streamrl.publish.peft import write_adapter
 from streamrl.types import Batch
 
 BUDGET = 64  # tokens of a row
@@ -99,19 +101,42 @@ class EngineLearner:
 
 
 def log_probs_and_gradients(made: EngineLearner) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Log-probs and entropies of a batch, and the gradients of their sum by parameter, with random adapters."""
+    """Log-probs and entropies of a batch, and the gradients of their sum, which take the place of the weights.
+
+    Adapters are those of `learner.lora.adapter`. Gradients have Hugging Face's or PEFT's names, on the first rank.
+    """
     chunks = [made.model]
     load_weights(chunks, made.config.model.path)
-    lora.draw(chunks, seed=1)
     if made.config.learner.lora.rank:
         lora.freeze(chunks)
-        with torch.no_grad():
-            for _, module in lora.adapters(chunks):
-                module.lora_b.copy_(0.1 * torch.randn(module.lora_b.shape, generator=torch.Generator().manual_seed(2)))
+        lora_folder.start(chunks, made.config)
     log_probs, entropies = made.log_probs(make_batch())
     (log_probs.sum() + 0.1 * entropies.sum()).backward()
-    gradients = {name: each.grad for name, each in made.model.named_parameters() if each.grad is not None}
-    return log_probs.detach(), entropies.detach(), gradients
+    return log_probs.detach(), entropies.detach(), _gradients(made)
+
+
+def write_random_adapters(made: EngineLearner, folder: Path) -> Path:
+    """A PEFT folder with random matrices for this model. Returns `folder`."""
+    torch.manual_seed(1)
+    fresh = sorted(lora_folder.export_adapters([made.model]))
+    random = [(name, 0.1 * torch.randn_like(tensor)) for name, tensor in fresh]
+    write_adapter(folder, random, made.config.learner.lora, made.config.model.path)
+    return folder
+
+
+def _gradients(made: EngineLearner) -> dict[str, Tensor]:
+    """The gradients of the whole model, of one data-parallel rank, under Hugging Face's and PEFT's names."""
+    trained = {name: each for name, each in made.model.named_parameters() if each.requires_grad}
+    groups = made.model.pg_collection
+    for each in trained.values():
+        gradient = torch.zeros_like(each) if each.grad is None else each.grad
+        if getattr(each, "sequence_parallel", False):  # each rank had some of the tokens
+            dist.all_reduce(gradient, group=groups.tp)
+        dist.all_reduce(gradient, group=groups.cp)
+        each.data = gradient
+    if made.config.learner.lora.rank:
+        return {name: tensor.clone() for name, tensor in lora_folder.export_adapters([made.model])}
+    return {name: tensor.clone() for name, tensor in export_weights([made.model])}
 
 
 def _as_on_a_gpu(device: Device, dtype: torch.dtype) -> LayerChoice:

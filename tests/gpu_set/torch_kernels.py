@@ -14,13 +14,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Let Transformer Engine's modules and its fused RoPE compute on the CPU; one tensor-parallel rank alone."""
+    """Let Transformer Engine's modules and its fused RoPE compute on the CPU."""
     patch.setattr(te.Linear, "forward", _linear)
     patch.setattr(te.LayerNormLinear, "forward", _norm_and_linear)
     patch.setattr(te.RMSNorm, "forward", lambda self, x: F.rms_norm(x, x.shape[-1:], self.weight, self.eps))
@@ -31,7 +36,21 @@ def install(patch: pytest.MonkeyPatch) -> None:
 
 
 def _linear(self: te.Linear, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-    return F.linear(x, self.weight, self.bias if self.use_bias else None)
+    """With what crosses tensor-parallel ranks before the layer that cuts its outputs, and behind the other one."""
+    if self.parallel_mode == "column" and self.tp_size > 1:
+        spread = (
+            gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
+        )
+        x = spread(x, group=self.tp_group)
+    output = F.linear(x, self.weight, self.bias if self.use_bias else None)
+    if self.parallel_mode == "row" and self.tp_size > 1:
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        output = reduce(output, group=self.tp_group)
+    return output
 
 
 def _norm_and_linear(self: te.LayerNormLinear, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
