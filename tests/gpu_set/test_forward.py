@@ -48,7 +48,9 @@ def settings_of(model_folder: Any, learner: Any, tmp_path: Path) -> Callable[[st
         targets = ["linear_qkv", "linear_proj"] + ([] if family == "qwen3_moe" else ["linear_fc1", "linear_fc2"])
         lora = {"rank": rank, "alpha": 6, "targets": targets}
         made = learner(model_folder(family), dtype="float32", engine=False, lora=lora)
-        return {"lora": {**lora, "adapter": str(write_random_adapters(made, tmp_path / "adapter"))}}
+        return {
+            "lora": {**lora, "publish": "adapter", "adapter": str(write_random_adapters(made, tmp_path / "adapter"))}
+        }
 
     return make
 
