@@ -1,12 +1,13 @@
 # Every target sets up what it needs: a virtual environment inside the clone, made once, remade when the pins change.
 VENV ?= .venv
+GPU_VENV ?= .venv-gpu
 RUN := $(VENV)/bin
 # Two tests at a time; tests/units.py says which of them one process runs, and in which order.
 PYTEST := $(RUN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 export PYTHONUNBUFFERED := 1
 
-.PHONY: venv demo demo-pretrained test test-all check bench docs clean
+.PHONY: venv demo demo-pretrained test test-all test-gpu-set check bench docs clean
 
 venv:
 	@requirements/install.sh $(VENV)
@@ -32,6 +33,9 @@ test: venv  ## the tests, with the real SGLang, ZeroMQ and Megatron-Core
 test-all: venv  ## the slow ones too
 	$(PYTEST)
 
+test-gpu-set:  ## what needs the GPU requirements installed, on a machine without a GPU
+	@requirements/test-gpu-set.sh $(GPU_VENV)
+
 check: venv  ## lint, format, types
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
@@ -44,4 +48,4 @@ docs: venv  ## the documentation site, in dist/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
 
 clean:  ## everything that was made here, except run folders
-	rm -rf $(VENV) models
+	rm -rf $(VENV) $(GPU_VENV) models

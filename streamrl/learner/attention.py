@@ -86,6 +86,17 @@ class Slice:
         pieces = np.arange(row).reshape(2 * self.ranks, -1)
         return np.concatenate([pieces[self.rank], pieces[-1 - self.rank]])
 
+    def tokens_of(self, lengths: np.ndarray) -> np.ndarray:
+        """This rank's tokens of a row whose sequences, int64 [B], are cut one by one, as Transformer Engine does it.
+
+        Each length is a multiple of 2 x ranks. Example: rank 0 of 2 has tokens 0, 3 and 4, 5, 10, 11 of [4, 8].
+        """
+        if self.ranks == 1:
+            return np.arange(lengths.sum())
+        starts = np.cumsum(lengths) - lengths
+        parts = [start + self.tokens(length) for start, length in zip(starts, lengths, strict=True)]
+        return np.concatenate(parts)
+
     def gathered(self, row: int) -> np.ndarray:
         """Where each token of the row is when the ranks' slices stand one after the other: int64 [row]."""
         order = np.concatenate([Slice(self.ranks, rank).tokens(row) for rank in range(self.ranks)])
@@ -152,12 +163,24 @@ def describe_row(
 
 
 def describe_row_for_engine(segments: np.ndarray, device: torch.device, part: Slice = WHOLE) -> PackedRow:
-    """The same for Transformer Engine's layers, which know sequences, no shared prefixes and here no slices."""
-    if part.ranks > 1:
-        raise ValueError(f"a row cut over {part.ranks} context-parallel ranks needs the local layers")
-    ends, longest = _cumulative(segments[:, 1], device), int(segments[:, 1].max())
+    """The same for Transformer Engine's layers, which know sequences and no shared prefixes.
+
+    Of a slice they are told the whole sequences, of which this rank has what `Slice.tokens_of` says. Raises
+    ValueError for a sequence that cannot be cut so.
+    """
+    lengths, pieces = segments[:, 1], 2 * part.ranks
+    if part.ranks > 1 and (lengths % pieces).any():
+        raise ValueError(f"sequences of {sorted(set(lengths.tolist()))} tokens, not all multiples of {pieces}")
+    ends, longest = _cumulative(lengths, device), int(lengths.max())
+    padded = ends if part.ranks > 1 else None  # the pads are sequences' last tokens, which no other token sees
     return PackedRow(
-        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
 
 

@@ -18,8 +18,8 @@ import itertools
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -57,6 +57,9 @@ class Adapted(ABC):
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     weight: nn.Parameter
+    config: Any  # Megatron's, of the model
+    input_size: int  # of the whole layer
+    sequence_parallel: bool
     scale: float
     rank: int
     active: bool
@@ -128,51 +131,50 @@ class Adapted(ABC):
             return F.dropout(x, self._dropout)
 
 
-class AdaptedColumn(ColumnParallelLinear, Adapted):
-    """A layer whose outputs are cut over ranks: A whole, B cut by rows."""
-
-    def __init__(self, *args: Any, target: LoraTarget, settings: LoraConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._add_adapter(target, settings, self._sizes(target), self.weight.shape)
-        set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
-        # With sequence parallelism each rank sees some of the tokens: Megatron sums such gradients over ranks.
-        self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+class ColumnAdapter(Adapted):
+    """Of a layer whose outputs are cut over ranks: A whole, B cut by rows."""
 
     @property
     def cut(self) -> Literal["lora_a", "lora_b"]:
         return "lora_b"
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """[s, b, in] -> ([s, b, out of this rank], bias where it is left to the caller)."""
-        output, bias = super().forward(input_, *args, **kwargs)
+    def add_adapter(self, target: LoraTarget, settings: LoraConfig) -> None:
+        """Make the parameters, when the layer has its own."""
+        self._add_adapter(target, settings, self._sizes(target), self.weight.shape)
+        set_tensor_model_parallel_attributes(self.lora_b, True, 0, 1)
+        # With sequence parallelism each rank sees some of the tokens: Megatron sums such gradients over ranks.
+        self.lora_a.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def adapt(self, input_: Tensor, output: Tensor) -> Tensor:
+        """[s, b, in] and the layer's own [s, b, out of this rank] -> their output with the adapter's."""
         if not self.active:
-            return output, bias
+            return output
         low = F.linear(self._dropped(input_, same_on_ranks=not self.sequence_parallel), self.lora_a)
         spread = (
             gather_from_sequence_parallel_region if self.sequence_parallel else copy_to_tensor_model_parallel_region
         )
-        return output + self._high(spread(low, group=self.tp_group)), bias
+        return output + self._high(spread(low, group=self.tp_group))
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
         self.lora_a.copy_(_uniform(self.lora_a.size(0), self.input_size, generator))
         self.lora_b.zero_()
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """As the base layer's, B cut like its rows."""
-        state = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
+    def shards(self, state: dict[str, Any], prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
+        """What a checkpoint is told of the layer's `state`: B is cut like the layer's rows."""
+        sharded = make_sharded_tensors_for_checkpoint(
+            state,
             prefix,
             {"weight": 0, "bias": 0, "lora_b": 0},
-            sharded_offsets,
+            offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
         if self.target == "linear_fc1":  # gate above up on each rank; the MLP knows that of weight and bias alone
             single = metadata.get("singleton_local_shards", False)
             key = f"{prefix}lora_b"
-            state[key] = apply_swiglu_sharded_factory(state[key], sharded_offsets, single)
-        return cast(dict[str, Any], state)
+            sharded[key] = apply_swiglu_sharded_factory(sharded[key], offsets, single)
+        return cast(dict[str, Any], sharded)
 
     def _sizes(self, target: LoraTarget) -> tuple[int, ...]:
         config, rows = self.config, self.weight.size(0)
@@ -182,31 +184,30 @@ class AdaptedColumn(ColumnParallelLinear, Adapted):
         return (rows // 2, rows // 2) if config.gated_linear_unit else (rows,)
 
 
-class AdaptedRow(RowParallelLinear, Adapted):
-    """A layer whose inputs are cut over ranks: A cut by columns, B whole."""
-
-    def __init__(self, *args: Any, target: LoraTarget, settings: LoraConfig, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._add_adapter(target, settings, (self.weight.size(0),), self.weight.shape)
-        set_tensor_model_parallel_attributes(self.lora_a, True, 1, 1)
-        self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+class RowAdapter(Adapted):
+    """Of a layer whose inputs are cut over ranks: A cut by columns, B whole."""
 
     @property
     def cut(self) -> Literal["lora_a", "lora_b"]:
         return "lora_a"
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[s, b, in of this rank] -> ([s, b, out], bias where it is left to the caller)."""
-        output, bias = super().forward(input_)
+    def add_adapter(self, target: LoraTarget, settings: LoraConfig) -> None:
+        """Make the parameters, when the layer has its own."""
+        self._add_adapter(target, settings, (self.weight.size(0),), self.weight.shape)
+        set_tensor_model_parallel_attributes(self.lora_a, True, 1, 1)
+        self.lora_b.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def adapt(self, input_: Tensor, output: Tensor) -> Tensor:
+        """[s, b, in of this rank] and the layer's own [s, b, out] -> their output with the adapter's."""
         if not self.active:
-            return output, bias
+            return output
         low = F.linear(self._dropped(input_, same_on_ranks=False), self.lora_a)
         whole = (
             reduce_scatter_to_sequence_parallel_region
             if self.sequence_parallel
             else reduce_from_tensor_model_parallel_region
         )
-        return output + self._high(whole(low, group=self.tp_group)), bias
+        return output + self._high(whole(low, group=self.tp_group))
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
@@ -214,51 +215,116 @@ class AdaptedRow(RowParallelLinear, Adapted):
         self.lora_a.copy_(whole.chunk(self.tp_group.size(), 1)[self.tp_group.rank()])
         self.lora_b.zero_()
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """As the base layer's, A cut like its columns."""
-        state = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
+    def shards(self, state: dict[str, Any], prefix: str, offsets: Any, metadata: Any) -> dict[str, Any]:
+        """What a checkpoint is told of the layer's `state`: A is cut like the layer's columns."""
+        sharded = make_sharded_tensors_for_checkpoint(
+            state,
             prefix,
             {"weight": 1, "lora_a": 1},
-            sharded_offsets,
+            offsets,
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return cast(dict[str, Any], state)
+        return cast(dict[str, Any], sharded)
 
 
-_KINDS: dict[type, type[Adapted]] = {ColumnParallelLinear: AdaptedColumn, RowParallelLinear: AdaptedRow}
+class AdaptedColumn(ColumnParallelLinear, ColumnAdapter):
+    """Megatron's local layer that cuts its outputs."""
+
+    def __init__(self, *args: Any, target: LoraTarget, settings: LoraConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_adapter(target, settings)
+
+    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """[s, b, in] -> ([s, b, out of this rank], bias where it is left to the caller)."""
+        output, bias = super().forward(input_, *args, **kwargs)
+        return self.adapt(input_, output), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return self.shards(self.state_dict(prefix="", keep_vars=True), prefix, sharded_offsets, metadata)
 
 
-def adapted(layer: ModuleSpec, settings: LoraConfig) -> ModuleSpec:
-    """The specification of a transformer layer of local modules, with adapters on `settings.targets`.
+class AdaptedRow(RowParallelLinear, RowAdapter):
+    """Megatron's local layer that cuts its inputs."""
 
-    Experts get none. Raises ConfigError where a target is not a layer of this model, TypeError for layers of
-    another kind than Megatron's local ones.
+    def __init__(self, *args: Any, target: LoraTarget, settings: LoraConfig, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_adapter(target, settings)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[s, b, in of this rank] -> ([s, b, out], bias where it is left to the caller)."""
+        output, bias = super().forward(input_)
+        return self.adapt(input_, output), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        return self.shards(self.state_dict(prefix="", keep_vars=True), prefix, sharded_offsets, metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """The layers that can have an adapter, with what takes their place."""
+
+    adapted: Mapping[type, type[Adapted]]
+    normalising: type | None = None  # the one that has its norm inside: `norm` then stands before its place
+    norm: Any = None
+
+
+_LOCAL = _Kinds({ColumnParallelLinear: AdaptedColumn, RowParallelLinear: AdaptedRow})
+
+# The layers that may have an adapter, by the part of a transformer layer that they are in.
+_PLACES: dict[str, tuple[LoraTarget, ...]] = {
+    "self_attention": ("linear_qkv", "linear_proj"),
+    "mlp": ("linear_fc1", "linear_fc2"),
+}
+
+# Where the norm of a normalising layer is when it is apart, and what a checkpoint calls its weight in either case.
+_NORMS: dict[LoraTarget, tuple[str, str]] = {
+    "linear_qkv": ("input_layernorm", "self_attention.linear_qkv.layer_norm_weight"),
+    "linear_fc1": ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_weight"),
+}
+
+
+def _engine() -> _Kinds:
+    """Transformer Engine's, whose module is imported only where the model is made of its layers."""
+    from streamrl.learner import lora_engine
+
+    return _Kinds(lora_engine.KINDS, lora_engine.NORMALISING, lora_engine.NORM)
+
+
+def adapted(layer: ModuleSpec, settings: LoraConfig, *, engine: bool = False) -> ModuleSpec:
+    """The specification of a transformer layer with adapters on `settings.targets`.
+
+    engine: the layer is of Transformer Engine's modules, else of Megatron's local ones. Experts get no adapters.
+    Raises ConfigError where a target is not a layer of this model, TypeError for layers of another kind.
     """
     if settings.rank == 0:
         return layer
-    parts = layer.submodules
-    attention = _with_adapters(parts.self_attention, ("linear_qkv", "linear_proj"), settings)
-    mlp = _with_adapters(parts.mlp, ("linear_fc1", "linear_fc2"), settings)
-    return replace(layer, submodules=replace(parts, self_attention=attention, mlp=mlp))
+    kinds, parts = _engine() if engine else _LOCAL, layer.submodules
+    changes: dict[str, Any] = {}
+    keys = dict(parts.sharded_state_dict_keys_map)
+    for place, names in _PLACES.items():
+        spec, linears = getattr(parts, place), {}
+        for name in (name for name in names if name in settings.targets):
+            base = _base(spec, name, kinds)
+            linears[name] = ModuleSpec(kinds.adapted[base], params={"target": name, "settings": settings})
+            if base is kinds.normalising:
+                norm, key = _NORMS[name]
+                changes[norm], keys[f"{norm}.weight"] = kinds.norm, key
+        changes[place] = replace(spec, submodules=replace(spec.submodules, **linears))
+    return replace(layer, submodules=replace(parts, **changes, sharded_state_dict_keys_map=keys))
 
 
-def _with_adapters(spec: ModuleSpec, names: Sequence[LoraTarget], settings: LoraConfig) -> ModuleSpec:
-    changed: dict[str, ModuleSpec] = {}
-    for name in names:
-        if name not in settings.targets:
-            continue
-        base = getattr(spec.submodules, name, None)
-        if base is None:
-            raise ConfigError(
-                f"learner.lora.targets: {name} is a layer of experts in this model, which get no adapters; "
-                "allowed: linear_qkv, linear_proj"
-            )
-        if base not in _KINDS:
-            raise TypeError(f"{name} is {base}; adapters are for Megatron's local linear layers")
-        changed[name] = ModuleSpec(module=_KINDS[base], params={"target": name, "settings": settings})
-    return replace(spec, submodules=replace(spec.submodules, **changed))
+def _base(spec: ModuleSpec, name: LoraTarget, kinds: _Kinds) -> type:
+    """The layer of this name that an adapter is wanted on."""
+    base: type | None = getattr(spec.submodules, name, None)
+    if base is None:
+        raise ConfigError(
+            f"learner.lora.targets: {name} is a layer of experts in this model, which get no adapters; "
+            "allowed: linear_qkv, linear_proj"
+        )
+    if base not in kinds.adapted:
+        raise TypeError(f"{name} is {base}; adapters are for {', '.join(kind.__name__ for kind in kinds.adapted)}")
+    return base
 
 
 def freeze(chunks: Sequence[nn.Module]) -> None:

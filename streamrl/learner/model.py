@@ -57,21 +57,14 @@ class LayerChoice:
         return f"{self.kind} layers: {self.reason}"
 
 
-def choose_layers(device: Device, dtype: torch.dtype, learner: LearnerConfig | None = None) -> LayerChoice:
-    """Transformer Engine where it can run what is asked for, else the local layers. None: the learner's defaults."""
-    learner = learner or LearnerConfig()
+def choose_layers(device: Device, dtype: torch.dtype) -> LayerChoice:
+    """Transformer Engine where it can run the dtype, else the local layers."""
     if device.kind == "cpu":
         return LayerChoice("local", "no CUDA on this machine; attention by padded blocks through torch SDPA")
     if problem := te_problem():
         return LayerChoice("local", f"Transformer Engine {problem}; attention by torch's varlen kernel or SDPA")
     if dtype != torch.bfloat16:
         return LayerChoice("local", f"Transformer Engine has no packed attention for {dtype}; attention by torch SDPA")
-    if learner.layout.context > 1:
-        return LayerChoice(
-            "local", "a packed row is cut over context-parallel ranks; attention by torch's varlen kernel"
-        )
-    if learner.lora.rank > 0:
-        return LayerChoice("local", "the adapters are made for local layers; attention by torch's varlen kernel")
     return LayerChoice("transformer_engine", "CUDA, Transformer Engine and bfloat16")
 
 
@@ -128,7 +121,7 @@ def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel
     """
     check_fit(shape, config.learner.layout)
     dtype = getattr(torch, config.model.dtype)
-    layers = choose_layers(device, dtype, config.learner)
+    layers = choose_layers(device, dtype)
     log.info("%s on %s", layers, device)
     _check_kernels(config.learner, layers)
     _do_without_engine()
@@ -180,8 +173,9 @@ def _chunk(
     shape: ModelShape, learner: LearnerConfig, config: TransformerConfig, layers: LayerChoice, stage: int | None
 ) -> PolicyModel:
     """The chunk of one virtual stage of this rank; None: there is one chunk alone."""
-    block = _engine_block(config, stage) if layers.kind == "transformer_engine" else _local_block(config, stage)
-    block.layer_specs = [lora.adapted(spec, learner.lora) for spec in block.layer_specs]
+    engine = layers.kind == "transformer_engine"
+    block = _engine_block(config, stage) if engine else _local_block(config, stage)
+    block.layer_specs = [lora.adapted(spec, learner.lora, engine=engine) for spec in block.layer_specs]
     model = PolicyModel(
         config,
         block,

@@ -72,6 +72,7 @@ class Packing:
     budget: int  # tokens of a row
     share_prompts: bool  # False repeats the prompt for every answer, which makes one segment of both
     apart: bool = False  # no two groups share a row, for a rehearsal
+    sequence_multiple: int = 1  # of tokens that a sequence takes in a row, pads included: `learner/rows.py`
     multiple: int = 1  # the rows of a rank are a multiple of it: pipelines with virtual stages need their size
     routing: tuple[int, int] | None = None  # (layers, top_k) of `routed_experts`; None: the learner's router decides
 
@@ -118,9 +119,17 @@ def plan_batch(
     _check(batch, packing.budget)
     answers = _answers(batch, advantages, packing, first_place)
     bundles = list(_bundles(answers, packing.budget if packing.share_prompts else 0, apart=packing.apart))
-    lengths = [packing.budget if packing.apart else length for _, length in bundles]  # a full row takes nothing else
+    lengths = [_padded(length, packing) for _, length in bundles]
     planned = plan(lengths, packing.ranks, packing.budget, packing.multiple)
     return [[pack([bundles[index][0] for index in chosen], batch.step, packing) for chosen in bins] for bins in planned]
+
+
+def _padded(length: int, packing: Packing) -> int:
+    """The tokens that a bundle counts for; of one that just fits, the pads may go over the budget."""
+    if packing.apart:
+        return packing.budget  # a full row takes nothing else
+    each = packing.sequence_multiple
+    return min(-(-length // each) * each, packing.budget)
 
 
 def plan(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:

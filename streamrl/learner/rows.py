@@ -15,9 +15,10 @@ from streamrl.config import Config
 from streamrl.learner import router_replay
 from streamrl.learner.attention import PackedRow, Slice, describe_row, describe_row_for_engine, is_varlen
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.model import PolicyModel, row_multiple
+from streamrl.learner.model import LayerChoice, PolicyModel, row_multiple
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.shape import ModelShape
+from streamrl.moe_routing import UNKNOWN
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,17 +31,24 @@ class Row:
     targets: Targets
 
 
+def sequence_multiple(context: int, layers: LayerChoice) -> int:
+    """Of tokens in each sequence of a row: Transformer Engine cuts each by itself over context-parallel ranks."""
+    return 2 * context if context > 1 and layers.kind == "transformer_engine" else 1
+
+
 @dataclass(frozen=True, slots=True)
 class RowMaker:
     """Pads rows to what the layout divides, and cuts them.
 
     Example: with tensor 2 (sequence parallel) and context 2 a row of 13 tokens is padded to 16, and each
-    context-parallel rank gets 8 of them.
+    context-parallel rank gets 8 of them; Transformer Engine's rows have each of their sequences padded as well,
+    here to a multiple of 4.
     """
 
     shape: ModelShape
     part: Slice  # this rank's, of every row
     multiple: int  # of tokens in a padded row
+    sequence_multiple: int  # of tokens in each of its sequences
     one_length: bool  # all rows of a pass are padded to the longest
     fixed: int  # tokens to which every row is padded; 0: to its own length
     engine: bool  # Transformer Engine's layers
@@ -57,6 +65,7 @@ class RowMaker:
             shape=model.shape,
             part=Slice(ranks, parallel_state.get_context_parallel_rank()),
             multiple=row_multiple(layout),
+            sequence_multiple=sequence_multiple(ranks, model.layers),
             # The stages of a pipeline would have to tell each other the length of every row.
             one_length=layout.pipeline_model_parallel_size > 1,
             fixed=config.learner.tokens_per_micro_batch if layout.tp_comm_overlap else 0,
@@ -68,40 +77,55 @@ class RowMaker:
 
     def length(self, micro_batches: Sequence[MicroBatch]) -> int:
         """Tokens of the longest of these rows after padding."""
-        return self._padded(max(len(micro.ids) for micro in micro_batches))
+        return max(self._padded(int(self._lengths(micro).sum())) for micro in micro_batches)
 
     def make(self, micro: MicroBatch, longest: int) -> Row:
         """The row of a micro batch; `longest`: `length` of the pass that it is part of."""
-        row = longest if self.one_length else self._padded(len(micro.ids))
-        pads = row - len(micro.ids)
-        # Pads are a sequence of their own that nobody sees.
-        segments = np.concatenate([micro.segments, [[len(micro.ids), pads, 0, 0]]]) if pads else micro.segments
-        tokens = self.part.tokens(row)
+        lengths = self._lengths(micro)
+        filled = int(lengths.sum())
+        row = longest if self.one_length else self._padded(filled)
+        starts = np.cumsum(lengths) - lengths
+        # Where in the row the micro batch's tokens are: sequences stay together, pads are behind each of them.
+        places = np.arange(len(micro.ids)) + np.repeat(starts - micro.segments[:, 0], micro.segments[:, 1])
+        segments = np.concatenate([np.stack([starts, lengths], 1), micro.segments[:, 2:]], 1)
+        if row > filled:  # pads are a sequence of their own that nobody sees
+            segments = np.concatenate([segments, [[filled, row - filled, 0, 0]]])
+        tokens = self.part.tokens_of(segments[:, 1]) if self.engine else self.part.tokens(row)
         packed = (
             describe_row_for_engine(segments, self.device, self.part)
             if self.engine
             else describe_row(segments, self.device, self.part, varlen=self.varlen)
         )
         if micro.routed_experts is not None:
-            routed = router_replay.row_experts(micro.routed_experts, self.shape, row, self.device)
-            packed.routed_experts = routed[self._moved(tokens)]
+            routed = np.full((row, *micro.routed_experts.shape[1:]), UNKNOWN, micro.routed_experts.dtype)
+            routed[places] = micro.routed_experts
+            whole = router_replay.row_experts(routed, self.shape, row, self.device)
+            packed.routed_experts = whole[self._moved(tokens)]
+        ids, positions = np.zeros(row, micro.ids.dtype), np.zeros(row, micro.positions.dtype)
+        ids[places], positions[places] = micro.ids, micro.positions
+        positions[filled:] = np.arange(row - filled)
         return Row(
-            ids=self._moved(np.pad(micro.ids, (0, pads))[tokens])[None],
-            positions=self._moved(np.concatenate([micro.positions, np.arange(pads)]))[None],
+            ids=self._moved(ids[tokens])[None],
+            positions=self._moved(positions)[None],
             packed=packed,
-            targets=self._targets(micro, tokens),
+            targets=self._targets(micro, places[micro.targets], tokens),
         )
+
+    def _lengths(self, micro: MicroBatch) -> np.ndarray:
+        """Tokens of each sequence with its pads, int64 [B]."""
+        return -(-micro.segments[:, 1] // self.sequence_multiple) * self.sequence_multiple
 
     def _padded(self, length: int) -> int:
         return math.ceil(max(length, self.fixed) / self.multiple) * self.multiple
 
-    def _targets(self, micro: MicroBatch, tokens: np.ndarray) -> Targets:
+    def _targets(self, micro: MicroBatch, targets: np.ndarray, tokens: np.ndarray) -> Targets:
+        """targets: int64 [N], places in the row; tokens: places in the row of this rank's tokens."""
         if self.part.ranks == 1:
-            positions, chosen, drawn, places = micro.targets, micro.tokens, micro.temperature, None
+            positions, chosen, drawn, places = targets, micro.tokens, micro.temperature, None
         else:
             place_of = np.full(self.part.ranks * len(tokens), -1)  # in the slice, by the place in the row
             place_of[tokens] = np.arange(len(tokens))
-            positions = place_of[micro.targets]
+            positions = place_of[targets]
             mine = positions >= 0
             positions, chosen, drawn = positions[mine], micro.tokens[mine], micro.temperature[mine]
             places = self._moved(np.flatnonzero(mine))

@@ -31,6 +31,7 @@ from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.reference import Reference
 from streamrl.learner.resume import newest_whole
+from streamrl.learner.rows import sequence_multiple
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
@@ -263,6 +264,7 @@ def _packing(learner: LearnerConfig, shape: ModelShape, layers: LayerChoice) -> 
         ranks=parallel_state.get_data_parallel_world_size(),
         budget=learner.tokens_per_micro_batch,
         share_prompts=learner.share_prompts and layers.kind == "local",
+        sequence_multiple=sequence_multiple(learner.layout.context, layers),
         multiple=learner.layout.rows_multiple,
         routing=(shape.layers, moe.top_k) if learner.router_replay and moe else None,
     )

@@ -13,7 +13,7 @@ from streamrl.choices import TRANSPORTS
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.plan.generators import pools
-from streamrl.lab.plan.learner_memory import fullest_rank, rank_memory
+from streamrl.lab.plan.learner_memory import fullest_rank, is_fused, rank_memory
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.parameters import (
     layers_of,
@@ -345,3 +345,11 @@ def test_every_transport_of_the_configuration_is_planned():
     assert {each.transport for each in planned(QWEN).publishing} == set(TRANSPORTS.names)
     (used,) = [each.transport for each in planned(QWEN).publishing if each.used]
     assert used == recipe(QWEN)[0].publish.transport
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fused"),
+    [((), True), (("learner.layout.context=2",), True), (("model.dtype=float32",), False)],
+)
+def test_layers_are_fused_in_bfloat16_whatever_is_trained_and_cut(overrides, fused):
+    assert is_fused(recipe(LORA, *overrides)[0], H100) is fused

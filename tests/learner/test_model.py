@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from learner_parts import make_config
 
-from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import model
 from streamrl.learner.model import choose_layers
@@ -19,20 +17,6 @@ def test_the_choice_of_layers_says_why(monkeypatch):
     monkeypatch.setattr(model, "te_problem", lambda: None)
     assert choose_layers(Device("cuda", 0), torch.bfloat16).kind == "transformer_engine"
     assert choose_layers(Device("cuda", 0), torch.float32).kind == "local"
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"ranks": 2, "layout": {"context": 2}}, "cut over context-parallel ranks"),
-        ({"lora": {"rank": 8}}, "adapters are made for local layers"),
-    ],
-)
-def test_what_transformer_engine_cannot_run_is_run_by_the_local_layers(settings, text, monkeypatch):
-    monkeypatch.setattr(model, "te_problem", lambda: None)
-    choice = choose_layers(Device("cuda", 0), torch.bfloat16, LearnerConfig.model_validate(settings))
-    assert choice.kind == "local"
-    assert text in choice.reason
 
 
 def test_a_cut_weight_is_marked_as_a_shard_so_that_the_gradient_norm_counts_it_on_every_rank(model_folder, trainer_of):

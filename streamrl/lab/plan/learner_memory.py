@@ -126,9 +126,7 @@ def is_distributed(config: Config, machines: Machines) -> bool:
 
 def is_fused(config: Config, machines: Machines) -> bool:
     """Whether the layers are Transformer Engine's, taken to be installed, as `learner/model.py` chooses."""
-    learner = config.learner
-    plain = learner.layout.context == 1 and learner.lora.rank == 0
-    return machines.has_gpus and config.model.dtype == "bfloat16" and plain
+    return machines.has_gpus and config.model.dtype == "bfloat16"
 
 
 def _optimizer(config: Config, machines: Machines, stage: int, shape: ModelShape) -> tuple[int, int]:
