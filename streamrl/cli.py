@@ -213,6 +213,13 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from streamrl.lab.acceptance import command
+
+        return command.main(quick=options.quick, only=options.only, output=options.json, model=options.model)
+    given = {"--quick": options.quick, "--only": options.only, "--json": options.json, "--model": options.model}
+    for flag in (flag for flag, value in given.items() if value):
+        raise ConfigError(f"{flag}: it is of the acceptance run; allowed: with --gpu")
     from streamrl.lab import doctor
 
     return doctor.main()
@@ -260,7 +267,6 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", _train, "start a run on this machine, or resume it")
     _add_config(train, optional=False)
     train.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start anew")
-
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would start, start nothing")
     train.add_argument("--gpus", type=flags.index, metavar="N", help="with --dry-run: as on a machine with N GPUs")
 
@@ -339,8 +345,18 @@ def _parser() -> argparse.ArgumentParser:
 
     for add in (_add_simulate, _add_plan, _add_convert):
         add(commands)
-    _command(commands, "doctor", _doctor, "say what is installed, which accelerators there are, which paths are taken")
+    _add_doctor(commands)
     return parser
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    text = "say what is installed, which accelerators there are, which paths are taken"
+    doctor = _command(commands, "doctor", _doctor, text)
+    doctor.add_argument("--gpu", action="store_true", help="run everything that a GPU machine has to show (10 minutes)")
+    doctor.add_argument("--quick", action="store_true", help="with --gpu: smaller batches")
+    doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="with --gpu: these checks, or groups")
+    doctor.add_argument("--model", type=Path, metavar="FOLDER", help="with --gpu: of a tiny model's place")
+    doctor.add_argument("--json", type=Path, metavar="PATH", help="with --gpu: write the table here")
 
 
 def _add_audit(commands: argparse._SubParsersAction) -> None:

@@ -64,6 +64,19 @@ WITHOUT_TORCH += ("run_folder",)
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "torchrun", "types", "places", "observe", "recorded", "lab"}
 BESIDE_RECORDS = {
+    "acceptance": {
+        "device_map",
+        "engine.hardware",
+        "engine.stand_ins",
+        "learner.shape",
+        "learner.te",
+        "lifeline",
+        "stream.contiguous",
+        "stream.identity",
+        "stream.messages",
+        "stream.peer",
+        "stream.sockets",
+    },
     "audit": {"preflight.model", "replay.orders"},
     "convert": {"learner.shape", "lifeline"},
     "group": {"replay.history", "replay.life", "replay.records"},

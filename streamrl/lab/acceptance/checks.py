@@ -1,0 +1,68 @@
+"""The table of all checks, in the order in which they run: what is cheap and decides everything comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from streamrl.config.file import ConfigError
+from streamrl.lab.acceptance.check import Check
+
+SHORT, RUN = 180.0, 420.0  # seconds: a few imports; a run, in which a server may compile its kernels first
+
+KINDS = ("retract", "in_place", "drain", "abort")
+TRANSPORTS = {"broadcast": "retract", "memory": "in_place", "disk": "drain", "delta": "abort"}
+FIRST, RESUMED = "quickstart.retract", "quickstart.in_place"
+
+PACKAGE = "streamrl.lab.acceptance"
+
+
+def _check(name: str, what: str, run: str, deadline: float, *arguments: str, after: str = "") -> Check:
+    """`run` is MODULE:FUNCTION of this package."""
+    return Check(name, what, f"{PACKAGE}.{run}", deadline, arguments, after)
+
+
+CHECKS: tuple[Check, ...] = (
+    _check("installed.environment", "versions and requirements", "installed:environment", SHORT),
+    _check("installed.imports", "what a run imports, Transformer Engine too", "installed:imports", SHORT),
+    _check("machine.limits", "/dev/shm, ulimit -n and -l", "installed:limits", SHORT),
+    _check("machine.devices", "every GPU computes, the device map", "installed:devices", SHORT),
+    _check("layers.engine", "Transformer Engine's layers against torch", "engine:run", SHORT),
+    *(
+        _check(f"quickstart.{kind}", f"a run with {kind}, a kill and the audit", "quickstart:run", RUN, kind)
+        for kind in KINDS
+    ),
+    _check("machine.nccl", "the same NCCL variables at both ends", "installed:nccl", SHORT, after=FIRST),
+    _check("logprobs.gap", "the learner's log-probs against the server's", "quickstart:logprobs", SHORT, after=FIRST),
+    *(
+        _check(f"publish.{name}", "into a server in use, idle, after a kill", "quickstart:publish", SHORT, kind,
+               after=f"quickstart.{kind}")
+        for name, kind in TRANSPORTS.items()
+    ),
+    _check("checkpoint.resume", "a killed learner comes back", "quickstart:resume", SHORT, after=RESUMED),
+    _check("checkpoint.reshard", "a run goes on in another layout", "quickstart:reshard", RUN, after=RESUMED),
+    _check("layers.local", "local layers against Transformer Engine's", "layouts:local", RUN, after=FIRST),
+    *(
+        _check(f"layout.{name}", "the learner on two ranks against one", "layouts:run", RUN, name, after=FIRST)
+        for name in ("dp2", "tp2", "pp2", "cp2")
+    ),
+    _check("experts.run", "a run of a mixture of experts, audited", "layouts:experts", RUN),
+    _check("layout.ep2", "expert parallelism against one rank", "layouts:run", RUN, "ep2", after="experts.run"),
+    *(
+        _check(f"server.{name}", "a server's log-probs against the learner's", "servers:run", RUN, name)
+        for name in ("tp2", "ep2", "dp_attention", "fp8")
+    ),
+    _check("delivery.small", "a batch of 5 million tokens", "delivery:run", SHORT, "small"),
+    _check("delivery.large", "a batch of 40 million tokens", "delivery:run", RUN, "large"),
+)  # fmt: skip
+
+
+def chosen(names: Sequence[str]) -> tuple[Check, ...]:
+    """Checks by name or group, with those that they look at; all without names. Raises ConfigError."""
+    groups = dict.fromkeys(check.group for check in CHECKS)
+    for name in names:
+        if name not in groups and name not in {check.name for check in CHECKS}:
+            allowed = ", ".join([*groups, *(check.name for check in CHECKS)])
+            raise ConfigError(f"--only: {name} is no check; allowed: {allowed}")
+    wanted = {check.name for check in CHECKS if not names or check.name in names or check.group in names}
+    wanted |= {check.after for check in CHECKS if check.name in wanted and check.after}
+    return tuple(check for check in CHECKS if check.name in wanted)

@@ -1,0 +1,145 @@
+"""The quickstart with each kind of interruption: weights on their way, requests in flight, one process killed, audited.
+
+Each run takes another publish transport and loses another process, so that four runs show all of them. What they leave
+behind is looked at by further checks: the log-probs, the transports, the checkpoint that a killed learner came back to.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from streamrl.lab.acceptance.check import Bench, Failed, Measured
+from streamrl.lab.acceptance.trial import Trial, Victim, killed_at, record_of
+from streamrl.observe.metrics import read_metrics
+from streamrl.places import load_run
+
+STEPS = 40  # of the tiny model, a tenth of a second each: enough to kill something in the middle
+KILL_AT = 3  # the first checkpoint is there
+
+# What each run publishes by, and whom it loses.
+RUNS: dict[str, tuple[str, Victim]] = {
+    "retract": ("broadcast", "server"),
+    "in_place": ("memory", "learner"),
+    "drain": ("disk", "generator"),
+    "abort": ("delta", "learner"),
+}
+
+# With them NCCL writes into the logs of all processes what it finds in their environments.
+NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV"}
+
+
+def run_of(interruption: str) -> str:
+    """The name of its run."""
+    return f"quickstart-{interruption}"
+
+
+def run(bench: Bench, interruption: str) -> Measured:
+    """Train, kill, train on to the end, audit."""
+    transport, victim = RUNS[interruption]
+    settings: dict[str, Any] = {
+        "run.steps": STEPS, "publish.interruption": interruption, "publish.transport": transport,
+    }  # fmt: skip
+    with Trial(bench, run_of(interruption), settings) as trial:
+        trial.start(environment=NCCL_TELLS if bench.gpus else {})
+        trial.reach(KILL_AT)
+        trial.kill(victim)
+        trial.finish()
+        step = trial.step
+    if step != STEPS:
+        raise Failed(f"the run ended at step {step} of {STEPS}")
+    return audited(trial.folder, f"{STEPS} steps by {transport}, {victim} killed")
+
+
+def audited(folder: Path, what: str) -> Measured:
+    """`streamrl audit` of a run. Raises Failed with its first problem."""
+    import numpy as np
+
+    from streamrl.lab import audit  # it imports torch: what only reads records does without
+
+    config = load_run(folder)
+    limits = audit.LIMITS[config.model.dtype]
+    findings = audit.audit(folder, config, limits)
+    if findings.problems:
+        more = f" (and {len(findings.problems) - 1} more)" if len(findings.problems) > 1 else ""
+        raise Failed(f"{what}: {findings.problems[0]}{more}")
+    differences = np.concatenate(findings.differences)
+    return Measured(
+        f"{what}; {findings.audited} tokens within {differences.max():.2g} nats of Hugging Face",
+        f"every promise of the audit, {limits.largest:g} nats",
+    )
+
+
+def logprobs(bench: Bench) -> Measured:
+    """The learner's log-probs against the server's, of tokens that both computed with the same weights."""
+    return gap(bench, bench.folder / "runs" / run_of("retract"), "/s0")
+
+
+def gap(bench: Bench, folder: Path, suffix: str = "", *, allowance: float = 1.0) -> Measured:
+    """`offpolicy/log_ratio` of a run's steps. Raises Failed above the limits of the audit times `allowance`."""
+    from streamrl.lab import audit
+
+    rows = [row for row in read_metrics(folder) if row.get(f"offpolicy/log_ratio_mean{suffix}") is not None]
+    if not rows:
+        raise Failed(f"no step of {folder.name} trained a token of its own version")
+    mean = max(row[f"offpolicy/log_ratio_mean{suffix}"] for row in rows)
+    largest = max(row[f"offpolicy/log_ratio_max{suffix}"] for row in rows)
+    limits = audit.LIMITS[bench.dtype]
+    said = f"mean {mean:.2g}, largest {largest:.2g} nats in {len(rows)} steps"
+    allowed = f"mean {allowance * limits.mean:g}, largest {allowance * limits.largest:g}"
+    if not (mean <= allowance * limits.mean and largest <= allowance * limits.largest):
+        raise Failed(f"{said}; allowed: {allowed}")
+    return Measured(said, allowed)
+
+
+def publish(bench: Bench, interruption: str) -> Measured:
+    """What the run says of its transport: into a server in use, into an idle one, and after the kill."""
+    name = run_of(interruption)
+    transport, victim = RUNS[interruption]
+    record = record_of(bench, name)
+    applied = [event for event in record.events("generator", "publish.apply") if "error" not in event]
+    busy = [event["seconds"] for event in applied if event["tickets"]]
+    idle = [event["seconds"] for event in applied if not event["tickets"]]
+    killed = killed_at(bench, name)
+    after = [event for event in applied if event["time"] > killed]
+    for found, what in ((busy, "into a server in use"), (idle, "into an idle server"), (after, f"after the {victim}")):
+        if not found:
+            raise Failed(f"{transport}: no version got {what}" + (" was killed" if found is after else ""))
+    last = max(int(event["version"].partition(".")[0]) for event in applied)
+    if last != STEPS:
+        raise Failed(f"{transport}: the last version that a server has is {last}, not {STEPS}")
+    return Measured(
+        f"in use {1e3 * statistics.median(busy):.0f} ms ({len(busy)}), idle {1e3 * statistics.median(idle):.0f} ms "
+        f"({len(idle)}), {len(after)} after the {victim} was killed",
+        "each at least once, up to the last version",
+    )
+
+
+def resume(bench: Bench) -> Measured:
+    """A killed learner came back to a checkpoint, and trained every step."""
+    name = run_of("in_place")
+    record = record_of(bench, name)
+    versions = [str(event["version"]) for event in record.events("learner", "ready")]
+    step, _, incarnation = versions[-1].partition(".")
+    if int(step) == 0 or int(incarnation) == 0:
+        raise Failed(f"the learner came back as version {versions[-1]}: from no checkpoint")
+    steps = [int(row["step"]) for row in record.rows()]
+    if steps != list(range(1, STEPS + 1)):
+        raise Failed(f"metrics.jsonl has not every step once: {steps}")
+    return Measured(
+        f"killed, resumed as version {versions[-1]}, all {STEPS} steps", "from a checkpoint, every step once"
+    )
+
+
+def reshard(bench: Bench) -> Measured:
+    """The same run goes on in another layout, from the checkpoint that one rank wrote."""
+    record = record_of(bench, run_of("in_place"))
+    more = [f"run.steps={STEPS + 6}", "learner.ranks=2", "learner.layout.tensor=2"]
+    with record as trial:
+        trial.start(*more)
+        trial.finish()
+    versions = [str(event["version"]) for event in trial.events("learner", "ready")]
+    if not versions[-1].startswith(f"{STEPS}."):
+        raise Failed(f"two ranks began at version {versions[-1]}, not at step {STEPS}")
+    return audited(trial.folder, f"1 rank to TP 2 at step {STEPS}, {trial.step} steps")
