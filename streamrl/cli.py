@@ -352,10 +352,10 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     text = "say what is installed, which accelerators there are, which paths are taken"
     doctor = _command(commands, "doctor", _doctor, text)
-    doctor.add_argument("--gpu", action="store_true", help="run everything that a GPU machine has to show (10 minutes)")
+    doctor.add_argument("--gpu", action="store_true", help="try everything that a GPU machine has to show, in a table")
     doctor.add_argument("--quick", action="store_true", help="with --gpu: smaller batches")
     doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="with --gpu: these checks, or groups")
-    doctor.add_argument("--model", type=Path, metavar="FOLDER", help="with --gpu: of a tiny model's place")
+    doctor.add_argument("--model", type=Path, metavar="FOLDER", help="with --gpu: measured in a tiny one's place")
     doctor.add_argument("--json", type=Path, metavar="PATH", help="with --gpu: write the table here")
 
 

@@ -129,6 +129,8 @@ def test_the_commands_are_those_that_train_starts(model, capsys):
         model.parent / "runs/quickstart",
         ("0", "1", "2", "3", "4", "5"),
     )
+    assert started.learner.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert started.generators[0].environment["CUDA_VISIBLE_DEVICES"] == "2,3,4,5"
     for role in started.roles:
         (line,) = [line for line in lines if line.startswith(f"  {role.name}: ")]
         assert line.endswith(" ".join(role.command).replace(str(os.getpid()), "PID"))

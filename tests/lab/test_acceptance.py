@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch.nn import functional
 from launch import tiny_model
 from streamrl import cli
 from streamrl.config.file import ConfigError
-from streamrl.lab.acceptance import child, command, delivery, engine, installed, layouts, quickstart, trial
+from streamrl.lab.acceptance import child, command, delivery, engine, installed, layouts, quickstart, servers, trial
 from streamrl.lab.acceptance.check import Bench, Check, Failed, Gpu, Skipped
 from streamrl.lab.acceptance.checks import CHECKS, chosen
 from streamrl.lab.plan.command import model_shape
@@ -44,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bench(tmp_path: Path, model: Path) -> Bench:
-    return Bench(folder=tmp_path, model=model, experts=model, quick=True)
+    return Bench(folder=tmp_path, tiny=model, experts=model, quick=True)
 
 
 def probe(name: str, *arguments: str, deadline: float = 60.0, after: str = "") -> Check:
@@ -73,6 +75,10 @@ def test_checks_are_chosen_by_name_or_group_with_those_that_they_look_at():
         ConfigError, match=r"^--only: publish\.dsk is no check; allowed: installed, machine, .*delivery"
     ):
         chosen(["publish.dsk"])
+
+
+def test_a_check_that_looks_at_one_that_looks_at_another_brings_both():
+    assert [check.name for check in chosen(["layout.tp2"])] == ["quickstart.retract", "logprobs.gap", "layout.tp2"]
 
 
 def run_checks(bench: Bench, *checks: Check) -> dict[str, tuple[str, str]]:
@@ -342,6 +348,31 @@ def test_log_probs_that_differ_too_much_or_were_not_computed_are_a_failure(bench
     record("quickstart-retract", [gap_row(1e-6, 1e-6, "/s1")])
     with pytest.raises(Failed, match="no step of quickstart-retract trained a token"):
         quickstart.logprobs(bench)
+
+
+def test_a_model_of_the_users_is_measured_in_a_run_of_its_own_and_no_version_of_it_is_kept(bench, record, monkeypatch):
+    made: list[tuple[str, Path, int]] = []
+
+    @contextmanager
+    def ended(bench: Bench, name: str, settings: dict[str, Any], *, model: Path) -> Iterator[trial.Trial]:
+        folder = record(name, [gap_row(1e-6, 1e-6)])
+        made.append((name, model, settings["publish.keep_every"]))
+        assert folder.name == name
+        yield trial.Trial(bench, name, settings, model=model)
+
+    monkeypatch.setattr(quickstart, "ended", ended)
+    monkeypatch.setattr("streamrl.lab.acceptance.servers.ended", ended)
+    own = bench.folder / "own"
+    shutil.copytree(bench.tiny, own)
+    users = replace(bench, own=own)
+    quickstart.logprobs(users)
+    servers.run(users, "tp2")
+    assert made == [("model", own, 0), ("server-tp2", own, 0)]
+    monkeypatch.setattr(layouts, "command", lambda *_, **__: "")
+    rows = [step_row(step, 1.0, 0.1) for step in range(1, layouts.STEPS + 1)]
+    (users.folder / "runs/model/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record("layout-pp2", rows)
+    assert "gradient norm 0.0e+00" in layouts.run(users, "pp2").figure
 
 
 def published(bench: Bench, *tickets_and_times: tuple[int, float], last: int = quickstart.STEPS) -> None:

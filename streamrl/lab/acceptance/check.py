@@ -33,12 +33,17 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
     """What every check is given: the machine, the models, how much is to be done."""
 
     folder: Path  # of all runs of this acceptance run
-    model: Path  # Hugging Face folder
-    experts: Path  # of a tiny mixture of experts
-    own_model: bool = False  # `model` is the user's
+    tiny: Path  # a tiny model: what runs are killed, and kept in every version, with
+    experts: Path  # a tiny mixture of experts
+    own: Path | None = None  # the user's model: it is measured in the tiny one's place
     quick: bool = False
     gpus: tuple[Gpu, ...] = ()  # those that may be used; none: everything runs on the CPU
     driver: str = ""
+
+    @property
+    def model(self) -> Path:
+        """The one that is measured."""
+        return self.own or self.tiny
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]:

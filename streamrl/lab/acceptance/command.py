@@ -68,7 +68,7 @@ def main(*, quick: bool, only: Sequence[str], output: Path | None, model: Path |
 
 def make_bench(folder: Path, model: Path | None, *, quick: bool) -> Bench:
     """Describe the machine, make the models that are not given."""
-    made = {"experts": folder / "models/experts"} | ({} if model else {"model": folder / "models/tiny"})
+    made = {"tiny": folder / "models/tiny", "experts": folder / "models/experts"}
     for name, target in made.items():
         family = ["--family", "qwen3_moe"] if name == "experts" else []
         words = [sys.executable, "-m", "launch.tiny_model", str(target), *family]
@@ -78,9 +78,9 @@ def make_bench(folder: Path, model: Path | None, *, quick: bool) -> Bench:
     gpus, driver = describe_gpus() if has_cuda() else ((), "")
     bench = Bench(
         folder=folder,
-        model=made["model"] if model is None else model.absolute(),
+        tiny=made["tiny"],
         experts=made["experts"],
-        own_model=model is not None,
+        own=None if model is None else model.absolute(),
         quick=quick,
         gpus=gpus,
         driver=driver,

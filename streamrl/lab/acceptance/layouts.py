@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.lab.acceptance.check import Bench, Failed, Measured
-from streamrl.lab.acceptance.quickstart import audited, run_of
+from streamrl.lab.acceptance.quickstart import audited, measured_run
 from streamrl.lab.acceptance.trial import Trial, command, ended, record_of
 from streamrl.lab.plan.command import model_shape
 from streamrl.lab.plan.learner_memory import fullest_rank
@@ -55,7 +55,7 @@ def experts(bench: Bench) -> Measured:
 
 def run(bench: Bench, layout: str) -> Measured:
     """Retrain in one layout on two ranks, and compare every step."""
-    source = RUN if layout == "ep2" else run_of("retract")
+    source = RUN if layout == "ep2" else measured_run(bench)
     keys = ["learner.ranks=2", *(f"learner.layout.{key}={value}" for key, value in LAYOUTS[layout].items())]
     return _compared(bench, source, f"layout-{layout}", keys)
 
@@ -71,7 +71,7 @@ def local(bench: Bench) -> Measured:
     (package / "__init__.py").write_text(WITHOUT_ENGINE)
     paths = os.pathsep.join([str(hidden), *filter(None, [os.environ.get("PYTHONPATH")])])
     keys = ["learner.overlap=false"]  # a key that changes no sum, as `--set` needs one
-    return _compared(bench, run_of("retract"), "layers-local", keys, {"PYTHONPATH": paths})
+    return _compared(bench, measured_run(bench), "layers-local", keys, {"PYTHONPATH": paths})
 
 
 def _compared(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.lab.acceptance.check import Bench, Failed, Measured
-from streamrl.lab.acceptance.trial import Trial, Victim, killed_at, record_of
+from streamrl.lab.acceptance.trial import Trial, Victim, ended, killed_at, record_of
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 
@@ -28,6 +28,10 @@ RUNS: dict[str, tuple[str, Victim]] = {
 
 # With them NCCL writes into the logs of all processes what it finds in their environments.
 NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV"}
+
+
+# Of a run that is measured and not audited: a version, and a checkpoint, of a large model would fill the disk.
+MEASURED: dict[str, Any] = {"run.steps": 3, "replay.max_staleness": 0, "publish.keep_every": 0, "checkpoint.every": 0}
 
 
 def run_of(interruption: str) -> str:
@@ -73,7 +77,15 @@ def audited(folder: Path, what: str) -> Measured:
 
 def logprobs(bench: Bench) -> Measured:
     """The learner's log-probs against the server's, of tokens that both computed with the same weights."""
-    return gap(bench, bench.folder / "runs" / run_of("retract"), "/s0")
+    if bench.own is None:
+        return gap(bench, bench.folder / "runs" / measured_run(bench), "/s0")
+    with ended(bench, measured_run(bench), MEASURED, model=bench.own) as trial:
+        return gap(bench, trial.folder)
+
+
+def measured_run(bench: Bench) -> str:
+    """The run of the model that is measured, whose batches are trained again in every layout."""
+    return run_of("retract") if bench.own is None else "model"
 
 
 def gap(bench: Bench, folder: Path, suffix: str = "", *, allowance: float = 1.0) -> Measured:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamrl.lab.acceptance.check import Bench, Measured, Skipped
-from streamrl.lab.acceptance.quickstart import gap
+from streamrl.lab.acceptance.quickstart import MEASURED, gap
 from streamrl.lab.acceptance.trial import ended
 
 STEPS = 2
@@ -31,6 +31,6 @@ def run(bench: Bench, kind: str) -> Measured:
         bench.needs_cuda(f"a server with {kind} has no kernels on the CPU")
     if kind == "fp8" and (lowest := min(gpu.capability for gpu in bench.gpus)) < FP8:
         raise Skipped(f"compute capability {lowest:g}; FP8 needs {FP8:g}")
-    settings = {"run.steps": STEPS, "replay.max_staleness": 0, **SETTINGS[kind]}
-    with ended(bench, f"server-{kind}", settings, model=bench.experts if kind == "ep2" else None) as trial:
+    settings = {**MEASURED, "run.steps": STEPS, **SETTINGS[kind]}
+    with ended(bench, f"server-{kind}", settings, model=bench.experts if kind == "ep2" else bench.model) as trial:
         return gap(bench, trial.folder, allowance=FP8_ALLOWANCE if kind == "fp8" else 1.0)

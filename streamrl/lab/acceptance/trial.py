@@ -67,7 +67,7 @@ class Trial:
     def __init__(self, bench: Bench, name: str, settings: Mapping[str, Any], *, model: Path | None = None) -> None:
         """Raises Skipped where this machine has too few GPUs for such a run."""
         chosen = {**SETTINGS, "run.name": name, "run.folder": str(bench.folder / "runs"), "model.dtype": bench.dtype}
-        chosen |= {"model.path": str(model or bench.model), **settings}
+        chosen |= {"model.path": str(model or bench.tiny), **settings}
         self.bench = bench
         self.folder = bench.folder / "runs" / name
         self.file = _written(bench, name, chosen)
