@@ -30,7 +30,7 @@ STEPS = 3
 WITHOUT_ENGINE = "raise ImportError('hidden by streamrl doctor --gpu')"
 
 # Largest relative difference of the gradient norm, and absolute one of the loss, whose terms cancel.
-BARS = {"float32": (1e-3, 1e-4), "bfloat16": (0.1, 0.02)}
+BARS = {"float32": (1e-4, 1e-5), "bfloat16": (0.1, 0.02)}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

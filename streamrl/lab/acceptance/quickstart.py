@@ -12,11 +12,13 @@ from typing import Any
 
 from streamrl.lab.acceptance.check import Bench, Failed, Measured
 from streamrl.lab.acceptance.trial import Trial, Victim, ended, killed_at, record_of
+from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 
-STEPS = 40  # of the tiny model, a tenth of a second each: enough to kill something in the middle
-KILL_AT = 3  # the first checkpoint is there
+STEPS, GPU_STEPS = 24, 100  # of the tiny model: enough to kill something in the middle, however fast they are
+KILL_AT = 3  # and the first checkpoint is there
+MORE = 6  # steps in another layout
 
 # What each run publishes by, and whom it loses.
 RUNS: dict[str, tuple[str, Victim]] = {
@@ -34,6 +36,11 @@ NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV"}
 MEASURED: dict[str, Any] = {"run.steps": 3, "replay.max_staleness": 0, "publish.keep_every": 0, "checkpoint.every": 0}
 
 
+def steps_of(bench: Bench) -> int:
+    """Of each run."""
+    return GPU_STEPS if bench.gpus else STEPS
+
+
 def run_of(interruption: str) -> str:
     """The name of its run."""
     return f"quickstart-{interruption}"
@@ -43,17 +50,17 @@ def run(bench: Bench, interruption: str) -> Measured:
     """Train, kill, train on to the end, audit."""
     transport, victim = RUNS[interruption]
     settings: dict[str, Any] = {
-        "run.steps": STEPS, "publish.interruption": interruption, "publish.transport": transport,
+        "run.steps": steps_of(bench), "publish.interruption": interruption, "publish.transport": transport,
     }  # fmt: skip
     with Trial(bench, run_of(interruption), settings) as trial:
         trial.start(environment=NCCL_TELLS if bench.gpus else {})
-        trial.reach(KILL_AT)
+        trial.until(lambda: trial.step >= KILL_AT and bool(saved_steps(trial.folder)))
         trial.kill(victim)
         trial.finish()
         step = trial.step
-    if step != STEPS:
-        raise Failed(f"the run ended at step {step} of {STEPS}")
-    return audited(trial.folder, f"{STEPS} steps by {transport}, {victim} killed")
+    if step != steps_of(bench):
+        raise Failed(f"the run ended at step {step} of {steps_of(bench)}")
+    return audited(trial.folder, f"{steps_of(bench)} steps by {transport}, {victim} killed")
 
 
 def audited(folder: Path, what: str) -> Measured:
@@ -119,8 +126,8 @@ def publish(bench: Bench, interruption: str) -> Measured:
         if not found:
             raise Failed(f"{transport}: no version got {what}" + (" was killed" if found is after else ""))
     last = max(int(event["version"].partition(".")[0]) for event in applied)
-    if last != STEPS:
-        raise Failed(f"{transport}: the last version that a server has is {last}, not {STEPS}")
+    if last != steps_of(bench):
+        raise Failed(f"{transport}: the last version that a server has is {last}, not {steps_of(bench)}")
     return Measured(
         f"in use {1e3 * statistics.median(busy):.0f} ms ({len(busy)}), idle {1e3 * statistics.median(idle):.0f} ms "
         f"({len(idle)}), {len(after)} after the {victim} was killed",
@@ -137,21 +144,21 @@ def resume(bench: Bench) -> Measured:
     if int(step) == 0 or int(incarnation) == 0:
         raise Failed(f"the learner came back as version {versions[-1]}: from no checkpoint")
     steps = [int(row["step"]) for row in record.rows()]
-    if steps != list(range(1, STEPS + 1)):
+    if steps != list(range(1, steps_of(bench) + 1)):
         raise Failed(f"metrics.jsonl has not every step once: {steps}")
     return Measured(
-        f"killed, resumed as version {versions[-1]}, all {STEPS} steps", "from a checkpoint, every step once"
+        f"killed, resumed as version {versions[-1]}, all {steps_of(bench)} steps", "from a checkpoint, every step once"
     )
 
 
 def reshard(bench: Bench) -> Measured:
     """The same run goes on in another layout, from the checkpoint that one rank wrote."""
     record = record_of(bench, run_of("in_place"))
-    more = [f"run.steps={STEPS + 6}", "learner.ranks=2", "learner.layout.tensor=2"]
+    more = [f"run.steps={steps_of(bench) + MORE}", "learner.ranks=2", "learner.layout.tensor=2"]
     with record as trial:
         trial.start(*more)
         trial.finish()
     versions = [str(event["version"]) for event in trial.events("learner", "ready")]
-    if not versions[-1].startswith(f"{STEPS}."):
-        raise Failed(f"two ranks began at version {versions[-1]}, not at step {STEPS}")
-    return audited(trial.folder, f"1 rank to TP 2 at step {STEPS}, {trial.step} steps")
+    if not versions[-1].startswith(f"{steps_of(bench)}."):
+        raise Failed(f"two ranks began at version {versions[-1]}, not at step {steps_of(bench)}")
+    return audited(trial.folder, f"1 rank to TP 2 at step {steps_of(bench)}, {trial.step} steps")
