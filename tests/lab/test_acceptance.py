@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ from streamrl.types import Batch
 
 H200 = Gpu(name="NVIDIA H200", capability=9.0, memory=143771)
 PROBES = "tests.lab.acceptance_probes"
-WHOLE = 900.0  # seconds of the whole on two busy cores
+WHOLE = 1800.0  # seconds of the whole on two cores that have much else to do
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,35 @@ def test_a_check_that_is_not_done_at_its_deadline_has_failed_and_leaves_no_proce
     while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.1)
+
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from streamrl.lab.acceptance import command
+from tests.lab.test_acceptance import probe
+command.chosen = lambda names: (probe("hangs", deadline=600.0),)
+command.main(quick=True, only=(), output=None, model=None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_an_acceptance_run_that_is_ended_leaves_no_process(number, tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    process = subprocess.Popen([sys.executable, "-c", ENDLESS], env=environment, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 100
+    while not (found := [*tmp_path.glob("streamrl-doctor-*/child")]) or not found[0].read_text():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    (check,) = psutil.Process(process.pid).children()
+    left = [check, *([] if number == signal.SIGKILL else check.children())]  # a run in its place ends with its check
+    process.send_signal(number)
+    process.wait(60)
+    gone, alive = psutil.wait_procs(left, 30)
+    if number == signal.SIGKILL:
+        psutil.Process(int(found[0].read_text())).kill()
+    assert (len(gone), alive) == (len(left), [])
 
 
 def test_what_looks_at_a_check_that_has_not_passed_is_skipped(bench):

@@ -9,8 +9,8 @@ from streamrl.lab.acceptance.check import Check
 
 SHORT, RUN = 180.0, 420.0  # seconds: a few imports; a run, in which a server may compile its kernels first
 
-KINDS = ("retract", "in_place", "drain", "abort")
-TRANSPORTS = {"broadcast": "retract", "memory": "in_place", "disk": "drain", "delta": "abort"}
+# Of the quickstart's runs, one with each interruption: the transport that each publishes by.
+TRANSPORT_OF = {"retract": "broadcast", "in_place": "memory", "drain": "disk", "abort": "delta"}
 FIRST, RESUMED, MEASURED = "quickstart.retract", "quickstart.in_place", "logprobs.gap"
 
 PACKAGE = "streamrl.lab.acceptance"
@@ -29,14 +29,14 @@ CHECKS: tuple[Check, ...] = (
     _check("layers.engine", "Transformer Engine's layers against torch", "engine:run", SHORT),
     *(
         _check(f"quickstart.{kind}", f"a run with {kind}, a kill and the audit", "quickstart:run", RUN, kind)
-        for kind in KINDS
+        for kind in TRANSPORT_OF
     ),
     _check("machine.nccl", "the same NCCL variables at both ends", "installed:nccl", SHORT, after=FIRST),
     _check("logprobs.gap", "the learner's log-probs against the server's", "quickstart:logprobs", RUN, after=FIRST),
     *(
         _check(f"publish.{name}", "into a server in use, idle, after a kill", "quickstart:publish", SHORT, kind,
                after=f"quickstart.{kind}")
-        for name, kind in TRANSPORTS.items()
+        for kind, name in TRANSPORT_OF.items()
     ),
     _check("checkpoint.resume", "a killed learner comes back", "quickstart:resume", SHORT, after=RESUMED),
     _check("checkpoint.reshard", "a run goes on in another layout", "quickstart:reshard", RUN, after=RESUMED),

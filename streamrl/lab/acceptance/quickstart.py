@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.lab.acceptance.check import Bench, Failed, Measured
+from streamrl.lab.acceptance.checks import TRANSPORT_OF
 from streamrl.lab.acceptance.trial import Trial, Victim, ended, killed_at, record_of
 from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
@@ -20,13 +21,8 @@ STEPS, GPU_STEPS = 24, 100  # of the tiny model: enough to kill something in the
 KILL_AT = 3  # and the first checkpoint is there
 MORE = 6  # steps in another layout
 
-# What each run publishes by, and whom it loses.
-RUNS: dict[str, tuple[str, Victim]] = {
-    "retract": ("broadcast", "server"),
-    "in_place": ("memory", "learner"),
-    "drain": ("disk", "generator"),
-    "abort": ("delta", "learner"),
-}
+# Whom each run loses, by its interruption.
+VICTIMS: dict[str, Victim] = {"retract": "server", "in_place": "learner", "drain": "generator", "abort": "learner"}
 
 # With them NCCL writes into the logs of all processes what it finds in their environments.
 NCCL_TELLS = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV"}
@@ -48,7 +44,7 @@ def run_of(interruption: str) -> str:
 
 def run(bench: Bench, interruption: str) -> Measured:
     """Train, kill, train on to the end, audit."""
-    transport, victim = RUNS[interruption]
+    transport, victim = TRANSPORT_OF[interruption], VICTIMS[interruption]
     settings: dict[str, Any] = {
         "run.steps": steps_of(bench), "publish.interruption": interruption, "publish.transport": transport,
     }  # fmt: skip
@@ -115,7 +111,7 @@ def gap(bench: Bench, folder: Path, suffix: str = "", *, allowance: float = 1.0)
 def publish(bench: Bench, interruption: str) -> Measured:
     """What the run says of its transport: into a server in use, into an idle one, and after the kill."""
     name = run_of(interruption)
-    transport, victim = RUNS[interruption]
+    transport, victim = TRANSPORT_OF[interruption], VICTIMS[interruption]
     record = record_of(bench, name)
     applied = [event for event in record.events("generator", "publish.apply") if "error" not in event]
     busy = [event["seconds"] for event in applied if event["tickets"]]
@@ -140,8 +136,7 @@ def resume(bench: Bench) -> Measured:
     name = run_of("in_place")
     record = record_of(bench, name)
     versions = [str(event["version"]) for event in record.events("learner", "ready")]
-    step, _, incarnation = versions[-1].partition(".")
-    if int(step) == 0 or int(incarnation) == 0:
+    if versions[-1].startswith("0."):
         raise Failed(f"the learner came back as version {versions[-1]}: from no checkpoint")
     steps = [int(row["step"]) for row in record.rows()]
     if steps != list(range(1, steps_of(bench) + 1)):
