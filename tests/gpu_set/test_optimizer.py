@@ -20,9 +20,6 @@ from streamrl.types import PolicyVersion
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Before this method existed the state could be saved after the first update alone.
-FILLED = hasattr(PolicyOptimizer, "tensors")
-
 
 def moments(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """The moments that a checkpoint is told of, by key."""
@@ -38,7 +35,6 @@ def test_megatron_makes_transformer_engines_adam_for_every_family(model_folder, 
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-@pytest.mark.xfail(not FILLED, raises=KeyError, strict=True, reason="the state is not filled before the first update")
 def test_its_state_can_be_saved_before_the_first_update(family, model_folder, learner):
     made = learner(model_folder(family))
     load_weights([made.model], model_folder(family))
@@ -97,8 +93,6 @@ def test_a_resumed_run_goes_on_bit_by_bit(family, rank, model_folder, learner, t
     made = learner(folder, lora=adapters(rank))
     load_weights([made.model], folder)
     optimizer, (wrapped,), state = made.optimized()
-    if not FILLED:
-        updated(made, optimizer, wrapped, 1.0)
     saved = checkpoint.latest(tmp_path)
     assert saved is not None
     checkpoint.load(saved, state)
