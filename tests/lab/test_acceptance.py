@@ -104,7 +104,8 @@ def replace_name(check: Check, name: str) -> Check:
     return Check(name, check.what, check.run, check.deadline, check.arguments, check.after)
 
 
-def test_a_check_that_is_not_done_at_its_deadline_has_failed_and_leaves_no_process(bench):
+def test_a_check_that_is_not_done_at_its_deadline_has_failed_and_leaves_no_process(bench, monkeypatch):
+    monkeypatch.setattr(command, "GRACE", 1.0)
     found = run_checks(bench, probe("hangs", deadline=15.0))
     assert found["probe.hangs"][0] == "failed"
     assert found["probe.hangs"][1].startswith("not done in 15 s")
@@ -121,6 +122,7 @@ from pathlib import Path
 from streamrl.lab.acceptance import command
 from tests.lab.test_acceptance import probe
 command.chosen = lambda names: (probe("hangs", deadline=600.0),)
+command.GRACE = 1.0
 command.main(quick=True, only=(), output=None, model=None)
 """
 
