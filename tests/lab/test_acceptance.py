@@ -535,14 +535,26 @@ def test_a_command_that_fails_is_a_failure_with_its_own_line(bench):
 
 
 def test_a_run_that_has_too_few_gpus_is_skipped_with_how_many_it_needs(bench):
-    with pytest.raises(
-        Skipped, match=r"^generate\.workers: servers need 1 GPUs beside the 1 of the learner, and .* 1$"
-    ):
-        trial.Trial(replace(bench, gpus=(H200,)), "one", {})
+    with pytest.raises(Skipped, match=r"^generate\.workers: servers need 2 GPUs, and this machine has 1$"):
+        trial.Trial(replace(bench, gpus=(H200,)), "one", {"generate.tensor_parallel": 2})
     two = replace(bench, gpus=(H200,) * 2)
     assert trial.Trial(two, "two", {}).placed.ranks == (0,)
-    with pytest.raises(Skipped, match="servers need 2 GPUs"):
+    with pytest.raises(Skipped, match=r"^generate\.workers: servers need 2 GPUs beside the 1 of the learner, and "):
         trial.Trial(two, "two", {"generate.tensor_parallel": 2})
+
+
+def test_on_one_gpu_both_sides_of_a_run_take_turns(bench):
+    one = replace(bench, gpus=(H200,))
+    made = trial.Trial(one, "one", {"publish.transport": "broadcast"})
+    assert made.config.run.shares_devices
+    assert made.placed.ranks == made.placed.workers[0][0] == (0,)
+    with pytest.raises(Skipped, match="one GPU: learner and server take turns, and no request is in flight for drain"):
+        trial.Trial(one, "other", {"publish.interruption": "drain"})
+    trial.Trial(one, quickstart.run_of("retract"), {})
+    with pytest.raises(
+        Skipped, match="one GPU: broadcast does not reach the learner's own, "
+    ):
+        quickstart.publish(one, "retract")
 
 
 def test_a_batch_arrives_through_a_real_service(bench, monkeypatch):

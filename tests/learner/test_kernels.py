@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from learner_parts import make_config
@@ -99,7 +100,7 @@ def test_every_row_is_as_long_as_the_buffers_of_the_overlap(model_folder):
     ranks = Ranks.start(config)
     try:
         (chunk,) = build(read_shape(config.model.path), config, ranks.device)
-        short = [SimpleNamespace(ids=range(9))]
+        short = [SimpleNamespace(ids=range(9), segments=np.array([[0, 9, 0, 0]]))]
         assert RowMaker.of_model(chunk, config, ranks.device.torch_device).length(short) == 9
         chunk.config.tp_comm_overlap = chunk.config.sequence_parallel = True
         chunk.config.tensor_model_parallel_size = 4

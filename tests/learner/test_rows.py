@@ -44,7 +44,9 @@ def maker(ranks: int, rank: int, tensor: int) -> RowMaker:
         multiple=2 * ranks * tensor,
         sequence_multiple=sequence_multiple(ranks, ENGINE),
         one_length=False,
+        fixed=0,
         engine=True,
+        varlen=False,
         entropy_gradient=False,
         device=torch.device("cpu"),
     )

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from streamrl.lab.acceptance.check import Bench, Failed, Measured
+from streamrl.lab.acceptance.check import Bench, Failed, Measured, Skipped
 from streamrl.lab.acceptance.checks import TRANSPORT_OF
 from streamrl.lab.acceptance.trial import Trial, Victim, ended, killed_at, record_of
 from streamrl.observe.ending import saved_steps
@@ -113,6 +113,9 @@ def publish(bench: Bench, interruption: str) -> Measured:
     name = run_of(interruption)
     transport, victim = TRANSPORT_OF[interruption], VICTIMS[interruption]
     record = record_of(bench, name)
+    used = record.config.publish.transport
+    if len(bench.gpus) == 1 and used != transport:
+        raise Skipped(f"one GPU: {transport} does not reach the learner's own, the run published by {used}")
     applied = [event for event in record.events("generator", "publish.apply") if "error" not in event]
     busy = [event["seconds"] for event in applied if event["tickets"]]
     idle = [event["seconds"] for event in applied if not event["tickets"]]

@@ -53,6 +53,14 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def _in_turns(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What lets learner and server share the one GPU. Raises Skipped for a run that cannot."""
+    interruption = settings.get("publish.interruption", "retract")
+    if interruption != "retract":
+        raise Skipped(f"one GPU: learner and server take turns, and no request is in flight for {interruption}")
+    return {"run.placement": "shared", "publish.transport": "memory"}
+
+
 class Trial:
     """One run folder, and the process that works in it. End it by leaving the block.
 
@@ -65,9 +73,11 @@ class Trial:
     """
 
     def __init__(self, bench: Bench, name: str, settings: Mapping[str, Any], *, model: Path | None = None) -> None:
-        """Raises Skipped where this machine has too few GPUs for such a run."""
+        """Raises Skipped where this machine has too few GPUs for such a run. On one, both sides take turns."""
         chosen = {**SETTINGS, "run.name": name, "run.folder": str(bench.folder / "runs"), "model.dtype": bench.dtype}
         chosen |= {"model.path": str(model or bench.tiny), **settings}
+        if len(bench.gpus) == 1:
+            chosen |= _in_turns(chosen)
         self.bench = bench
         self.folder = bench.folder / "runs" / name
         self.file = _written(bench, name, chosen)
