@@ -551,16 +551,16 @@ def test_on_one_gpu_both_sides_of_a_run_take_turns(bench):
     with pytest.raises(Skipped, match="one GPU: learner and server take turns, and no request is in flight for drain"):
         trial.Trial(one, "other", {"publish.interruption": "drain"})
     trial.Trial(one, quickstart.run_of("retract"), {})
-    with pytest.raises(
-        Skipped, match="one GPU: broadcast does not reach the learner's own, "
-    ):
+    with pytest.raises(Skipped, match="one GPU: broadcast does not reach the learner's own, "):
         quickstart.publish(one, "retract")
 
 
 def test_a_batch_arrives_through_a_real_service(bench, monkeypatch):
     monkeypatch.setitem(delivery.TOKENS, "small", (1, 2 * delivery.SAMPLES * delivery.LENGTH))
     assert "0.3 million tokens" in delivery.run(bench, "small").figure
-    assert not [each for each in psutil.Process().children(recursive=True) if "replay" in " ".join(each.cmdline())]
+    assert not [
+        each for each in psutil.Process().children(recursive=True) if "streamrl.cli replay" in " ".join(each.cmdline())
+    ]
 
 
 def test_a_batch_with_other_numbers_or_fewer_groups_is_a_failure(bench):
