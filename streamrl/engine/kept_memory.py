@@ -158,20 +158,14 @@ class SingleMemory:
 
 
 class DoubleMemory:
-    """Two memories in turn, so that a version can be written while the one before is still read.
-
-    Where a reader hangs in the one whose turn it is, that one is left to it and replaced.
-    """
+    """Two memories in turn, so that a version can be written while the one before is still read."""
 
     def __init__(self) -> None:
-        self._writing, self._waiting = KeptMemory(), KeptMemory()
+        self._writing, self._waiting = SingleMemory(), SingleMemory()
 
     def begin(self) -> None:
         self._writing, self._waiting = self._waiting, self._writing
-        if not self._writing.begin():
-            self._writing.close()
-            self._writing = KeptMemory()
-            self._writing.begin()
+        self._writing.begin()
 
     def allocate(self, index: int, size: int) -> np.ndarray:
         """As `KeptMemory`."""
