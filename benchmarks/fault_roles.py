@@ -248,6 +248,7 @@ class Publisher(threading.Thread):
         while not self.ending.is_set():
             peer.beat()
             self._handle(peer.receive(0.005))
+            peer.insist()
             if self.newest is not None and self.newest != self._announced:
                 self._announced = self.newest
                 peer.send(Announce(version=self.newest))

@@ -177,6 +177,7 @@ def run(benchmark: Benchmark, *, quick: bool, profile: str | None, profiles: Pat
             print(f"{benchmark.name} took more than {TIMEOUT:g} s", file=sys.stderr)
             code = 124
         seconds = time.monotonic() - began
+        print(f"== {benchmark.name}: exit code {code} after {seconds:.0f} s", flush=True)
         figures = json.loads(target.read_text()) if target.exists() else {}
     if profile == "py-spy":
         code = 0 if figures else 1  # its own exit code says nothing about the benchmark's

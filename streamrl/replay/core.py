@@ -90,9 +90,8 @@ class Core:
             is_worker = run.workers.knows(identity)
             known = is_worker or run.peers.knows(identity)
             message = None if len(frames) == 2 and (is_worker or not known) else _only_message(frames)
-            if received.missed and known and not isinstance(message, Hello):
-                run.events.emit("replay.missed", peer=identity.decode(errors="replace"), messages=received.missed)
-                self._ask(identity)
+            if known and not isinstance(message, Hello):
+                self._ask_again(identity, received.missed)
             if message is not None:
                 self.handle_message(identity, message, now)
             elif known:
@@ -128,6 +127,13 @@ class Core:
         if not self._run.phases.goes_on:
             self._send_over(identity)
         elif not isinstance(message, Bye):
+            self._ask(identity)
+
+    def _ask_again(self, identity: bytes, missed: int) -> None:
+        """Ask a peer of which `missed` words were lost what it said, until it says Hello."""
+        if missed:
+            self._run.events.emit("replay.missed", peer=identity.decode(errors="replace"), messages=missed)
+        if missed or self._run.peers.owes_hello(identity):
             self._ask(identity)
 
     def _ask(self, identity: bytes) -> None:

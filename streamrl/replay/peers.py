@@ -31,6 +31,10 @@ class Peers:
         """Is it time to ask this peer who it is, or to begin again?"""
         return _passed(self._asked, identity, now, ASK_AGAIN)
 
+    def owes_hello(self, identity: bytes) -> bool:
+        """Was this peer asked, and has it not answered yet? The question may be lost, or the answer."""
+        return identity in self._asked
+
     def introduced(self, identity: bytes) -> None:
         """It has said Hello."""
         self._asked.pop(identity, None)

@@ -259,10 +259,11 @@ class Session(Generic[K]):
         if isinstance(received, Stop) and received.refused:
             self._move(Event.REFUSE)
             raise PeerRefused(received.reason)
-        has_gap, self._missed = missed > self._missed, missed
         introduce = isinstance(received, Introduce)
-        # A service that was started again asks once for each word that was queued for it: one answer will do.
-        if (introduce or has_gap) and now - self._greeted >= self._settle:
+        # A service that was started again asks once for each word that was queued for it: one answer will do. A gap
+        # that is seen too early may be of words from behind the greeting: it counts with the next word.
+        if (introduce or missed > self._missed) and now - self._greeted >= self._settle:
+            self._missed = missed
             self._move(Event.INTRODUCE if introduce else Event.GAP)
         return None if introduce else received
 

@@ -11,6 +11,7 @@ from driven_core import LEARNER, PUBLISHER, SERVER, WORKER, Driven, answer, issu
 from service_parts import RUN, V0, MakeGroup, make_config
 
 from streamrl.replay.core import Core
+from streamrl.replay.peers import ASK_AGAIN
 from streamrl.stream.messages import (
     Accepted,
     Announce,
@@ -140,6 +141,22 @@ def test_what_was_lost_is_asked_for(driven: Driven) -> None:
     driven.send(PUBLISHER, Publish(server="s", version=PolicyVersion(1), manifest={}, attempt=7))
     failed = [message for message in driven.got(PUBLISHER) if isinstance(message, PublishFailed)]
     assert [(message.server, message.attempt) for message in failed] == [("s", 7)]
+
+
+def test_who_was_asked_is_asked_until_it_says_hello(driven: Driven) -> None:
+    driven.core.handle(Received(PUBLISHER, [memoryview(encode(Heartbeat()))], 1), driven.now)
+    assert driven.got(PUBLISHER)[-1] == Introduce()  # and it is lost, or what is said to it is
+    for _ in range(2):
+        driven.send(PUBLISHER, Heartbeat())
+        assert driven.got(PUBLISHER) == [], "asked again at once"
+        driven.tick(ASK_AGAIN)
+        driven.send(PUBLISHER, Heartbeat())
+        assert driven.got(PUBLISHER) == [Introduce()]
+    driven.send(PUBLISHER, Hello(run=RUN, role="publisher", name="publisher-0", version=V0))
+    assert Introduce() not in driven.got(PUBLISHER)
+    driven.tick(ASK_AGAIN)
+    driven.send(PUBLISHER, Heartbeat())
+    assert driven.got(PUBLISHER) == []
 
 
 def test_a_core_in_memory_takes_decoded_messages_and_writes_nothing(

@@ -44,18 +44,22 @@ class Service:
         self.accepted = accepted
         self.numbers: dict[int, _Numbers] = {}
         self.revisions: dict[int, int] = {}  # of the peer's news, for each line that is known
+        self.asked: set[int] = set()  # lines on which words were lost, and no Hello came since
 
     def handle(self, line: Line) -> None:
         numbers = self.numbers.setdefault(id(line), _Numbers())
         header, missed = numbers.strip(memoryview(line.up.popleft()))
         word = decode(header)
-        answers: list[Message] = [Introduce()] if missed else []
+        if missed:
+            self.asked.add(id(line))
+        answers: list[Message] = []
         if isinstance(word, Hello):
             assert word.version is not None
             self.revisions[id(line)] = word.version.step
-        elif id(line) not in self.revisions:
+            self.asked.discard(id(line))
+        elif id(line) in self.asked or id(line) not in self.revisions:
             answers = [Introduce()]
-        elif isinstance(word, Next):
+        if isinstance(word, Next) and id(line) in self.revisions:
             if word.step not in self.accepted:
                 self.accepted.append(word.step)
             answers.append(Accepted(group_id=word.step, attempt=0))
@@ -73,7 +77,6 @@ class Circle(RuleBasedStateMachine):
         self.accepted: list[int] = []
         self.answered: set[int] = set()
         self.service = Service(self.accepted)
-        self.settles = settle > 0
         self.session: Session[int] = Session(
             self.told, self.now, opening=self.opening, reply_timeout=REPLY_TIMEOUT, settle=settle, patience=patience
         )
@@ -215,8 +218,7 @@ class Circle(RuleBasedStateMachine):
         assert self.session.state is State.OPEN
         assert self.answered == {*self.accepted} == {*range(self.put)}
         assert not self.line.up
-        if not self.settles:
-            assert self.service.revisions[id(self.line)] == self.revision
+        assert self.service.revisions[id(self.line)] == self.revision
 
 
 TestCircle = Circle.TestCase
@@ -255,6 +257,18 @@ def test_a_question_right_after_a_greeting_is_about_words_from_before_it() -> No
     assert one.state is State.OPEN
     assert one.handle(Introduce(), 0, 1.0) is None
     assert one.state is State.UNKNOWN
+
+
+def test_a_gap_right_after_a_greeting_is_not_forgotten() -> None:
+    one = session(settle=1.0)
+    assert [*one.owed(0.0, [])] == [Heartbeat()]
+    one.handle(Heartbeat(), 1, 0.5)
+    assert one.state is State.OPEN
+    one.handle(Heartbeat(), 1, 1.0)
+    assert one.state is State.UNKNOWN
+    assert [*one.owed(1.0, [])] == [Heartbeat()]
+    one.handle(Heartbeat(), 1, 3.0)
+    assert one.state is State.OPEN
 
 
 def test_a_session_that_is_refused_stays_so_whatever_its_peer_still_does() -> None:
