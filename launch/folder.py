@@ -20,6 +20,7 @@ import psutil
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.engine.nodes import has_joined
 from streamrl.observe.events import event_path, parse_record
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
@@ -57,8 +58,15 @@ def is_complete(run_folder: Path) -> bool:
 
 
 def is_ready(run_folder: Path, role: str, since: float) -> bool:
-    """Whether a role has written the event `ready` after `since`, in seconds since the epoch."""
+    """Whether a role has written the event `ready` after `since`, in seconds since the epoch.
+
+    A further node of a server (`generator-3-node-1`) writes no events: whether it has joined since then.
+    """
     name, _, index = role.rpartition("-")
+    if name.endswith("-node"):
+        if int(index) > 0:
+            return has_joined(run_folder, f"server-{name.split('-')[1]}", int(index), since)
+        name, _, index = name.removesuffix("-node").rpartition("-")
     path = event_path(run_folder, name, int(index))
     if not path.exists():
         return False

@@ -2,7 +2,8 @@
 
 learner nodes              0 .. L-1    ranks evenly, on the first GPUs; the replay service on node 0
 run.placement=shared       0 .. L-1    the workers from the first GPU on, too
-nodes of the generators    L .. N-1    each worker on the first node with GPUs enough for its servers
+nodes of the generators    L .. N-1    each worker on the first node with GPUs enough for its servers; the parts of a
+                                       server over several nodes on the first ones, one on each
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from launch.description import Description
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.generate import GenerateConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A generator worker and the GPUs of its servers.
+    """A generator worker and the GPUs of its servers; or, with a `rank` above 0, a further node of its one server.
 
     Example: `Worker(index=3, pool="", node=5, gpus=(4, 5, 6, 7))`; on nodes without GPUs `gpus` is empty.
     """
@@ -25,6 +27,12 @@ class Worker:
     pool: str
     node: int
     gpus: tuple[int, ...]
+    rank: int = 0  # of this node among those of the server
+
+    @property
+    def name(self) -> str:
+        """Of its role. Example: `generator-3`, `generator-3-node-1`."""
+        return f"generator-{self.index}" + (f"-node-{self.rank}" if self.rank else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +66,7 @@ def place(description: Description, config: Config, *, pods: bool = False) -> Pl
         )
     if pods:
         gpus = (description.generators or description.learner).gpus
-        largest = max(needed for _, needed in _pools(config))
+        largest = max(pool.gpus for pool in config.generate.each_pool)
         if 0 < gpus < largest:
             raise ConfigError(f"generators.gpus: {gpus} of a node are too few for a worker; allowed: from {largest} on")
         return Placement(description.nodes, description.learner.nodes, ranks, ())
@@ -88,27 +96,46 @@ def _ranks(description: Description, config: Config) -> int:
     return ranks // nodes
 
 
-def _pools(config: Config) -> list[tuple[str, int]]:
-    """The pool and the needed GPUs of every worker; servers that it attaches to run elsewhere."""
-    return [(pool.name, pool.gpus) for pool in config.generate.each_pool for _ in range(pool.workers)]
+def _pools(config: Config) -> list[GenerateConfig]:
+    """The pool of every worker."""
+    return [pool for pool in config.generate.each_pool for _ in range(pool.workers)]
 
 
 def _spread(config: Config, nodes: list[int]) -> list[Worker]:
     pools = _pools(config)
-    return [Worker(index, pool, nodes[index * len(nodes) // len(pools)], ()) for index, (pool, _) in enumerate(pools)]
+    parts = [(index, pool, rank) for index, pool in enumerate(pools) for rank in range(pool.server_nodes)]
+    _refuse_too_few(pools, len(nodes))
+    workers, former = [], 0
+    for place, (index, pool, rank) in enumerate(parts):
+        even = place * len(nodes) // len(parts)
+        former = even if rank == 0 else (former + 1) % len(nodes)  # no two parts of a server on one node
+        workers.append(Worker(index, pool.name, nodes[former], (), rank))
+    return workers
 
 
 def _fill(config: Config, free: dict[int, list[int]]) -> list[Worker]:
     """First fit; takes what it gives away out of `free`."""
-    workers = []
-    room = sum(map(len, free.values()))
-    for index, (pool, needed) in enumerate(_pools(config)):
-        node = next((node for node, gpus in free.items() if len(gpus) >= needed), None)
-        if node is None:
+    workers, pools = [], _pools(config)
+    room, every = sum(map(len, free.values())), sum(pool.gpus * pool.server_nodes for pool in pools)
+    _refuse_too_few(pools, len(free))
+    for index, pool in enumerate(pools):
+        nodes = [node for node, gpus in free.items() if len(gpus) >= pool.gpus][: pool.server_nodes]
+        if len(nodes) < pool.server_nodes:
+            where = "of one node" if pool.server_nodes == 1 else f"on each of {pool.server_nodes} nodes"
             raise ConfigError(
-                f"generators: worker {index} needs {needed} GPUs of one node, and none of {len(free)} nodes has them "
-                f"left; allowed: more than {room} GPUs for the {sum(need for _, need in _pools(config))} of all workers"
+                f"generators: worker {index} needs {pool.gpus} GPUs {where}, and {len(nodes) or 'none'} of {len(free)} "
+                f"nodes {'has' if len(nodes) < 2 else 'have'} them left; allowed: more than {room} GPUs for the {every} "
+                "of all workers"
             )
-        workers.append(Worker(index, pool, node, tuple(free[node][:needed])))
-        del free[node][:needed]
+        for rank, node in enumerate(nodes):
+            workers.append(Worker(index, pool.name, node, tuple(free[node][: pool.gpus]), rank))
+            del free[node][: pool.gpus]
     return workers
+
+
+def _refuse_too_few(pools: list[GenerateConfig], nodes: int) -> None:
+    if (needed := max(pool.server_nodes for pool in pools)) > nodes:
+        raise ConfigError(
+            f"generate.server_nodes: {needed} nodes of a server are more than the {nodes} of the generators; allowed: "
+            f"up to {nodes}"
+        )

@@ -159,9 +159,9 @@ class Launch:
         for pool in self.config.generate.each_pool:
             gpus = pool.gpus if groups["generators"].gpus else 0
             name = "generator" + (f"-{_plain(pool.name)}" if pool.name else "")
-            index = f'"$(({first} + JOB_COMPLETION_INDEX))"' if first else '"$JOB_COMPLETION_INDEX"'
-            role = f"generator-$(({first} + JOB_COMPLETION_INDEX))"
-            jobs.append(self._job(name, pool.workers, gpus, f"roles.generator('{index}')", role))
+            index, role = _pod(first, pool.server_nodes)
+            command = f"roles.generator({index})"
+            jobs.append(self._job(name, pool.workers * pool.server_nodes, gpus, command, role))
             first += pool.workers
         return jobs
 
@@ -217,8 +217,22 @@ class Launch:
             parts.append(f"learner with {ranks}")
         for worker in self.placement.on(node):
             on = f" on GPUs {','.join(map(str, worker.gpus))}" if worker.gpus else ""
-            parts.append(f"generator-{worker.index}{on}")
+            parts.append(f"{worker.name}{on}")
         return ", ".join(parts) or "nothing"
+
+
+def _pod(first: int, nodes: int) -> tuple[str, str]:
+    """The arguments of `roles.generator`, and the role's name, of the pods of a pool, by their number in the Job.
+
+    `first` worker of the pool; `nodes` of one server, each of which is a pod.
+    """
+    number = "JOB_COMPLETION_INDEX" if nodes == 1 else f"JOB_COMPLETION_INDEX / {nodes}"
+    number = f"{first} + {number}" if first else number
+    word = f'"$(({number}))"' if first or nodes > 1 else '"$JOB_COMPLETION_INDEX"'
+    if nodes == 1:
+        return f"'{word}'", f"generator-$(({number}))"
+    rank = f"$((JOB_COMPLETION_INDEX % {nodes}))"
+    return f"""'{word}', '"{rank}"'""", f"generator-$(({number}))-node-{rank}"
 
 
 def _security(*, lock: bool) -> dict[str, Any]:

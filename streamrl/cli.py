@@ -95,11 +95,16 @@ def _generator(options: argparse.Namespace) -> int:
     from streamrl.generate import worker
     from streamrl.preflight import machine
 
-    config, folder = _role(options, f"generator-{options.index}")
+    node = f"-node-{options.node}" if options.node else ""
+    config, folder = _role(options, f"generator-{options.index}{node}")
     try:
         machine.check_generator([config.of_worker(options.index).generate])
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if options.node:
+        from streamrl.generate import node as further_node
+
+        return further_node.main(config, folder, options.index, options.node)
     return worker.main(config, folder, options.index, RunEvaluator)
 
 
@@ -288,6 +293,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         if name == "generator":
             role.add_argument("--index", type=flags.index, default=0, help="number of the worker")
+            role.add_argument(
+                "--node", type=flags.index, default=0, help="of its server's nodes; not 0: only the server's part there"
+            )
 
     evaluation = _command(commands, "eval", _eval, "measure weights on held-out prompts: pass@k, greedy, length")
     _add_config(evaluation, optional=True)

@@ -68,11 +68,11 @@ def _refuse_two_ends_on_one_device(config: Config) -> None:
 
 
 def divide(gpus: Sequence[Gpu], pool: GenerateConfig) -> list[tuple[Gpu, ...]]:
-    """The GPUs of each server of a worker of this pool. Raises ConfigError where they are too few for all."""
+    """The GPUs of each server of a worker of this pool, on one of its nodes. Raises ConfigError where they are too few for all."""
     if len(gpus) < pool.gpus:
         raise ConfigError(
             f"generate.servers: the {pool.servers} servers of a worker need {pool.gpus} GPUs, and it may use "
             f"{len(gpus)}; allowed: fewer servers, or more in CUDA_VISIBLE_DEVICES"
         )
-    size = pool.tensor_parallel
+    size = pool.tensor_parallel // pool.server_nodes
     return [tuple(gpus[first : first + size]) for first in range(0, pool.gpus, size)]

@@ -20,6 +20,7 @@ from streamrl.device_map import device_map, divide
 from streamrl.engine import hardware
 from streamrl.engine.server import Server, _environment, server_arguments
 from streamrl.generate import served
+from streamrl.preflight.machine import check_machine
 from streamrl.supervisor import Supervisor
 
 pools = st.lists(
@@ -113,7 +114,8 @@ def test_a_worker_that_sees_too_few_gpus_for_its_servers_is_refused():
         ("tp-size: 2", "generate.tensor_parallel"),
         ("pp_size: 2", "generate.tensor_parallel"),
         ("base_gpu_id: 1", "CUDA_VISIBLE_DEVICES"),
-        ("nnodes: 2", "generate.attach"),
+        ("nnodes: 2", "generate.server_nodes"),
+        ("dist-init-addr: 10.0.0.1:5000", "generate.server_nodes"),
         ("dp_size: 2", "generate.servers"),
     ],
 )
@@ -121,6 +123,37 @@ def test_an_argument_of_sglang_that_would_move_its_ranks_is_refused(argument, in
     with pytest.raises(ValueError, match=rf"generate\.server_args: .* allowed: .*{instead}"):
         load(None, [f"generate.server_args={{{argument}}}"])
     load(None, ["generate.server_args={dp_size: 2, enable_dp_attention: true, pp_size: 1}"])
+
+
+NODES = {"server_nodes": 2, "tensor_parallel": 8}
+
+
+def test_each_node_of_a_server_has_an_equal_part_of_its_gpus():
+    pool = config_of(1, [NODES]).generate.each_pool[0]
+    assert (pool.gpus, divide(range(8), pool)) == (4, [(0, 1, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("tree", "line"),
+    [
+        ({"generate": NODES | {"server_nodes": 3}}, "server_nodes: 3 cannot share tensor_parallel=8 evenly"),
+        ({"generate": NODES | {"servers": 2}}, "servers: 2 is not possible with server_nodes=2"),
+        ({"generate": NODES | {"attach": ["http://a:1"]}}, "attach: .* is not possible with server_nodes=2"),
+        ({"generate": NODES, "publish": {"transport": "memory"}}, "one node of a server.* allowed: broadcast, disk"),
+        ({"generate": NODES, "publish": {"transport": "delta"}}, "one node of a server.* allowed: broadcast, disk"),
+        ({"generate": {"pools": [NODES | {"name": "a"}]}, "run": {"placement": "shared"}}, "allowed: 1, or run.place"),
+    ],
+)
+def test_what_a_server_over_several_nodes_cannot_have_is_refused(tree, line):
+    with pytest.raises(ValueError, match=line):
+        Config.model_validate(tree)
+    adapters = {"learner": {"lora": {"rank": 2, "publish": "adapter"}}, "publish": {"transport": "memory"}}
+    Config.model_validate({"generate": NODES, **adapters})  # they are a folder, whatever the transport
+
+
+def test_train_starts_no_server_over_several_nodes():
+    with pytest.raises(ConfigError, match=r"server_nodes: a server over 2 nodes .* python -m launch\.render"):
+        check_machine(Config.model_validate({"generate": NODES}))
 
 
 @pytest.fixture

@@ -24,8 +24,9 @@ OF_RANKS = {
     "tensor_parallel_size": "generate.tensor_parallel",
     "pp_size": "1, and more by generate.tensor_parallel: pipeline stages share their numbers in a weight update",
     "pipeline_parallel_size": "1, and more by generate.tensor_parallel: pipeline stages share their numbers there",
-    "nnodes": "1, and a server over several nodes by generate.attach",
-    "node_rank": "a server over several nodes by generate.attach",
+    "nnodes": "generate.server_nodes",
+    "node_rank": "generate.server_nodes",
+    "dist_init_addr": "generate.server_nodes",
     "base_gpu_id": "CUDA_VISIBLE_DEVICES, of which each server gets its own",
     "gpu_id_step": "1, and CUDA_VISIBLE_DEVICES, of which each server gets its own",
 }
@@ -75,6 +76,9 @@ class GenerateConfig(Section):
     )
     request_timeout: float = Field(600.0, gt=0, description="seconds that one request to a server may take")
     tensor_parallel: int = Field(1, ge=1, description="tensor-parallel size of a server")
+    server_nodes: int = Field(
+        1, ge=1, description="nodes over which one server goes, each with as many of its ranks (docs/launch.md)"
+    )
     quantization: Literal["fp8"] | None = Field(
         None,
         description="of the servers' linear layers: fp8, e4m3 in blocks of 128 x 128, each version again; null: none",
@@ -92,8 +96,8 @@ class GenerateConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of one worker of this pool where servers run on GPUs: a rank of a server has one of its own."""
-        return 0 if self.attach else self.servers * self.tensor_parallel
+        """GPUs of one worker of this pool on each of its nodes, where servers run on GPUs: a rank has one of its own."""
+        return 0 if self.attach else self.servers * self.tensor_parallel // self.server_nodes
 
     @property
     def each_pool(self) -> tuple[GenerateConfig, ...]:
@@ -145,6 +149,23 @@ class GenerateConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _its_nodes_are_alike(self) -> GenerateConfig:
+        if self.server_nodes == 1:
+            return self
+        if self.tensor_parallel % self.server_nodes:
+            raise ValueError(
+                f"server_nodes: {self.server_nodes} cannot share tensor_parallel={self.tensor_parallel} evenly; allowed: "
+                f"a divisor of {self.tensor_parallel}"
+            )
+        for key, value, allowed in (("servers", self.servers, 1), ("attach", list(self.attach), [])):
+            if value != allowed:
+                raise ValueError(
+                    f"{key}: {value} is not possible with server_nodes={self.server_nodes}, where a worker starts the "
+                    f"one server of its nodes; allowed: {allowed}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _is_quantised_in_one_place(self) -> GenerateConfig:
         """A server that quantises by itself, with SGLang's own arguments, cannot take bfloat16 weights again."""
         if self.quantization is None:
@@ -172,7 +193,8 @@ class GenerateConfig(Section):
 # Keys in which pools may differ. The others belong to the run: a group has as many samples wherever it is made.
 OF_A_POOL = (
     "name", "workers", "servers", "attach", "router", "groups_in_flight", "least_in_flight", "single_requests",
-    "sampling", "stream_every", "request_timeout", "tensor_parallel", "server_args", "threads",
+    "sampling", "stream_every", "request_timeout", "tensor_parallel", "server_nodes", "server_args",
+    "threads",
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.choices import FAMILIES, SINKS
+from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
 from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
@@ -159,6 +159,24 @@ class Config(Section):
             raise ValueError(
                 f"generate.attach: {attached[0].attach[0]} has devices of its own, and run.placement=shared takes "
                 "turns on those of the learner; allowed: [], or run.placement=separate"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_server_over_nodes_is_reached_on_all_of_them(self) -> Config:
+        nodes = max(pool.server_nodes for pool in self.generate.each_pool)
+        if nodes == 1:
+            return self
+        if self.run.shares_devices:
+            raise ValueError(
+                f"generate.server_nodes: {nodes} is not possible with run.placement=shared, where a server is on the "
+                "learner's own devices; allowed: 1, or run.placement=separate"
+            )
+        if not self.learner.lora.by_adapter and not self.publish.chosen("transport").over_nodes:
+            able = [name for name in TRANSPORTS.names if TRANSPORTS.load(name).over_nodes]
+            raise ValueError(
+                f"publish.transport: {self.publish.transport} reaches one node of a server, and "
+                f"generate.server_nodes={nodes}; allowed: {', '.join(able)}"
             )
         return self
 

@@ -28,6 +28,7 @@ from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda, nccl_environment
 from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
 from streamrl.engine.load_plan import LOADER
+from streamrl.engine.nodes import FurtherNodes, NodeLost, NodeOf, reserved_meeting
 from streamrl.engine.quantised_loading import FLAG, OVERRIDE
 from streamrl.engine.shutdown import end_server, segments_of
 
@@ -91,19 +92,28 @@ class Server:
         *,
         label: str = "",
         gpus: Sequence[str] = (),
+        node: NodeOf | None = None,
+        further: FurtherNodes | None = None,
+        host: str = HOST,
     ) -> None:
         """Start the process, which then asks for `keys`; `ready` waits for it.
 
         `index` is added to the run's seed; `label` names the log, as the index does without one. `gpus` by the names
-        that CUDA_VISIBLE_DEVICES takes: without any it sees those that this process sees.
+        that CUDA_VISIBLE_DEVICES takes: without any it sees those that this process sees. Of a server over several
+        nodes: `node` on a further one; `further` on the first, which these reach at `host`.
         """
         self.log = run_folder / "logs" / f"server-{label or index}.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         arguments = server_arguments(config, index)
         if keys != NO_KEYS:
             arguments = {name: value for name, value in arguments.items() if name not in KEY_ARGUMENTS}
-        self._reserved = reserved_port(str(arguments["host"]))
-        port = int(self._reserved.getsockname()[1])
+        self._reserved = [reserved_port(str(arguments["host"]))]
+        port = int(self._reserved[0].getsockname()[1])
+        self._further = further
+        if further is not None:
+            self._reserved.append(reserved_meeting(lambda: reserved_port(host)))
+            node = further.begin(host, int(self._reserved[1].getsockname()[1]), time.monotonic())
+        arguments |= node.arguments if node is not None else {}
         self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
         self._segments: set[Path] = set()
         self.scratch = Path(tempfile.mkdtemp(prefix="streamrl-server-"))  # SGLang leaves its sockets where it can
@@ -143,23 +153,32 @@ class Server:
             try:
                 await client.model_info()  # /health would generate a token, a second each time
                 self._segments = segments_of(self.pid)
-                self._reserved.close()
+                self._release()
                 return
             except EngineError:
                 await asyncio.sleep(POLL)
         raise ServerFailed(f"{self.address} was not ready in {timeout:g} s; {self._last_lines()}")
 
     def check(self) -> None:
-        """Raise ServerFailed when the process has ended."""
+        """Raise ServerFailed when the process has ended, or the part of a further node."""
         if self.exit_code is not None:
             raise ServerFailed(f"{self.address} ended with exit code {self.exit_code}; {self._last_lines()}")
+        if self._further is not None:
+            try:
+                self._further.check(time.monotonic())
+            except NodeLost as lost:
+                raise ServerFailed(str(lost)) from None
 
     async def stop(self) -> None:
         """End the whole process tree, within CUDA_GRACE and REAP; may be called twice."""
-        self._reserved.close()
+        self._release()
         grace = CUDA_GRACE if has_cuda() else 0.0
         await asyncio.to_thread(end_server, self.pid, grace, self.scratch, known=self._segments)
         await asyncio.to_thread(self._process.wait, REAP)
+
+    def _release(self) -> None:
+        for held in self._reserved:
+            held.close()
 
     def _last_lines(self) -> str:
         with self.log.open(errors="replace") as lines:

@@ -92,6 +92,11 @@ class Fleet:
             raise failures.exceptions[0] from failures
         self._up = {served.name: served for served in self._lives}
 
+    def leave_nodes(self, code: int) -> None:
+        """The worker ends for good, with this exit code: so do the further nodes of its servers."""
+        for served in self._lives:
+            served.leave_nodes(code)
+
     async def close(self) -> None:
         """Let go of attached servers, end our own."""
         if self._router is not None:

@@ -14,6 +14,7 @@ from streamrl.device_map import divide
 from streamrl.engine.client import Answer, EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
+from streamrl.engine.nodes import FurtherNodes
 from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
 from streamrl.generate.gate import GatedPolicy, RequestGate
@@ -21,6 +22,7 @@ from streamrl.generate.inference import Policy
 from streamrl.generate.pauses import Pauses, Reason
 from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.transport import PublishError, Sink
+from streamrl.stream.address import own_host
 from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
@@ -73,9 +75,12 @@ class ServedModel:
     """
 
     def __init__(self, config: Config, run_folder: Path, index: int, place: int = 0) -> None:
-        """Start server number `place` of worker `index`, or take its address. `config` as that worker sees it."""
+        """Start server number `place` of worker `index`, or take its address. `config` as that worker sees it.
+
+        Of a server over several nodes the replay service listens already.
+        """
         attach = config.generate.attach
-        label = str(index) if config.generate.servers == 1 else f"{index}-{place}"
+        label = server_label(config, index, place)
         self.name = f"server-{label}"
         self.version = INITIAL
         self._ranks = config.generate.tensor_parallel  # an attached server says how many it has when it is met
@@ -85,7 +90,12 @@ class ServedModel:
         keys = engine_keys(config, run_folder)
         seed = index + SEED_STRIDE * place
         gpus = divide(visible_gpus(), config.generate)[place] if has_cuda() and not attach else ()
-        self._process = None if attach else Server(config, run_folder, seed, keys, label=label, gpus=gpus)
+        where: dict[str, Any] = {"label": label, "gpus": gpus}
+        self._further = None
+        if (nodes := config.generate.server_nodes) > 1:
+            self._further = FurtherNodes(run_folder, self.name, nodes)
+            where |= {"further": self._further, "host": own_host(config, run_folder)}
+        self._process = None if attach else Server(config, run_folder, seed, keys, **where)
         self.address = self._process.address if self._process else attach[place]
         self.client = EngineClient(self.address, config.generate.request_timeout, keys)
         self._gate = RequestGate()
@@ -197,12 +207,22 @@ class ServedModel:
         if self._process is not None:
             self._process.check()
 
+    def leave_nodes(self, code: int) -> None:
+        """The worker ends with this exit code: so do the further nodes, which else wait for a new start of the server."""
+        if self._further is not None:
+            self._further.leave(code)
+
     async def close(self) -> None:
         """Let go of an attached server, end one of our own."""
         await self.client.close()
         self._gate.open()  # who waits there shall look for another server
         if self._process is not None:
             await self._process.stop()
+
+
+def server_label(config: Config, index: int, place: int = 0) -> str:
+    """What tells server number `place` of worker `index` from the others of a run. `config` as that worker sees it."""
+    return str(index) if config.generate.servers == 1 else f"{index}-{place}"
 
 
 def engine_keys(config: Config, run_folder: Path) -> EngineKeys:

@@ -78,6 +78,9 @@ DRAIN_SHARE = 0.5
 ADAPT_PERIOD = 1.0  # seconds between two looks at how full the servers are
 
 
+REFUSED = 2  # exit code of a configuration that is not the run's
+
+
 class Stopped(Exception):
     """The run is over, or this worker is to end: not an error."""
 
@@ -106,34 +109,63 @@ async def run_worker(config: Config, run_folder: Path, index: int, evaluator: Ma
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
-    fleet = Fleet(config, run_folder, index, events)
+    fleet: Fleet | None = None
+    code: int | None = 0  # None: it failed, and may be started again
     try:
-        if await _unless(stop, fleet.start()):
+        over_nodes = config.generate.server_nodes > 1  # which meet at this host's address on the way to the service
+        if over_nodes and await _unless(stop, _address(config, run_folder, stop)):
             return 0
-        address = await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
-        tasks: dict[str, Environment] = {}
-        if await _unless(stop, _load(tasks, config)):
-            return 0
-        worker = Worker(
-            config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator
-        )
-        try:
-            await worker.run(stop)
-        finally:
-            await worker.close()
+        fleet = Fleet(config, run_folder, index, events)
+        await _run_worker(config, run_folder, index, fleet, stop=stop, events=events, evaluator=evaluator)
     except PeerRefused as refusal:
+        code = REFUSED
         events.emit("worker.failed", reason=str(refusal))
         raise
     except (ServerFailed, EngineError, KeysUnusable, RunFailedError, ScorerUnready, TimeoutError) as failure:
-        if stop.is_set():
-            return 0  # asked to end while it waited
-        events.emit("gave_up" if isinstance(failure, RunFailedError) else "worker.failed", reason=str(failure))
-        print(f"generator-{index}: {failure}", file=sys.stderr)
-        return 1
+        if not stop.is_set():  # else it was asked to end while it waited
+            code = 1 if isinstance(failure, RunFailedError) else None
+            events.emit("worker.failed" if code is None else "gave_up", reason=str(failure))
+            print(f"generator-{index}: {failure}", file=sys.stderr)
+            return 1
+    except BaseException:
+        code = None
+        raise
     finally:
-        await fleet.close()
+        if fleet is not None:
+            if code is not None:
+                fleet.leave_nodes(code)
+            await fleet.close()
         events.close()
     return 0
+
+
+async def _run_worker(
+    config: Config,
+    run_folder: Path,
+    index: int,
+    fleet: Fleet,
+    *,
+    stop: asyncio.Event,
+    events: EventLog,
+    evaluator: MakeEvaluator | None,
+) -> None:
+    """From the start of the servers until the run is over, or `stop` is set."""
+    if await _unless(stop, fleet.start()):
+        return
+    address = await _address(config, run_folder, stop)
+    tasks: dict[str, Environment] = {}
+    if await _unless(stop, _load(tasks, config)):
+        return
+    worker = Worker(config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator)
+    try:
+        await worker.run(stop)
+    finally:
+        await worker.close()
+
+
+async def _address(config: Config, run_folder: Path, stop: asyncio.Event) -> str:
+    """Of the replay service."""
+    return await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
 
 
 async def _load(tasks: dict[str, Environment], config: Config) -> None:
@@ -141,7 +173,7 @@ async def _load(tasks: dict[str, Environment], config: Config) -> None:
     tasks |= await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
     """Do `work` to its end, or until `stop` is set, which cancels it. True when it was stopped."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)

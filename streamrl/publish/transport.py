@@ -9,13 +9,11 @@ The manifest travels through the replay service, the bytes do not. No torch here
 from __future__ import annotations
 
 import contextlib
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,6 +22,7 @@ from streamrl.config.replay import StreamConfig
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.kept_memory import Place
 from streamrl.engine.load_plan import BucketLayout
+from streamrl.stream.address import host_towards
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
@@ -179,12 +178,7 @@ class LearnerEnd:
     @property
     def host(self) -> str:
         """This machine's address on the way to the replay service, where the servers' workers are as well."""
-        parts = urlsplit(self.service)
-        host, port = parts.hostname or "127.0.0.1", parts.port or 1
-        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # sends nothing: the kernel only chooses the way
-            return str(probe.getsockname()[0])
+        return host_towards(self.service)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from streamrl.config import Config
 
@@ -51,3 +52,18 @@ def replay_address(config: Config, run_folder: Path, give_up: Callable[[], bool]
         f"no replay service has written {address_path(run_folder)} in run.start_timeout="
         f"{config.run.start_timeout:g} seconds; see {run_folder / 'logs'}"
     )
+
+
+def host_towards(address: str) -> str:
+    """This machine's address on the way to the replay service at `address`, as `tcp://10.0.0.7:7100`."""
+    parts = urlsplit(address)
+    host, port = parts.hostname or "127.0.0.1", parts.port or 1
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # sends nothing: the kernel only chooses the way
+        return str(probe.getsockname()[0])
+
+
+def own_host(config: Config, run_folder: Path) -> str:
+    """This machine's address for others of the run. Raises TimeoutError as `replay_address`."""
+    return host_towards(replay_address(config, run_folder))

@@ -127,7 +127,14 @@ command.main(quick=True, only=(), output=None, model=None)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_an_acceptance_run_that_is_ended_leaves_no_process(number, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
     process = subprocess.Popen([sys.executable, "-c", ENDLESS], env=environment, stderr=subprocess.DEVNULL)

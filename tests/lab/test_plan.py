@@ -81,6 +81,22 @@ def test_every_pool_is_planned_with_its_own_settings():
     ]
 
 
+def test_the_parts_of_a_server_over_two_hosts_are_on_two_hosts():
+    over = "generate.pools=[{name: wide, workers: 1, tensor_parallel: 8, server_nodes: 2}, {name: narrow, tensor_parallel: 2}]"
+    plan = planned(QWEN, over)
+    assert [(pool.name, pool.nodes, pool.gpus, pool.ranks) for pool in plan.pools] == [
+        ("wide", 2, 4, 8),
+        ("narrow", 1, 2, 2),
+    ]
+    assert [host.words for host in plan.hosts[4:]] == [
+        "generators 0-1 (2 servers on GPUs 0-5)",
+        "node 1 of the server of generator 0 on GPUs 0-3",
+    ]
+    one = planned(QWEN, over.replace(", server_nodes: 2", ""))
+    assert plan.pools[0].tokens == one.pools[0].tokens, "the ranks are as many"
+    planned(QWEN, "generate.tensor_parallel=8", "generate.server_nodes=2", machines=Machines(gpus_per_host=4))
+
+
 @pytest.mark.parametrize("name", [LORA, "verl/qwen3-8b-gsm8k", "megatron_rl/qwen2.5-3b-dapo", "gpus/one-gpu"])
 def test_one_host_is_shared_out_as_train_does_it(name):
     config, _ = recipe(name)

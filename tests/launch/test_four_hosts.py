@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -61,7 +61,14 @@ print(len(heard), heard.count(b"generator-"))
 class FourHosts:
     """One run, started as a person would: the printed line on each host."""
 
-    def __init__(self, hosts: Network, folder: Path) -> None:
+    def __init__(
+        self,
+        hosts: Network,
+        folder: Path,
+        *override: str,
+        learners: Sequence[str] = LEARNERS,
+        generators: Sequence[str] = GENERATORS,
+    ) -> None:
         self.hosts = hosts
         self.run = folder / "runs" / "quickstart"
         self._output = folder / "launch"
@@ -70,11 +77,11 @@ class FourHosts:
         tiny_model.make(folder / "model")
         description = {
             "config": str(REPOSITORY / "configs/quickstart.yaml"),
-            "override": [f"model.path={folder}/model", f"run.steps={ENDLESS}", "learner.ranks=2", "generate.workers=2"],
+            "override": [f"model.path={folder}/model", f"run.steps={ENDLESS}", *override],
             "folder": str(folder / "runs"),
-            "learner": {"nodes": 2, "gpus": 0},
-            "generators": {"nodes": 2, "gpus": 0},
-            "hosts": [*LEARNERS, *GENERATORS],
+            "learner": {"nodes": len(learners), "gpus": 0},
+            "generators": {"nodes": len(generators), "gpus": 0},
+            "hosts": [*learners, *generators],
             "python": sys.executable,
         }
         (folder / "run.yaml").write_text(yaml.safe_dump(description))
@@ -94,6 +101,10 @@ class FourHosts:
         """SIGTERM to what was started on a host."""
         first = psutil.Process(self._processes[host].pid).children()[0]
         first.send_signal(signal.SIGTERM)
+
+    def tree(self, host: str) -> list[psutil.Process]:
+        """Every process of a host."""
+        return psutil.Process(self._processes[host].pid).children(recursive=True)
 
     def kill(self, host: str) -> None:
         """Every process of a host at once."""
@@ -129,7 +140,7 @@ class FourHosts:
 @pytest.fixture
 def four_hosts(tmp_path: Path) -> Iterator[FourHosts]:
     with network(*LEARNERS, *GENERATORS) as hosts:
-        made = FourHosts(hosts, tmp_path)
+        made = FourHosts(hosts, tmp_path, "learner.ranks=2", "generate.workers=2")
         try:
             yield made
         finally:

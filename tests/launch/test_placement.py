@@ -46,6 +46,41 @@ def test_pools_of_several_sizes_fill_the_nodes_in_their_order(describe):
     ]
 
 
+NODES = {"server_nodes": 2, "tensor_parallel": 8}
+
+
+def test_the_parts_of_a_server_over_two_nodes_are_on_two_nodes_with_as_many_gpus_each(describe):
+    pools = [{"name": "wide", "workers": 2, **NODES}, {"name": "narrow", "workers": 2, "tensor_parallel": 2}]
+    path = describe(
+        config={"generate": {"pools": pools}, "model": {"path": "/m"}},
+        learner={"nodes": 1},
+        generators={"nodes": 3, "gpus": 8},
+    )
+    workers = place(*load(path)).workers
+    assert [(worker.name, worker.node, worker.gpus) for worker in workers] == [
+        ("generator-0", 1, (0, 1, 2, 3)),
+        ("generator-0-node-1", 2, (0, 1, 2, 3)),
+        ("generator-1", 1, (4, 5, 6, 7)),
+        ("generator-1-node-1", 2, (4, 5, 6, 7)),
+        ("generator-2", 3, (0, 1)),
+        ("generator-3", 3, (2, 3)),
+    ]
+
+
+@pytest.mark.parametrize(("nodes", "workers"), [(2, 1), (2, 3), (3, 2), (5, 4)])
+def test_without_gpus_no_two_parts_of_a_server_are_on_one_node(describe, nodes, workers):
+    path = describe(
+        config={"generate": NODES | {"workers": workers}, "model": {"path": "/m"}},
+        learner={"nodes": 1, "gpus": 0},
+        generators={"nodes": nodes, "gpus": 0},
+    )
+    placed = place(*load(path)).workers
+    assert [(worker.index, worker.rank) for worker in placed] == [
+        (each, rank) for each in range(workers) for rank in (0, 1)
+    ]
+    assert all(first.node != second.node for first, second in zip(placed[::2], placed[1::2], strict=True))
+
+
 def test_without_gpus_the_workers_are_spread_evenly(launch):
     cpu = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 2, "gpus": 0}, "hosts": ["a", "b", "c"]}
     workers = launch("hosts", 3, config={"model": {"path": "/m"}, "generate": {"workers": 4}}, **cpu).placement.workers
@@ -59,6 +94,12 @@ def test_without_gpus_the_workers_are_spread_evenly(launch):
         ({"learner": {"nodes": 3}}, {"learner": {"ranks": 4}}, "learner.nodes: learner.ranks=4 do not divide over 3"),
         ({"learner": {"gpus": 2}}, {"learner": {"ranks": 4}}, "no room for learner.ranks=4; allowed: from 2 on"),
         ({"learner": {"gpus": 2}}, {"generate": {"tensor_parallel": 2}}, "generators: worker 0 needs 2 GPUs"),
+        ({"learner": {"nodes": 1}}, {"generate": NODES}, "server_nodes: 2 nodes of a server are more than the 1 of"),
+        (
+            {"generators": {"nodes": 2, "gpus": 3}},
+            {"generate": NODES},
+            "worker 0 needs 4 GPUs on each of 2 nodes, and none of 2 nodes has them left; allowed: more than 6 GPUs",
+        ),
         ({"folder": "runs"}, {}, "folder: runs is another one on each node"),
         ({"grace": 10}, {}, "grace: 10 s are fewer than run.stop_timeout=60"),
         ({}, {"model": {"path": "models/tiny"}}, "model.path: models/tiny is another one on each node"),

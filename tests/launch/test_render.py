@@ -78,6 +78,23 @@ def test_on_a_shared_node_learner_and_workers_see_gpus_of_their_own(launch):
     assert re.findall(r"--gpus (\S+) -- python -m streamrl.cli generator", text) == ["4,5", "6,7"]
 
 
+@pytest.mark.parametrize("form", ["hosts", "slurm"])
+def test_each_node_of_a_server_has_a_role_with_its_number_and_a_log_of_its_own(launch, form):
+    generate = {"workers": 2, "server_nodes": 2, "tensor_parallel": 4}
+    config = {"model": {"path": "/m"}, "generate": generate}
+    roles = {"learner": {"nodes": 1, "gpus": 8}, "generators": {"nodes": 2, "gpus": 4}, "hosts": ["a", "b", "c"]}
+    separate = {"slurm": {"separate": True}} if form == "slurm" else {}
+    files = launch(form, 3, config=config, **roles, **separate).files()
+    text = files["start.sh" if form == "hosts" else "generators.sbatch"]
+    started = re.findall(r"start (generator\S+) .*--gpus (\S+) -- .* --index (\d)(?: --node (\d))?\n", text)
+    assert started == [
+        ("generator-0", "0,1", "0", ""),
+        ("generator-1", "2,3", "1", ""),
+        ("generator-0-node-1", "0,1", "0", "1"),
+        ("generator-1-node-1", "2,3", "1", "1"),
+    ]
+
+
 def _headers(text: str) -> dict[str, str | None]:
     """The options of sbatch, which must stand before the first command."""
     head, _, body = text.partition("\nset -euo pipefail\n")

@@ -180,6 +180,7 @@ def test_a_source_that_is_gone_is_told_at_once_and_the_server_waits_for_nobody(
     assert [span.version for span in answer.meta_info.weight_versions] == ["0.0"]
 
 
+@pytest.mark.slow
 def test_of_a_source_that_nccl_does_not_miss_the_server_is_stuck_and_only_its_restart_ends_that(
     lazy: Backend, serving, model_folders, tmp_path
 ):

@@ -92,7 +92,10 @@ def test_a_server_that_never_comes_costs_the_source_no_longer_than_it_waits(
         source.send(LOST, staged, until(0.2))
 
 
-@pytest.mark.parametrize("bucket", [0, 1], ids=["before the first bucket", "between two buckets"])
+@pytest.mark.parametrize(
+    "bucket",
+    [pytest.param(0, marks=pytest.mark.slow, id="before the first bucket"), pytest.param(1, id="between two buckets")],
+)
 @pytest.mark.parametrize("killed", [False, True], ids=["silent", "killed"])
 def test_a_server_that_is_lost_in_a_broadcast_holds_nobody_and_the_others_are_served(
     *,
@@ -246,6 +249,7 @@ class Fleet:
                 yield Applied(**told)
 
 
+@pytest.mark.parametrize("backend", ["lazy", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True)
 def test_a_server_that_is_killed_in_a_broadcast_ends_no_learner_and_the_others_get_every_version(
     backend: Backend, lost: Receiver, other: Receiver, model_folders: tuple[Path, Path], tmp_path: Path
 ):

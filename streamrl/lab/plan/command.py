@@ -15,6 +15,7 @@ from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.output import check_file
+from streamrl.lab.plan.generators import Pool
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.plan import Plan, make_plan
 from streamrl.lab.plan.saves import alike, seconds
@@ -150,7 +151,7 @@ def _pools(plan: Plan) -> Rows:
 
     return [
         row("servers", [f"{pool.all_servers}{' (attached)' if pool.attached else ''}" for pool in plan.pools]),
-        row("GPUs of a server", [f"{pool.gpus}" for pool in plan.pools]),
+        row("GPUs of a server", [_gpus(pool) for pool in plan.pools]),
         row("weights on a GPU", [_memory(pool.weights) for pool in plan.pools]),
         row("KV cache on a GPU", [_memory(pool.tokens * pool.token) for pool in plan.pools]),
         row("KV cache, tokens", [f"{pool.tokens:,}" for pool in plan.pools]),
@@ -158,6 +159,10 @@ def _pools(plan: Plan) -> Rows:
         row("longest answers at once", [f"{pool.at_once:,}" for pool in plan.pools]),
         row("answers asked for at once", [f"{pool.asked:,}" for pool in plan.pools]),
     ]
+
+
+def _gpus(pool: Pool) -> str:
+    return f"{pool.gpus}" if pool.nodes == 1 else f"{pool.gpus} on each of {pool.nodes} hosts"
 
 
 def _links(plan: Plan) -> Rows:

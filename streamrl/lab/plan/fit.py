@@ -38,7 +38,8 @@ def check_servers(
         fits = (
             size
             for size in sizes
-            if size <= machines.gpus_per_host and _serves(config, settings, size, shape, machines)
+            if size <= machines.gpus_per_host * settings.server_nodes
+            and _serves(config, settings, size, shape, machines)
         )
         size = next(fits, None)
         named = f" of pool {pool.name}" if pool.name else ""

@@ -39,7 +39,8 @@ class Pool:
     workers: int
     servers: int  # of one worker
     ranks: int  # of one server
-    gpus: int  # of one server; 0 where it runs on cores
+    nodes: int  # of one server
+    gpus: int  # of one server on each of its nodes; 0 where it runs on cores
     attached: bool  # they run already
     weights: int
     cache: int
@@ -86,7 +87,8 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
         workers=pool.workers,
         servers=pool.servers,
         ranks=tensor,
-        gpus=tensor if machines.has_gpus else 0,
+        nodes=pool.server_nodes,
+        gpus=tensor // pool.server_nodes if machines.has_gpus else 0,
         attached=bool(pool.attach),
         weights=weights,
         cache=cache,

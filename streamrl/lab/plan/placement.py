@@ -19,6 +19,7 @@ class Host:
     first_rank: int = 0
     workers: list[int] = field(default_factory=list)  # numbers, as `streamrl generator --index` takes them
     worker_gpus: list[tuple[int, ...]] = field(default_factory=list)  # of each of them
+    further: list[tuple[int, int, tuple[int, ...]]] = field(default_factory=list)  # worker, node of its server, GPUs
     servers: int = 0
     replay: bool = False
 
@@ -34,13 +35,16 @@ class Host:
             taken = [gpu for gpus in self.worker_gpus for gpu in gpus]
             on = f" on {_range('GPU', taken[0], len(taken))}" if taken else ""
             roles.append(f"generator{'s' * (len(self.workers) > 1)} {_numbers(self.workers)} ({servers}{on})")
+        for worker, node, gpus in self.further:
+            on = f" on {_range('GPU', gpus[0], len(gpus))}" if gpus else ""
+            roles.append(f"node {node} of the server of generator {worker}{on}")
         return ", ".join(roles)
 
     def as_json(self) -> dict[str, Any]:
         ranks = list(range(self.first_rank, self.first_rank + self.learner_ranks))
         return {
             "gpus": self.gpus, "replay": self.replay, "learner_ranks": ranks, "generators": self.workers,
-            "servers": self.servers, "generator_gpus": self.worker_gpus,
+            "servers": self.servers, "generator_gpus": self.worker_gpus, "further_nodes": self.further,
         }  # fmt: skip
 
 
@@ -48,7 +52,7 @@ def place(ranks: int, pools: list[Pool], machines: Machines, *, shared: bool = F
     """The hosts of a run. Raises ConfigError for a worker that no host has room for, and for too few hosts.
 
     The learner fills hosts in the order of its ranks, as torchrun does with as many ranks on each. A worker and its
-    servers are on one host; `shared`: on GPUs on which ranks are, too (`run.placement`).
+    servers are on one host, but for a server over several nodes, which are as many hosts; `shared`: on GPUs on which ranks are, too (`run.placement`).
     """
     hosts = _learner_hosts(ranks, machines)
     hosts[0].replay = True
@@ -59,28 +63,37 @@ def place(ranks: int, pools: list[Pool], machines: Machines, *, shared: bool = F
         if needed > machines.gpus_per_host:
             raise ConfigError(
                 f"generate.tensor_parallel: {pool.servers} servers of {pool.gpus} GPUs for one worker do not fit on a "
-                f"host of {machines.gpus_per_host}; allowed: servers x tensor_parallel up to {machines.gpus_per_host}"
+                f"host of {machines.gpus_per_host}; allowed: servers x tensor_parallel up to {machines.gpus_per_host}, or "
+                "a server over several hosts (generate.server_nodes)"
             )
         for _ in range(pool.workers):
-            room = (place for place, gpus in enumerate(taken) if gpus + needed <= machines.gpus_per_host)
-            if (place := next(room, None)) is None:
-                place = len(hosts)
-                hosts.append(Host(gpus=0))
-                taken.append(0)
-            host, first = hosts[place], taken[place]
-            host.workers.append(number)
-            host.worker_gpus.append(tuple(range(first, first + needed)))
-            taken[place] = first + needed
-            host.gpus = max(host.gpus, taken[place])
-            host.servers += 0 if pool.attached else pool.servers
+            for node, place in enumerate(_places(taken, needed, pool.nodes, machines)):
+                if place == len(hosts):
+                    hosts.append(Host(gpus=0))
+                    taken.append(0)
+                host, gpus = hosts[place], tuple(range(taken[place], taken[place] + needed))
+                if node == 0:
+                    host.workers.append(number)
+                    host.worker_gpus.append(gpus)
+                    host.servers += 0 if pool.attached else pool.servers
+                else:
+                    host.further.append((number, node, gpus))
+                taken[place] += needed
+                host.gpus = max(host.gpus, taken[place])
             number += 1
     if machines.hosts and len(hosts) > machines.hosts:
         raise ConfigError(
             f"--hosts: {machines.hosts} hosts of {machines.gpus_per_host} GPUs are fewer than the {len(hosts)} that "
-            f"{ranks} learner ranks and {sum(pool.all_servers * pool.gpus for pool in pools)} GPUs of servers need; "
+            f"{ranks} learner ranks and {sum(pool.all_servers * pool.nodes * pool.gpus for pool in pools)} GPUs of servers need; "
             "allowed: fewer of learner.ranks or generate.workers"
         )
     return hosts
+
+
+def _places(taken: list[int], needed: int, nodes: int, machines: Machines) -> list[int]:
+    """So many different hosts, the first ones with room for `needed` GPUs; those that are not there yet are new."""
+    room = [place for place, gpus in enumerate(taken) if gpus + needed <= machines.gpus_per_host]
+    return [*room, *range(len(taken), len(taken) + nodes)][:nodes]
 
 
 def _learner_hosts(ranks: int, machines: Machines) -> list[Host]:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class Adapter(Transport):
     """A PEFT folder in the run folder; the servers keep the base weights."""
 
+    over_nodes = True
+
     def source(self, at: LearnerEnd) -> Source:
         from streamrl.publish.adapter_source import AdapterSource
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 class Broadcast(Transport):
     """A gloo or NCCL broadcast of flattened buckets to one server after another."""
 
+    over_nodes = True
     one_device = False  # NCCL refuses two ranks of a group on one GPU
 
     def source(self, at: LearnerEnd) -> Source:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 class Disk(Transport):
     """A folder on a file system that learner, workers and servers see under one path."""
 
+    over_nodes = True
     several_at_once = True
     uses = frozenset({"folder"})
     verifies = "every version's checksum"
