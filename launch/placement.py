@@ -124,8 +124,8 @@ def _fill(config: Config, free: dict[int, list[int]]) -> list[Worker]:
             where = "of one node" if pool.server_nodes == 1 else f"on each of {pool.server_nodes} nodes"
             raise ConfigError(
                 f"generators: worker {index} needs {pool.gpus} GPUs {where}, and {len(nodes) or 'none'} of {len(free)} "
-                f"nodes {'has' if len(nodes) < 2 else 'have'} them left; allowed: more than {room} GPUs for the {every} "
-                "of all workers"
+                f"nodes {'have' if len(nodes) > 1 else 'has'} them left; allowed: more than {room} GPUs for the "
+                f"{every} of all workers"
             )
         for rank, node in enumerate(nodes):
             workers.append(Worker(index, pool.name, node, tuple(free[node][: pool.gpus]), rank))

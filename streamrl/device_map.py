@@ -68,7 +68,10 @@ def _refuse_two_ends_on_one_device(config: Config) -> None:
 
 
 def divide(gpus: Sequence[Gpu], pool: GenerateConfig) -> list[tuple[Gpu, ...]]:
-    """The GPUs of each server of a worker of this pool, on one of its nodes. Raises ConfigError where they are too few for all."""
+    """The GPUs of each server of a worker of this pool, on one of its nodes.
+
+    Raises ConfigError where they are too few for all.
+    """
     if len(gpus) < pool.gpus:
         raise ConfigError(
             f"generate.servers: the {pool.servers} servers of a worker need {pool.gpus} GPUs, and it may use "

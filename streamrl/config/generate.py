@@ -96,7 +96,7 @@ class GenerateConfig(Section):
 
     @property
     def gpus(self) -> int:
-        """GPUs of one worker of this pool on each of its nodes, where servers run on GPUs: a rank has one of its own."""
+        """GPUs of one worker of this pool on each of its nodes, where servers run on GPUs: each rank has its own."""
         return 0 if self.attach else self.servers * self.tensor_parallel // self.server_nodes
 
     @property
@@ -154,8 +154,8 @@ class GenerateConfig(Section):
             return self
         if self.tensor_parallel % self.server_nodes:
             raise ValueError(
-                f"server_nodes: {self.server_nodes} cannot share tensor_parallel={self.tensor_parallel} evenly; allowed: "
-                f"a divisor of {self.tensor_parallel}"
+                f"server_nodes: {self.server_nodes} cannot share tensor_parallel={self.tensor_parallel} evenly; "
+                f"allowed: a divisor of {self.tensor_parallel}"
             )
         for key, value, allowed in (("servers", self.servers, 1), ("attach", list(self.attach), [])):
             if value != allowed:

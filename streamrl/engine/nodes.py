@@ -61,7 +61,7 @@ class NodeLost(RuntimeError):
     """A server has lost one of its nodes; the text says which, and why."""
 
 
-Said = TypeVar("Said", Meeting, Attendance)
+Said = TypeVar("Said", bound=Meeting | Attendance)
 
 
 class Beats(Generic[Said]):
@@ -70,7 +70,7 @@ class Beats(Generic[Said]):
     def __init__(self, path: Path, said: type[Said], now: float) -> None:
         self.last: Said | None = None
         self._path = path
-        self._type = said
+        self._type: type[Said] = said
         self._changed = now
 
     def read(self, now: float) -> Said | None:

@@ -107,12 +107,12 @@ class Server:
         arguments = server_arguments(config, index)
         if keys != NO_KEYS:
             arguments = {name: value for name, value in arguments.items() if name not in KEY_ARGUMENTS}
-        self._reserved = [reserved_port(str(arguments["host"]))]
-        port = int(self._reserved[0].getsockname()[1])
-        self._further = further
+        self._reserved = reserved_port(str(arguments["host"]))
+        port = int(self._reserved.getsockname()[1])
+        self._further, self._meeting = further, None
         if further is not None:
-            self._reserved.append(reserved_meeting(lambda: reserved_port(host)))
-            node = further.begin(host, int(self._reserved[1].getsockname()[1]), time.monotonic())
+            self._meeting = reserved_meeting(lambda: reserved_port(host))
+            node = further.begin(host, int(self._meeting.getsockname()[1]), time.monotonic())
         arguments |= node.arguments if node is not None else {}
         self.address = f"http://{_bracketed(str(arguments['host']))}:{port}"
         self._segments: set[Path] = set()
@@ -177,8 +177,9 @@ class Server:
         await asyncio.to_thread(self._process.wait, REAP)
 
     def _release(self) -> None:
-        for held in self._reserved:
-            held.close()
+        self._reserved.close()
+        if self._meeting is not None:
+            self._meeting.close()
 
     def _last_lines(self) -> str:
         with self.log.open(errors="replace") as lines:

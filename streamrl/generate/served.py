@@ -208,7 +208,7 @@ class ServedModel:
             self._process.check()
 
     def leave_nodes(self, code: int) -> None:
-        """The worker ends with this exit code: so do the further nodes, which else wait for a new start of the server."""
+        """The worker ends with this exit code: so do the further nodes, which else wait for a new start of it."""
         if self._further is not None:
             self._further.leave(code)
 

@@ -82,7 +82,8 @@ def test_every_pool_is_planned_with_its_own_settings():
 
 
 def test_the_parts_of_a_server_over_two_hosts_are_on_two_hosts():
-    over = "generate.pools=[{name: wide, workers: 1, tensor_parallel: 8, server_nodes: 2}, {name: narrow, tensor_parallel: 2}]"
+    wide, narrow = "{name: wide, workers: 1, server_nodes: 2}", "{name: narrow, workers: 1, tensor_parallel: 2}"
+    over = f"generate.pools=[{wide}, {narrow}]"
     plan = planned(QWEN, over)
     assert [(pool.name, pool.nodes, pool.gpus, pool.ranks) for pool in plan.pools] == [
         ("wide", 2, 4, 8),

@@ -151,13 +151,13 @@ def test_each_node_of_a_server_is_a_pod(launch, kind):
     pools = [{"name": "small", "workers": 3}, {"name": "wide", "workers": 2, "server_nodes": 2, "tensor_parallel": 16}]
     config = {"model": {"path": "/m"}, "run": {"name": "trial"}, "generate": {"pools": pools}}
     generators = {"nodes": 3, "gpus": 8}
-    made = launch("kubernetes", 4, config=config, generators=generators, kubernetes={"kind": kind})
+    made = launch("kubernetes", 2, config=config, generators=generators, kubernetes={"kind": kind})
     job = _jobs(list(yaml.safe_load_all(made.files()["run.yaml"])))["generator-wide"]
     (container,) = job["template"]["spec"]["containers"]
     assert (job["completions"], container["resources"]["limits"]["nvidia.com/gpu"]) == (4, 8)
     worker, node = "$((3 + JOB_COMPLETION_INDEX / 2))", "$((JOB_COMPLETION_INDEX % 2))"
     assert container["args"][0].endswith(f'--index "{worker}" --node "{node}"')
-    probe = container["readinessProbe"]["exec"]["command"][-1]
+    probe = container["startupProbe"]["exec"]["command"][-1]
     assert probe.endswith(f"generator-{worker}-node-{node}")
 
 

@@ -16,6 +16,7 @@ from launch.role import Role, visible
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.engine.nodes import FurtherNodes, NodeRole
 from streamrl.observe.events import EventLog, event_path, read_events
 
 LISTENER = """
@@ -171,6 +172,13 @@ def test_a_role_is_ready_when_it_has_said_so_since_its_start(run):
     events.close()
     assert folder.is_ready(run, "generator-3", since=time.time() - 60)
     assert not folder.is_ready(run, "generator-3", since=time.time() + 60)
+    assert folder.is_ready(run, "generator-3-node-0", since=0), "the first node of a server is the worker's"
+    assert not folder.is_ready(run, "generator-3-node-1", since=0)
+    FurtherNodes(run, "server-3", 2).begin("127.0.0.1", 1, 0.0)
+    node = NodeRole(run, "server-3", 1, 0.0)
+    assert (meeting := node.to_join(0.0)) is not None
+    node.joined(meeting, 0.0)
+    assert folder.is_ready(run, "generator-3-node-1", since=0)
 
 
 def test_a_node_waits_for_the_folder_of_this_very_configuration(run, tmp_path):

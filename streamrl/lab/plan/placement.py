@@ -52,7 +52,8 @@ def place(ranks: int, pools: list[Pool], machines: Machines, *, shared: bool = F
     """The hosts of a run. Raises ConfigError for a worker that no host has room for, and for too few hosts.
 
     The learner fills hosts in the order of its ranks, as torchrun does with as many ranks on each. A worker and its
-    servers are on one host, but for a server over several nodes, which are as many hosts; `shared`: on GPUs on which ranks are, too (`run.placement`).
+    servers are on one host, but for a server over several nodes, which are as many hosts; `shared`: on GPUs on which
+    ranks are, too (`run.placement`).
     """
     hosts = _learner_hosts(ranks, machines)
     hosts[0].replay = True
@@ -63,8 +64,8 @@ def place(ranks: int, pools: list[Pool], machines: Machines, *, shared: bool = F
         if needed > machines.gpus_per_host:
             raise ConfigError(
                 f"generate.tensor_parallel: {pool.servers} servers of {pool.gpus} GPUs for one worker do not fit on a "
-                f"host of {machines.gpus_per_host}; allowed: servers x tensor_parallel up to {machines.gpus_per_host}, or "
-                "a server over several hosts (generate.server_nodes)"
+                f"host of {machines.gpus_per_host}; allowed: servers x tensor_parallel up to {machines.gpus_per_host}, "
+                "or a server over several hosts (generate.server_nodes)"
             )
         for _ in range(pool.workers):
             for node, place in enumerate(_places(taken, needed, pool.nodes, machines)):
@@ -82,9 +83,10 @@ def place(ranks: int, pools: list[Pool], machines: Machines, *, shared: bool = F
                 host.gpus = max(host.gpus, taken[place])
             number += 1
     if machines.hosts and len(hosts) > machines.hosts:
+        all_gpus = sum(pool.all_servers * pool.nodes * pool.gpus for pool in pools)
         raise ConfigError(
             f"--hosts: {machines.hosts} hosts of {machines.gpus_per_host} GPUs are fewer than the {len(hosts)} that "
-            f"{ranks} learner ranks and {sum(pool.all_servers * pool.nodes * pool.gpus for pool in pools)} GPUs of servers need; "
+            f"{ranks} learner ranks and {all_gpus} GPUs of servers need; "
             "allowed: fewer of learner.ranks or generate.workers"
         )
     return hosts
