@@ -72,6 +72,8 @@ async def run_node(config: Config, run_folder: Path, index: int, rank: int) -> i
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), POLL)
     finally:
+        if node.runs:
+            node.ended("it was ended", time.monotonic())
         if server is not None:
             await server.stop()
     return 0

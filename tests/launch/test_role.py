@@ -176,7 +176,8 @@ def test_a_role_is_ready_when_it_has_said_so_since_its_start(run):
     assert not folder.is_ready(run, "generator-3-node-1", since=0)
     FurtherNodes(run, "server-3", 2).begin("127.0.0.1", 1, 0.0)
     node = NodeRole(run, "server-3", 1, 0.0)
-    assert (meeting := node.to_join(0.0)) is not None
+    meeting = node.to_join(0.0)
+    assert meeting is not None
     node.joined(meeting, 0.0)
     assert folder.is_ready(run, "generator-3-node-1", since=0)
 
