@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import shutil
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launch import tiny_model
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.replay import StreamConfig
 from streamrl.device import Device
 from streamrl.engine import cpu_fp8, quantised_loading
 from streamrl.engine.block_fp8 import dequantise, quantise
@@ -33,8 +35,10 @@ from streamrl.learner.shape import read_shape
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_model
 from streamrl.publish.broadcast_source import BroadcastSource
+from streamrl.publish.delta_source import DeltaSource
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.staging import Staging
+from streamrl.publish.transport import Sink, Source
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
@@ -308,7 +312,7 @@ def save_quantised(folder: Path, target: Path) -> Path:
 
 
 async def check_every_way(client: EngineClient, folders: tuple[Path, Path], config: Config, folder: Path) -> None:
-    """First weights, then versions by disk, memory and broadcast: the bits of a quantised folder by each of them."""
+    """First weights, then versions by each transport: the bits of a quantised folder by each of them."""
     first, second = folders
     await check_is(client, first, second)
     initial = (await client.weights_checksum())["per_engine_checksum"]
@@ -326,16 +330,25 @@ async def check_every_way(client: EngineClient, folders: tuple[Path, Path], conf
     await make_sink(config, client, RequestGate()).apply(staged.version, manifest)
     assert (await client.weights_checksum())["per_engine_checksum"] == initial
 
-    broadcast = config.model_copy(update={"publish": config.publish.model_copy(update={"transport": "broadcast"})})
-    source, sink = BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT), make_sink(broadcast, client, RequestGate())
-    try:
-        staged = Staging(1 << 16).fill(PolicyVersion(3), load_file(second / "model.safetensors").items())
+    def sink_of(transport: str) -> Sink:
+        tree = config.model_dump() | {"stream": {"curve": "off"}}
+        tree["publish"]["transport"] = transport
+        return make_sink(Config.model_validate(tree), client, RequestGate())
+
+    async def publish(source: Source, sink: Sink, step: int, model: Path) -> object:
+        staged = Staging(1 << 16).fill(PolicyVersion(step), load_file(model / "model.safetensors").items())
         manifest = source.manifest(_state(config), staged)
         sending = asyncio.to_thread(source.send, _state(config), staged, until(TIMEOUT))
         await asyncio.gather(sending, sink.apply(staged.version, manifest))
-    finally:
-        source.close()
-    assert (await client.weights_checksum())["per_engine_checksum"] == by_disk
+        return (await client.weights_checksum())["per_engine_checksum"]
+
+    with contextlib.closing(BroadcastSource("127.0.0.1", Device("cpu", 0), TIMEOUT)) as source:
+        assert await publish(source, sink_of("broadcast"), 3, second) == by_disk
+    await check_is(client, second, first)
+    with contextlib.closing(DeltaSource("127.0.0.1", StreamConfig(curve="off"), folder, verify_every=1)) as parcels:
+        sink = sink_of("delta")  # the whole of a version, then what changed
+        assert await publish(parcels, sink, 4, first) == initial
+        assert await publish(parcels, sink, 5, second) == by_disk
     await check_is(client, second, first)
 
 
