@@ -16,7 +16,7 @@ from tests.shared_memory import assert_none_is_left, nobodys
 
 DEADLINE = 240.0  # seconds; a start of SGLang on two busy cores may take one of them
 STEPS = 8
-INTERRUPTED_STEPS = 32  # enough that the interruption comes before the end on a fast machine
+INTERRUPTED_STEPS = 20  # enough that the interruption comes before the end on a fast machine
 CONFIG = """
 run: {{name: run, folder: {folder}, steps: {steps}, stop_timeout: 30, start_timeout: 180}}
 model: {{path: {model}}}
@@ -130,16 +130,25 @@ def finished_run(make_run: Callable[..., Run]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def resumed_run(make_run: Callable[..., Run]) -> Run:
-    """A run that was interrupted by SIGINT in the middle and resumed by the same command."""
-    run = make_run(steps=INTERRUPTED_STEPS).start()
-    run.wait_for(lambda: run.steps() >= 3)
-    run.interrupt()
-    code, output = run.finish()
-    assert code == 130, output
-    run.assert_nothing_is_left()
-    interrupted = run.steps()
-    assert 3 <= interrupted < INTERRUPTED_STEPS
-    code, output = run.start().finish()
-    assert code == 0, output
-    return run
+def interrupted_run(make_run: Callable[..., Run]) -> Callable[..., Run]:
+    """`interrupted_run(SIGINT, *overrides)`: a run whose supervisor got a signal in the middle, resumed to its end."""
+
+    def make(number: signal.Signals, *overrides: str) -> Run:
+        run = make_run(steps=INTERRUPTED_STEPS).start(*overrides)
+        run.wait_for(lambda: run.steps() >= 3)
+        run.process.send_signal(number)
+        code, output = run.finish()
+        assert code == (130 if number == signal.SIGINT else -number), output
+        run.assert_nothing_is_left(within=60.0)
+        assert 3 <= run.steps() < INTERRUPTED_STEPS
+        code, output = run.start(*overrides).finish()
+        assert code == 0, output
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def resumed_run(interrupted_run: Callable[..., Run]) -> Run:
+    """A run of two learner ranks whose supervisor was killed in the middle, resumed by the same command."""
+    return interrupted_run(signal.SIGKILL, "learner.ranks=2")

@@ -366,7 +366,8 @@ def until(seconds: float) -> Callable[[], None]:
     return check
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_every_version_is_quantised_alike_whichever_way_it_comes(serving, folders, tmp_path, ranks):
     config = config_of(folders[0], ranks, transport="memory")
 

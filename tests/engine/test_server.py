@@ -178,6 +178,7 @@ def test_a_server_obeys_its_keys_and_shows_them_to_no_other_user(model_folders, 
         asyncio.run(server.stop())
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_is_reported_with_the_last_lines_of_its_log(model_folders, tmp_path):
     async def run() -> None:
         server = Server(config_of(model_folders[0], no_such_option=3), tmp_path, index=4)

@@ -104,6 +104,7 @@ def replace_name(check: Check, name: str) -> Check:
     return Check(name, check.what, check.run, check.deadline, check.arguments, check.after)
 
 
+@pytest.mark.slow
 def test_a_check_that_is_not_done_at_its_deadline_has_failed_and_leaves_no_process(bench, monkeypatch):
     monkeypatch.setattr(command, "GRACE", 1.0)
     found = run_checks(bench, probe("hangs", deadline=15.0))
@@ -161,7 +162,13 @@ def test_what_looks_at_a_check_that_has_not_passed_is_skipped(bench):
     assert found["probe.two"] == ("skipped", "probe.skips has been skipped")
 
 
-@pytest.mark.parametrize(("checks", "code"), [(["passes", "skips"], 0), (["passes", "fails"], 1)])
+@pytest.mark.parametrize(
+    ("checks", "code"),
+    [
+        pytest.param(["passes", "skips"], 0, marks=pytest.mark.slow),
+        (["passes", "fails"], 1),
+    ],
+)
 def test_the_exit_code_is_1_where_a_check_has_failed_and_the_json_has_every_row(
     checks, code, bench, monkeypatch, capfd
 ):

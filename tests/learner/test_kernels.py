@@ -110,7 +110,7 @@ def test_every_row_is_as_long_as_the_buffers_of_the_overlap(model_folder):
         ranks.stop()
 
 
-@pytest.mark.parametrize("driver", [False, True])
+@pytest.mark.parametrize("driver", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_megatron_is_imported_where_what_needs_the_driver_finds_none(driver, tmp_path):
     """As on a login node with the packages of a GPU node."""
     (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')\n")

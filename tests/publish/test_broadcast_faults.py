@@ -257,7 +257,7 @@ def test_a_server_that_is_killed_in_a_broadcast_ends_no_learner_and_the_others_g
     fleet = Fleet({"lost": lost, "other": other}, "lost")
     tree = {
         "model": {"path": model_folders[0]},
-        "publish": {"bucket": 1 << 16, "timeout": 12.0},
+        "publish": {"bucket": 1 << 16, "timeout": 8.0},
         "stream": {"curve": "off"},
     }
     service, events = ScriptedService(tmp_path, script=fleet), EventLog(event_path(tmp_path, "learner"), "learner-0")
