@@ -2,8 +2,8 @@
 VENV ?= .venv
 GPU_VENV ?= .venv-gpu
 RUN := $(VENV)/bin
-# Two tests at a time; tests/units.py says which of them one process runs, and in which order.
-PYTEST := $(RUN)/python -m pytest --numprocesses 2 --no-loadscope-reorder
+# Three tests at a time, of which one mostly waits; tests/units.py says what one process runs, and in which order.
+PYTEST := $(RUN)/python -m pytest --numprocesses 3 --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 export PYTHONUNBUFFERED := 1
 
