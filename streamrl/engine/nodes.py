@@ -3,8 +3,9 @@
     worker      RUN/servers/server-3.json          Meeting: this start of the server, and the address of its ranks
     node 1, 2   RUN/servers/server-3-node-1.json   Attendance: which start the node has joined, and how that ended
 
-A new Meeting is a new start of the whole server: every node ends what it has, and joins. Each side changes its `beat`
-as long as it lives, and is lost to the other one where that stands still. No clock of another host is read.
+A new Meeting is a new start of the whole server: every node ends what it has, and joins; what a node does is the table
+below. Each side changes its `beat` as long as it lives, and is lost to the other one where that stands still. No clock
+of another host is read.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import msgspec
+
+from streamrl.machine import Machine
 
 BEAT = 2.0  # seconds between two beats, and between two looks at those of the others
 
@@ -25,6 +29,39 @@ NODE_SILENCE = 30.0  # seconds without a beat after which a node is lost, and it
 
 # TCP ports behind that of the meeting, which SGLang takes on its first node with attention's data parallelism.
 FURTHER_PORTS = 6
+
+
+class State(Enum):
+    """Of a further node."""
+
+    WAITING = auto()  # for the first start of its server
+    JOINED = auto()  # its ranks are part of a start
+    ENDED = auto()  # they are not any more; the next start is waited for
+    LEFT = auto()  # so is nothing
+
+
+class Event(Enum):
+    """What happens to a further node."""
+
+    MEET = auto()  # the worker calls to a start that this node has not joined
+    END = auto()  # its ranks have ended, or the process before this one has
+    LEAVE = auto()  # the worker has left for good, or the node is told to end
+
+
+NODE = Machine(
+    "A further node of a server",
+    {
+        (State.WAITING, Event.MEET): State.JOINED,
+        (State.WAITING, Event.END): State.ENDED,
+        (State.WAITING, Event.LEAVE): State.LEFT,
+        (State.JOINED, Event.MEET): State.JOINED,
+        (State.JOINED, Event.END): State.ENDED,
+        (State.JOINED, Event.LEAVE): State.LEFT,
+        (State.ENDED, Event.MEET): State.JOINED,
+        (State.ENDED, Event.LEAVE): State.LEFT,
+    },
+    State.WAITING,
+)
 
 
 class Meeting(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,30 +175,26 @@ class FurtherNodes:
 
 
 class NodeRole:
-    """What a further node does next, by what its worker says. Pure, but for its two files.
+    """What a further node does, by what its worker says. Pure, but for the two files.
 
     Usage:
         node = NodeRole(run_folder, "server-3", rank=1, now=now)
         meeting = node.to_join(now)  # a start that it has not joined: end what runs, and take part in this one
+        node.joined(meeting, now)
     """
 
     def __init__(self, run_folder: Path, server: str, rank: int, now: float) -> None:
+        self.state = NODE.initial
         self._path = attendance_path(run_folder, server, rank)
         self._worker = Beats(meeting_path(run_folder, server), Meeting, now)
         self._begun_with = self._worker.read(now)  # of a worker that may have left long ago
-        former = _read(self._path, Attendance)
-        # What a former process of this node had joined has ended with it.
-        self._said = Attendance(
-            start=former.start if former else "",
-            beat=former.beat + 1 if former else 0,
-            ended="its process was started again" if former and former.start else "",
-        )
+        self._said = Attendance(start="", beat=0)
         self._beaten = float("-inf")
-
-    @property
-    def runs(self) -> bool:
-        """Is it part of a server?"""
-        return bool(self._said.start) and not self._said.ended
+        former = _read(self._path, Attendance)
+        if former is not None:
+            self._said = former
+            if former.start:  # what a former process of this node had joined has ended with it
+                self.ended(former.ended or "its process was started again", now)
 
     def to_join(self, now: float) -> Meeting | None:
         """The meeting of a start that this node has not joined yet; call `joined` with it."""
@@ -178,11 +211,19 @@ class NodeRole:
         return self._worker.silence(now)
 
     def joined(self, meeting: Meeting, now: float) -> None:
+        self.state = NODE.next(self.state, Event.MEET)
         self._say(Attendance(start=meeting.start, beat=self._said.beat), now)
 
     def ended(self, reason: str, now: float) -> None:
         """Its part of the server has ended."""
+        self.state = NODE.next(self.state, Event.END)
         self._say(msgspec.structs.replace(self._said, ended=reason), now)
+
+    def leave(self, now: float) -> None:
+        """The node ends for good, whatever it is part of."""
+        joined, self.state = self.state is State.JOINED, NODE.next(self.state, Event.LEAVE)
+        if joined:
+            self._say(msgspec.structs.replace(self._said, ended="it was ended"), now)
 
     def beat(self, now: float) -> None:
         """Say that this node lives, as often as is due."""

@@ -1,6 +1,6 @@
 """A further node of a server over several: it runs that node's ranks, as the server's worker says (`engine/nodes.py`).
 
-waiting ──a Meeting──▶ SGLang with this node's rank ──it ends──▶ Attendance says why ──a new Meeting──▶ ...
+each Meeting ─▶ SGLang with this node's rank, in the place of the former one
 the worker has left ─▶ SGLang ends ─▶ the worker's exit code
 SIGTERM ─▶ SGLang ends ─▶ exit 0
 no word of the worker for as long as a role waits for a learner step ─▶ SGLang ends ─▶ exit 1
@@ -22,7 +22,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.device_map import divide
 from streamrl.engine.hardware import has_cuda, visible_gpus
-from streamrl.engine.nodes import Meeting, NodeOf, NodeRole
+from streamrl.engine.nodes import Meeting, NodeOf, NodeRole, State
 from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.served import engine_keys, server_label
 
@@ -66,14 +66,13 @@ async def run_node(config: Config, run_folder: Path, index: int, rank: int) -> i
                     await server.stop()
                 server = _joined(config, run_folder, index, rank, meeting)
                 node.joined(meeting, now)
-            elif server is not None and node.runs:
+            elif server is not None and node.state is State.JOINED:
                 _look_after(server, node, now)
             node.beat(now)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), POLL)
     finally:
-        if node.runs:
-            node.ended("it was ended", time.monotonic())
+        node.leave(time.monotonic())
         if server is not None:
             await server.stop()
     return 0

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl.engine.nodes import (
     BEAT,
@@ -15,6 +20,7 @@ from streamrl.engine.nodes import (
     NodeLost,
     NodeOf,
     NodeRole,
+    State,
     has_joined,
     meeting_path,
     reserved_meeting,
@@ -42,9 +48,9 @@ def test_a_node_joins_each_start_of_its_server_once(tmp_path):
     nodes = begun(tmp_path)
     meeting = node.to_join(1.0)
     assert meeting is not None
-    assert (meeting.address, node.runs) == ("10.0.0.3:4000", False)
+    assert (meeting.address, node.state) == ("10.0.0.3:4000", State.WAITING)
     node.joined(meeting, 1.0)
-    assert (node.to_join(2.0), node.runs) == (None, True)
+    assert (node.to_join(2.0), node.state) == (None, State.JOINED)
     assert nodes.begin("10.0.0.3", 5000, 3.0) == NodeOf(0, 2, "10.0.0.3:5000")
     again = node.to_join(3.0)
     assert again is not None
@@ -64,7 +70,7 @@ def test_a_node_that_ends_is_lost_to_its_worker_with_its_reason(tmp_path):
     first, second = joined(tmp_path, 1), joined(tmp_path, 2)
     nodes.check(BEAT)
     second.ended("exit code -9", BEAT)
-    assert not second.runs
+    assert second.state is State.ENDED
     with pytest.raises(NodeLost, match="node 2 of server-3: exit code -9"):
         nodes.check(2 * BEAT)
     nodes.begin("10.0.0.3", 4000, 3 * BEAT)
@@ -118,6 +124,93 @@ def test_a_node_ends_as_its_worker_has(tmp_path, code):
     assert resumed.over(1.0) is None, "of a worker that left before this node began"
     begun(tmp_path)
     assert resumed.to_join(1.0) is not None
+
+
+def test_a_node_that_leaves_says_so_where_it_was_part_of_a_server(tmp_path):
+    waits = NodeRole(tmp_path, "server-3", 2, 0.0)
+    waits.leave(0.0)
+    nodes = begun(tmp_path)
+    joined(tmp_path).leave(1.0)
+    assert waits.state is State.LEFT
+    with pytest.raises(NodeLost, match="node 1 of server-3: it was ended"):
+        nodes.check(BEAT)
+
+
+class Server(RuleBasedStateMachine):
+    """One worker and two further nodes; whoever fails, the server is whole again once nobody fails any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.folder = 0.0, Path(tempfile.mkdtemp())
+        self.runs: dict[int, str] = {}  # which start the ranks of a node are part of, as long as they live
+        self.nodes = {rank: NodeRole(self.folder, "s", rank, 0.0) for rank in (1, 2)}
+        self.worker: FurtherNodes | None = None
+
+    @precondition(lambda self: self.worker is None)
+    @rule()
+    def the_worker_begins(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.worker = FurtherNodes(self.folder, "s", 3)
+        self.worker.begin("h", 1, self.now)
+
+    @precondition(lambda self: self.worker is not None)
+    @rule()
+    def the_worker_dies(self) -> None:
+        self.worker = None
+
+    @rule()
+    def the_worker_looks(self) -> None:
+        if self.worker is not None:
+            try:
+                self.worker.check(self.now)
+            except NodeLost:
+                self.begin()
+
+    @rule(rank=st.sampled_from([1, 2]))
+    def a_node_looks(self, rank: int) -> None:
+        node = self.nodes[rank]
+        if (meeting := node.to_join(self.now)) is not None:
+            self.runs[rank] = meeting.start
+            node.joined(meeting, self.now)
+        elif node.state is State.JOINED and rank not in self.runs:
+            node.ended("its ranks have ended", self.now)
+        node.beat(self.now)
+
+    @rule(rank=st.sampled_from([1, 2]))
+    def the_ranks_of_a_node_end(self, rank: int) -> None:
+        self.runs.pop(rank, None)
+
+    @rule(rank=st.sampled_from([1, 2]))
+    def a_node_is_killed_and_started_again(self, rank: int) -> None:
+        self.runs.pop(rank, None)
+        self.nodes[rank] = NodeRole(self.folder, "s", rank, self.now)
+
+    @rule(seconds=st.sampled_from([0.1, BEAT, NODE_SILENCE + 2 * BEAT]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def a_node_that_says_that_it_takes_part_knows_in_which_start(self) -> None:
+        for rank, node in self.nodes.items():
+            if rank in self.runs:
+                assert node.state is State.JOINED
+
+    def teardown(self) -> None:
+        if self.worker is None:
+            self.begin()
+        for _ in range(6):
+            self.time_passes(BEAT)
+            for look in (lambda: self.a_node_looks(1), lambda: self.a_node_looks(2), self.the_worker_looks):
+                look()
+        assert self.worker is not None
+        assert self.runs == dict.fromkeys((1, 2), self.worker._meeting.start)
+        shutil.rmtree(self.folder)
+
+
+TestServer = Server.TestCase
+TestServer.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_a_worker_that_never_began_leaves_nothing(tmp_path):
