@@ -43,6 +43,7 @@ from streamrl.types import Ledger, PolicyVersion, Ticket
 V0 = PolicyVersion(0)
 NOTED = ("replay.malformed", "replay.refused", "group.refused")  # events that tell why something was turned away
 SILENCE = "nothing"
+NOTHING = f"^{SILENCE}$"  # expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,10 @@ def matches(kind: Kind, seen: str) -> bool:
 # -- what is seen
 
 
-def _seen(circle: Circle, member: Member) -> str:
-    """The service's answer to a member, or its events about it, or that there is nothing."""
-    deadline = time.monotonic() + WAIT
-    quiet = time.monotonic() + PATIENCE
-    while time.monotonic() < min(deadline, quiet):
+def _seen(circle: Circle, member: Member, patience: float = WAIT) -> str:
+    """The service's answer to a member, or its events about it, or that in `patience` seconds there is nothing."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
         if (message := member.receive(0.05)) is not None:
             if isinstance(message, Tickets | Publish):
                 continue
@@ -121,9 +121,9 @@ def _strangers() -> Iterator[Kind]:
     }
     for name, saying in sayings.items():
         yield Kind(name, "stranger", "^hung up on$", _stranger(saying))
-    yield Kind("another client's key", "stranger", f"^{SILENCE}$", _wrong_key(client=True))
-    yield Kind("another service's key", "stranger", f"^{SILENCE}$", _wrong_key(client=False))
-    yield Kind("a DEALER without CURVE", "stranger", f"^{SILENCE}$", _wrong_key(client=None))
+    yield Kind("another client's key", "stranger", NOTHING, _wrong_key(client=True))
+    yield Kind("another service's key", "stranger", NOTHING, _wrong_key(client=False))
+    yield Kind("a DEALER without CURVE", "stranger", NOTHING, _wrong_key(client=None))
 
 
 def _stranger(saying: bytes) -> Callable[[Circle, str], str]:
@@ -192,7 +192,7 @@ def _members() -> Iterator[Kind]:
     yield Kind("three frames", "member", "3 frames in one message; allowed: 2", _raw(bytes(8) + hello, b"", b""))
     yield Kind("5,000 frames", "member", "5000 frames in one message; allowed: 2", _raw(*[b""] * 5000))
     yield Kind("a message that is too large", "member", "stream.max_message allows", _too_large)
-    yield Kind("a frame that is too large", "member", f"^{SILENCE}$", _too_large_frame)
+    yield Kind("a frame that is too large", "member", NOTHING, _too_large_frame)
     yield Kind("a word before the Hello", "member", "^Introduce$", _member(encode(Credit(capacity=3))))
     yield Kind("another run's Hello", "member", "is of run somebody-else", _hello(run="somebody-else"))
     huge = Ledger(below=1 << 50, above=(), pending={}, cursors={})
@@ -212,11 +212,11 @@ def _member(header: bytes) -> Callable[[Circle, str], str]:
     return act
 
 
-def _raw(*frames: bytes) -> Callable[[Circle, str], str]:
+def _raw(*frames: bytes, patience: float = WAIT) -> Callable[[Circle, str], str]:
     def act(circle: Circle, address: str) -> str:
         with Member(address, circle.keys) as member:
             member.raw(*frames)
-            return _seen(circle, member)
+            return _seen(circle, member, patience)
 
     return act
 
@@ -227,7 +227,7 @@ def _too_large(circle: Circle, address: str) -> str:
 
 
 def _too_large_frame(circle: Circle, address: str) -> str:
-    return _raw(bytes(circle.config.stream.max_message + 4096))(circle, address)
+    return _raw(bytes(circle.config.stream.max_message + 4096), patience=PATIENCE)(circle, address)
 
 
 def _hello(run: str | None = None, **fields: Any) -> Callable[[Circle, str], str]:
@@ -260,24 +260,24 @@ def _workers() -> Iterator[Kind]:
         "a heartbeat of NaN seconds": (changed(encode(Heartbeat()), busy=float("nan")), "malformed"),
         "a heartbeat for tickets of others": (
             Heartbeat(tickets=tuple((number, 0) for number in range(100_000))),
-            f"^{SILENCE}$",
+            NOTHING,
         ),
-        "a Bye, and then a word": (Bye(), f"^{SILENCE}$"),
+        "a Bye, and then a word": (Bye(), NOTHING),
     }
     for name, (word, expected) in words.items():
-        yield Kind(name, "worker", expected, _worker(word))
+        yield Kind(name, "worker", expected, _worker(word, PATIENCE if expected == NOTHING else WAIT))
     yield Kind("weights that were never announced", "worker", "never (announced|published)", _unannounced(far))
 
 
 _WELCOME = b"\x82\xa1v\x05\xa4kind\xa7welcome"
 
 
-def _worker(word: Message | bytes) -> Callable[[Circle, str], str]:
+def _worker(word: Message | bytes, patience: float) -> Callable[[Circle, str], str]:
     def act(circle: Circle, address: str) -> str:
         with Member(address, circle.keys) as member:
             member.join(circle.run, V0)
             member.send(word)
-            seen = _seen(circle, member)
+            seen = _seen(circle, member, patience)
             member.send(Bye())
             return seen
 
