@@ -77,6 +77,8 @@ ELSEWHERE = (
      "test_settings_are_run_for_real_and_compared_with_what_was_predicted"),
     (r"streamrl sweep configs/experiments/staleness.yaml",  # 48 runs; that of another experiment is run here
      "tests/lab/test_sweep.py::test_the_staleness_experiment_has_four_bounds_and_four_corrections"),
+    (r"streamrl generator --run-folder .* --node 1",
+     "tests/generate/test_node.py::test_it_joins_its_server_and_ends_it_and_itself_as_its_worker_has"),
     (r"streamrl generator --run-folder .*",
      "tests/end_to_end/test_pools.py::test_a_worker_joins_a_run_and_leaves_it_and_neither_costs_a_group"),
     (r"python -m streamrl.tasks.serve .*", "tests/tasks/test_remote.py"),
