@@ -44,7 +44,8 @@ def test_a_finished_run_has_one_row_a_step_with_every_metric(finished_run):
         assert row.keys() >= DESIGN_KEYS
         assert row["staleness/max"] <= 2
         assert row["tokens/trained"] > 0
-        assert row["grad_norm"] > 0
+        assert (row["grad_norm"] > 0) == (row["signal_rate"] > 0)  # every group of a step may be all right or all wrong
+    assert any(row["grad_norm"] > 0 for row in rows)
 
 
 def test_generation_goes_on_while_the_learner_trains(finished_run):
