@@ -10,6 +10,7 @@ of another host is read.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -22,6 +23,8 @@ from typing import Generic, TypeVar
 import msgspec
 
 from streamrl.machine import Machine
+
+log = logging.getLogger(__name__)
 
 BEAT = 2.0  # seconds between two beats, and between two looks at those of the others
 
@@ -276,16 +279,19 @@ def _is_free(port: int) -> bool:
 
 
 def _read(path: Path, said: type[Said]) -> Said | None:
-    """None where there is no file, or one that nobody here has written."""
+    """None where there is no file, or one that nobody here has written, or that cannot be read now."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=said)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError):
         return None
 
 
 def _write(path: Path, said: Meeting | Attendance) -> None:
-    """Whole, or not at all."""
-    path.parent.mkdir(exist_ok=True)
+    """Whole, or not at all: on a full disk, or without the file system, the next beat says it all again."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_bytes(msgspec.json.encode(said))
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        partial.write_bytes(msgspec.json.encode(said))
+        os.replace(partial, path)
+    except OSError as error:
+        log.warning("%s cannot be written now: %s", path, error.strerror)

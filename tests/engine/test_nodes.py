@@ -225,6 +225,19 @@ def test_what_nobody_here_wrote_is_as_if_it_were_not_there(tmp_path):
     assert NodeRole(tmp_path, "server-3", 1, 0.0).to_join(0.0) is None
 
 
+def test_what_cannot_be_written_is_said_with_a_later_beat_and_ends_nobody(tmp_path, caplog):
+    blocked = tmp_path / "servers"
+    blocked.touch()
+    nodes, node = begun(tmp_path), NodeRole(tmp_path, "server-3", 1, 0.0)
+    nodes.check(BEAT)
+    node.beat(BEAT)
+    assert node.to_join(BEAT) is None
+    assert "server-3.json cannot be written now: " in caplog.text
+    blocked.unlink()
+    nodes.check(2 * BEAT)
+    assert node.to_join(2 * BEAT) is not None
+
+
 def test_a_node_is_ready_once_it_has_joined(tmp_path):
     begun(tmp_path)
     assert not has_joined(tmp_path, "server-3", 1, since=0.0)
