@@ -108,6 +108,11 @@ class GenerateConfig(Section):
         common = self.model_dump(exclude={"pools"})
         return tuple(_pool(common, own) for own in self.pools) or (self,)
 
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the server that has the most of them, over all pools."""
+        return max(pool.server_nodes for pool in self.each_pool)
+
     @model_validator(mode="after")
     def _pools_are_clear(self) -> GenerateConfig:
         names = [pool.name for pool in self.each_pool] if self.pools else []

@@ -164,7 +164,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_server_over_nodes_is_reached_on_all_of_them(self) -> Config:
-        nodes = max(pool.server_nodes for pool in self.generate.each_pool)
+        nodes = self.generate.most_nodes
         if nodes == 1:
             return self
         if self.run.shares_devices:

@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from transformers.utils import logging as transformers_logging
 
 from streamrl.config import Config
+from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.preflight.model import check_folder
@@ -53,6 +54,7 @@ class Findings:
     """What an audit found; `problems` empty means that every checked promise held."""
 
     first: int = 0  # step of the first batch that the journal still has
+    handed_out: int | None = None  # step of a last batch that was not trained before the run was ended
     batches: int = 0
     groups: int = 0
     quarantined: int = 0  # of them: neither lost nor trained
@@ -93,10 +95,12 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     """Check the journal, the metrics and the kept weights of a run against one another."""
     findings = Findings(bound=make_order(config.replay).worst_staleness)
     tokens: dict[PolicyVersion, list[Stamped]] = defaultdict(list)
-    history = History(config, {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)})
+    versions = {int(row["step"]) - 1: row["version"] for row in read_metrics(run_folder)}
+    history = History(config, versions)
+    reached = max([*saved_steps(run_folder), *(step + 1 for step in versions)], default=0)
     try:
         for batch in batches(run_folder):
-            history.check(batch, findings)
+            history.check(batch, findings, handed_out=batch.step == reached)
             for version, span in _stamped(batch):
                 tokens[version].append(span)
     except JournalDamaged as damage:
@@ -168,8 +172,11 @@ class History:
         self._oldest = 0  # the first id that is not trained yet
         self._prompts: set[tuple[str, int]] = set()
 
-    def check(self, batch: Batch, findings: Findings) -> None:
-        """Order, completeness, prompts and staleness of the next batch."""
+    def check(self, batch: Batch, findings: Findings, *, handed_out: bool = False) -> None:
+        """Order, completeness, prompts and staleness of the next batch.
+
+        One that was `handed_out` when the run was ended is trained by the next start, and counts then.
+        """
         if findings.batches == 0 and self._config.journal.keep != "all":
             findings.first = batch.step  # what was before it has been deleted
         if batch.step != (due := findings.first + findings.batches):
@@ -181,6 +188,9 @@ class History:
             findings.problems += [f"step {batch.step} trained {problem}" for problem in problems]
             self._add(group)
         ages = self._check_ages(batch, findings)
+        if handed_out and findings.handed_out is None:
+            findings.handed_out = batch.step
+            return
         findings.batches += 1
         findings.groups += len(batch.groups)
         findings.quarantined += len(batch.quarantined)
@@ -321,6 +331,8 @@ def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits)
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
     print(f"audit of {run_folder}")
     print(f"  batches {findings.batches}, groups {findings.groups}, of them quarantined {findings.quarantined}")
+    if findings.handed_out is not None:
+        print(f"  (the batch of step {findings.handed_out} was handed out and not trained; the next start trains it)")
     if findings.first:
         print(f"  (from step {findings.first} on; journal.keep={config.journal.keep} has deleted what was before)")
     print(f"  staleness: largest {findings.staleness}, bound {'none' if findings.bound is None else findings.bound}")

@@ -50,7 +50,7 @@ def check_learner() -> None:
 
 def check_machine(config: Config) -> None:
     """Refuse a run whose processes this machine cannot hold. Raises ConfigError."""
-    if (nodes := max(pool.server_nodes for pool in config.generate.each_pool)) > 1:
+    if (nodes := config.generate.most_nodes) > 1:
         raise ConfigError(
             f"generate.server_nodes: a server over {nodes} nodes is started on all of them, and `train` starts this "
             "machine alone; allowed: 1, or python -m launch.render (docs/launch.md)"

@@ -15,7 +15,8 @@ from streamrl.engine.server import command_line, server_arguments
 
 RECIPES = sorted(path for path in Path("configs/recipes").glob("*/*.yaml") if path.parent.name != "parts")
 FURTHER: list[dict[str, Any]] = [
-    {"generate": {"server_args": {"quantization": "fp8", "kv_cache_dtype": "fp8_e4m3"}}},
+    {"generate": {"server_args": {"quantization": "fp8", "load_format": "flash_rl", "kv_cache_dtype": "fp8_e4m3"}}},
+    {"generate": {"quantization": "fp8", "server_args": {"kv_cache_dtype": "fp8_e4m3"}}},
     {"generate": {"tensor_parallel": 8, "server_args": {"ep_size": 8, "moe_a2a_backend": "deepep"}}},
     {"generate": {"tensor_parallel": 8, "server_args": {"enable_dp_attention": True, "dp_size": 8}}},
     {"generate": {"server_args": {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3}}},

@@ -28,11 +28,14 @@ def check(make_group):
     def group_of(given: int | Group, step: int) -> Group:
         return given if isinstance(given, Group) else make_group(given, version=PolicyVersion(max(0, step - 1)))
 
-    def run(config: Config, history: list, versions: dict[int, str] | None = None) -> Findings:
+    def run(
+        config: Config, history: list, versions: dict[int, str] | None = None, reached: int | None = None
+    ) -> Findings:
         findings = Findings(bound=make_order(config.replay).worst_staleness)
         checked = History(config, versions or {})
         for step, groups in history:
-            checked.check(Batch(step=step, groups=tuple(group_of(group, step) for group in groups)), findings)
+            batch = Batch(step=step, groups=tuple(group_of(group, step) for group in groups))
+            checked.check(batch, findings, handed_out=step == reached)
         return findings
 
     return run
@@ -96,6 +99,16 @@ def test_a_journal_that_keeps_what_a_resume_needs_is_checked_from_where_it_begin
     findings = check(config_of(keep="resume"), [(7, [14, 15]), (8, [16, 17])])
     assert (findings.problems, findings.first, findings.batches) == ([], 7, 2)
     assert check(config_of(), [(7, [14, 15])]).problems[0] == "batch of step 7 where step 0 was due"
+
+
+def test_a_batch_that_was_handed_out_when_the_run_was_ended_is_checked_but_counts_as_untrained(check):
+    findings = check(config_of(), [(0, [0, 1]), (1, [2, 3])], reached=1)
+    assert (findings.problems, findings.handed_out, findings.batches, findings.groups) == ([], 1, 1, 2)
+    assert "a second time" in check(config_of(), [(0, [0, 1]), (1, [2, 0])], reached=1).problems[0]
+    assert (
+        "of step 2 where step 1 was due"
+        in check(config_of(), [(0, [0, 1]), (1, [2, 3]), (2, [4, 5])], reached=1).problems[0]
+    )
 
 
 def test_quantised_servers_have_limits_of_their_own_wider_than_those_of_their_weights_dtype():

@@ -100,6 +100,17 @@ def test_inexact_tokens_are_counted_and_shown_apart_and_held_to_nothing(recorded
     assert "    largest 1\n" in told
 
 
+def test_a_batch_that_was_on_its_way_when_the_run_was_ended_is_no_broken_promise(recorded, capsys):
+    run = recorded("retract", (VersionSpan(V0, 0, 5),), wrong=5)
+    (run / "metrics.jsonl").write_text("")
+    assert cli.main(["audit", str(run)]) == 0, capsys.readouterr().out
+    assert "(the batch of step 0 was handed out and not trained; the next start trains it)" in capsys.readouterr().out
+
+    (run / "checkpoints" / "step_1").mkdir(parents=True)  # it was trained: the metrics have lost its row
+    assert cli.main(["audit", str(run)]) == 1
+    assert "PROBLEM metrics.jsonl says 0 steps, the journal 1" in capsys.readouterr().out
+
+
 def test_exact_tokens_are_held_to_the_limit_beside_inexact_ones(recorded, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["audit", str(recorded("in_place", (EXACT, INEXACT), wrong=2))]) == 1
     assert "PROBLEM 1 tokens differ from their stamped version by more than 0.0001" in capsys.readouterr().out
