@@ -16,7 +16,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.hardware import has_cuda
 from streamrl.learner_environment import learner_environment
-from streamrl.places import RECORD, absolute, load_run, run_folder_of
+from streamrl.places import RECORD, load_run, run_folder_of
 from streamrl.recorded.formats import recorded_run
 from streamrl.replay.segments import JournalDamaged
 
@@ -63,19 +63,10 @@ def _train(options: argparse.Namespace) -> int:
 
 def _run(config: Config, *, fresh: bool = False) -> int:
     """One run on this machine, from start or resume to its end."""
-    from streamrl import preflight, run_folder, supervisor
-    from streamrl.preflight import machine
+    from streamrl.api.launching import launched
 
-    config = absolute(config)
-    machine.check_machine(config)
-    preflight.check(config)
-    claim = run_folder.lock(config)
-    try:
-        folder = run_folder.make(config, fresh=fresh)
-        senseless.warn([*senseless.warnings(config), *machine.crowding(config)])
-        return supervisor.Supervisor(config, folder).run()
-    finally:
-        os.close(claim)
+    with launched(config, fresh=fresh) as supervisor:
+        return supervisor.run()
 
 
 def _sweep(options: argparse.Namespace) -> int:

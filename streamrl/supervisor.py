@@ -19,9 +19,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -74,6 +76,7 @@ class Supervisor:
         if gpus:
             self._hand_out(gpus)
         self.interrupts = 0
+        self.failure: str | None = None  # why `run` has returned another code than 0 and 130
         self._blamed: set[tuple[str, bytes]] = set()  # what the learners before have found out of groups that fail
         self._finished = False
 
@@ -87,7 +90,7 @@ class Supervisor:
             print_summary(self.config, self.run_folder)
             print(f"streamrl: all {self.config.run.steps} steps are done, nothing is started", file=sys.stderr)
             return 0
-        former = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        former = self._listen()
         exporter = Exporter.of(self.config, self.run_folder)
         console = Console(self.config, self.run_folder)
         try:
@@ -96,6 +99,7 @@ class Supervisor:
             self._stop(ask=bool(self.interrupts))
             self._judge()
         except RoleFailed as failure:
+            self.failure = str(failure)
             console.close()
             print(f"streamrl: {failure}", file=sys.stderr)
             self._stop(ask=True)
@@ -269,9 +273,18 @@ class Supervisor:
     def _running(self) -> list[Role]:
         return [role for role in self.roles if role.runs]
 
-    def _on_signal(self, number: int, frame: object) -> None:
-        """The first signal asks for a clean end, the second kills."""
+    def interrupt(self) -> None:
+        """Ask for a clean end, with a checkpoint; asked a second time, kill. Any thread may ask."""
         self.interrupts += 1
+
+    def _listen(self) -> dict[signal.Signals, Any]:
+        """Take signals as interrupts where Python allows it, in the main thread. Returns the handlers of before."""
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.interrupt()
 
     def _role(self, name: str, arguments: list[str], index: int = 0) -> Role:
         return Role(

@@ -31,7 +31,7 @@ LAYERS = [
     {"places", "preflight"},
     {"testing", "recorded"},
     {"role_process", "run_folder", "supervisor", "lab"},
-    {"dry_run"},
+    {"dry_run", "api"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -64,7 +64,7 @@ WITHOUT_TORCH = (
     "stream",
 )
 WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "recorded")
-WITHOUT_TORCH += ("run_folder",)
+WITHOUT_TORCH += ("run_folder", "supervisor", "api")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "torchrun", "types", "places", "observe", "recorded", "lab"}

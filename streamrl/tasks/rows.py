@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,11 +57,19 @@ class RowsArguments(TaskArguments):
 class Rows:
     """The rows of one split: a sequence of dictionaries. Rows of the same question are always in the same split."""
 
-    def __init__(self, arguments: RowsArguments, columns: dict[str, str], asked: list[str], *, held_out: bool) -> None:
+    def __init__(
+        self,
+        arguments: RowsArguments,
+        columns: dict[str, str],
+        asked: list[str],
+        *,
+        held_out: bool,
+        also: Sequence[str] = (),
+    ) -> None:
         """`columns`: those that must be there, by the argument's key; a dot leads into a mapping (`a.b`).
 
-        asked: the columns that make a question what it is. held_out: the split that only evaluation and probes see.
-        Raises ValueError, with one line that names the argument.
+        asked: the columns that make a question what it is; `also`: those too, where the data has them. held_out: the
+        split that only evaluation and probes see. Raises ValueError, with one line that names the argument.
         """
         if arguments.evaluation_only and not held_out:
             raise ValueError(
@@ -72,7 +81,8 @@ class Rows:
         for data in (self._data, test):
             if data is not None:
                 _check_columns(data, columns)
-        asked = sorted({column.partition(".")[0] for column in asked}, key=asked.index)
+        asked = list(dict.fromkeys(column.partition(".")[0] for column in asked))
+        asked += [column for column in also if column in self._data.column_names]
         if test is None:
             self._numbers = _parted(_digests(self._data, asked), arguments, held_out)
         elif held_out:

@@ -63,6 +63,21 @@ class FunctionCall:
     arguments: dict[str, Any]
 
 
+def named_calls(text: str) -> list[FunctionCall | ToolCall]:
+    """Every call of `text`, in order: with its named arguments, or, as `<tool name=...>` has it, with one text.
+
+    >>> named_calls('<tool_call>{"name": "add", "arguments": {"a": 6, "b": 7}}</tool_call>')
+    [FunctionCall(name='add', arguments={'a': 6, 'b': 7})]
+    """
+    unreadable = ToolCall("", "", 'a call is JSON with a "name" and "arguments"')
+    return [
+        ToolCall(match["name"], match["text"].strip())
+        if match["json"] is None
+        else _function_call(match["json"]) or unreadable
+        for match in _CALL.finditer(text)
+    ]
+
+
 def split_calls(text: str) -> tuple[str, list[FunctionCall]]:
     """The text without its calls in JSON, and these, in order; one that cannot be read stays in the text.
 

@@ -1,0 +1,203 @@
+"""What a call of `streamrl.train` brings along as Python objects, as files of the run: RUN/inputs.
+
+    rows, a datasets.Dataset ──▶ data.jsonl, data.parquet
+    functions, classes       ──▶ task.py, which names each by its file, or takes it from functions.pkl
+
+A function that stands in a file of its own, outside of `__main__`, is loaded from that file, by every process of a
+worker. One of a notebook, of the script itself, or within another function is pickled by value (cloudpickle).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import os
+import pprint
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.tasks.functions.loading import PICKLED
+from streamrl.tasks.functions.rewards import RewardFunction, name_of
+from streamrl.tasks.functions.task import NUMBER
+
+if TYPE_CHECKING:
+    import datasets
+
+log = logging.getLogger(__name__)
+
+FOLDER = "inputs"  # in the run folder
+TASK, FUNCTIONS = "task.py", "functions" + PICKLED
+
+Data = Sequence[Mapping[str, Any]] | "datasets.Dataset"
+
+
+class Inputs:
+    """The data and the functions of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: where they will be, RUN/inputs."""
+        self._folder = folder
+        self._data: dict[str, bytes | datasets.Dataset] = {}  # by the name of the file
+        self._pickled: dict[str, Any] = {}
+        self._task = ""
+
+    def add_data(self, key: str, data: Data, *, numbered: bool) -> str:
+        """Take rows along. Returns the path that they will have. Raises ConfigError for what are none.
+
+        key: the argument that they were given as. numbered: rows with the same prompt are different questions.
+        """
+        if hasattr(data, "to_parquet") and not hasattr(data, "__len__"):
+            raise ConfigError(
+                f"{key}: a data set without a length is not allowed; allowed: a datasets.Dataset, or rows"
+            )
+        if hasattr(data, "to_parquet"):
+            found = data.add_column(NUMBER, list(range(len(data)))) if numbered else data
+            name = f"{key}.parquet"
+            self._data[name] = found
+        else:
+            name = f"{key}.jsonl"
+            self._data[name] = _lines(key, data, numbered)
+        return str(self._folder / name)
+
+    def set_task(
+        self,
+        rewards: Sequence[RewardFunction],
+        tools: Sequence[Callable[..., Any]],
+        environment: Callable[[], Any] | None,
+    ) -> str:
+        """Take functions along. Returns the name of the task that they make."""
+        given = {
+            "rewards": [(self._place("reward", each.function), each.weight) for each in rewards],
+            "tools": [self._place("tool", each) for each in tools],
+            "environment": None if environment is None else self._place("environment", environment),
+        }
+        arguments = "".join(f"    {key}={pprint.pformat(value, width=100)},\n" for key, value in given.items() if value)
+        self._task = (
+            '"""The task of this run, written by `streamrl.train`: where its functions are."""\n\n'
+            "import sys\n\n"
+            "from streamrl.tasks.functions.loading import task_of\n\n"
+            f"sys.path += [folder for folder in {_import_folders()!r} if folder not in sys.path]\n\n"
+            f"Task = task_of(\n    __file__,\n{arguments})\n"
+        )
+        return f"{self._folder / TASK}:Task"
+
+    def write(self, folder: Path) -> None:
+        """Write all files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, data in self._data.items():
+            if isinstance(data, bytes):
+                (folder / name).write_bytes(data)
+            else:
+                data.to_parquet(folder / name)
+        if self._pickled:
+            (folder / FUNCTIONS).write_bytes(_pickle(self._pickled))
+        if self._task:
+            (folder / TASK).write_text(self._task)
+        (folder / "digests.json").write_text(json.dumps(self._digests()))
+
+    def check(self, folder: Path) -> None:
+        """Raise ConfigError where the run in that folder was started with other rows. Functions may have changed."""
+        if not (folder / "digests.json").exists():
+            return
+        known = json.loads((folder / "digests.json").read_text())
+        for name, digest in self._digests().items():
+            if known.get(name, digest) != digest:
+                raise ConfigError(
+                    f"{Path(name).stem}: its rows are not those that the run in {folder.parent} was started with; "
+                    "allowed: the same rows, fresh=True, or another name"
+                )
+
+    def placed(self, config: Config, folder: Path) -> Config:
+        """The same configuration, with the files in another folder."""
+        task = config.task
+        here = {
+            "name": self._moved(task.name, folder),
+            "args": {k: self._moved(v, folder) for k, v in task.args.items()},
+        }
+        return config.model_copy(update={"task": task.model_copy(update=here)})
+
+    def _moved(self, value: Any, folder: Path) -> Any:
+        return value.replace(str(self._folder), str(folder), 1) if isinstance(value, str) else value
+
+    def _place(self, kind: str, function: Callable[..., Any]) -> str:
+        """By its file where it has one of its own, and else by value."""
+        name = name_of(function)
+        if (where := _own_place(function)) is not None:
+            log.info("%s %s: loaded from %s", kind, name, where)
+            return where
+        while name in self._pickled:
+            name += "_"
+        self._pickled[name] = function
+        log.info("%s %s: pickled by value into %s", kind, name, self._folder / FUNCTIONS)
+        return f"{FUNCTIONS}:{name}"
+
+    def _digests(self) -> dict[str, str]:
+        return {name: _digest(data) for name, data in self._data.items()}
+
+
+def _lines(key: str, rows: Iterable[Mapping[str, Any]], numbered: bool) -> bytes:
+    """JSON lines. Raises ConfigError for a row that is none, with its place."""
+    lines = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping) or "prompt" not in row:
+            raise ConfigError(f'{key}[{number}]: {str(row)[:80]} is not allowed; allowed: a mapping with "prompt"')
+        try:
+            lines.append(json.dumps({**row, NUMBER: number} if numbered else dict(row), allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}[{number}]: {error}; allowed: values of JSON, or a datasets.Dataset") from None
+    if not lines:
+        raise ConfigError(f"{key}: it has no rows; allowed: at least two")
+    return "".join(lines).encode()
+
+
+def _digest(data: bytes | datasets.Dataset) -> str:
+    """Of the rows themselves: what a library makes of them in a file differs from version to version."""
+    found = hashlib.blake2b(digest_size=16)
+    if isinstance(data, bytes):
+        found.update(data)
+    else:
+        for row in data:
+            found.update(repr(row).encode())
+    return found.hexdigest()
+
+
+def _own_place(function: Any) -> str | None:
+    """`file.py:NAME`, or `package.module:NAME`, where importing that gives the function; None for any other."""
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
+    if not name.isidentifier() or module is None or module.__name__ == "__main__":
+        return None
+    if getattr(module, name, None) is not function:
+        return None
+    if module.__name__.partition(".")[2] or hasattr(module, "__path__"):
+        return f"{module.__name__}:{name}"
+    file = inspect.getsourcefile(function)
+    return None if file is None or not file.endswith(".py") else f"{os.path.abspath(file)}:{name}"
+
+
+def _import_folders() -> list[str]:
+    """Where the calling program finds its own modules: beside its script, and in the present folder."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    folders = [os.getcwd(), *([os.path.dirname(os.path.abspath(script))] if script else [])]
+    return list(dict.fromkeys(folders))
+
+
+def _pickle(functions: Mapping[str, Any]) -> bytes:
+    """Raises ConfigError for a function that holds what cannot be pickled."""
+    import cloudpickle
+
+    for name, function in functions.items():
+        try:
+            cloudpickle.dumps(function)
+        except Exception as error:  # whatever an object that the function refers to raises
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"{name}: it cannot be pickled ({reason}); allowed: a function in a file of its own"
+            ) from None
+    pickled: bytes = cloudpickle.dumps(dict(functions))
+    return pickled

@@ -1,0 +1,52 @@
+"""One start of a run on this machine: its checks, its claim on the run folder, its supervisor, which has yet to run.
+
+configuration ──checks──▶ claim ──▶ run folder ──▶ Supervisor.run()
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from streamrl import preflight, run_folder
+from streamrl.api.inputs import FOLDER, Inputs
+from streamrl.config import Config, senseless
+from streamrl.places import absolute
+from streamrl.preflight import machine
+from streamrl.supervisor import Supervisor
+
+
+@contextmanager
+def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = None) -> Iterator[Supervisor]:
+    """The supervisor of a run that was made, or is resumed, for as long as the run folder is claimed.
+
+    fresh: keep an existing folder as NAME.1. inputs: what the run brings along, written into its folder.
+    Raises ConfigError before anything is written.
+    """
+    config = absolute(config)
+    machine.check_machine(config)
+    _check(config, inputs)
+    claim = run_folder.lock(config)
+    try:
+        if inputs is not None and not fresh:
+            inputs.check(config.run_folder / FOLDER)
+        folder = run_folder.make(config, fresh=fresh)
+        if inputs is not None:
+            inputs.write(folder / FOLDER)
+        senseless.warn([*senseless.warnings(config), *machine.crowding(config)])
+        yield Supervisor(config, folder)
+    finally:
+        os.close(claim)
+
+
+def _check(config: Config, inputs: Inputs | None) -> None:
+    """The checks of a start, with the inputs in a folder of their own: the run's is not made yet."""
+    if inputs is None:
+        preflight.check(config)
+        return
+    with tempfile.TemporaryDirectory(prefix="streamrl-") as folder:
+        inputs.write(Path(folder))
+        preflight.check(inputs.placed(config, Path(folder)))

@@ -1,0 +1,178 @@
+"""`streamrl.train`: a model, data and a reward as Python objects, and every key of the configuration by its name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.api.following import Callbacks, Row
+from streamrl.api.inputs import FOLDER, Data, Inputs
+from streamrl.api.run import Run
+from streamrl.choices import TASKS
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.places import absolute
+from streamrl.tasks.environment import Environment
+from streamrl.tasks.functions.episodes import check_environment
+from streamrl.tasks.functions.rewards import RewardFunction
+from streamrl.tasks.functions.tools import tools_of
+
+Reward = Callable[..., Any]
+
+# Arguments that are keys of the configuration under a shorter name.
+KEYS = {
+    "model": "model.path",
+    "name": "run.name",
+    "steps": "run.steps",
+    "seed": "run.seed",
+    "group_size": "generate.group_size",
+    "groups_per_step": "replay.groups_per_step",
+    "max_staleness": "replay.max_staleness",
+    "max_new_tokens": "generate.sampling.max_new_tokens",
+    "temperature": "generate.sampling.temperature",
+    "learning_rate": "learner.optimizer.lr",
+    "max_turns": "task.args.max_turns",
+}
+
+
+def train(
+    model: str | Path | None = None,
+    dataset: Data | str | Path | None = None,
+    reward: Reward | Sequence[Reward] | None = None,
+    *,
+    reward_weights: Sequence[float] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    environment: Callable[[], Any] | type[Environment] | None = None,
+    eval_dataset: Data | str | Path | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    fresh: bool = False,
+    on_step: Callable[[Row], Any] | None = None,
+    on_checkpoint: Callable[[Path], Any] | None = None,
+    on_evaluation: Callable[[Row], Any] | None = None,
+    **keys: Any,
+) -> Run:
+    """Start a run on this machine, or resume the one of this name, and return at once with a handle to it.
+
+    model: a folder, or a name of the Hugging Face hub. dataset: rows with a column `prompt` (text, or a list of chat
+    messages), a `datasets.Dataset`, the path of a file, a data set's name on the hub, or a built-in task.
+    eval_dataset: rows that are held out, instead of a part of the others.
+
+    reward: one function or several, as TRL has them, `f(prompts, completions, **columns) -> list[float | None]`, or of
+    one answer, `f(completion, **columns) -> float`; either may be `async`. reward_weights: one for each, default 1.
+    tools: functions with types and a docstring. environment: a class with `reset` and `step`, one with `reset` and
+    methods that are tools, or a subclass of `streamrl.tasks.environment.Environment`.
+
+    config: a YAML file, or a mapping of sections. fresh: keep a run of this name as NAME.1, and start anew.
+    on_step and on_evaluation are called with a row of metrics, on_checkpoint with a folder, in a thread of their own;
+    what they raise stops the run.
+
+    keys: `steps`, `name`, `seed`, `group_size`, `groups_per_step`, `max_staleness` (steps), `max_new_tokens` (tokens),
+    `temperature`, `learning_rate`, `max_turns`, and any key of the configuration: `learner__optimizer__lr=1e-5`, or
+    `**{"learner.optimizer.lr": 1e-5}`.
+
+    Raises ConfigError, with one line, for what cannot run, before anything is started or written.
+
+    Example:
+        run = streamrl.train("models/tiny", [{"prompt": "ab="}, {"prompt": "ba="}], lambda completions, **_: [...])
+    """
+    path = Path(config) if isinstance(config, str | Path) else None
+    base = [_override(key, value) for key, value in config.items()] if isinstance(config, Mapping) else []
+    given = _overrides({"model": model, **keys})
+    inputs: Inputs | None = None
+    if dataset is not None or reward is not None or tools or environment is not None:
+        inputs = Inputs(absolute(config_file.load(path, [*base, *given])).run_folder / FOLDER)
+        asked = Asked(_rewards(reward, reward_weights), tools, environment)
+        base += _task(inputs, dataset, eval_dataset, asked)
+    run = Run(config_file.load(path, [*base, *given]), inputs, Callbacks(on_step, on_checkpoint, on_evaluation))
+    return run.start(fresh=fresh)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The functions of a call."""
+
+    rewards: Sequence[RewardFunction]
+    tools: Sequence[Callable[..., Any]]
+    environment: Callable[[], Any] | None
+
+
+def _task(
+    inputs: Inputs,
+    dataset: Data | str | Path | None,
+    eval_dataset: Data | str | Path | None,
+    asked: Asked,
+) -> list[str]:
+    """What the configuration says of the task. Raises ConfigError."""
+    rewards, environment = asked.rewards, asked.environment
+    if isinstance(environment, type) and issubclass(environment, Environment):
+        return [_override("task.name", inputs.set_task((), (), environment))]
+    if isinstance(dataset, str) and dataset in TASKS.names and not rewards:
+        return [_override("task.name", dataset)]
+    if dataset is None:
+        raise ConfigError(
+            "dataset: none was given; allowed: rows with a prompt, a datasets.Dataset, a file, a hub name"
+        )
+    if not rewards and environment is None:
+        raise ConfigError(f"reward: none was given; allowed: a function, or as dataset one of {', '.join(TASKS.names)}")
+    try:
+        check_environment(environment, tools_of(asked.tools))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    args = {"path": dataset, "test_path": eval_dataset}
+    for key, data in {"dataset": dataset, "eval_dataset": eval_dataset}.items():
+        if data is not None and not isinstance(data, str | Path):
+            args["path" if key == "dataset" else "test_path"] = inputs.add_data(
+                key, data, numbered=environment is not None
+            )
+    task = inputs.set_task(rewards, asked.tools, environment)
+    given = {key: str(value) for key, value in args.items() if value is not None}
+    return [_override("task.name", task), *(_override(f"task.args.{key}", value) for key, value in given.items())]
+
+
+def _rewards(reward: Reward | Sequence[Reward] | None, weights: Sequence[float] | None) -> list[RewardFunction]:
+    """Raises ConfigError for what is no function, and for another number of weights."""
+    given = [] if reward is None else [reward] if callable(reward) else list(reward)
+    if not_callable := next((each for each in given if not callable(each)), None):
+        raise ConfigError(f"reward: {not_callable!r} is not allowed; allowed: a function, or a list of functions")
+    if weights is not None and len(weights) != len(given):
+        raise ConfigError(f"reward_weights: {len(weights)} for {len(given)} rewards; allowed: one for each")
+    try:
+        return [RewardFunction(each, weight) for each, weight in zip(given, weights or [1.0] * len(given), strict=True)]
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _overrides(keys: Mapping[str, Any]) -> list[str]:
+    """As on the command line: `key=value`. Raises ConfigError for what is neither an argument nor a key."""
+    known = inspect.signature(train).parameters
+    found = []
+    for name, value in keys.items():
+        if value is None:
+            continue
+        key = KEYS.get(name) or name.replace("__", ".")
+        if "." not in key and not isinstance(value, Mapping):
+            allowed = ", ".join([*(each for each in known if each != "keys"), *KEYS])
+            raise ConfigError(f"{name}: unknown argument; allowed: {allowed}, and keys such as learner__optimizer__lr")
+        found.append(_override(key, value))
+    return found
+
+
+def _override(key: str, value: Any) -> str:
+    """Raises ConfigError for a value that no YAML file could have."""
+    try:
+        return f"{key}={json.dumps(value, default=_plain)}"
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}; allowed: what YAML can hold") from None
+
+
+def _plain(value: Any) -> Any:
+    """Paths as text, numbers of numpy as Python's."""
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a value of type {type(value).__name__} is not allowed")

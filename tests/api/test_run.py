@@ -1,0 +1,89 @@
+"""The handle of a run: its states, waiting, stopping and following, with the real supervisor where one is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.api.following import Callbacks, Caller, Metrics
+from streamrl.api.run import OVER, RUN, Event, State
+
+
+def write(folder, *steps, **more):
+    folder.mkdir(exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        for step in steps:
+            file.write(json.dumps({"step": step, "reward/mean": 0.1 * step, **more}) + "\n")
+
+
+def test_rows_are_followed_to_the_end_of_the_run_and_a_step_that_is_trained_again_comes_once(tmp_path):
+    over = threading.Event()
+    metrics = Metrics(tmp_path, over.is_set)
+    write(tmp_path, 1, 2)
+
+    def go_on():
+        time.sleep(0.1)
+        write(tmp_path, 2, 3)
+        over.set()
+
+    threading.Thread(target=go_on).start()
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert metrics.latest["step"] == 3
+
+
+def test_rows_can_be_followed_on_an_event_loop_that_does_other_work_meanwhile(tmp_path):
+    over = threading.Event()
+
+    async def follow():
+        return [row["step"] async for row in Metrics(tmp_path, over.is_set)]
+
+    async def both():
+        following = asyncio.create_task(follow())
+        write(tmp_path, 1)
+        await asyncio.sleep(0.3)
+        write(tmp_path, 2)
+        over.set()
+        return await following
+
+    assert asyncio.run(both()) == [1, 2]
+
+
+def test_callbacks_are_called_for_what_is_new_since_the_start(tmp_path):
+    write(tmp_path, 1, **{"eval/step": 0})
+    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
+    steps, checkpoints, evaluations = [], [], []
+    callbacks = Callbacks(lambda row: steps.append(row["step"]), checkpoints.append, evaluations.append)
+    caller = Caller(callbacks, tmp_path)
+    caller.call()
+    assert (steps, checkpoints, evaluations) == ([], [], [])
+    write(tmp_path, 2, 3)
+    write(tmp_path, 4, **{"eval/step": 2})
+    (tmp_path / "checkpoints" / "step_3").mkdir()
+    for _ in range(2):
+        caller.call()
+    assert steps == [2, 3, 4]
+    assert checkpoints == [tmp_path / "checkpoints" / "step_3"]
+    assert [row["eval/step"] for row in evaluations] == [2]
+
+
+@given(st.lists(st.sampled_from(list(Event))))
+def test_a_run_that_is_over_goes_on_by_a_resume_alone(events):
+    state = RUN.initial
+    for event in events:
+        if event not in RUN.possible(state):
+            continue
+        if state in OVER:
+            assert event is Event.RESUME
+        state = RUN.next(state, event)
+    assert state in State
+
+
+@pytest.mark.parametrize("over", OVER)
+def test_every_end_can_be_reached_from_a_run_that_goes_on(over):
+    assert over in {RUN.next(State.RUNNING, event) for event in RUN.possible(State.RUNNING)}

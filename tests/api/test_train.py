@@ -1,0 +1,140 @@
+"""What `streamrl.train` makes of its arguments, and what it refuses in one line before anything is written."""
+
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pytest
+
+import streamrl
+from launch import tiny_model
+from streamrl.api import train as module
+from streamrl.api.inputs import FUNCTIONS, TASK
+from streamrl.config import file as config_file
+
+ROWS = [{"prompt": f"{letter}=", "answer": letter} for letter in "abcdefgh"]
+
+
+def exact(completions, answer, **_):
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch):
+    """`refused(**arguments)`: the line with which a call is refused; nothing was written."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model.make(tmp_path / "tiny")
+    before = sorted(path for path in tmp_path.rglob("*"))
+
+    def call(model="tiny", dataset=ROWS, reward=exact, **arguments):
+        with pytest.raises(streamrl.ConfigError) as error:
+            streamrl.train(model, dataset, reward, **arguments)
+        assert sorted(path for path in tmp_path.rglob("*")) == before
+        (line,) = str(error.value).splitlines()
+        return line
+
+    return call
+
+
+@pytest.fixture
+def configured(tmp_path, monkeypatch):
+    """`configured(*arguments, **arguments)`: the configuration, and the inputs, of a run that is not started."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*given, **named):
+        monkeypatch.setattr(module.Run, "start", lambda run, *, fresh: run)
+        return streamrl.train(*given, **named)
+
+    return call
+
+
+def test_arguments_are_keys_of_the_configuration_under_shorter_names(configured, tmp_path):
+    run = configured(
+        "tiny", ROWS, exact, steps=7, name="sums", group_size=4, groups_per_step=np.int64(2), max_staleness=0.5,
+        max_new_tokens=9, temperature=0.7, learning_rate=1e-5, learner__threads=2,
+        **{"publish.every": 1, "journal": {"keep": "all"}},
+    )  # fmt: skip
+    config = run.config
+    assert (config.run.steps, config.run.name, config.generate.group_size) == (7, "sums", 4)
+    assert (config.replay.groups_per_step, config.replay.max_staleness) == (2, 0.5)
+    assert (config.generate.sampling.max_new_tokens, config.generate.sampling.temperature) == (9, 0.7)
+    assert (config.learner.optimizer.lr, config.learner.threads, config.journal.keep) == (1e-5, 2, "all")
+    assert run.folder == tmp_path / "runs" / "sums"
+    assert config.task.name == f"{run.folder}/inputs/task.py:Task"
+    assert config.task.args["path"] == f"{run.folder}/inputs/dataset.jsonl"
+
+
+def test_a_file_stands_below_a_mapping_does_too_and_arguments_win(configured, tmp_path):
+    (tmp_path / "base.yaml").write_text("run: {steps: 3, seed: 5}\n")
+    run = configured("tiny", ROWS, exact, config="base.yaml", steps=4)
+    assert (run.config.run.steps, run.config.run.seed) == (4, 5)
+    run = configured("tiny", ROWS, exact, config={"run": {"steps": 3, "seed": 6}}, steps=4)
+    assert (run.config.run.steps, run.config.run.seed) == (4, 6)
+
+
+def test_a_configuration_alone_is_a_run_and_a_built_in_task_is_a_data_set(configured, tmp_path):
+    (tmp_path / "whole.yaml").write_text("task: {name: successor}\n")
+    assert configured(config="whole.yaml").config.task.name == "successor"
+    assert configured("tiny", "copy", task__args={"length": 2}).config.task.args == {"length": 2}
+
+
+def test_a_data_set_of_the_library_and_one_for_evaluation_travel_as_parquet(configured, tmp_path):
+    run = configured("tiny", datasets.Dataset.from_list(ROWS), exact, eval_dataset=ROWS[:2])
+    run._inputs.write(tmp_path / "written")
+    assert sorted(path.name for path in (tmp_path / "written").iterdir()) == [
+        "dataset.parquet", "digests.json", "eval_dataset.jsonl", TASK,
+    ]  # fmt: skip
+    assert run.config.task.args["test_path"].endswith("eval_dataset.jsonl")
+
+
+def test_a_function_of_a_file_is_named_by_it_and_any_other_is_pickled(configured, tmp_path, caplog):
+    caplog.set_level("INFO")
+    offset = 1.0
+    run = configured("tiny", ROWS, [exact, lambda text: offset], reward_weights=[1, 2])
+    run._inputs.write(tmp_path / "written")
+    written = (tmp_path / "written" / TASK).read_text()
+    assert "test_train" in written
+    assert ":exact" in written
+    assert f"{FUNCTIONS}:<lambda>" in written
+    assert (tmp_path / "written" / FUNCTIONS).exists()
+    assert "reward exact: loaded from" in caplog.text
+    assert "reward <lambda>: pickled by value into" in caplog.text
+
+
+def test_what_is_no_reward_data_or_key_is_refused_in_one_line(refused):
+    assert refused(dataset=None).startswith("dataset: none was given; allowed: ")
+    assert refused(reward=None).startswith("reward: none was given; allowed: a function")
+    assert (
+        refused(reward=[exact, "exact"])
+        == "reward: 'exact' is not allowed; allowed: a function, or a list of functions"
+    )
+    assert refused(reward_weights=[1, 2]) == "reward_weights: 2 for 1 rewards; allowed: one for each"
+    assert refused(dataset=[]) == "dataset: it has no rows; allowed: at least two"
+    assert refused(dataset=["2+2="]) == 'dataset[0]: 2+2= is not allowed; allowed: a mapping with "prompt"'
+    assert refused(dataset=[{"prompt": "a=", "answer": {1}}]).startswith("dataset[0]: Object of type set")
+    assert refused(learning_rat=1e-5).startswith("learning_rat: unknown argument; allowed: model, dataset")
+    assert "learner.optimizer.ler" in refused(learner__optimizer__ler=1)
+    assert refused(steps=object()).startswith("run.steps: a value of type object is not allowed")
+    assert "run.steps: 0 is not allowed" in refused(steps=0)
+    assert refused(environment=object).startswith("environment: object has no method reset")
+    assert refused(tools=[lambda a: a]).startswith("tools: <lambda> has no docstring")
+
+
+def test_what_a_check_of_the_start_finds_is_raised_to_the_caller(refused):
+    assert "'level', which is no column" in refused(reward=lambda completions, level: [])
+    assert refused(dataset=ROWS[:1], reward=exact).startswith("task.args.path: ")
+    assert refused(model="no/such/folder").startswith("model.path: ")
+
+
+def test_a_record_of_a_run_loads_again(configured, tmp_path):
+    config_file.save(configured("tiny", ROWS, exact).config, tmp_path / "config.yaml")
+    assert config_file.load(tmp_path / "config.yaml").task.args["path"].endswith("dataset.jsonl")
+
+
+@pytest.mark.parametrize("changed", [ROWS[:-1], [{**row, "answer": "b"} for row in ROWS]])
+def test_a_run_is_not_resumed_with_other_rows(configured, tmp_path, changed):
+    first = configured("tiny", ROWS, exact)
+    first._inputs.write(tmp_path / "inputs")
+    first._inputs.check(tmp_path / "inputs")
+    with pytest.raises(streamrl.ConfigError, match="dataset: its rows are not those that the run in"):
+        configured("tiny", changed, exact)._inputs.check(tmp_path / "inputs")
