@@ -30,7 +30,7 @@ _NOTED = 200
 # What every healthy run says again and again; anything else is of note.
 _ORDINARY = frozenset(
     {
-        "process.start", "process.end", "ready", "probe", "group", "batch", "tickets", "group.accepted",
+        "process.start", "process.end", "starting", "ready", "probe", "group", "batch", "tickets", "group.accepted",
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
         "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
