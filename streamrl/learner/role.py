@@ -71,9 +71,10 @@ def main(config: Config, run_folder: Path) -> int:
     raise_limit()
     stop = StopSignal()
     trainer: Trainer | None = None
-    is_first = os.environ.get("RANK", "0") == "0"
-    events = EventLog(event_path(run_folder, "learner"), "learner-0", starts=False) if is_first else None
+    events: EventLog | None = None  # of the first rank
     try:
+        if os.environ.get("RANK", "0") == "0":
+            events = EventLog(event_path(run_folder, "learner"), "learner-0", starts=False)
         trainer = _load(config, run_folder, events or Events())
         if events is None:
             _follow(trainer)
@@ -102,8 +103,8 @@ def _load(config: Config, run_folder: Path, events: Events) -> Trainer:
     """The trainer with its weights; what it waits for meanwhile is in the events."""
     begin_part(events, "builds the model")
     trainer = Trainer(config, run_folder)
-    begin_part(events, what := "loads the weights")
-    trainer.restore_or_start(loading(events, what))
+    begin_part(events, "loads the weights")
+    trainer.restore_or_start(loading(events, "loads the weights"))
     return trainer
 
 

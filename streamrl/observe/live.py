@@ -77,7 +77,7 @@ class Live:
         self._rows = Rows(run_folder)
         self._counted: dict[str, float] = {}  # role -> instant up to which `seconds` counts
         self._taken = 0  # records
-        self._service_ended = False
+        self._service_ended: bool | None = None  # None: it recorded nothing
         self._merged: tuple[tuple[int, ...], int] = (), 0  # which file `events.jsonl` was, and its lines
         self._folder = run_folder
         self._window = window
@@ -134,9 +134,9 @@ class Live:
         if self._is_merged():
             return True
         living = [role for role, track in self.timeline.tracks.items() if track.is_alive]
-        if not living:
-            return bool(self.timeline.tracks) or self._service_ended
-        return self._service_ended and "learner-0" not in living
+        if not living and self._service_ended is None:
+            return bool(self.timeline.tracks)
+        return bool(self._service_ended) and "learner-0" not in living
 
     def _is_merged(self) -> bool:
         """The supervisor has merged all that was recorded, which it does when all have ended."""

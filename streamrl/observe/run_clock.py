@@ -30,10 +30,10 @@ class RunClock:
 
     @classmethod
     def of(cls, run_folder: Path) -> RunClock:
-        """By the host that `environment.json` names."""
+        """By the host that `environment.json` names; without a name it is ours."""
         environment = run_folder / "environment.json"
         host = json.loads(environment.read_text()).get("host") if environment.is_file() else None
-        return cls(is_ours=host == socket.gethostname())
+        return cls(is_ours=host in (None, socket.gethostname()))
 
     def heard(self, time: float) -> None:
         """Something was recorded at `time`, and is read now."""

@@ -97,6 +97,17 @@ def test_a_run_is_over_when_its_service_and_its_learner_have_ended_whoever_else_
     assert live.is_alive
 
 
+def test_a_run_whose_learner_still_loads_is_not_over(tmp_path):
+    run = small_run(tmp_path)
+    merge(tmp_path)
+    for role in ("replay-0", "learner-0"):  # a resume: no role but the service has begun
+        run.point(role, 30, "process.start" if role == "replay-0" else "starting", pid=2, what="builds the model")
+    run.write()
+    live = Live(tmp_path)
+    live.read(31)
+    assert not live.is_over
+
+
 @pytest.mark.parametrize("ahead", [-86_400.0, 86_400.0])
 def test_a_live_run_whose_hosts_have_another_clock_is_no_dead_one_and_its_window_is_its_own(tmp_path, ahead):
     present = now() + ahead
