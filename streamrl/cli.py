@@ -165,6 +165,14 @@ def _trace(options: argparse.Namespace) -> int:
 
 
 def _top(options: argparse.Namespace) -> int:
+    if (options.run is None) == (options.url is None):
+        raise ConfigError("top takes either RUN or --url URL; allowed: one of the two")
+    if options.url is not None:
+        if options.port is not None:
+            raise ConfigError(f"--port: {options.port} would serve what {options.url} serves; allowed: with RUN")
+        from streamrl.lab import top_endpoint
+
+        return top_endpoint.main(options.url, once=options.once, every=options.every)
     run_folder = recorded_run(options.run)
     from streamrl.lab import top
 
@@ -330,7 +338,8 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     top = _command(commands, "top", _top, "show a run as it goes on: what each role does and who holds it up")
-    top.add_argument("run", type=Path, help="run folder")
+    top.add_argument("run", type=Path, nargs="?", help="run folder; also of a run on other hosts, or one that is over")
+    top.add_argument("--url", metavar="URL", help="http://HOST:PORT of a run's Prometheus endpoint, instead of RUN")
     top.add_argument("--once", action="store_true", help="show it as it is now, and end")
     top.add_argument("--every", type=flags.seconds, default=1.0, metavar="SECONDS", help="time between two looks")
     top.add_argument(

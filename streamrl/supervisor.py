@@ -94,7 +94,7 @@ class Supervisor:
         exporter = Exporter.of(self.config, self.run_folder)
         console = Console(self.config, self.run_folder)
         try:
-            self._start()
+            self._start(console)
             self._watch(console)
             self._stop(ask=bool(self.interrupts))
             self._judge()
@@ -124,13 +124,14 @@ class Supervisor:
         steps = self.config.run.steps
         return max(saved_steps(self.run_folder), default=0) >= steps and is_over(self.run_folder, steps)
 
-    def _start(self) -> None:
+    def _start(self, console: Console) -> None:
         """Start the replay service and, when it listens, the others."""
         address_path(self.run_folder).unlink(missing_ok=True)
         self._new_blames()
         self.replay.start()
         while not self.interrupts and not self.replay.is_ready():
             self._check(self.replay)
+            console.refresh()
             time.sleep(POLL)
         for role in (*self.generators, self.learner):
             if self.interrupts:  # of hundreds, on a busy machine, the last is started a minute after the first

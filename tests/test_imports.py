@@ -92,6 +92,7 @@ BESIDE_RECORDS = {
     "retrain": {"engine.hardware", "learner.role", "learner_environment", "preflight"},
     "simulate": {"engine.server", "preflight", "replay.core", "stream.messages"},
     "top": set(),
+    "top_endpoint": set(),
     "trace": set(),
 }
 

@@ -28,7 +28,6 @@ OTHER_MEANINGS = {
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
     "streamrl/learner/packing.py": {"behaviour"},  # a field
     "streamrl/learner/selection.py": {"behaviour"},  # a field
-    "streamrl/observe/console.py": {"ready"},  # an event
     "streamrl/observe/timeline.py": {"ready"},  # an event
     "streamrl/replay/durable.py": {"none"},  # journal.keep
     "streamrl/run_folder.py": {"python"},  # a version

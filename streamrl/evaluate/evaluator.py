@@ -22,6 +22,7 @@ from streamrl.config import Config
 from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
+from streamrl.observe.bars import Report, silent
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
 from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import check_tasks, host_tasks
@@ -77,8 +78,10 @@ class Walk:
         counts: Mapping[str, int],
         handles: Handles,
         version: PolicyVersion,
+        *,
+        report: Report = silent,
     ) -> None:
-        """`counts`: prompts of each task. `version` that every token must be of."""
+        """`counts`: prompts of each task. `version` that every token must be of. `report`: prompts done, of all."""
         self.questions: dict[str, list[Question]] = {name: [] for name in tasks}
         self.complete = False  # every prompt was asked before the deadline
         self._settings = settings
@@ -86,6 +89,7 @@ class Walk:
         self._counts = counts
         self._handles = handles
         self._version = version
+        self._report = report
         self._deadline = 0.0
 
     async def run(self) -> None:
@@ -109,6 +113,7 @@ class Walk:
         while now() < self._deadline and (place := next(places, None)) is not None:
             name, index = place
             self.questions[name].append(await self._ask(self._tasks[name], index))
+            self._report(sum(map(len, self.questions.values())), sum(self._counts.values()))
 
     async def _ask(self, task: Environment, index: int) -> Question:
         """One prompt: n answers and, where it is asked for, a greedy one."""
@@ -168,16 +173,17 @@ async def evaluate(
     *,
     label: str,
     step: int | None,
+    report: Report = silent,
 ) -> tuple[Evaluation, dict[str, list[Question]]]:
     """Ask, judge and count: the figures, and the questions of each task with all answers.
 
-    version: that every token must be of; `label` and `step`: what it is called. Raises EngineError when the server
-    cannot be reached.
+    version: that every token must be of; `label` and `step`: what it is called; `report`: prompts done, of all. Raises
+    EngineError when the server cannot be reached.
     """
     started, began = time.time(), time.monotonic()
     shares = config.evaluate.shares(config.task)
     counts = {share.key: config.evaluate.count(share, tasks[share.key].size) for share in shares}
-    walk = Walk(config.evaluate, tasks, counts, handles, version)
+    walk = Walk(config.evaluate, tasks, counts, handles, version, report=report)
     await walk.run()
     sampling = config.evaluate.sampling(config.generate.sampling)
     evaluation = Evaluation(

@@ -42,6 +42,7 @@ from streamrl.generate.served import INITIAL, ServedModel
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.starting import begin_part
 from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.transport import PublishError, Sink
 from streamrl.stream.address import replay_address
@@ -150,10 +151,12 @@ async def _run_worker(
     evaluator: MakeEvaluator | None,
 ) -> None:
     """From the start of the servers until the run is over, or `stop` is set."""
+    begin_part(events, "servers load the model")
     if await _unless(stop, fleet.start()):
         return
     address = await _address(config, run_folder, stop)
     tasks: dict[str, Environment] = {}
+    begin_part(events, "loads the tasks")
     if await _unless(stop, _load(tasks, config)):
         return
     worker = Worker(config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator)
@@ -219,8 +222,10 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set or the service says Stop. Raises what `run_worker` catches."""
+        begin_part(self._events, "answers the probes")
         if await _unless(stop, self._probe("start")):
             return
+        begin_part(self._events, "greets the replay service")
         self._pinning.begin(self._fleet.names[0], INITIAL)
         await self._link.greet()
         addresses = [served.address for served in self._fleet.servers.values()]

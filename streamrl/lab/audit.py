@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from transformers.utils import logging as transformers_logging
 
 from streamrl.config import Config
+from streamrl.observe.bars import Bar, track
 from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
@@ -99,7 +100,7 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     history = History(config, versions)
     reached = max([*saved_steps(run_folder), *(step + 1 for step in versions)], default=0)
     try:
-        for batch in batches(run_folder):
+        for batch in track(batches(run_folder), "journal", "batches", len(versions)):
             history.check(batch, findings, handed_out=batch.step == reached)
             for version, span in _stamped(batch):
                 tokens[version].append(span)
@@ -110,15 +111,25 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
             f"{findings.inexact} trained tokens are stamped inexact, which only publish.interruption=in_place leaves"
         )
     _check_metrics(run_folder, findings)
-    kept = kept_versions(run_folder)
-    settings = AutoConfig.from_pretrained(config.model.path)
-    for version, spans in sorted(tokens.items()):
-        if version in kept:
-            _check_logprobs(load_kept(kept[version], settings, config.model.path), spans, findings)
-        elif config.publish.keep_every and version.step % config.publish.keep_every == 0:
-            findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
+    _check_versions(run_folder, config, tokens, findings)
     _check_differences(findings, limits)
     return findings
+
+
+def _check_versions(
+    run_folder: Path, config: Config, tokens: dict[PolicyVersion, list[Stamped]], findings: Findings
+) -> None:
+    """The log-probs of what each kept version has generated, and whether all are kept that had to be."""
+    kept = kept_versions(run_folder)
+    settings = AutoConfig.from_pretrained(config.model.path)
+    known = sorted(tokens.keys() & kept.keys())
+    with Bar("log-probs", "tokens", sum(span.tokens for version in known for span in tokens[version])) as bar:
+        for number, version in enumerate(known, 1):
+            bar.what = f"log-probs, version {number} of {len(known)}"
+            _check_logprobs(load_kept(kept[version], settings, config.model.path), tokens[version], findings, bar)
+    for version in sorted(tokens.keys() - kept.keys()):
+        if config.publish.keep_every and version.step % config.publish.keep_every == 0:
+            findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
 
 
 class Stamped(NamedTuple):
@@ -129,6 +140,10 @@ class Stamped(NamedTuple):
     end: int
     temperature: float
     exact: bool = True
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
 
 
 def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, Stamped]]:
@@ -280,7 +295,7 @@ def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTraine
 
 
 @torch.inference_mode()
-def _check_logprobs(model: PreTrainedModel, spans: Sequence[Stamped], findings: Findings) -> None:
+def _check_logprobs(model: PreTrainedModel, spans: Sequence[Stamped], findings: Findings, bar: Bar) -> None:
     """Compute the log-probs of all tokens that carry one version again, by the Hugging Face model in fp32."""
     for block in _blocks(spans, model.config.vocab_size):
         for (sample, start, end, _, exact), computed in zip(block, logprobs(model, block), strict=True):
@@ -292,6 +307,7 @@ def _check_logprobs(model: PreTrainedModel, spans: Sequence[Stamped], findings: 
                 findings.audited += len(difference)
             else:
                 findings.inexact_differences.append(difference)
+        bar.advance(sum(span.tokens for span in block))
 
 
 def _blocks(spans: Sequence[Stamped], vocabulary: int) -> Iterator[list[Stamped]]:

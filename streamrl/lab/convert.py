@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner.shape import ModelShape, check_fit, open_weights, read_shape, weight_files
 from streamrl.lifeline import end_tree
+from streamrl.observe.bars import Bar
+from streamrl.observe.tail import Tail
 from streamrl.places import load_run
 from streamrl.torchrun import torchrun
 
@@ -49,7 +51,10 @@ _STORED = {"F32": "float32", "BF16": "bfloat16", torch.float32: "float32", torch
 _MODEL = ("embedding", "decoder", "output_layer")  # first words of the names of weights in a checkpoint
 
 _REFUSAL = "streamrl: "  # how the one line begins by which a rank refuses
+_READ = "bytes read:"  # how the lines begin by which the first rank says how far it is
 _REASON = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)\b.*")
+
+POLL = 0.2  # seconds between two looks at what is written
 
 KILL_GRACE = 15.0  # seconds between SIGTERM and SIGKILL of ranks that are late
 
@@ -106,7 +111,7 @@ def main(
     )
     try:
         with _draft(output) as draft:
-            _run_ranks(config, found, draft, timeout)
+            _run_ranks(config, found, draft, timeout, needed)
             (draft / "whole").rename(output)
     except ConversionFailed as failure:
         print(f"streamrl: {failure}", file=sys.stderr)
@@ -256,8 +261,8 @@ def _draft(output: Path) -> Iterator[Path]:
         shutil.rmtree(draft)
 
 
-def _run_ranks(config: Config, source: Source, draft: Path, timeout: float) -> None:
-    """The ranks, from start to end, writing `draft`/whole. Raises ConfigError with what they refuse.
+def _run_ranks(config: Config, source: Source, draft: Path, timeout: float, size: int) -> None:
+    """The ranks, from start to end, writing `size` bytes to `draft`/whole. Raises ConfigError with what they refuse.
 
     Raises ConversionFailed for another end of theirs, and when they have not ended in `timeout` seconds.
     """
@@ -273,9 +278,7 @@ def _run_ranks(config: Config, source: Source, draft: Path, timeout: float) -> N
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
         )
         try:
-            code = ranks.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise ConversionFailed(f"the ranks had not ended after --timeout {timeout:g} s") from None
+            code = _await(ranks, draft, timeout, size)
         finally:
             end_tree(ranks.pid, timeout=KILL_GRACE if ranks.poll() is None else 0)
             ranks.wait(KILL_GRACE)
@@ -283,9 +286,44 @@ def _run_ranks(config: Config, source: Source, draft: Path, timeout: float) -> N
         _raise_reason((draft / "log").read_text(errors="replace").splitlines(), code)
 
 
+def _await(ranks: subprocess.Popen[bytes], draft: Path, timeout: float, size: int) -> int:
+    """Their exit code. Shows what they have read, then what they have written; raises ConversionFailed at the end."""
+    deadline = time.monotonic() + timeout
+    log = Tail(draft / "log")
+    with Bar("read", "MB", size / 1e6) as bar:
+        while not _written(draft) and (code := _wait(ranks, deadline, timeout)) is None:
+            for line in (line.decode(errors="replace") for line in log.lines()):
+                if line.startswith(_READ):
+                    done, total = map(float, line.removeprefix(_READ).split())
+                    bar.reach(done / 1e6, total / 1e6)
+    with Bar("write", "MB", size / 1e6) as bar:
+        while (code := _wait(ranks, deadline, timeout)) is None:
+            bar.reach(_written(draft) / 1e6)
+    return code
+
+
+def _wait(ranks: subprocess.Popen[bytes], deadline: float, timeout: float) -> int | None:
+    """Their exit code, or None after POLL seconds. Raises ConversionFailed at the deadline."""
+    try:
+        return ranks.wait(POLL)
+    except subprocess.TimeoutExpired:
+        if time.monotonic() > deadline:
+            raise ConversionFailed(f"the ranks had not ended after --timeout {timeout:g} s") from None
+        return None
+
+
+def _written(draft: Path) -> int:
+    """Bytes of what the ranks write, wherever it lies before it has its name."""
+    sizes = 0
+    for path in draft.rglob("*"):
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            sizes += path.stat().st_size if path.is_file() and path.parent != draft else 0
+    return sizes
+
+
 def _raise_reason(lines: list[str], code: int) -> None:
     """Raise what the log of the ranks that ended with `code` says: a refusal of theirs, or their error."""
-    lines = [line.strip() for line in lines]
+    lines = [line.strip() for line in lines if not line.startswith(_READ)]
     for line in lines:
         if line.startswith(_REFUSAL):
             raise ConfigError(line.removeprefix(_REFUSAL))

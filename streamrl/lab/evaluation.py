@@ -28,6 +28,7 @@ from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.served import ServedModel
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.lab.output import check_new_folder
+from streamrl.observe.bars import Bar
 from streamrl.preflight.machine import check_generator
 from streamrl.publish.peft import is_adapter
 from streamrl.recorded.weights import kept_versions
@@ -131,11 +132,14 @@ async def _evaluate(config: Config, weights: Weights) -> tuple[Evaluation, dict[
     ) as scratch:  # a run's own servers keep their logs and keys
         served, tasks = ServedModel(config, Path(scratch), index=0), await host_evaluated(config)
         try:
-            await served.start()
+            with Bar("server", "ready", 1):
+                await served.start()
             sampling = config.evaluate.sampling(config.generate.sampling)
             generate = config.generate.model_copy(update={"sampling": sampling})
             handles = partial(EngineInference, served.policy, Tokenizer(config.model.path), generate, Load())
-            return await evaluate(config, tasks, handles, served.state.version, label=weights.label, step=weights.step)
+            version, step = served.state.version, weights.step
+            with Bar("eval", "prompts") as bar:
+                return await evaluate(config, tasks, handles, version, label=weights.label, step=step, report=bar.reach)
         finally:
             await asyncio.gather(served.close(), close_tasks(tasks))
 

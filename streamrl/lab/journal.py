@@ -10,6 +10,7 @@ from pathlib import Path
 from streamrl.config.file import ConfigError
 from streamrl.lab.journal_export import FORMATS, export
 from streamrl.lab.output import check_file
+from streamrl.observe.bars import Bar
 from streamrl.recorded.journal import STATES, RunJournal, Segment, has_journal
 
 
@@ -24,7 +25,8 @@ def main(run_folder: Path, verify: bool = False, output: Path | None = None) -> 
     check_file("--export", output, tuple(FORMATS))
     if output is not None and output.exists():
         raise ConfigError(f"--export: {output} exists; allowed: a new file")
-    journal = RunJournal(run_folder, verify=verify)
+    with Bar("verify" if verify else "read", "MB") as bar:
+        journal = RunJournal(run_folder, verify=verify, report=bar.reach)
     _print(run_folder, journal)
     damaged = _print_problems(journal.segments)
     if verify and not damaged:

@@ -12,6 +12,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from streamrl.observe.bars import track
 from streamrl.recorded.journal import RunJournal
 from streamrl.types import Group, Sample
 
@@ -62,7 +63,7 @@ def export(journal: RunJournal, output: Path, lost: list[str]) -> int:
 
 
 def _rows(journal: RunJournal, lost: list[str]) -> Iterator[Row]:
-    for recorded in journal.groups:
+    for recorded in track(journal.groups, "export", "groups"):
         try:
             group = journal.load(recorded)
         except ValueError as error:

@@ -24,6 +24,7 @@ from streamrl.engine.hardware import has_cuda
 from streamrl.lab.output import check_new_folder
 from streamrl.learner.role import run_recorded
 from streamrl.learner_environment import learner_environment
+from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.preflight.lengths import check_lengths
@@ -73,7 +74,8 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
         config_file.save(config, output / "config.yaml")
         for key in changed:
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
-    trainer = run_recorded(config, output, islice(batches(run_folder), steps))
+    with Bar("retrain", "steps", _steps(run_folder, steps)) as bar:
+        trainer = run_recorded(config, output, bar.over(islice(batches(run_folder), steps)))
     try:
         weights = {name: tensor.cpu() for name, tensor in trainer.export()}
         if trainer.rank != 0:
@@ -84,6 +86,12 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
         return _report(run_folder, output, trainer.version.step, weights)
     finally:
         trainer.close()
+
+
+def _steps(run_folder: Path, steps: int | None) -> int:
+    """How many are trained: `steps` of those that are recorded, or all."""
+    recorded = sum(1 for _ in read_metrics(run_folder))
+    return recorded if steps is None else min(steps, recorded)
 
 
 def _check(run_folder: Path, recorded: Config, config: Config, changed: Sequence[str]) -> None:

@@ -35,6 +35,7 @@ from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import VOCABULARY_MULTIPLE, ModelShape, WeightsMismatchError, read_shape
 from streamrl.lifeline import end_with
+from streamrl.observe.bars import paced, silent
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what Megatron-LM calls a checkpoint of weights alone
@@ -48,6 +49,10 @@ MODEL = ("embedding", "decoder", "output_layer", "mtp")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row for each token, and pads
 
 GRACE = 10.0  # seconds between the end of the command and that of its ranks
+
+# How a line begins that says how many bytes of how many the first rank has read, and seconds between two of them.
+READ = "bytes read:"
+READ_EVERY = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +85,7 @@ def to_megatron(config: Config, ranks: Ranks, target: Path) -> None:
     Raises WeightsMismatchError for tensors that are not the model's.
     """
     model = _model(config, ranks)
-    load_weights([model], config.model.path)
+    load_weights([model], config.model.path, report=paced(_tell_read if ranks.rank == 0 else silent, READ_EVERY))
     if ranks.rank == 0:
         (target / RELEASE).mkdir(parents=True)
         copy_description(config.model.path, target / DESCRIPTION)
@@ -105,6 +110,11 @@ def to_megatron(config: Config, ranks: Ranks, target: Path) -> None:
         (target / TRACKER).write_text(RELEASE)
         _sync(target)
     ranks.barrier()
+
+
+def _tell_read(done: float, total: float) -> None:
+    """To the command, which reads the log of its ranks."""
+    print(READ, done, total, flush=True)
 
 
 def to_huggingface(config: Config, ranks: Ranks, checkpoint: Path, target: Path) -> None:

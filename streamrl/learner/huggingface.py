@@ -36,6 +36,7 @@ from streamrl.learner.shape import (
     open_weights,
     weight_files,
 )
+from streamrl.observe.bars import Report, silent
 
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 
@@ -113,17 +114,19 @@ def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
 
 
 @torch.no_grad()
-def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.path") -> None:
+def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.path", report: Report = silent) -> None:
     """Set every parameter of this rank from the safetensors of `folder`, in the model's dtype.
 
     Of each tensor only this rank's slice is read. Raises WeightsMismatchError, naming the tensor, when one is
     missing, has another shape, or is not used; on every rank alike, but for a shape. key: of the configuration
-    that names the folder.
+    that names the folder. report: bytes of this rank's parameters that are set, of all.
     """
     with ExitStack() as stack:
         source = _Safetensors(folder, stack, key)
         source.refuse_others(chunks[0].shape)
-        for weight in _weights(chunks):
+        weights = _weights(chunks)
+        done, total = 0, sum(weight.parameter.nbytes for weight in weights)
+        for weight in weights:
             cut, ranks, rank = weight.at.cut, weight.shards.size(), weight.shards.rank()
             pieces = []
             like = cut.split(weight.shape, torch.empty_like(weight.parameter, device="meta"))
@@ -131,6 +134,8 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.
                 whole = cut.whole_shape(weight.shape, piece.shape, ranks)
                 pieces.append(source.read(name, whole, cut.dim, piece.shape, rank))
             weight.parameter.copy_(cut.join(weight.shape, pieces))
+            done += weight.parameter.nbytes
+            report(done, total)
 
 
 @torch.no_grad()

@@ -35,9 +35,10 @@ from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
 from streamrl.observe import ending
 from streamrl.observe.descriptors import raise_limit
-from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.observe.events import EventLog, Events, event_path, read_events
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.observe.sinks import open_sinks
+from streamrl.observe.starting import begin_part, loading
 from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.publisher import Publisher
 from streamrl.stream.session import PeerRefused
@@ -70,15 +71,17 @@ def main(config: Config, run_folder: Path) -> int:
     raise_limit()
     stop = StopSignal()
     trainer: Trainer | None = None
+    events: EventLog | None = None  # of the first rank
     try:
-        trainer = Trainer(config, run_folder)
-        trainer.restore_or_start()
-        if trainer.rank != 0:
+        if os.environ.get("RANK", "0") == "0":
+            events = EventLog(event_path(run_folder, "learner"), "learner-0", starts=False)
+        trainer = _load(config, run_folder, events or Events())
+        if events is None:
             _follow(trainer)
         elif _is_over(config, run_folder, trainer):
             trainer.broadcast("end")
         else:
-            _lead(config, run_folder, trainer, stop)
+            _lead(config, run_folder, trainer, stop, events)
         return 0
     except ConfigError:
         raise
@@ -92,6 +95,17 @@ def main(config: Config, run_folder: Path) -> int:
     finally:
         if trainer is not None:
             trainer.close()
+        if events is not None:
+            events.close()
+
+
+def _load(config: Config, run_folder: Path, events: Events) -> Trainer:
+    """The trainer with its weights; what it waits for meanwhile is in the events."""
+    begin_part(events, "builds the model")
+    trainer = Trainer(config, run_folder)
+    begin_part(events, "loads the weights")
+    trainer.restore_or_start(loading(events, "loads the weights"))
+    return trainer
 
 
 def _failed(reason: str) -> int:
@@ -100,9 +114,9 @@ def _failed(reason: str) -> int:
     return 1
 
 
-def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal) -> None:
+def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, events: EventLog) -> None:
     """Rank 0: opens what the run needs, runs the loop, closes it in order."""
-    events = EventLog(event_path(run_folder, "learner"), "learner-0")
+    events.start()
     for line in trainer.damage:
         events.emit("checkpoint.damaged", told=line)
     source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
@@ -162,8 +176,10 @@ class LeadLoop:
         Raises one of FOR_GOOD where the run is given up.
         """
         failure: str | None = None
+        begin_part(self.events, "greets the replay service")
         self._begin()
         if self._publish_is_due():
+            begin_part(self.events, "publishes its weights")
             self._publish()
         self.events.emit("ready", version=str(self.trainer.version))
         self._watch = ProgressWatch(self.config, time.monotonic(), patience=self.config.stream.reply_timeout)

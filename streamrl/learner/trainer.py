@@ -35,6 +35,7 @@ from streamrl.learner.rows import sequence_multiple
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
+from streamrl.observe.bars import Report, silent
 from streamrl.stream.identity import run_identity
 from streamrl.trainable import Limits
 from streamrl.types import Batch, Ledger, PolicyVersion
@@ -104,17 +105,18 @@ class Trainer:
         """(name, begin, end) of the parts of the last step on this rank, in seconds since the epoch."""
         return self._step.phases if self._step else []
 
-    def restore_or_start(self) -> None:
+    def restore_or_start(self, report: Report = silent) -> None:
         """Take up the newest whole checkpoint of the run, or else the Hugging Face weights as step 0.
 
-        The first start of a run has incarnation 0; every later one has an incarnation of its own. Raises ConfigError
-        where checkpoints are there and none can be resumed from.
+        The first start of a run has incarnation 0; every later one has an incarnation of its own. report: bytes of
+        this rank's weights that are read from the Hugging Face folder, of all. Raises ConfigError where checkpoints are
+        there and none can be resumed from.
         """
         reference = Reference.of(self._config, self._wrapped)
         incarnation = checkpoint.next_incarnation(self._checkpoints, self._ranks)
         found = newest_whole(self._checkpoints, self._ranks, self._identity, self._report_damage)
         if found is None:
-            load_weights(self._chunks, self._config.model.path)
+            load_weights(self._chunks, self._config.model.path, report=report)
             if self._config.learner.lora.rank:
                 lora_folder.start(self._chunks, self._config)
             self._optimizer.megatron.reload_model_params()

@@ -18,9 +18,9 @@ from rich.live import Live as Screen
 from rich.table import Table
 
 from streamrl.config import Config
-from streamrl.observe.events import event_files, read_events
 from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import Glance, Live, sentence
+from streamrl.observe.starting import Starting
 from streamrl.observe.summary import print_summary
 
 # Seconds between two lines where there is no terminal: a run of six minutes then fills half a screen.
@@ -55,8 +55,9 @@ class Console:
         self._live = Live(run_folder)
         self._glance = Glance()
         self._glanced = self._printed = time.monotonic()
+        self._starting = Starting(config, run_folder)
         self._read(poll=True)
-        self._first = len(self._rows)
+        self._before = {_key(row) for row in self._rows}  # a resume writes those that it keeps again
         self._screen: Screen | None = None
         if config.observe.console and self._terminal.is_terminal:
             self._screen = Screen(self.table(), console=self._terminal, auto_refresh=False, transient=False)
@@ -77,9 +78,9 @@ class Console:
             self._screen.update(self.table(), refresh=True)
             self._screen.stop()
             self._screen = None
-        elif self._first < len(self._rows):
+        elif self._has_begun:
             self._print_line()
-        self._first = len(self._rows)
+        self._before |= {_key(row) for row in self._rows}
 
     def summary(self) -> None:
         """Print what was learned, the figures, and what to run next."""
@@ -89,20 +90,24 @@ class Console:
     def _rows(self) -> list[dict[str, Any]]:
         return self._live.rows
 
+    @property
+    def _has_begun(self) -> bool:
+        """A step was made since the start; of a resume maybe one that had been made before."""
+        return bool(self._rows) and _key(self._rows[-1]) not in self._before
+
     def _read(self, *, poll: bool) -> None:
         """The metrics, and where asked for a `poll` of what the roles do."""
         if not poll:
             self._live.read_rows()
             return
         self._live.read()
+        self._starting.read()
         self._glance, self._glanced = self._live.glance(), time.monotonic()
 
     def _print_line(self) -> None:
         self._printed = time.monotonic()
-        if self._rows:
-            text = one_line(self._rows, self._config, self._glance)
-        else:
-            text = f"no step yet; {ready_roles(self._run_folder)}"
+        begun = self._has_begun
+        text = one_line(self._rows, self._config, self._glance) if begun else f"no step yet; {self._starting}"
         self._terminal.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def table(self) -> Table:
@@ -110,22 +115,13 @@ class Console:
         table = Table(title=f"streamrl · {self._config.run.name}", title_justify="left", show_header=False)
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
-        if not self._rows:
-            table.add_row("roles", ready_roles(self._run_folder))
+        if not self._has_begun:
+            for name, value in self._starting.lines():
+                table.add_row(name, value)
             table.add_row("", "no step yet")
-            return table
-        for name, value in fields(self._rows, self._config, self._glance):
+        for name, value in fields(self._rows, self._config, self._glance) if self._rows else ():
             table.add_row(name, value)
         return table
-
-
-def ready_roles(run_folder: Path) -> str:
-    """Which roles have started and which of them are ready, from their event logs."""
-    words = []
-    for path in event_files(run_folder):
-        names = {record["event"] for record in read_events(path)}
-        words.append(f"{path.stem} {'ready' if 'ready' in names else 'starting'}")
-    return ", ".join(words) or "roles are starting"
 
 
 def who_waits(idle_learner: float, idle_generator: float) -> str:
@@ -184,6 +180,11 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
         yield "time", sentence(glance)
     if glance.roofline is not None:
         yield "roofline", str(glance.roofline)
+
+
+def _key(row: dict[str, Any]) -> tuple[object, ...]:
+    """What tells a row from that of the same step in another life of the run."""
+    return row["step"], row.get("version"), row.get("time")
 
 
 def _latest(rows: list[dict[str, Any]], name: str) -> float:

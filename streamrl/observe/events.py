@@ -61,9 +61,11 @@ class EventLog(Events):
             fields["tokens"] = 96
     """
 
-    def __init__(self, path: Path, role: str) -> None:
+    def __init__(self, path: Path, role: str, *, starts: bool = True) -> None:
+        """`starts` False: for a process that may find nothing to do; it says `start` itself, or never began."""
         self.path = path
         self.role = role
+        self._started = False
         self.lost = 0  # records that could not be written
         self._spans = itertools.count()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +73,12 @@ class EventLog(Events):
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         if torn:  # a predecessor was cut in the middle of a record: end that line, keep the rest readable
             os.write(self._file, b"\n")
+        if starts:
+            self.start()
+
+    def start(self) -> None:
+        """Say that the process has begun its work."""
+        self._started = True
         self.emit("process.start", pid=os.getpid(), clock_offset=_OFFSET)
 
     def emit(self, event: str, /, **fields: Any) -> None:
@@ -114,7 +122,8 @@ class EventLog(Events):
         """Write the last record. May be called twice."""
         if self._file < 0:
             return
-        self.emit("process.end", pid=os.getpid())
+        if self._started:
+            self.emit("process.end", pid=os.getpid())
         os.close(self._file)
         self._file = -1
 

@@ -11,10 +11,11 @@ import math
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-from streamrl.observe.events import now
 from streamrl.observe.roofline import Holder, Roofline, held_up, roofline
+from streamrl.observe.run_clock import RunClock
 from streamrl.observe.tail import Records, Rows
 from streamrl.observe.timeline import START, Timeline
 
@@ -30,7 +31,7 @@ _NOTED = 200
 # What every healthy run says again and again; anything else is of note.
 _ORDINARY = frozenset(
     {
-        "process.start", "process.end", "ready", "probe", "group", "batch", "tickets", "group.accepted",
+        "process.start", "process.end", "starting", "ready", "probe", "group", "batch", "tickets", "group.accepted",
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
         "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
@@ -64,14 +65,20 @@ class Live:
         live.glance().bottleneck
     """
 
-    def __init__(self, run_folder: Path, window: float = WINDOW) -> None:
-        """`window`: seconds that a glance is about; `math.inf` for the whole run."""
+    def __init__(self, run_folder: Path, window: float = WINDOW, clock: RunClock | None = None) -> None:
+        """`window`: seconds that a glance is about; `math.inf` for the whole run. `clock`: the run's; None: ours."""
+        self.clock = clock or RunClock(is_ours=True)
+        self.heard = monotonic()  # when something new was read last, on this host's monotonic clock
+        self.stop: dict[str, Any] | None = None  # the replay service's last word, if it did not start again
         self.timeline = Timeline()
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)  # of (role, phase), since the run's start
         self.notes: deque[dict[str, Any]] = deque(maxlen=_NOTED)  # events of note, newest last
         self._records = Records(run_folder)
         self._rows = Rows(run_folder)
         self._counted: dict[str, float] = {}  # role -> instant up to which `seconds` counts
+        self._taken = 0  # records
+        self._service_ended: bool | None = None  # None: it recorded nothing
+        self._merged: tuple[tuple[int, ...], int] = (), 0  # which file `events.jsonl` was, and its lines
         self._folder = run_folder
         self._window = window
 
@@ -82,12 +89,10 @@ class Live:
 
     def read(self, time: float | None = None) -> None:
         """Take in what was written until `time`, which is the present; of the timeline keep what a glance needs."""
-        time = now() if time is None else time
         for record in self._records.read():
-            self.timeline.feed(record)
-            if record["event"] not in _ORDINARY or "error" in record:
-                self.notes.append(record)
+            self._feed(record)
         self.read_rows()
+        time = self.clock.now() if time is None else time
         if not self.is_alive:
             time = min(time, self.timeline.end)  # a run that is over stands still at its end
         self._count(time)
@@ -101,7 +106,7 @@ class Live:
 
     def glance(self, time: float | None = None) -> Glance:
         """What was done in the window before `time`, and how fast the steps within it were."""
-        time = now() if time is None else time
+        time = self.clock.now() if time is None else time
         if not self.timeline.tracks:
             return Glance()
         if not self.is_alive:
@@ -115,11 +120,50 @@ class Live:
 
     @property
     def is_alive(self) -> bool:
-        """Whether some process of the run has not ended. One that was killed does not say so: its supervisor does."""
-        merged = self._folder / "events.jsonl"  # written when all have ended
-        if merged.exists() and merged.stat().st_mtime > self.timeline.end:
+        """Whether some process of the run that does work has not ended."""
+        return bool(self.timeline.tracks) and not self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """All processes have ended. One that was killed does not say so: its supervisor does, or the others' end.
+
+        No clock decides: file systems and hosts have their own.
+        """
+        if not self._taken:
             return False
-        return any(track.is_alive for track in self.timeline.tracks.values())
+        if self._is_merged():
+            return True
+        living = [role for role, track in self.timeline.tracks.items() if track.is_alive]
+        if not living and self._service_ended is None:
+            return bool(self.timeline.tracks)
+        return bool(self._service_ended) and "learner-0" not in living
+
+    def _is_merged(self) -> bool:
+        """The supervisor has merged all that was recorded, which it does when all have ended."""
+        try:
+            status = (self._folder / "events.jsonl").stat()
+        except FileNotFoundError:
+            return False
+        file = status.st_ino, status.st_size, status.st_mtime_ns
+        if file != self._merged[0]:
+            with (self._folder / "events.jsonl").open("rb") as merged:
+                self._merged = file, sum(1 for _ in merged)
+        return self._merged[1] >= self._taken
+
+    def _feed(self, record: dict[str, Any]) -> None:
+        self._taken += 1
+        self.heard = monotonic()
+        self.clock.heard(record["time"])
+        self.timeline.feed(record)
+        if record["event"] not in _ORDINARY or "error" in record:
+            self.notes.append(record)
+        if record["role"].startswith("replay"):
+            if record["event"] == "process.start":
+                self.stop, self._service_ended = None, False
+            elif record["event"] == "process.end":
+                self._service_ended = True
+            elif record["event"] == "replay.stop":
+                self.stop = record
 
     def _recent(self, time: float) -> tuple[float, list[dict[str, Any]]]:
         """The rows that a roofline is about, and the end of the first of them."""

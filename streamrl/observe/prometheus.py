@@ -22,6 +22,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.observe.live import Glance, Live
 from streamrl.observe.metrics import METRICS
+from streamrl.observe.run_clock import RunClock
 
 PREFIX = "streamrl_"
 
@@ -70,7 +71,7 @@ class Exporter:
     def __init__(self, run_folder: Path, port: int, host: str = "127.0.0.1") -> None:
         """Begin to serve at once. Raises ConfigError for an address that cannot be used."""
         registry = CollectorRegistry()
-        registry.register(_Collector(Live(run_folder)))
+        registry.register(_Collector(Live(run_folder, clock=RunClock.of(run_folder))))
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:

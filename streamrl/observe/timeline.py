@@ -18,6 +18,7 @@ from typing import Any
 
 from streamrl.observe.events import event_files, read_events
 from streamrl.observe.intervals import Interval, clip, subtract, union
+from streamrl.observe.starting import STARTING
 
 # The phase of a process that is not ready yet.
 START = "start"
@@ -270,8 +271,8 @@ class Timeline:
     def feed(self, record: dict[str, Any]) -> None:
         """Take a record of any role; each role's in the order of its file."""
         role = record["role"]
-        if (kind := kind_of(role)) not in KINDS:
-            return
+        if (kind := kind_of(role)) not in KINDS or record["event"] == STARTING:
+            return  # a learner begins its part before it knows that there is something to do
         self._track(role).feed(record)
         is_thread = record["event"] in KINDS["publisher"].spans or record["event"].startswith(("process.", "ready"))
         if kind == "learner" and is_thread:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from streamrl.observe.bars import Report, silent
 from streamrl.replay.history import STATES, Contents, recorded_batches
 from streamrl.replay.records import Completed, Place
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, Unreadable, load_frames, scan, segments
@@ -59,12 +60,20 @@ class Segment:
 class RunJournal:
     """The journal of a run."""
 
-    def __init__(self, run_folder: Path, *, verify: bool = False) -> None:
-        """Read every record; `verify`: the frames too. What cannot be read is in the segments' `problems`."""
+    def __init__(self, run_folder: Path, *, verify: bool = False, report: Report = silent) -> None:
+        """Read every record; `verify`: the frames too. What cannot be read is in the segments' `problems`.
+
+        `report`: MB that are read, of all.
+        """
         self.folder = run_folder / "journal"
+        self._report = report
         self._contents = Contents()
         self._found: list[tuple[Completed, Place]] = []
-        self.segments = [self._survey(number, path, verify) for number, path in segments(self.folder)]
+        self.segments: list[Segment] = []
+        found = [(number, path, path.stat().st_size) for number, path in segments(self.folder)]
+        self._total = sum(size for _, _, size in found)  # bytes
+        for number, path, size in found:
+            self.segments.append(self._survey(number, path, size, verify))
         step_of = self._contents.step_of()
         self.groups = [self._recorded(record, place, step_of) for record, place in self._found]  # as they came
 
@@ -108,8 +117,8 @@ class RunJournal:
             for problem in segment.problems:
                 log.warning("%s is left out: %s", self.folder, problem)
 
-    def _survey(self, number: int, path: Path, verify: bool) -> Segment:
-        segment = Segment(number, path.stat().st_size)
+    def _survey(self, number: int, path: Path, size: int, verify: bool) -> Segment:
+        segment, before = Segment(number, size), sum(segment.size for segment in self.segments)
         for entry in scan(number, path):
             if isinstance(entry, Unreadable):
                 segment.problems.append(entry)
@@ -125,6 +134,7 @@ class RunJournal:
                 self._found.append((entry.record, entry.place))
             if verify and (problem := self._problem(entry, segment.size)):
                 segment.problems.append(problem)
+            self._report((before + entry.end) / 1e6, self._total / 1e6)
         return segment
 
     def _problem(self, entry: Entry, size: int) -> Unreadable | None:

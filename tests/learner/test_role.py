@@ -246,8 +246,10 @@ def test_a_learner_that_gives_up_reports_it_to_the_service_and_in_its_events(tmp
     monkeypatch.setattr(role, "Publisher", lambda *_: Publisher())
     times = iter(range(0, 1_000_000, 100))
     monkeypatch.setattr("streamrl.learner.role.time.monotonic", lambda: float(next(times)))
+    events = EventLog(event_path(tmp_path, "learner"), "learner-0", starts=False)
+    config = Config.model_validate({"run": {"steps": 9}})
     with pytest.raises(RunFailedError) as failed:
-        role._lead(Config.model_validate({"run": {"steps": 9}}), tmp_path, Trainer(PolicyVersion(0)), Stop())
+        role._lead(config, tmp_path, Trainer(PolicyVersion(0)), Stop(), events)
     assert source.told[-1] == ("gave up", str(failed.value))
     gave_up = [event for event in read_events(event_path(tmp_path, "learner")) if event["event"] == "gave_up"]
     assert [event["reason"] for event in gave_up] == [str(failed.value)]

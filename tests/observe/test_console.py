@@ -76,12 +76,40 @@ def test_the_table_shows_what_is_learned_how_stale_it_is_and_who_waits(tmp_path,
         assert words in text
 
 
-def test_before_the_first_step_the_roles_are_shown(tmp_path):
+def test_before_the_first_step_it_is_shown_what_each_role_does(tmp_path, writer, monkeypatch):
+    screens = [terminal(interactive=each) for each in (True, False)]
+    consoles = [Console(CONFIG, tmp_path, screen) for screen in screens]
     EventLog(event_path(tmp_path, "replay"), "replay-0").emit("ready")
-    EventLog(event_path(tmp_path, "generator"), "generator-0")
+    EventLog(event_path(tmp_path, "generator"), "generator-0").emit("starting", what="servers load the model")
+    monkeypatch.setattr(console_module, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(console_module, "GLANCE_EVERY", 0.0)
+    for console in consoles:
+        console.refresh()
+    line = screens[1].export_text(clear=False)
+    assert line == "no step yet; replay-0 ready; generator-0 servers load the model, 0:00; learner-0 imports, 0:00\n"
+    writer.write(row(1))
+    for console in consoles:
+        console.close()
+    assert "servers load the model, 0:00" in screens[0].export_text(clear=False)
+    assert screens[1].export_text().splitlines()[1].startswith("step 1 of 20")
+
+
+def test_a_resume_shows_the_start_again_until_it_has_made_a_step(tmp_path, writer):
+    for step in range(1, 9):
+        writer.write(row(step))
     screen = terminal(interactive=True)
-    Console(CONFIG, tmp_path, screen).close()
-    assert "generator-0 starting, replay-0 ready" in screen.export_text()
+    console = Console(CONFIG, tmp_path, screen)
+    writer.truncate_after(5)
+    console.refresh()
+    screen.export_text()
+    console.refresh()
+    text = screen.export_text()
+    assert "no step yet" in text
+    assert "5 of 20" in text
+    writer.write(row(6) | {"version": "6.1"})
+    console.refresh()
+    assert "no step yet" not in screen.export_text()
+    console.close()
 
 
 def test_without_a_terminal_there_is_a_plain_line_now_and_then(tmp_path, writer, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 
 import pytest
 from rich.console import Console as Terminal
@@ -14,6 +13,7 @@ from run_parts import Recorded, small_run
 from streamrl.cli import main
 from streamrl.config import Config
 from streamrl.lab import top
+from streamrl.observe.events import merge
 from streamrl.observe.live import Live, sentence, shares
 from streamrl.observe.timeline import Timeline
 
@@ -75,9 +75,7 @@ def test_a_run_that_is_over_stands_still(tmp_path):
     live.read(100)
     assert live.is_alive
     assert live.glance(100).doing["learner-0"] == pytest.approx({"other": 30})
-    merged = run.folder / "events.jsonl"
-    merged.write_text("")
-    os.utime(merged, (41, 41))  # the supervisor's last word; the killed ones did not say theirs
+    merge(run.folder)  # the supervisor's last word; the killed ones did not say theirs
     live = Live(tmp_path)
     live.read(100)
     assert not live.is_alive

@@ -25,6 +25,7 @@ from streamrl.lab.acceptance.child import BENCH, result_file
 from streamrl.lab.acceptance.trial import last_lines
 from streamrl.lab.output import check_file
 from streamrl.lifeline import end_tree
+from streamrl.observe.bars import track
 
 QUERY = ("--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader,nounits")
 ASKING = 60.0  # seconds that the driver may take to describe the GPUs
@@ -123,7 +124,7 @@ def parse_gpus(told: str) -> tuple[tuple[Gpu, ...], str]:
 def run(checks: Iterable[Check], bench: Bench) -> list[Result]:
     """One row for each check. What another one had to be there for is skipped where that has not passed."""
     results: dict[str, Result] = {}
-    for check in checks:
+    for check in track(checks, "acceptance", "checks"):
         before = results.get(check.after)
         if before is not None and before.result != "ok":
             reason = f"{check.after} has {'failed' if before.result == 'failed' else 'been skipped'}"

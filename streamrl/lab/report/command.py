@@ -24,8 +24,11 @@ from streamrl.lab.report.groups import read_groups
 from streamrl.lab.report.page import render
 from streamrl.lab.report.ratios import add_ratios
 from streamrl.lab.report.runs import Run, read_runs
+from streamrl.observe.bars import Bar
 
 Ratios = Literal["auto", "yes", "no"]
+
+SECTIONS = 4  # of a run that take long: its records, groups, samples and ratios
 
 
 def main(run_folders: Sequence[Path], output: Path | None = None, ratios: Ratios = "auto") -> int:
@@ -38,8 +41,10 @@ def main(run_folders: Sequence[Path], output: Path | None = None, ratios: Ratios
         raise ConfigError("report: the same run twice; allowed: each RUN once")
     target = output or run_folders[0] / "report.html"
     check_file("--output", target)
-    runs = read_runs(run_folders)
-    described = [describe(run, len(runs), ratios) for run in runs]
+    with Bar("report", "sections", SECTIONS * len(run_folders)) as bar:
+        runs = read_runs(run_folders)
+        bar.advance(len(runs))
+        described = [describe(run, len(runs), ratios, bar) for run in runs]
     data = {
         "made": time.time(),
         "panels": curves.panels(described),
@@ -51,12 +56,15 @@ def main(run_folders: Sequence[Path], output: Path | None = None, ratios: Ratios
     return 0
 
 
-def describe(run: Run, runs: int, ratios: Ratios) -> dict[str, Any]:
+def describe(run: Run, runs: int, ratios: Ratios, bar: Bar) -> dict[str, Any]:
     """All that the page says about one run, as JSON. `runs`: how many share the page, and its size."""
     groups = read_groups(run)
+    bar.advance()
     shown = samples.choose(run, groups, runs)
     groups.report_missing()
+    bar.advance()
     source = add_ratios(run, shown, ratios)
+    bar.advance()
     return {
         "name": run.name,
         "folder": str(run.folder),

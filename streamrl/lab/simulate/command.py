@@ -23,6 +23,7 @@ from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, RunEndedError, validate
+from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 
@@ -52,11 +53,13 @@ def main(
     settings = [_checked(run_folder, own, choice) for choice in choices if choice]
     recorded = list(read_metrics(run_folder))
     _check_lengths(run_folder, own, settings)
-    model = calibrate([run_folder, *others])
-    length = load_run(run_folder, ["generate.attach=[]", f"run.steps={len(recorded)}"])
-    results = {"as recorded": figures(recorded), "the model of it": simulated(length, model)}
-    for choice, config in zip([choice for choice in choices if choice], settings, strict=True):
-        results[" ".join(choice)] = simulated(config, model)
+    with Bar("simulate", "settings", 1 + len(settings)) as bar:
+        model = calibrate([run_folder, *others])
+        length = load_run(run_folder, ["generate.attach=[]", f"run.steps={len(recorded)}"])
+        results = {"as recorded": figures(recorded), "the model of it": simulated(length, model)}
+        bar.advance()
+        for choice, config in bar.over(zip([choice for choice in choices if choice], settings, strict=True)):
+            results[" ".join(choice)] = simulated(config, model)
     Console(width=WIDTH).print(_table(f"{run_folder}: what was, and what would have been", results))
     _print_model(model)
     _write(output, {name: result.as_json() for name, result in results.items()})

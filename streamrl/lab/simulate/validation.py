@@ -29,6 +29,7 @@ from streamrl.lab.simulate.calibration import calibrate
 from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.model import Model
+from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 
 RATE_BAR = 0.10  # tokens/s: largest difference, as a share of what was measured
@@ -111,18 +112,19 @@ def validate(
         folder = Path(name)
         config = config_file.load(config_path, overrides)
         preflight.check(config)
-        with serving(config, folder) as server:  # one for all runs
+        others = settings(config)[:count]
+        with Bar("validate", "runs", 2 + 2 * len(others)) as bar, serving(config, folder) as server:  # one for all runs
             pin(server.pid, halves[0])
             address = server.address
             common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
-            run = partial(_measure, config_path, folder, halves)
+            run = partial(_measure, config_path, folder, halves, bar)
             few = max(1, config.generate.groups_in_flight // FEWER)
             own, first = run([*common, "run.name=calibration"])
             run([*common, f"generate.groups_in_flight={few}", "run.name=few-in-flight"])
             model = calibrate([folder / "calibration", folder / "few-in-flight"])
             compared = [_compare("the calibration run", own, model, first)]
             before = first
-            for number, setting in enumerate(settings(config)[:count]):
+            for number, setting in enumerate(others):
                 other, measured = run([*common, *setting, f"run.name=setting-{number}"])
                 _, after = run([*common, f"run.name=calibration-{number}"])
                 speed = (before.trained + after.trained) / 2 / first.trained
@@ -132,11 +134,12 @@ def validate(
 
 
 def _measure(
-    config_path: Path, folder: Path, halves: tuple[set[int], set[int]], overrides: Sequence[str]
+    config_path: Path, folder: Path, halves: tuple[set[int], set[int]], bar: Bar, overrides: Sequence[str]
 ) -> tuple[Config, Figures]:
     """One run for real, and its figures."""
     config = config_file.load(config_path, overrides)
     _run(config_path, overrides, folder, halves)
+    bar.advance()
     return config, figures(list(read_metrics(folder / config.run.name)))
 
 

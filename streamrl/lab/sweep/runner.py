@@ -14,6 +14,7 @@ from streamrl.config.file import ConfigError
 from streamrl.engine.server import ServerFailed
 from streamrl.lab.sweep.plan import Job, Sweep, override
 from streamrl.lab.sweep.servers import SharedServers
+from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
 
@@ -32,6 +33,11 @@ class Interrupted(Exception):
 
 def run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train) -> list[str]:
     """Run what is not done yet. Returns the names of the jobs that failed. Raises Interrupted."""
+    with Bar("sweep", "runs", sum(not is_done(job) for job in jobs)) as bar:
+        return _run_jobs(sweep, jobs, train, bar)
+
+
+def _run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train, bar: Bar) -> list[str]:
     failed = []
     servers = SharedServers(sweep.folder)
     try:
@@ -43,6 +49,7 @@ def run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train) -> list[str]:
             print(f"{head}: to {sweep.folder / 'logs' / job.name}.log", flush=True)
             began = time.monotonic()
             reason = _run(sweep, job, servers, train)
+            bar.advance()
             if reason is None:
                 print(f"{head}: done in {time.monotonic() - began:.0f} s", flush=True)
                 continue
