@@ -75,6 +75,9 @@ class ObserveConfig(Section):
     console: bool = Field(True, description="live table in the terminal")
     wandb: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases")
     wandb_project: str = Field("streamrl", description="project at Weights & Biases")
+    wandb_answers: int = Field(
+        25, ge=0, description="steps between two tables of prompts, answers and rewards at Weights & Biases; 0: none"
+    )
     tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
     sink: Annotated[str | None, SINKS] = Field(None, description="a further sink, such as one of your own; null: none")
     sink_options: dict[str, Any] = Field(default_factory=dict, description="options of a sink of your own")

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
+from streamrl.config import Config
+from streamrl.learner.reward_parts import RewardParts, sanitised
 from streamrl.tasks.environment import FAILED
 from streamrl.types import FAILURES, Batch, Sample
+
+
+class BatchMetrics:
+    """All metrics of the batches of one run, one after another."""
+
+    def __init__(self, config: Config, former: Iterable[Mapping[str, Any]] = ()) -> None:
+        """`former`: the rows of former starts of the run."""
+        self._tasks = [share.key for share in config.task.trained]
+        self._parts = RewardParts(former)
+
+    def of(self, batch: Batch) -> dict[str, float]:
+        """Those of a batch alone, its reward parts, and in a mix those of each task."""
+        tasks = task_metrics(batch, self._tasks) if len(self._tasks) > 1 else {}
+        return batch_metrics(batch) | self._parts.of(batch) | tasks
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -16,6 +34,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length.
     """
     samples = [sample for sample in batch.samples if not sample.is_placeholder]
+    failed = sum(FAILED in sample.reward_parts for sample in samples)
+    unjudged = sum(sample.failure == "scorer" for sample in batch.samples)
     rewards = np.array([sample.reward for sample in samples] or [0.0])
     lengths = np.array([len(sample.output_ids) for sample in samples] or [0])
     trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in samples]
@@ -23,7 +43,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        "reward/failed": sum(FAILED in sample.reward_parts for sample in samples),
+        "reward/failed": failed,
+        "reward/failed_share": (failed + unjudged) / max(1, len(batch.samples)),
         "pass_rate": float(np.mean([sample.passed for sample in samples] or [False])),
         "signal_rate": float(np.mean([group.has_signal for group in batch.groups])),
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
@@ -32,9 +53,25 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "staleness/max": int(ages.max()),
         "length/mean": float(lengths.mean()),
         "length/p95": float(np.percentile(lengths, 95, method="higher")),
+        "length/cut": float(np.mean([sample.finish_reason == "length" for sample in samples] or [False])),
+        "samples/masked": sum(not sample.loss_mask.any() for sample in samples),
         "quarantined": len(batch.quarantined),
         **failed_samples(batch),
     }
+
+
+def task_metrics(batch: Batch, tasks: Iterable[str]) -> dict[str, float]:
+    """`task/TASK/` of each task: its share of the groups; mean reward and pass rate where it has a sample."""
+    metrics: dict[str, float] = {}
+    for task in tasks:
+        groups = [group for group in batch.groups if group.task == task]
+        samples = [sample for group in groups for sample in group.answered]
+        name = f"task/{sanitised(task)}/"
+        metrics[name + "groups"] = len(groups) / max(1, len(batch.groups))
+        if samples:
+            metrics[name + "reward/mean"] = float(np.mean([sample.reward for sample in samples]))
+            metrics[name + "pass_rate"] = float(np.mean([sample.passed for sample in samples]))
+    return metrics
 
 
 def failed_samples(batch: Batch) -> dict[str, float]:

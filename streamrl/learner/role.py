@@ -26,7 +26,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.device import UnsupportedAcceleratorError
 from streamrl.learner import bad_batch
-from streamrl.learner.batch_metrics import batch_metrics
+from streamrl.learner.batch_metrics import BatchMetrics
 from streamrl.learner.batches import BatchSource, Delivery, RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.empty_steps import EmptySteps
@@ -36,6 +36,7 @@ from streamrl.learner.trainer import Trainer
 from streamrl.observe import ending
 from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, Events, event_path, read_events
+from streamrl.observe.hints import Hints
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.observe.sinks import open_sinks
 from streamrl.observe.starting import begin_part, loading
@@ -122,6 +123,8 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
     source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
     publisher = Publisher(config, run_folder, trainer.version, events)
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder), patience=config.run.silence_timeout)
+    for name, where in metrics.places.items():
+        events.emit("sink", name=name, where=where)
     metrics.truncate_after(trainer.version.step)
     try:
         LeadLoop(
@@ -168,6 +171,8 @@ class LeadLoop:
         self._offered: PolicyVersion | None = None  # the version that was published last
         self._quarantine = Quarantine(trainer, source, run_folder, events, config.learner.bad_groups)
         self._empty = EmptySteps(config.learner.empty_steps, _trained_before(run_folder))
+        self._batch_metrics = BatchMetrics(config, read_metrics(run_folder))
+        self._hints = Hints(read_metrics(run_folder))
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
 
     def run(self) -> None:
@@ -194,7 +199,7 @@ class LeadLoop:
             if self._publish_is_due():
                 row["time/publish"] = self._publish()
             row["time/step"] = time.monotonic() - began
-            self.metrics.write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
+            self._write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
             self._report_saved()
             self._watch.step(time.monotonic())
             if (failure := self._empty.verdict(complete=False)) is not None:
@@ -242,6 +247,7 @@ class LeadLoop:
         self._quarantine.trained(batch.step)
         self._empty.add(batch)
         self.source.trained(self.trainer.version, trained.get("offpolicy/ess"))
+        self.metrics.write_batch(self.trainer.version.step, batch)
         return {
             "step": self.trainer.version.step,
             "version": str(self.trainer.version),
@@ -249,9 +255,15 @@ class LeadLoop:
             "time/wait": waited,
             "time/publish": 0.0,
             **trained,
-            **batch_metrics(batch),
+            **self._batch_metrics.of(batch),
             **delivery.stats,
         }
+
+    def _write(self, row: dict[str, Any]) -> None:
+        """Write the metrics of a step, and log what they say is wrong."""
+        self.metrics.write(row)
+        for hint in self._hints.feed(row):
+            log.warning("%s", hint.line)
 
     def _train_step(self, batch: Batch) -> dict[str, float]:
         """Train; keep the batch of a step after which the run gives up."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console as Terminal
 from rich.live import Live as Screen
+from rich.markup import escape
 from rich.table import Table
 
 from streamrl.config import Config
@@ -34,6 +35,15 @@ _WINDOW = 5
 
 # Seconds between two looks at the event logs: what they say is of the last half minute.
 GLANCE_EVERY = 1.0
+
+# Reward parts, or tasks, that a line names.
+_NAMED = 6
+
+# Share of answers from which a line says that they are cut: a single one is the tail of the lengths.
+_LEAST_CUT = 0.01
+
+# The part that every task gives, whose mean is the pass rate.
+EXACT = "exact"
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -58,6 +68,8 @@ class Console:
         self._starting = Starting(config, run_folder)
         self._read(poll=True)
         self._before = {_key(row) for row in self._rows}  # a resume writes those that it keeps again
+        self._announced: set[str] = set()  # sinks whose place was printed
+        self._hinted = self._rows[-1]["step"] if self._rows else 0  # step up to which hints were printed
         self._screen: Screen | None = None
         if config.observe.console and self._terminal.is_terminal:
             self._screen = Screen(self.table(), console=self._terminal, auto_refresh=False, transient=False)
@@ -66,6 +78,7 @@ class Console:
     def refresh(self) -> None:
         """Read what has been appended and show it."""
         self._read(poll=time.monotonic() - self._glanced >= GLANCE_EVERY)
+        self._announce()
         if self._screen is not None:
             self._screen.update(self.table(), refresh=True)
         elif time.monotonic() - self._printed >= LINE_EVERY:
@@ -74,6 +87,7 @@ class Console:
     def close(self) -> None:
         """Show the last state and give the terminal back. May be called twice."""
         self._read(poll=True)
+        self._announce()
         if self._screen is not None:
             self._screen.update(self.table(), refresh=True)
             self._screen.stop()
@@ -104,11 +118,24 @@ class Console:
         self._starting.read()
         self._glance, self._glanced = self._live.glance(), time.monotonic()
 
+    def _announce(self) -> None:
+        """Print what is said once: where the sinks write, hints that have begun or ended. Above a table on a screen."""
+        for sink, where in self._glance.places.items():
+            if sink not in self._announced:
+                self._announced.add(sink)
+                self._print(f"{sink.lower()}: {where}")
+        for step, line in self._live.hints.lines:
+            if step > self._hinted:
+                self._print(line)
+        self._hinted = self._rows[-1]["step"] if self._rows else 0  # a resume goes back
+
+    def _print(self, line: str) -> None:
+        self._terminal.print(line, soft_wrap=True, highlight=False, markup=False)
+
     def _print_line(self) -> None:
         self._printed = time.monotonic()
         begun = self._has_begun
-        text = one_line(self._rows, self._config, self._glance) if begun else f"no step yet; {self._starting}"
-        self._terminal.print(text, soft_wrap=True, highlight=False, markup=False)
+        self._print(one_line(self._rows, self._config, self._glance) if begun else f"no step yet; {self._starting}")
 
     def table(self) -> Table:
         """What a terminal shows now."""
@@ -120,7 +147,7 @@ class Console:
                 table.add_row(name, value)
             table.add_row("", "no step yet")
         for name, value in fields(self._rows, self._config, self._glance) if self._rows else ():
-            table.add_row(name, value)
+            table.add_row(name, escape(value))
         return table
 
 
@@ -165,6 +192,11 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
     yield "step", f"{last['step']} of {config.run.steps}, {_latest(rows, 'time/step'):.2f} s each"
     yield "reward", f"{_latest(rows, 'reward/mean'):.3f}  {sparkline(rewards)}"
     yield "pass rate", f"{_latest(rows, 'pass_rate'):.2f}, groups with signal {_latest(rows, 'signal_rate'):.2f}"
+    for name, begin, end in (("reward parts", "reward/part/", ""), ("tasks", "task/", "/reward/mean")):
+        if means := _named(rows, begin, end):
+            yield name, means
+    if (cut := _latest(rows, "length/cut")) >= _LEAST_CUT:
+        yield "cut", f"{cut:.0%} of the answers at the length limit"
     generated, trained = _latest(rows, "tokens/generated_per_s"), _latest(rows, "tokens/trained_per_s")
     yield "tokens/s", f"generated {generated:,.0f}/s, trained {trained:,.0f}/s"
     if (failed := failed_samples(rows[-_WINDOW:])) is not None:
@@ -180,6 +212,20 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
         yield "time", sentence(glance)
     if glance.roofline is not None:
         yield "roofline", str(glance.roofline)
+    yield from ((sink.lower(), where) for sink, where in glance.places.items())
+    yield from (("hint", hint.advice) for hint in glance.hints)
+
+
+def _named(rows: list[dict[str, Any]], begin: str, end: str) -> str:
+    """`format 0.80, length 0.25`: the metrics of the last row with such names, without the part that says `right`."""
+    names = [name for name in rows[-1] if name.startswith(begin) and name.endswith(end)]
+    words = [
+        f"{label} {_latest(rows, name):.3f}"
+        for name in names
+        if (label := name.removeprefix(begin).removesuffix(end)) != EXACT
+    ]
+    more = f", and {len(words) - _NAMED} more" if len(words) > _NAMED else ""
+    return ", ".join(words[:_NAMED]) + more
 
 
 def _key(row: dict[str, Any]) -> tuple[object, ...]:

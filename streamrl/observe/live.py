@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from streamrl.observe.hints import Hint, Hints
 from streamrl.observe.roofline import Holder, Roofline, held_up, roofline
 from streamrl.observe.run_clock import RunClock
 from streamrl.observe.tail import Records, Rows
@@ -35,7 +36,7 @@ _ORDINARY = frozenset(
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
         "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
-        "learner.finished", "publish.complete", "replay.end",
+        "learner.finished", "publish.complete", "replay.end", "sink",
     }
 )  # fmt: skip
 
@@ -49,6 +50,8 @@ class Glance:
     doing: dict[str, dict[str, float]] = field(default_factory=dict)  # role -> phase -> seconds
     held_up: dict[Holder, float] = field(default_factory=dict)  # holder -> seconds
     roofline: Roofline | None = None
+    hints: list[Hint] = field(default_factory=list)  # that go on
+    places: dict[str, str] = field(default_factory=dict)  # sink: where it shows what it was given
 
     @property
     def bottleneck(self) -> Holder:
@@ -73,6 +76,8 @@ class Live:
         self.timeline = Timeline()
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)  # of (role, phase), since the run's start
         self.notes: deque[dict[str, Any]] = deque(maxlen=_NOTED)  # events of note, newest last
+        self.hints = Hints()
+        self.places: dict[str, str] = {}  # sink: where it shows what it was given
         self._records = Records(run_folder)
         self._rows = Rows(run_folder)
         self._counted: dict[str, float] = {}  # role -> instant up to which `seconds` counts
@@ -103,12 +108,13 @@ class Live:
     def read_rows(self) -> None:
         """Take in the metrics alone, which is cheap."""
         self._rows.read()
+        self.hints.follow(self.rows)
 
     def glance(self, time: float | None = None) -> Glance:
         """What was done in the window before `time`, and how fast the steps within it were."""
         time = self.clock.now() if time is None else time
         if not self.timeline.tracks:
-            return Glance()
+            return Glance(hints=self.hints.active)
         if not self.is_alive:
             time = min(time, self.timeline.end)
         begin = max(time - self._window, self.timeline.begin)
@@ -116,7 +122,8 @@ class Live:
         if math.isinf(self._window) and rows:  # of a whole run: its steps, without its start
             begin, time = rows[0]["time"], rows[-1]["time"]
         doing = {role: track.seconds(begin, time) for role, track in sorted(self.timeline.tracks.items())}
-        return Glance(begin, time, doing, held_up(self.timeline, begin, time), roofline(self.timeline, rows))
+        held, limits = held_up(self.timeline, begin, time), roofline(self.timeline, rows)
+        return Glance(begin, time, doing, held, limits, self.hints.active, dict(self.places))
 
     @property
     def is_alive(self) -> bool:
@@ -155,6 +162,8 @@ class Live:
         self.heard = monotonic()
         self.clock.heard(record["time"])
         self.timeline.feed(record)
+        if record["event"] == "sink":
+            self.places[record["name"]] = record["where"]
         if record["event"] not in _ORDINARY or "error" in record:
             self.notes.append(record)
         if record["role"].startswith("replay"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from streamrl.observe.disk import NO_ROOM, append
 from streamrl.observe.sinks.base import Sink
-from streamrl.types import FAILURES
+from streamrl.types import FAILURES, Batch
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ _BUCKET = re.compile(r"/s\d+(_\d+|\+)?$")
 
 # How the metrics of an evaluated task begin, which the table has once: eval/TASK/length, eval/TASK/pass@K.
 _EVALUATED = re.compile(r"^eval/[\w.-]+/(?:(pass@)\d+$)?")
+
+# The same of a trained task of a mix, and of a part of the reward.
+_TRAINED = re.compile(r"^task/[\w.-]+/")
+_PART = re.compile(r"^reward/part/[\w.-]+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "", "mean reward of the samples"),
     Metric("reward/std", "", "standard deviation of the samples' rewards"),
     Metric("reward/failed", "samples", "answers on which the scorer raised: trained with the task's lowest reward"),
+    Metric("reward/failed_share", "share", "samples whose scorer failed: those, and samples/failed_scorer"),
+    Metric("reward/part/PART", "", "mean of a reward part over the samples that have it"),
+    Metric("reward/parts_left_out", "", "parts of the step beyond the first 32 names of the run"),
     Metric("pass_rate", "share", "samples that are wholly right"),
     Metric("signal_rate", "share", "groups whose rewards differ, which alone carry a gradient"),
     Metric("tokens/generated", "tokens", "output tokens of the groups that arrived since the last batch"),
@@ -90,6 +97,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("straggler/max_over_median", "", "longest time of a rank's passes over the median of the ranks"),
     Metric("length/mean", "tokens", "mean output length of a sample"),
     Metric("length/p95", "tokens", "95th percentile of the output length"),
+    Metric("length/cut", "share", "answers that ended at the length limit"),
+    Metric("samples/masked", "samples", "answers without a token that the loss reads, though they did not fail"),
     Metric("samples/all", "samples", "samples of the step, the failed ones among them"),
     Metric("samples/failed", "samples", "those that are not trained: placeholders in their place, by reason below"),
     *(Metric(f"samples/failed_{reason}", "samples", f"those {meaning}") for reason, meaning in FAILURES.items()),
@@ -124,6 +133,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("selection/reissued", "groups", "tickets issued again since the last batch"),
     Metric("selection/late_duplicates", "groups", "answers since the last batch whose ticket was another's by then"),
     Metric("selection/over_age", "groups", "groups since the last batch that were too old to be trained"),
+    Metric("task/TASK/reward/mean", "", "mean reward of the samples of one task of a mix"),
+    Metric("task/TASK/pass_rate", "share", "those of them that are wholly right"),
+    Metric("task/TASK/groups", "share", "its part of the step's groups"),
     Metric("eval/step", "steps", "learner steps in the weights that the evaluation of this row measured"),
     Metric("eval/seconds", "s", "time of that evaluation"),
     Metric("eval/publish_wait", "s", "a new version waited, since the last batch, for servers all being evaluated"),
@@ -146,14 +158,18 @@ def describe() -> str:
     variants = (
         "`loss/`, `offpolicy/`, `weights/`, `tokens/trained` and `tokens/dropped` have a variant for each staleness: "
         "`/s0`, `/s1`, `/s2`, `/s3_4`, `/s5_8`, `/s9+`. `eval/TASK/` is there for each evaluated task, by its label, "
-        "and `pass@K` for each K of `evaluate.k`."
+        "and `pass@K` for each K of `evaluate.k`; `task/TASK/` for each trained task of a mix; `reward/part/PART` for "
+        "each part of `Score.parts`, with `_` for what is no letter, digit, `-` or `.`."
     )
     return "\n".join([*lines, "", variants])
 
 
 def is_known(name: str) -> bool:
-    """Whether `name` is in the table, or is the variant of one that is, for one staleness bucket or evaluated task."""
-    return name in NAMES or _BUCKET.sub("", name) in NAMES or _EVALUATED.sub(_of_any_task, name) in NAMES
+    """Whether `name` is in the table, or is the variant of one that is, for one staleness bucket, task or part."""
+    if name in NAMES or _PART.match(name):
+        return True
+    of_any = (_BUCKET.sub("", name), _EVALUATED.sub(_of_any_task, name), _TRAINED.sub("task/TASK/", name))
+    return not NAMES.isdisjoint(of_any)
 
 
 def _of_any_task(begin: re.Match[str]) -> str:
@@ -202,6 +218,16 @@ class MetricsWriter:
         self._in_room(lambda: append(self._file, line))
         for sink in self._sinks:
             sink.write(int(row["step"]), finite)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where the sinks show what they were given, by the names of their classes; those that say so."""
+        return {type(sink).__name__: where for sink in self._sinks if (where := sink.where) is not None}
+
+    def write_batch(self, step: int, batch: Batch) -> None:
+        """Hand the batch that was trained in `step` to the sinks, before the row of that step."""
+        for sink in self._sinks:
+            sink.write_batch(step, batch)
 
     def amend(self, step: int, late: Mapping[str, Any]) -> None:
         """Add what was known only later to the row of `step`, or to the next to it that tells nothing of the kind.

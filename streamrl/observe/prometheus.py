@@ -1,8 +1,8 @@
 """The Prometheus endpoint of a run: the metrics of the last step, and what each role has done with its time.
 
 Names are those of `metrics.jsonl` with `streamrl_` before them and `_` for what Prometheus does not allow:
-`reward/mean` is `streamrl_reward_mean`. A variant for one staleness has the label `staleness`, one of an evaluated
-task the label `task`. Every name is in `families`.
+`reward/mean` is `streamrl_reward_mean`. A variant for one staleness has the label `staleness`, one of a task the label
+`task`, a part of the reward the label `part`. Every name is in `families`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from streamrl.observe.run_clock import RunClock
 PREFIX = "streamrl_"
 
 _VARIANT = re.compile(r"^(?P<name>.*)/(?P<staleness>s\d+(?:_\d+|\+)?)$")
-_EVALUATED = re.compile(r"^eval/(?P<task>[\w.-]+)/(?P<name>.*)$")
+_OF_TASK = re.compile(r"^(?P<kind>eval|task)/(?P<task>[\w.-]+)/(?P<name>.*)$")
+_PART = re.compile(r"^(?P<name>reward/part)/(?P<part>[\w.-]+)$")
 
 PHASE_SECONDS = PREFIX + "phase_seconds"
 HELD_UP = PREFIX + "held_up_share"
@@ -48,10 +49,12 @@ def prometheus_name(name: str) -> tuple[str, dict[str, str]]:
     ('streamrl_offpolicy_ess', {'staleness': 's3_4'})
     """
     labels: dict[str, str] = {}
-    if found := _VARIANT.match(name):
+    if found := _PART.match(name):  # also one that is called s0
+        name, labels = found["name"], {"part": found["part"]}
+    elif found := _OF_TASK.match(name):
+        name, labels = f"{found['kind']}/{found['name']}", {"task": found["task"]}
+    elif found := _VARIANT.match(name):
         name, labels = found["name"], {"staleness": found["staleness"]}
-    elif found := _EVALUATED.match(name):
-        name, labels = f"eval/{found['name']}", {"task": found["task"]}
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name), labels
 
 

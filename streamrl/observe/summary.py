@@ -15,6 +15,7 @@ from streamrl.observe.events import events_by_time
 from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import shares
 from streamrl.observe.metrics import read_metrics
+from streamrl.observe.remarks import print_remarks
 from streamrl.observe.roofline import held_up, roofline
 from streamrl.observe.timeline import Timeline
 
@@ -34,6 +35,7 @@ def print_summary(config: Config, run_folder: Path, terminal: Terminal | None = 
     if rows:
         terminal.print(_figures(rows))
         terminal.print(where_time_went(run_folder, rows))
+    print_remarks(run_folder, rows, terminal)
     terminal.print("\nWhat to run next:")
     for command, purpose in next_commands(config, run_folder):
         terminal.print(f"  {escape(command)}\n      [dim]{escape(purpose)}[/dim]", soft_wrap=True, highlight=False)

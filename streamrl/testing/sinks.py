@@ -19,6 +19,7 @@ from streamrl.config import Config
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
 from streamrl.testing.declarations import Conformance
+from streamrl.types import Batch, Group, Sample
 
 
 class SinkConformance(Conformance):
@@ -36,6 +37,7 @@ class SinkConformance(Conformance):
             writer = MetricsWriter(tmp_path, open_sinks(self._config, tmp_path))
             writer.truncate_after(first - 1)
             for step in range(first, last + 1):
+                writer.write_batch(step, _failed_batch(step))
                 writer.write({"step": step, "version": f"{step}.0", "lr": float("nan"), "reward/mean": step + off})
             writer.amend(2, {"eval/step": 2.0})
             writer.close()
@@ -53,6 +55,17 @@ class SinkConformance(Conformance):
         for sink in sinks:
             sink.close()
 
+    def test_where_it_writes_is_words_for_a_person_or_nothing(self, tmp_path: Path) -> None:
+        for sink in open_sinks(self._config, tmp_path):
+            assert sink.where is None or (isinstance(sink.where, str) and sink.where)
+            sink.close()
+
     @property
     def _config(self) -> Config:
         return Config.model_validate({"observe": {"sink": self.name} | self.settings})
+
+
+def _failed_batch(step: int) -> Batch:
+    """A batch of which nothing can be shown: every sample of its group has failed."""
+    samples = (Sample.placeholder(failure="server"),) * 2
+    return Batch(step=step - 1, groups=(Group(group_id=0, task="copy", prompt_index=0, samples=samples),))

@@ -123,6 +123,22 @@ def test_curves_that_are_zero_throughout_are_left_out_and_each_evaluated_task_ha
     assert found["Reward"]["metrics"][0]["meaning"]
 
 
+def test_parts_of_the_reward_and_tasks_have_panels_of_eight_and_hints_have_their_steps(run: Run) -> None:
+    parts = {f"reward/part/p{index}": 1.0 for index in range(9)}
+    tasks = {"task/easy/reward/mean": 0.5, "task/easy/pass_rate": 0.5, "task/easy/groups": 1.0}
+    troubled = {"offpolicy/ess": 0.2, "length/cut": 0.1}
+    rows = [{"step": step, "time": BEGIN + step, **parts, **tasks, **troubled} for step in range(1, 13)]
+    other = Run("other", run.folder, run.config, {}, rows, BEGIN)
+    found = curves.panels([{"curves": curves.describe(other)}])
+    assert [len(panel["metrics"]) for panel in found if panel["title"] == "Reward parts"] == [8, 1]
+    titles = {panel["title"] for panel in found}
+    assert {"Reward by task", "Pass rate by task", "Groups by task", "Answers cut at the length limit"} <= titles
+    (hint,) = command.describe(other, 1, "no")["hints"]
+    assert hint["steps"] == "from step 10"
+    assert hint["text"] == "the effective sample size is 0.20"
+    assert hint["link"] == "docs/operations.md#it-does-not-learn"
+
+
 def test_what_became_of_the_groups_is_counted_over_all_of_them(run: Run, model: Path) -> None:
     found = read_groups(run).describe()
     assert found is not None

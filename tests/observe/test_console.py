@@ -11,7 +11,7 @@ from run_parts import small_run
 
 from streamrl.config import Config
 from streamrl.observe import console as console_module
-from streamrl.observe.console import Console, one_line, sparkline, who_waits
+from streamrl.observe.console import Console, fields, one_line, sparkline, who_waits
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.live import Glance
 from streamrl.observe.metrics import MetricsWriter
@@ -247,3 +247,47 @@ def test_failed_samples_are_shown_by_reason_on_the_screen_in_the_line_and_in_the
     print_summary(CONFIG, tmp_path, printed)
     assert words in printed.export_text()
     assert "failed" not in one_line(rows[:1], CONFIG, Glance())
+
+
+def test_parts_tasks_cut_answers_and_hints_have_lines_only_where_there_are_any(tmp_path):
+    plain = dict(fields([row(1) | {"reward/part/exact": 0.5}], CONFIG, Glance()))
+    assert not plain.keys() & {"reward parts", "tasks", "cut", "hint"}
+    parts = {"reward/part/exact": 0.5} | {f"reward/part/p{index}": 0.25 for index in range(8)}
+    tasks = {"task/easy/reward/mean": 1.0, "task/easy/groups": 0.5, "task/hard/reward/mean": 0.125}
+    said = dict(fields([row(1) | parts | tasks | {"length/cut": 0.5}], CONFIG, Glance()))
+    assert said["reward parts"] == ", ".join(f"p{index} 0.250" for index in range(6)) + ", and 2 more"
+    assert said["tasks"] == "easy 1.000, hard 0.125"
+    assert said["cut"] == "50% of the answers at the length limit"
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_hint_is_printed_once_as_it_begins_and_once_as_it_ends(tmp_path, writer, interactive):
+    screen = terminal(interactive)
+    console = Console(CONFIG, tmp_path, screen)
+    for step in range(1, 41):
+        writer.write(row(step) | {"offpolicy/ess": 0.2 if step <= 20 else 1.0})
+        console.refresh()
+        assert ("hint" in dict(fields(console._rows, CONFIG, console._live.glance()))) == (10 <= step < 26)
+    console.close()
+    text = screen.export_text()
+    assert text.count("hint at step 10: the effective sample size is 0.20; try replay.max_staleness") == 1
+    assert text.count("hint over at step 26: the effective sample size is 0.20") == 1
+    printed = terminal(interactive=False)
+    print_summary(CONFIG, tmp_path, printed)
+    text = " ".join(printed.export_text().split())
+    assert "Hints steps 10 to 26" in text
+    assert "docs/operations.md#it-does-not-learn" in text
+
+
+def test_where_a_sink_shows_a_run_is_printed_once_and_in_the_summary(tmp_path):
+    log = EventLog(event_path(tmp_path, "learner"), "learner-0")
+    log.emit("sink", name="Wandb", where="https://wandb.example/[run]/1")
+    screen = terminal(interactive=False)
+    console = Console(CONFIG, tmp_path, screen)
+    for _ in range(3):
+        console.refresh()
+    console.close()
+    log.close()
+    assert screen.export_text().splitlines() == ["wandb: https://wandb.example/[run]/1"]
+    console.summary()
+    assert "wandb: https://wandb.example/[run]/1" in screen.export_text()

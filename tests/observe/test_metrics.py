@@ -6,16 +6,13 @@ import json
 import math
 import os
 import re
-import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
 
 from streamrl.algo.diagnostics import BUCKETS
 from streamrl.config import Config
@@ -54,6 +51,15 @@ def test_the_table_names_every_staleness_bucket():
 @pytest.mark.parametrize("name", ["reward/mean", "offpolicy/ess/s0", "loss/clip_low/s3_4", "weights/ess/s9+"])
 def test_the_table_and_its_staleness_buckets_are_known(name):
     assert is_known(name)
+
+
+def test_the_table_of_other_names_has_names_of_ours():
+    page = (Path(__file__).parents[2] / "docs" / "watching.md").read_text()
+    table = page.partition("## Names elsewhere")[2].partition("##")[0]
+    ours = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = [name for cell in ours for name in re.findall(r"`([^`]+)`", cell)]
+    assert 15 <= len(names) <= 25
+    assert [name for name in names if not is_known(name)] == []
 
 
 def test_what_the_replay_service_tells_of_its_selection_is_in_the_table():
@@ -113,6 +119,11 @@ def test_what_an_evaluation_tells_is_in_the_table_by_the_label_of_its_task():
     )
 
 
+def test_parts_of_the_reward_and_tasks_of_a_mix_are_in_the_table_by_their_names():
+    assert all(map(is_known, ("reward/part/format", "reward/part/s0", "task/my.task-2/reward/mean", "task/a/groups")))
+    assert not any(map(is_known, ("reward/part/", "reward/part/a/b", "task/a", "task/a/length", "task/a/groups/s0")))
+
+
 def test_what_comes_late_is_added_to_its_row_alone(tmp_path):
     writer = MetricsWriter(tmp_path)
     for step in (1, 2):
@@ -166,52 +177,9 @@ def test_tensorboard_is_written_and_a_resume_hides_the_later_steps(tmp_path):
     assert scalars[-1].value == pytest.approx(0.7)
 
 
-def test_wandb_is_written_offline_under_the_same_names(tmp_path):
-    script = f"""
-from pathlib import Path
-from streamrl.config import Config
-from streamrl.observe.metrics import MetricsWriter
-from streamrl.observe.sinks import open_sinks
-config = Config.model_validate({{"observe": {{"wandb": "offline"}}}})
-folder = Path({str(tmp_path)!r})
-writer = MetricsWriter(folder, open_sinks(config, folder))
-for step in range(1, 6):
-    writer.write({{"step": step, "reward/mean": step / 10, "grad_norm": float("nan")}})
-writer.close()
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    assert (tmp_path / "wandb.id").read_text() in file.name
-    history = [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for record in wandb_records(file)
-        if record.WhichOneof("record_type") == "history"
-    ]
-    assert [(entry["step"], entry["reward/mean"]) for entry in history] == [(step, step / 10) for step in range(1, 6)]
-    assert all("grad_norm" not in entry for entry in history)
-
-
 def test_without_sinks_nothing_is_opened(tmp_path):
     assert open_sinks(Config(), tmp_path) == []
     assert list(tmp_path.iterdir()) == []
-
-
-def wandb_records(path: Path) -> Iterator[wandb_internal_pb2.Record]:
-    """The records of a .wandb file: a LevelDB log of 32 KiB blocks, each of [crc u32, length u16, type u8, data]."""
-    data, place, pending = path.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack("<IHB", data[place : place + 7])
-        pending += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # the whole record, or its last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(pending)
-            pending = b""
-            yield record
 
 
 LIMITED = """

@@ -55,7 +55,8 @@ def test_the_last_step_and_the_time_of_each_role_are_served_under_the_names_of_t
     run = small_run(tmp_path)
     metrics = {
         "reward/mean": 0.75, "offpolicy/ess": 0.9, "offpolicy/ess/s0": 1.0, "offpolicy/ess/s9+": 0.5,
-        "eval/copy/pass@8": 0.25, "version": "3.0", "grad_norm": None,
+        "eval/copy/pass@8": 0.25, "reward/part/s0": 0.125, "task/a.b/pass_rate": 0.375,
+        "version": "3.0", "grad_norm": None,
     }  # fmt: skip
     run.row(3, 19.5, **metrics)
     served = serve(tmp_path)
@@ -63,6 +64,8 @@ def test_the_last_step_and_the_time_of_each_role_are_served_under_the_names_of_t
     assert served["streamrl_offpolicy_ess", (("staleness", "all"),)] == 0.9
     assert served["streamrl_offpolicy_ess", (("staleness", "s9+"),)] == 0.5
     assert served["streamrl_eval_pass_8", (("task", "copy"),)] == 0.25
+    assert served["streamrl_reward_part", (("part", "s0"),)] == 0.125
+    assert served["streamrl_task_pass_rate", (("task", "a.b"),)] == 0.375
     assert served["streamrl_step", ()] == 3
     assert served["streamrl_phase_seconds_total", (("phase", "wait"), ("role", "learner-0"))] == pytest.approx(10)
     assert served["streamrl_roofline_tokens_per_s", (("of", "now"),)] > 0

@@ -25,6 +25,8 @@ from streamrl.lab.report.page import render
 from streamrl.lab.report.ratios import add_ratios
 from streamrl.lab.report.runs import Run, read_runs
 from streamrl.observe.bars import Bar
+from streamrl.observe.hints import hints_of
+from streamrl.observe.remarks import steps
 
 Ratios = Literal["auto", "yes", "no"]
 
@@ -75,6 +77,10 @@ def describe(run: Run, runs: int, ratios: Ratios, bar: Bar) -> dict[str, Any]:
         "curves": curves.describe(run, runs),
         "groups": groups.describe(),
         "time": time_use.describe(run),
+        "hints": [
+            {"steps": steps(hint), "text": hint.text, "keys": hint.rule.keys, "link": hint.rule.link}
+            for hint in hints_of(run.rows)
+        ],
         "notes": [note.describe(run.begin) for note in run.notes],
         "samples": samples.describe(run, shown, source),
         "settings": settings.describe(run),

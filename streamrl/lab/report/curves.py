@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ PANELS = (
     Panel("Learning", "Reward", "", ("reward/mean", "reward/std")),
     Panel("Learning", "Pass rate", "share", ("pass_rate", "signal_rate")),
     Panel("Learning", "Output length", "tokens", ("length/mean", "length/p95")),
+    Panel("Learning", "Answers cut at the length limit", "share", ("length/cut",)),
     Panel("Learning", "Entropy", "nats/token", ("loss/entropy",)),
     Panel("Off-policy", "Staleness of trained tokens", "steps", ("staleness/mean", "staleness/p95", "staleness/max")),
     Panel("Off-policy", "Effective sample size", "share", ("offpolicy/ess", "weights/ess")),
@@ -59,11 +60,12 @@ PANELS = (
         ("selection/generated/groups", "selection/dropped/groups"),
     ),
     Panel("Selection", "Answers on which the scorer raised", "samples", ("reward/failed",)),
+    Panel("Selection", "Answers whose scorer failed", "share", ("reward/failed_share",)),
     Panel(
         "Selection",
         "Samples that were not trained",
         "samples",
-        ("samples/failed", *(f"samples/failed_{reason}" for reason in FAILURES)),
+        ("samples/failed", "samples/masked", *(f"samples/failed_{reason}" for reason in FAILURES)),
     ),
     Panel(
         "Selection",
@@ -74,6 +76,16 @@ PANELS = (
 )
 
 _EVALUATED = re.compile(r"eval/([\w.-]+)/(pass@\d+|greedy)")
+
+# Of metrics that have a name of the run's own: section, title, unit. A panel has LINES of them at most.
+_NAMED = (
+    (re.compile(r"reward/part/[\w.-]+"), ("Learning", "Reward parts", "")),
+    (re.compile(r"task/[\w.-]+/reward/mean"), ("Learning", "Reward by task", "")),
+    (re.compile(r"task/[\w.-]+/pass_rate"), ("Learning", "Pass rate by task", "share")),
+    (re.compile(r"task/[\w.-]+/groups"), ("Selection", "Groups by task", "share")),
+)
+LINES = 8  # colours of the page
+
 _MEANINGS = {metric.name: metric.meaning for metric in METRICS}
 
 
@@ -84,7 +96,7 @@ def panels(described: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for name, curve in run["curves"]["metrics"].items():
             present[name] = present.get(name, False) or any(curve["y"])
     found = []
-    for panel in (*_evaluated(present), *PANELS):
+    for panel in (*_evaluated(present), *PANELS, *_named(present)):
         names = [name for name in panel.metrics if present.get(name)]
         if names:
             metrics = [{"name": name, "meaning": _MEANINGS.get(name, "")} for name in names]
@@ -102,7 +114,7 @@ def describe(run: Run, runs: int = 1) -> dict[str, Any]:
     blocks = [rows[first : first + size] for first in range(0, len(rows), size)] if rows else []
     trained = list(itertools.accumulate(row.get("tokens/trained") or 0 for row in rows))
     names = {name for panel in PANELS for name in panel.metrics}
-    names |= {name for row in rows for name in row if _EVALUATED.fullmatch(name)}
+    names |= {name for row in rows for name in row if _has_own_name(name)}
     metrics = {name: _curve(blocks, name) for name in sorted(names) if any(row.get(name) is not None for row in rows)}
     return {
         "step": [block[-1]["step"] for block in blocks],
@@ -121,6 +133,18 @@ def _evaluated(present: dict[str, bool]) -> list[Panel]:
         if match := _EVALUATED.fullmatch(name):
             tasks.setdefault(match[1], []).append(name)
     return [Panel("Evaluation", f"Evaluation of {task}", "share", tuple(names)) for task, names in tasks.items()]
+
+
+def _named(present: Iterable[str]) -> Iterator[Panel]:
+    """Panels of reward parts, and of the tasks of a mix."""
+    for pattern, (section, title, unit) in _NAMED:
+        names = sorted(filter(pattern.fullmatch, present))
+        for first in range(0, len(names), LINES):
+            yield Panel(section, title, unit, tuple(names[first : first + LINES]))
+
+
+def _has_own_name(name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in (_EVALUATED, *(pattern for pattern, _ in _NAMED)))
 
 
 def _curve(blocks: Sequence[Sequence[Row]], name: str) -> dict[str, list[float | None]]:

@@ -3,6 +3,7 @@
 
 header();
 differences();
+hints();
 allCurves();
 staleness();
 selection();

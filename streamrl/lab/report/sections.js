@@ -84,6 +84,16 @@ function differences() {
     [make("td", { title: row.meaning }, code(row.key)), ...row.values.map((value) => make("td", {}, code(value)))])));
 }
 
+function hints() {
+  const blocks = perRun((run) => run.hints.length ? [
+    isOne ? null : make("h3", {}, run.name),
+    table(["when", "hint", "try", "read"], run.hints.map((hint) => [
+      hint.steps, make("td", { class: "wrap warning" }, hint.text), make("td", { class: "wrap" }, code(hint.keys.join(", "))),
+      code(hint.link)]), "left"),
+  ] : null);
+  if (blocks.length) section("Hints", blocks);
+}
+
 // The curves of one panel: with one run a colour for each metric, with several a colour for each run.
 function panelLines(panel) {
   return panel.metrics.flatMap((metric, place) => runs.map((run, index) => {

@@ -15,6 +15,7 @@ from streamrl.choices import Choice, Options
 if TYPE_CHECKING:
     from streamrl.config import Config
     from streamrl.config.tree import ObserveConfig
+    from streamrl.types import Batch
 
 
 class Sink(Choice, ABC):
@@ -32,6 +33,14 @@ class Sink(Choice, ABC):
     @abstractmethod
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Write the row of `step`, or further metrics of it; None stands for a number that is not finite."""
+
+    @property
+    def where(self) -> str | None:
+        """A URL, or words, of where it shows what it was given: for the console; None: it has nothing to say."""
+        return None
+
+    def write_batch(self, step: int, batch: Batch) -> None:
+        """Show samples of the batch that made `step`; the row of that step comes after it."""
 
     @abstractmethod
     def close(self) -> None:
