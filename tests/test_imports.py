@@ -31,7 +31,7 @@ LAYERS = [
     {"places", "preflight"},
     {"testing", "recorded"},
     {"role_process", "run_folder", "supervisor", "lab"},
-    {"dry_run"},
+    {"dry_run", "starter"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
