@@ -36,8 +36,9 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "Made from `streamrl/config/`, as is `streamrl train --help`. A key is written as in YAML, one level for each "
-        "dot, or behind a command as `key=value`. What does not fit is refused by one line that names the key, the "
-        "value, what is allowed and the nearest known key. A file may stand on others: `base: other.yaml`, or a list.",
+        "dot, or behind a command as `key=value`. Each mistake is refused by one line: file and line, the key, the value, "
+        "what is allowed, and the nearest known key, also from the names of other trainers. A file may stand on others: "
+        "`base: other.yaml`, or a list. `streamrl schema` prints the JSON schema for editors.",
     ]
     defaults = dict(re.findall(r"^  ([\w.]+)=(.*)$", describe(), re.MULTILINE))
     sections: dict[str, list[tuple[str, FieldInfo]]] = {}
@@ -79,8 +80,8 @@ def commands() -> str:
     parts = [
         "# Commands",
         "Made from `streamrl/cli.py`. `key=value` behind a configuration changes one of its keys: "
-        "[configuration.md](configuration.md). Exit codes: 0 done, 1 failed, 2 wrong usage or configuration (one "
-        "line), 130 interrupted after a clean checkpoint.",
+        "[configuration.md](configuration.md). Exit codes: 0 done, 1 failed, 2 wrong usage or configuration "
+        "(a line for each mistake), 130 interrupted after a clean checkpoint.",
     ]
     for name, text, parser in _subcommands():
         parts.append(f"## {name}\n{text}")

@@ -136,7 +136,7 @@ class Description(Section):
 def load(path: Path) -> tuple[Description, Config]:
     """The description and the configuration that it names, with its overrides. Raises ConfigError with one line."""
     try:
-        tree = parse_yaml(path.read_text(), where=str(path))
+        tree = parse_yaml(path.read_text(), where=path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(f"{path}: {reason}; allowed: a YAML file, such as launch/runs/quickstart.yaml") from None

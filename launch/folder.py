@@ -105,7 +105,8 @@ def main() -> int:
             case "keys":
                 make_keys(options.path)
     except ConfigError as error:
-        print(f"streamrl: {error}", file=sys.stderr)
+        for line in error.lines:
+            print(f"streamrl: {line}", file=sys.stderr)
         return 2
     return 0
 

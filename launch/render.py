@@ -15,7 +15,6 @@ import functools
 import re
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +204,7 @@ class Launch:
         return config_file.checked(changed.model_dump())  # a host's name, for one, is checked again
 
     def _config_text(self) -> str:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "config.yaml"
-            config_file.save(self.config, path)
-            return path.read_text()
+        return config_file.as_yaml(self.config)
 
     def _on(self, node: int) -> str:
         parts = ["replay-0"] if node == 0 else []
@@ -298,7 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return _main(options)
     except ConfigError as error:
-        print(f"render: {error}", file=sys.stderr)
+        for line in error.lines:
+            print(f"render: {line}", file=sys.stderr)
         return 2
 
 

@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 from zlib import crc32
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 _PATH = re.compile(r"([\w./-]+|/[^:\n]+\.py):[A-Za-z_]\w*")
@@ -93,6 +93,12 @@ class Kind:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """The built-in names, or what looks like a path; null where the key may leave it open."""
+        own = {"type": "string", "pattern": f"^(?:{_PATH.pattern})$", "description": PATHS}
+        leaves_open = {"type": "null"} in handler(core).get("anyOf", [])
+        return {"anyOf": [{"enum": list(self.names)}, own, *([{"type": "null"}] if leaves_open else [])]}
 
     def _checked(self, name: str | None) -> str | None:
         try:

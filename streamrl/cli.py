@@ -19,6 +19,7 @@ from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, load_run, run_folder_of
 from streamrl.recorded.formats import recorded_run
 from streamrl.replay.segments import JournalDamaged
+from streamrl.starter import parsers as starter
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,13 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.command(options))
     except ConfigError as error:
-        print(f"streamrl: {error}", file=sys.stderr)
+        for line in config_file.located(
+            error.lines, getattr(options, "config", None), getattr(options, "override", ())
+        ):
+            print(f"streamrl: {line}", file=sys.stderr)
         return 2
     except JournalDamaged as error:
         print(f"streamrl: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _tell(error: ConfigError, options: argparse.Namespace) -> None:
+    """Print a line for each mistake, with the place of its key in the configuration or behind the command."""
+    config, overrides = (vars(options).get(name) for name in ("config", "override"))
+    for line in config_file.located(error.lines, config, overrides or ()):
+        print(f"streamrl: {line}", file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -359,6 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     for add in (_add_simulate, _add_plan, _add_convert):
         add(commands)
     _add_doctor(commands)
+    starter.add_commands(commands, _command)
     return parser
 
 

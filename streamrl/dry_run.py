@@ -18,6 +18,7 @@ from streamrl.config.generate import GenerateConfig
 from streamrl.device_map import DeviceMap, device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.lab.plan.command import model_shape
+from streamrl.observe.ending import resume_line
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.preflight.model import check_model
@@ -40,6 +41,8 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     for line in _lines(["process", "GPUs", "what"], *_rows(config, placed, names)):
         print(f"  {line}")
     is_complete = supervisor.is_complete() and not fresh
+    if not (fresh or is_complete) and (line := resume_line(config.run_folder, config.run.steps)) is not None:
+        print(line)
     print("all steps are done: none of them starts" if is_complete else "the first starts, the others once it listens:")
     for role in () if is_complete else supervisor.roles:
         settings = [f"{name}={value}" for name, value in role.environment.items()]
@@ -62,8 +65,7 @@ def _names(gpus: int | None) -> tuple[str, ...]:
 def _check(config: Config, *, made_up: bool) -> str:
     """What `train` checks before it makes the run folder. Returns what could not be checked. Raises ConfigError."""
     if not made_up:
-        machine.check_machine(config)
-        preflight.check(config)
+        preflight.check_start(config)
         return ""
     if config.model.shape is None or (config.model.path / "config.json").is_file():
         preflight.check(config)

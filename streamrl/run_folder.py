@@ -18,6 +18,7 @@ from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.refused import Refusals
 from streamrl.config.senseless import warnings
 from streamrl.places import RECORD, absolute, load_run
 from streamrl.recorded.formats import FORMATS
@@ -90,14 +91,16 @@ def check(config: Config, *, fresh: bool) -> None:
 
 
 def _check_resumable(recorded: Config, config: Config) -> None:
-    """Refuse a changed key that would alter what the recorded data means. Raises ConfigError."""
+    """Refuse changed keys that would alter what the recorded data means. Raises ConfigError, a line for each."""
     decays = config.learner.optimizer.decay != "constant"  # over run.steps, which then are part of the data's meaning
+    refusals = Refusals()
     for path in config_file.changed(recorded, config):
         if not path.startswith(RESUMABLE) or (path == "run.steps" and decays):
-            raise ConfigError(
+            refusals.add(
                 f"{path}: {config_file.value_at(config, path)} differs from {config_file.value_at(recorded, path)} of "
                 f"the run in {config.run_folder}; allowed: the same value, --fresh, or another run.name"
             )
+    refusals.tell()
 
 
 def lock(config: Config) -> int:

@@ -34,7 +34,7 @@ from streamrl.learner_environment import learner_environment
 from streamrl.lifeline import end_tree
 from streamrl.observe import events
 from streamrl.observe.console import Console
-from streamrl.observe.ending import is_last_step, is_over, saved_steps
+from streamrl.observe.ending import is_last_step, is_over, resume_line, saved_steps
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.prometheus import Exporter
 from streamrl.observe.summary import print_summary
@@ -88,8 +88,15 @@ class Supervisor:
         """Run to the end. Returns the exit code: 0 done, 1 failed, 130 interrupted after a clean checkpoint."""
         if self.is_complete():
             print_summary(self.config, self.run_folder)
-            print(f"streamrl: all {self.config.run.steps} steps are done, nothing is started", file=sys.stderr)
+            steps = self.config.run.steps
+            print(
+                f"streamrl: all {steps} steps are done, nothing is started; run.steps above {steps} goes on with "
+                f"{self.run_folder}",
+                file=sys.stderr,
+            )
             return 0
+        if (line := resume_line(self.run_folder, self.config.run.steps)) is not None:
+            print(f"streamrl: {line}", file=sys.stderr)
         former = self._listen()
         exporter = Exporter.of(self.config, self.run_folder)
         console = Console(self.config, self.run_folder)

@@ -130,6 +130,11 @@ def test_a_resume_with_a_key_that_changes_what_the_data_means_is_refused(tmp_pat
         told.returncode,
     )
     assert told.stderr.count("\n") == 1
+    several = _command("train", str(file), "algo.eps_low=0.1", "generate.sampling.temperature=0.5", "run.steps=7")
+    assert [line.split(": ")[1] for line in several.stderr.splitlines()] == [
+        "override generate.sampling.temperature",
+        "override algo.eps_low",
+    ]
 
 
 def test_a_progress_timeout_within_the_time_of_a_group_is_refused(tmp_path):

@@ -87,6 +87,7 @@ ELSEWHERE = (
 
 # A file that is there afterwards, or words of the output.
 LEAVES = (
+    (r"streamrl init first", "first/data.jsonl"),
     (r"streamrl report runs/quickstart$", "runs/quickstart/report.html"),
     (r"streamrl report .*-o compare.html", "compare.html"),
     (r"streamrl trace runs/quickstart$", "runs/quickstart/trace.json"),

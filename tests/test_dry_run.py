@@ -82,7 +82,7 @@ def test_a_recipe_with_a_gpu_too_few_is_one_line(recipe, place, capsys):
     assert cli.main(["train", str(RECIPES / recipe), "--dry-run", "--gpus", str(needed(recipe) - 1)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert re.fullmatch(r"streamrl: (learner\.ranks|generate\.workers): .* allowed: .*\n", captured.err)
+    assert re.fullmatch(r"streamrl: (\S+:\d+: )?(learner\.ranks|generate\.workers): .* allowed: .*\n", captured.err)
 
 
 def test_a_layout_that_the_recipes_model_does_not_have_is_one_line(place, capsys):
@@ -91,7 +91,7 @@ def test_a_layout_that_the_recipes_model_does_not_have_is_one_line(place, capsys
     assert cli.main(["train", recipe, "--dry-run", "--gpus", "16", *changes]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("streamrl: generate.tensor_parallel: 3 does not divide 32 attention heads")
+    assert captured.err.startswith("streamrl: override generate.tensor_parallel: 3 does not divide 32 attention heads")
 
 
 def test_a_model_that_is_here_is_checked_with_its_prompts(model, capsys):
@@ -158,7 +158,7 @@ def test_a_run_folder_that_cannot_be_resumed_so_is_one_line_and_stays_as_it_is(d
     before = sorted(path.stat().st_mtime_ns for path in model.parent.rglob("*"))
     code, errors = dry("algo.eps_low=0.1")
     assert code == 2
-    assert errors.startswith("streamrl: algo.eps_low: 0.1 differs from 0.2")
+    assert errors.startswith("streamrl: override algo.eps_low: 0.1 differs from 0.2")
     assert dry("algo.eps_low=0.1", "--fresh")[0] == 0
     assert dry("run.steps=7")[0] == 0
     assert sorted(path.stat().st_mtime_ns for path in model.parent.rglob("*")) == before
@@ -190,7 +190,7 @@ def test_a_folder_below_a_file_is_one_line(dry, place):
     (place / "taken").touch()
     code, errors = dry(f"run.folder={place}/taken")
     assert code == 2
-    assert errors.startswith(f"streamrl: run.folder: {place}/taken cannot be written")
+    assert errors.startswith(f"streamrl: override run.folder: {place}/taken cannot be written")
 
 
 def test_of_a_complete_run_nothing_would_start(dry, monkeypatch, capsys):

@@ -31,7 +31,7 @@ LAYERS = [
     {"places", "preflight"},
     {"testing", "recorded"},
     {"role_process", "run_folder", "supervisor", "lab"},
-    {"dry_run", "api"},
+    {"dry_run", "api", "starter"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -27,7 +27,6 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
     Raises ConfigError before anything is written.
     """
     config = absolute(config)
-    machine.check_machine(config)
     _check(config, inputs)
     claim = run_folder.lock(config)
     try:
@@ -45,8 +44,8 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
 def _check(config: Config, inputs: Inputs | None) -> None:
     """The checks of a start, with the inputs in a folder of their own: the run's is not made yet."""
     if inputs is None:
-        preflight.check(config)
+        preflight.check_start(config)
         return
     with tempfile.TemporaryDirectory(prefix="streamrl-") as folder:
         inputs.write(Path(folder))
-        preflight.check(inputs.placed(config, Path(folder)))
+        preflight.check_start(inputs.placed(config, Path(folder)))

@@ -74,7 +74,7 @@ def train(
     `temperature`, `learning_rate`, `max_turns`, and any key of the configuration: `learner__optimizer__lr=1e-5`, or
     `**{"learner.optimizer.lr": 1e-5}`.
 
-    Raises ConfigError, with one line, for what cannot run, before anything is started or written.
+    Raises ConfigError, with a line for each mistake, for what cannot run, before anything is started or written.
 
     Example:
         run = streamrl.train("models/tiny", [{"prompt": "ab="}, {"prompt": "ba="}], lambda completions, **_: [...])

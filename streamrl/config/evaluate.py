@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from streamrl.config.generate import SamplingConfig
-from streamrl.config.section import Section
+from streamrl.config.section import Section, rule
 from streamrl.config.task import TaskConfig, TaskShare
 
 # Seconds after the deadline in which a task scores what came in time; then its answers are left out.
@@ -58,17 +58,15 @@ class EvaluateConfig(Section):
         wanted = self.prompts or (size if share.evaluation_only else None) or HELD_OUT
         return wanted if size is None else min(wanted, size)
 
-    @model_validator(mode="after")
-    def _every_k_can_be_estimated(self) -> EvaluateConfig:
+    @rule
+    def _every_k_can_be_estimated(self) -> None:
         for k in self.k:
             if not 1 <= k <= self.samples:
                 raise ValueError(f"k: {k} needs as many answers, samples={self.samples}; allowed: 1 to {self.samples}")
-        return self
 
-    @model_validator(mode="after")
-    def _labels_differ(self) -> EvaluateConfig:
+    @rule
+    def _labels_differ(self) -> None:
         keys = [share.key for share in self.tasks]
         for key in keys:
             if keys.count(key) > 1:
                 raise ValueError(f"tasks: {key!r} is there twice; allowed: one entry for each label")
-        return self

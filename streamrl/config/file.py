@@ -1,106 +1,83 @@
-"""Reading a configuration: YAML and `key=value` overrides in, a checked `Config` out, or one clear line.
+"""Reading a configuration: YAML and `key=value` overrides in, a checked `Config` out, or one line for each mistake.
 
 >>> load(None, ["replay.max_staleness=0"]).replay.slots
 8
 
 A file may stand on others: `base: models/qwen3-8b.yaml`, or a list of such, relative to the file itself. Later ones
 win over earlier ones and the file over all of them; mappings are merged key by key, any other value is replaced.
+
+    YAML, key=value ──▶ each key, each value, rules within a section ──▶ rules between sections ──▶ Config
+
+What is refused in one of these stages is told at once; what comes behind it would be a consequence of it.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from streamrl.config import Config
-from streamrl.config.words import allowed, as_text, section_in
+from streamrl.config.complaints import complaints, fields
+from streamrl.config.positions import Positions
+from streamrl.config.refused import ConfigError, Refusals
+from streamrl.config.schema import FIRST_LINE, write_beside
+from streamrl.config.words import allowed, as_text
+from streamrl.config.yaml_text import Line, Writer, parse_with_lines, parse_yaml
+
+__all__ = [
+    "ConfigError", "as_yaml", "changed", "checked", "describe", "fields", "load", "located", "parse_yaml", "save",
+    "value_at",
+]  # fmt: skip
 
 BASE = "base"  # the key of a file that names the files below it; it is no key of the tree
-
-
-class ConfigError(ValueError):
-    """A configuration that is refused; its text is the one line that the user reads."""
-
-
-class _Yaml(yaml.SafeLoader):
-    """YAML with the scalars of version 1.2: `off` and `no` are words, `1e-6` is a number, no key stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no word", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Yaml.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
-_Yaml.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"([-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
-    list("-+.0123456789"),
-)
-
-
-class _Writer(yaml.SafeDumper):
-    """Quotes the texts that `_Yaml` would read as something else."""
-
-    yaml_implicit_resolvers = _Yaml.yaml_implicit_resolvers
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read the YAML file at `path` (None: the defaults) and its bases, apply `key=value` overrides in order, check.
 
-    Raises ConfigError with one line that names the key's path, the value, what is allowed and the
+    Raises ConfigError with one line for each mistake: where it is, the key's path, the value, what is allowed and the
     nearest known key.
     """
-    tree = {} if path is None else _read(path)
-    for override in overrides:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"{override!r} is not an override; allowed: key=value, such as replay.max_staleness=0")
-        _set(tree, key, parse_yaml(text, where=key))
-    return checked(tree)
+    tree, positions = _given(path, overrides)
+    try:
+        return checked(tree)
+    except ConfigError as error:
+        raise ConfigError("\n".join(map(positions.located, error.lines))) from None
+
+
+def located(lines: Sequence[str], path: Path | None, overrides: Sequence[str]) -> list[str]:
+    """Lines of a later refusal, with the place of the key that each begins with: FILE:LINE, or behind the command."""
+    try:
+        _, positions = _given(path, overrides)
+    except ConfigError:
+        return list(lines)
+    return list(map(positions.located, lines))
 
 
 def checked(tree: dict[str, Any]) -> Config:
-    """The configuration of a tree of keys and values. Raises ConfigError with one line, as `load` does."""
+    """The configuration of a tree of keys and values. Raises ConfigError, as `load` does but without places."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_one_line(error.errors()[0])) from None
+        raise ConfigError("\n".join(complaints(error))) from None
 
 
 def save(config: Config, path: Path) -> None:
-    """Write every key of `config` to `path`, so that `load(path)` gives it back."""
+    """Write every key of `config` to `path`, so that `load(path)` gives it back; beside it the schema, for editors."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Writer, sort_keys=False))
+    draft.write_text(FIRST_LINE + as_yaml(config))
+    write_beside(path)
     os.replace(draft, path)
 
 
-def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of the tree with its dotted path, in the order of the tree; sections themselves are left out."""
-    for name, field in section.model_fields.items():
-        if nested := section_in(field.annotation):
-            yield from fields(nested, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field
+def as_yaml(config: Config) -> str:
+    """Every key of `config`, for a file that has no schema beside it."""
+    return yaml.dump(config.model_dump(mode="json"), Dumper=Writer, sort_keys=False)
 
 
 def describe() -> str:
@@ -125,26 +102,41 @@ def value_at(config: Config, path: str) -> Any:
     return value
 
 
-def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text, with the scalars of version 1.2. Raises ConfigError, which names `where` it stands."""
-    try:
-        return yaml.load(text, _Yaml)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}; allowed: YAML") from None
+def _given(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, Any], Positions]:
+    """The tree of a file and the overrides, and where each of its keys was given."""
+    positions = Positions()
+    tree = {} if path is None else _read(path, positions)
+    refusals = Refusals()
+    for override in overrides:
+        with refusals:
+            key, value = _parsed(override)
+            _set(tree, key, value)
+            positions.add_override(key, value)
+    refusals.tell()
+    return tree, positions
 
 
-def _read(path: Path, standing_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
+def _parsed(override: str) -> tuple[str, Any]:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"{override!r} is not an override; allowed: key=value, such as replay.max_staleness=0")
+    return key, parse_yaml(text, where=f"override {key}")
+
+
+def _read(path: Path, positions: Positions, standing_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a file over those of its bases."""
     if path.resolve() in standing_on_it:
         raise ConfigError(f"{path}: base: {path} stands on itself; allowed: bases without a circle")
-    tree = _read_alone(path)
+    tree, lines = _read_alone(path)
     bases = tree.pop(BASE, [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
-        raise ConfigError(f"{path}: base: {as_text(bases)} is not allowed; allowed: a file, or a list of files")
+        where = f"{path}:{lines[BASE].number}"
+        raise ConfigError(f"{where}: base: {as_text(bases)} is not allowed; allowed: a file, or a list of files")
     below: dict[str, Any] = {}
     for base in bases:
-        below = _over(below, _read(path.parent / base, (*standing_on_it, path.resolve())))
+        below = _over(below, _read(path.parent / base, positions, (*standing_on_it, path.resolve())))
+    positions.add_file(path, lines)
     return _over(below, tree)
 
 
@@ -157,17 +149,17 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _read_alone(path: Path) -> dict[str, Any]:
+def _read_alone(path: Path) -> tuple[dict[str, Any], dict[str, Line]]:
     try:
-        tree = parse_yaml(path.read_text(), where=str(path))
+        tree, lines = parse_with_lines(path.read_text(), where=path)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(f"{path}: {reason}; allowed: a YAML file, such as configs/quickstart.yaml") from None
     if tree is None:
-        return {}
+        return {}, {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds {as_text(tree)}; allowed: a mapping of {', '.join(Config.model_fields)}")
-    return tree
+    return tree, lines
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -176,58 +168,6 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> None:
         child = tree.setdefault(name, {})
         if not isinstance(child, dict):
             path = ".".join(parents[: depth + 1])
-            raise ConfigError(f"{key}: {path} is {as_text(child)} and has no keys; allowed: {path}=VALUE")
+            raise ConfigError(f"override {key}: {path} is {as_text(child)} and has no keys; allowed: {path}=VALUE")
         tree = child
     tree[last] = value
-
-
-def _one_line(error: ErrorDetails) -> str:
-    """The first complaint of pydantic, as the line that the user reads."""
-    path = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "choice":  # its line begins with the key of its kind, which may be elsewhere in a list
-        line, key = str(error["ctx"]["line"]), error["ctx"].get("key")
-        return line if key is None else line.replace(key, path, 1)
-    if error["type"] == "value_error":  # a rule between keys: its text names them, relative to its section
-        return ".".join(filter(None, [path, str(error["ctx"]["error"])]))
-    given = as_text(error["input"])
-    if error["type"] == "extra_forbidden":
-        section, _ = _locate(error["loc"][:-1])
-        nearest = _nearest(path)
-        hint = f"; nearest known key: {nearest}" if nearest else ""
-        return f"{path}: unknown key (given {given}); allowed: {', '.join(section.model_fields)}{hint}"
-    section, field = _locate(error["loc"])
-    if field is None:
-        return f"{path}: {given} is not allowed; allowed: a mapping of {', '.join(section.model_fields)}"
-    name = ".".join(str(part) for part in error["loc"][: _depth(error["loc"])])
-    return f"{name}: {given} is not allowed ({field.description}); allowed: {allowed(field)}; nearest known key: {name}"
-
-
-def _locate(loc: Sequence[int | str]) -> tuple[type[BaseModel], FieldInfo | None]:
-    """The section and, unless `loc` is a section itself, the field that an error's place names."""
-    section: type[BaseModel] = Config
-    for part in loc:
-        field = section.model_fields[str(part)]
-        nested = section_in(field.annotation)
-        if nested is None:
-            return section, field
-        section = nested
-    return section, None
-
-
-def _depth(loc: Sequence[int | str]) -> int:
-    """How many parts of `loc` name sections and their field (what follows is inside the field's value)."""
-    section: type[BaseModel] = Config
-    for depth, part in enumerate(loc):
-        nested = section_in(section.model_fields[str(part)].annotation)
-        if nested is None:
-            return depth + 1
-        section = nested
-    return len(loc)
-
-
-def _nearest(path: str) -> str | None:
-    known = [name for name, _ in fields()]
-    leaf = path.rpartition(".")[2]
-    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-    close = same_leaf or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-    return close[0] if close else None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
+from pydantic_core import ErrorDetails
 
-from streamrl.config.section import Section
+from streamrl.config.section import Section, rule
 
 ServerAddress = Annotated[
     str,
@@ -113,34 +114,31 @@ class GenerateConfig(Section):
         """Nodes of the server that has the most of them, over all pools."""
         return max(pool.server_nodes for pool in self.each_pool)
 
-    @model_validator(mode="after")
-    def _pools_are_clear(self) -> GenerateConfig:
+    @rule
+    def _pools_are_clear(self) -> None:
         names = [pool.name for pool in self.each_pool] if self.pools else []
         for name in names:
             if not name or names.count(name) > 1:
                 raise ValueError(f"pools: the name {name!r} is missing or there twice; allowed: a name for each pool")
-        return self
 
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> GenerateConfig:
+    @rule
+    def _bounds_are_in_order(self) -> None:
         if self.least_in_flight > self.groups_in_flight:
             raise ValueError(
                 f"least_in_flight: {self.least_in_flight} is above groups_in_flight={self.groups_in_flight}; "
                 f"allowed: up to {self.groups_in_flight}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_router_has_servers(self) -> GenerateConfig:
+    @rule
+    def _a_router_has_servers(self) -> None:
         if self.router is not None and not self.attach:
             raise ValueError(
                 f"router: {self.router} passes on no command, so the servers behind it must be known; "
                 "allowed: generate.attach with their addresses"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _its_ranks_are_counted(self) -> GenerateConfig:
+    @rule
+    def _its_ranks_are_counted(self) -> None:
         """What else would decide on ranks and devices: weights go to the ranks of tensor parallelism alone."""
         given = {name.replace("-", "_"): value for name, value in self.server_args.items()}
         for name, instead in OF_RANKS.items():
@@ -151,12 +149,11 @@ class GenerateConfig(Section):
                 "server_args: dp_size is not allowed without enable_dp_attention; allowed: generate.servers for "
                 "several servers of one worker"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _its_nodes_are_alike(self) -> GenerateConfig:
+    @rule
+    def _its_nodes_are_alike(self) -> None:
         if self.server_nodes == 1:
-            return self
+            return
         if self.tensor_parallel % self.server_nodes:
             raise ValueError(
                 f"server_nodes: {self.server_nodes} cannot share tensor_parallel={self.tensor_parallel} evenly; "
@@ -168,13 +165,12 @@ class GenerateConfig(Section):
                     f"{key}: {value} is not possible with server_nodes={self.server_nodes}, where a worker starts the "
                     f"one server of its nodes; allowed: {allowed}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _is_quantised_in_one_place(self) -> GenerateConfig:
+    @rule
+    def _is_quantised_in_one_place(self) -> None:
         """A server that quantises by itself, with SGLang's own arguments, cannot take bfloat16 weights again."""
         if self.quantization is None:
-            return self
+            return
         if self.attach:
             raise ValueError(
                 f"quantization: {self.quantization} is given to servers when they are started, and generate.attach has "
@@ -186,13 +182,11 @@ class GenerateConfig(Section):
                     f"server_args: {name}={value} is not allowed beside generate.quantization={self.quantization}, "
                     "which decides on it; allowed: other names"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _runs_no_code_of_a_model_folder(self) -> GenerateConfig:
+    @rule
+    def _runs_no_code_of_a_model_folder(self) -> None:
         if any(name.replace("-", "_") == "trust_remote_code" for name in self.server_args):
             raise ValueError("server_args: trust_remote_code would run code from a model folder; allowed: other names")
-        return self
 
 
 # Keys in which pools may differ. The others belong to the run: a group has as many samples wherever it is made.
@@ -209,11 +203,13 @@ def _pool(common: dict[str, Any], own: dict[str, Any]) -> GenerateConfig:
     try:
         return GenerateConfig.model_validate(_merged(common, own))
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ValueError(
-            f"pools: {key} of {own.get('name', '')!r}: {first['msg']} (given {first['input']!r})"
-        ) from None
+        raise ValueError("\n".join(_of_pool(own, each) for each in error.errors())) from None
+
+
+def _of_pool(own: dict[str, Any], error: ErrorDetails) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    what = f"{key} of {own.get('name', '')!r}" if key else repr(own.get("name", ""))
+    return f"pools: {what}: {error['msg']}" + (f" (given {error['input']!r})" if key else "")
 
 
 def _merged(common: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from streamrl.choices import AGGREGATIONS, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
-from streamrl.config.section import Section
+from streamrl.config.section import Section, rule
 
 
 class AdvantageConfig(Section):
@@ -76,31 +76,29 @@ class AlgoConfig(Section):
     )
     norm_length: int | None = Field(None, ge=1, description="tokens by which sequence_sum_norm divides")
 
-    @model_validator(mode="after")
-    def _mask_keeps_something(self) -> AlgoConfig:
+    @rule
+    def _mask_keeps_something(self) -> None:
         own_low, own_high = self.chosen("mask").edges or (None, None)
         low = own_low if self.mask_low is None else self.mask_low
         high = own_high if self.mask_high is None else self.mask_high
         if low is None or high is None or low < high:
-            return self
+            return
         if self.mask_low is None:
             raise ValueError(f"mask_high: {high:g} is not above mask_low={low:g}, the default of mask={self.mask}")
         default = "" if self.mask_high is not None else f", the default of mask={self.mask}"
         raise ValueError(f"mask_low: {low:g} is not below mask_high={high:g}{default}")
 
-    @model_validator(mode="after")
-    def _reference_is_read(self) -> AlgoConfig:
+    @rule
+    def _reference_is_read(self) -> None:
         if self.reference is not None and self.kl == 0:
             raise ValueError(f"reference: {self.reference} is read only with kl above 0; allowed: null")
-        return self
 
-    @model_validator(mode="after")
-    def _covariance_leaves_a_range(self) -> AlgoConfig:
+    @rule
+    def _covariance_leaves_a_range(self) -> None:
         if self.covariance_low >= self.covariance_high:
             raise ValueError(
                 f"covariance_low: {self.covariance_low:g} is not below covariance_high={self.covariance_high:g}"
             )
-        return self
 
 
 class OptimizerSettings(Section):
@@ -129,11 +127,10 @@ class OptimizerSettings(Section):
     )
     spike_window: int = Field(32, ge=4, description="updates that the recent median of the gradient norm is over")
 
-    @model_validator(mode="after")
-    def _decays_downwards(self) -> OptimizerSettings:
+    @rule
+    def _decays_downwards(self) -> None:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: {self.min_lr:g} is above lr={self.lr:g}; allowed: up to lr")
-        return self
 
 
 class LayoutConfig(Section):
@@ -168,21 +165,19 @@ class LayoutConfig(Section):
         """The micro batches of a rank are a multiple of it: the interleaved schedule takes them by the stages."""
         return self.pipeline if self.virtual_stages else 1
 
-    @model_validator(mode="after")
-    def _virtual_needs_stages(self) -> LayoutConfig:
+    @rule
+    def _virtual_needs_stages(self) -> None:
         if self.virtual > 1 and self.pipeline == 1:
             raise ValueError(f"virtual: {self.virtual} chunks need learner.layout.pipeline above 1; allowed: 1")
-        return self
 
-    @model_validator(mode="after")
-    def _own_ends_need_stages(self) -> LayoutConfig:
+    @rule
+    def _own_ends_need_stages(self) -> None:
         for name, layers in (("first_stage", self.first_stage), ("last_stage", self.last_stage)):
             if layers is not None and (self.pipeline == 1 or self.virtual > 1):
                 raise ValueError(
                     f"{name}: needs learner.layout.pipeline above 1 and virtual 1; allowed: null with "
                     f"pipeline={self.pipeline}, virtual={self.virtual}"
                 )
-        return self
 
 
 LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
@@ -220,8 +215,8 @@ class LoraConfig(Section):
         """The targets under the names that PEFT and SGLang know: `q_proj`, ..., in order."""
         return tuple(name.rpartition(".")[2] for target in self.targets for name in LORA_PROJECTIONS[target])
 
-    @model_validator(mode="after")
-    def _adapter_is_used(self) -> LoraConfig:
+    @rule
+    def _adapter_is_used(self) -> None:
         if not self.targets and self.rank:
             raise ValueError("targets: none is given for learner.lora.rank above 0; allowed: at least one")
         if self.adapter is not None and self.rank == 0:
@@ -231,7 +226,6 @@ class LoraConfig(Section):
                 f"publish: merged cannot start from an adapter ({self.adapter}): the servers start with model.path "
                 "alone; allowed: adapter"
             )
-        return self
 
 
 class LearnerConfig(Section):
@@ -278,8 +272,8 @@ class LearnerConfig(Section):
     collective_timeout: float = Field(600.0, gt=0, description="seconds that one collective may take")
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="Adam and its schedule")
 
-    @model_validator(mode="after")
-    def _layout_fits_the_ranks(self) -> LearnerConfig:
+    @rule
+    def _layout_fits_the_ranks(self) -> None:
         if self.ranks % self.layout.model_ranks:
             raise ValueError(
                 f"ranks: {self.ranks} cannot hold copies of a model cut over {self.layout.model_ranks} ranks "
@@ -301,7 +295,6 @@ class LearnerConfig(Section):
                 f"ranks: {self.ranks} cannot hold experts cut over {expert_ranks} ranks "
                 "(learner.layout: expert x expert_tensor x pipeline); allowed: a multiple of it"
             )
-        return self
 
 
 class CheckpointConfig(Section):

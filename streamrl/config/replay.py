@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from streamrl.choices import CURRICULA, ORDERS
-from streamrl.config.section import Section
+from streamrl.config.section import Section, rule
 
 # Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them.
 MOST_GROUPS = 1 << 16
@@ -41,14 +41,13 @@ class StreamConfig(Section):
         """`max_unread`, in bytes, also where it is null."""
         return 4 * self.max_message if self.max_unread is None else self.max_unread
 
-    @model_validator(mode="after")
-    def _two_messages_fit(self) -> StreamConfig:
+    @rule
+    def _two_messages_fit(self) -> None:
         if self.unread < 2 * self.max_message:
             raise ValueError(
                 f"max_unread: {self.max_unread} is not enough for one message that is read and one that comes, of "
                 f"max_message={self.max_message} each; allowed: at least {2 * self.max_message}"
             )
-        return self
 
 
 class FilterConfig(Section):
@@ -64,14 +63,13 @@ class FilterConfig(Section):
     def active(self) -> bool:
         return self.signal or self.placeholders or self.min_pass_rate > 0 or self.max_pass_rate < 1
 
-    @model_validator(mode="after")
-    def _keeps_something(self) -> FilterConfig:
+    @rule
+    def _keeps_something(self) -> None:
         if self.min_pass_rate > self.max_pass_rate:
             raise ValueError(
                 f"min_pass_rate: {self.min_pass_rate:g} is above max_pass_rate={self.max_pass_rate:g}; "
                 "allowed: up to max_pass_rate"
             )
-        return self
 
 
 class AdaptiveConfig(Section):
@@ -83,11 +81,10 @@ class AdaptiveConfig(Section):
     change: float = Field(0.25, gt=0, description="learner steps of staleness by which it is changed at once")
     patience: int = Field(4, ge=1, description="learner steps between two changes")
 
-    @model_validator(mode="after")
-    def _has_a_dead_band(self) -> AdaptiveConfig:
+    @rule
+    def _has_a_dead_band(self) -> None:
         if self.ess_low >= self.ess_high:
             raise ValueError(f"ess_low: {self.ess_low:g} is not below ess_high={self.ess_high:g}")
-        return self
 
 
 class ReplayConfig(Section):
@@ -121,24 +118,22 @@ class ReplayConfig(Section):
     filter: FilterConfig = Field(default_factory=FilterConfig, description="groups that are dropped and replaced")
     adaptive: AdaptiveConfig = Field(default_factory=AdaptiveConfig, description="the adaptive bound")
 
-    @model_validator(mode="after")
-    def _can_be_reached(self) -> ReplayConfig:
+    @rule
+    def _can_be_reached(self) -> None:
         """A wildcard is encrypted, and told to others by the host's name: who is told loopback does not encrypt."""
         if self.host is not None and _WILDCARD.match(self.address) and _LOOPBACK.match(self.host):
             raise ValueError(
                 f"host: {self.host} is this machine alone, and address={self.address} is for others: nobody could "
                 "connect; allowed: a name that the others reach, or address=tcp://127.0.0.1:0"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _address_can_be_bound(self) -> ReplayConfig:
+    @rule
+    def _address_can_be_bound(self) -> None:
         form = _ENDPOINT.fullmatch(self.address)
         if form is None or int(form["port"] or 0) > 65535:
             raise ValueError(
                 f"address: {self.address!r} is no address; allowed: tcp://HOST:PORT (port 0: a free one), or ipc://PATH"
             )
-        return self
 
     @property
     def bound(self) -> float:

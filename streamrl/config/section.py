@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from streamrl.choices import Kind, kind_in
 from streamrl.config.words import checked
+
+Check = TypeVar("Check", bound=Callable[[Any], None])
+
+_RULE = "is_rule"  # the mark of a rule
+
+
+def rule(check: Check) -> Check:
+    """Marks a method of a section as a rule between its keys: ValueError with lines that begin with a key of it.
+
+    Every rule of a section is asked, once each of its keys holds by itself: what several refuse is told at once.
+    """
+    setattr(check, _RULE, True)
+    return check
 
 
 class Section(BaseModel):
@@ -29,13 +42,38 @@ class Section(BaseModel):
         return dict(self.choices())[key].load(getattr(self, key))
 
     @model_validator(mode="after")
-    def _choices_fit(self) -> Self:
+    def _choices_and_rules_hold(self) -> Self:
+        errors = [*self._refused_choices(), *self._refused_by_rules()]
+        if errors:
+            details = [InitErrorDetails(type=error, input=self) for error in errors]
+            raise ValidationError.from_exception_data(type(self).__name__, details)
+        return self
+
+    def _refused_choices(self) -> Iterator[PydanticCustomError]:
         for key, kind in self.choices():
             declaration = self.chosen(key)
             options = f"{key}_options"
             try:
                 checked(declaration.Options, getattr(self, options), f"{kind.key}_options")
             except ValueError as error:
-                raise PydanticCustomError("choice", "{line}", {"line": str(error)}) from error
-            declaration.check(self)
-        return self
+                yield from _errors("choice", error)
+                continue
+            try:
+                declaration.check(self)
+            except ValueError as error:
+                yield from _errors("rule", error)
+
+    def _refused_by_rules(self) -> Iterator[PydanticCustomError]:
+        for check in vars(type(self)).values():
+            if not getattr(check, _RULE, False):
+                continue
+            try:
+                check(self)
+            except ValueError as error:
+                yield from _errors("rule", error)
+
+
+def _errors(kind: str, error: ValueError) -> Iterator[PydanticCustomError]:
+    """One for each line."""
+    for line in str(error).splitlines():
+        yield PydanticCustomError(kind, "{line}", {"line": line})

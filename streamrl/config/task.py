@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from streamrl.choices import TASKS
-from streamrl.config.section import Section
+from streamrl.config.section import Section, rule
 from streamrl.config.task_file import read_entries
 
 
@@ -93,12 +93,11 @@ class TaskConfig(Section):
             raise ValueError("file: is not allowed beside mix; allowed: one of the two")
         return {**values, "file": None, "mix": read_entries(Path(values["file"]))}
 
-    @model_validator(mode="after")
-    def _mix_is_clear(self) -> TaskConfig:
+    @rule
+    def _mix_is_clear(self) -> None:
         keys = [share.key for share in self.mix]
         for key in keys:
             if keys.count(key) > 1:
                 raise ValueError(f"mix: {key!r} is there twice; allowed: one entry for each label")
         if self.mix and not any(share.weight and not share.evaluation_only for share in self.mix):
             raise ValueError("mix: every weight of a trained task is 0; allowed: at least one above 0")
-        return self

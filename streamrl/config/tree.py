@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
 from streamrl.config.evaluate import EvaluateConfig
@@ -17,7 +17,7 @@ from streamrl.config.generate import GenerateConfig
 from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
 from streamrl.config.publish import PublishConfig
 from streamrl.config.replay import JournalConfig, ReplayConfig, StreamConfig
-from streamrl.config.section import Section
+from streamrl.config.section import Section, rule
 from streamrl.config.task import TaskConfig
 
 
@@ -144,8 +144,8 @@ class Config(Section):
         own = pool.model_copy(update={"workers": 1, "attach": own_addresses})
         return self.model_copy(update={"generate": own})
 
-    @model_validator(mode="after")
-    def _every_worker_has_a_server(self) -> Config:
+    @rule
+    def _every_worker_has_a_server(self) -> None:
         for pool in self.generate.each_pool:
             addresses = len(pool.attach)
             if addresses and addresses < pool.workers * pool.servers:
@@ -153,23 +153,21 @@ class Config(Section):
                     f"generate.attach: {addresses} addresses for generate.workers={pool.workers}; "
                     f"allowed: {_addresses(pool)}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _shared_devices_are_those_of_own_servers(self) -> Config:
+    @rule
+    def _shared_devices_are_those_of_own_servers(self) -> None:
         attached = [pool for pool in self.generate.each_pool if pool.attach]
         if self.run.shares_devices and attached:
             raise ValueError(
                 f"generate.attach: {attached[0].attach[0]} has devices of its own, and run.placement=shared takes "
                 "turns on those of the learner; allowed: [], or run.placement=separate"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_server_over_nodes_is_reached_on_all_of_them(self) -> Config:
+    @rule
+    def _a_server_over_nodes_is_reached_on_all_of_them(self) -> None:
         nodes = self.generate.most_nodes
         if nodes == 1:
-            return self
+            return
         if self.run.shares_devices:
             raise ValueError(
                 f"generate.server_nodes: {nodes} is not possible with run.placement=shared, where a server is on the "
@@ -181,38 +179,34 @@ class Config(Section):
                 f"publish.transport: {self.publish.transport} reaches one node of a server, and "
                 f"generate.server_nodes={nodes}; allowed: {', '.join(able)}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_sleeping_server_has_retracted(self) -> Config:
+    @rule
+    def _a_sleeping_server_has_retracted(self) -> None:
         if self.run.shares_devices and self.publish.interruption != "retract":
             raise ValueError(
                 f"publish.interruption: {self.publish.interruption} is not possible with run.placement=shared, where "
                 "every request gives up its KV cache before the learner's turn; allowed: retract"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_group_teaches_something(self) -> Config:
+    @rule
+    def _a_group_teaches_something(self) -> None:
         least = self.algo.advantage.least_samples
         if self.generate.group_size < least:
             raise ValueError(
                 f"generate.group_size: {self.generate.group_size} has advantage 0 in every group, with "
                 f"algo.advantage.baseline={self.algo.advantage.baseline}, and trains nothing; allowed: at least {least}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_lease_outlives_a_heartbeat(self) -> Config:
+    @rule
+    def _a_lease_outlives_a_heartbeat(self) -> None:
         if self.replay.lease < self.generate.heartbeat:
             raise ValueError(
                 f"replay.lease: {self.replay.lease:g} s ends before a worker's next heartbeat extends it, "
                 f"generate.heartbeat={self.generate.heartbeat:g} s; allowed: at least {self.generate.heartbeat:g}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _a_router_takes_requests_alone(self) -> Config:
+    @rule
+    def _a_router_takes_requests_alone(self) -> None:
         routers = [pool.router for pool in self.generate.each_pool if pool.router is not None]
         if routers and self.publish.interruption in ("drain", "abort"):
             raise ValueError(
@@ -224,14 +218,13 @@ class Config(Section):
                 f"generate.router: {routers[0]} would choose a server without the adapter of a request; "
                 "allowed: null, or learner.lora.publish=merged"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _quantised_servers_are_corrected(self) -> Config:
+    @rule
+    def _quantised_servers_are_corrected(self) -> None:
         """Servers in FP8 draw from another policy than the learner computes: the loss must weigh that."""
         quantization, algo = self.generate.quantization, self.algo
         if quantization is None:
-            return self
+            return
         if self.model.dtype != "bfloat16":
             raise ValueError(
                 f"generate.quantization: {quantization} is made of bfloat16 weights, and model.dtype is "
@@ -247,10 +240,9 @@ class Config(Section):
                 f"algo.weight: {algo.weight} leaves the tokens of servers in {quantization} uncorrected, with "
                 f"algo.proximal={algo.proximal}; allowed: token, sequence, or algo.proximal=behaviour"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _servers_take_weights_again(self) -> Config:
+    @rule
+    def _servers_take_weights_again(self) -> None:
         """SGLang 0.5.23 quantises to FP8 at the start alone, and then has no loader for the layers; FlashRL's has."""
         for pool in self.generate.each_pool:
             given = {name.replace("-", "_"): value for name, value in pool.server_args.items()}
@@ -260,10 +252,9 @@ class Config(Section):
                     "generate.server_args: quantization=fp8 is done once, and no new weights could be loaded; allowed: "
                     "generate.quantization=fp8"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _overlong_fits_the_answer(self) -> Config:
+    @rule
+    def _overlong_fits_the_answer(self) -> None:
         buffer = self.task.overlong.buffer
         longest = min(pool.sampling.max_new_tokens for pool in self.generate.each_pool)
         if buffer > longest:
@@ -271,10 +262,9 @@ class Config(Section):
                 f"task.overlong.buffer: {buffer} is above generate.sampling.max_new_tokens={longest}; "
                 f"allowed: up to {longest}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _does_not_deadlock(self) -> Config:
+    @rule
+    def _does_not_deadlock(self) -> None:
         needed = self.publish.every * self.replay.groups_per_step
         if self.replay.slots < needed:
             raise ValueError(
@@ -282,10 +272,9 @@ class Config(Section):
                 f"but replay.max_staleness={self.replay.max_staleness:g} allows {self.replay.slots}; "
                 f"allowed: up to {self.replay.slots // self.replay.groups_per_step}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _progress_may_wait_for_a_group(self) -> Config:
+    @rule
+    def _progress_may_wait_for_a_group(self) -> None:
         needed = self.replay.group_timeout + self.evaluate.longest
         if self.run.progress_timeout is not None and self.run.progress_timeout <= needed:
             evaluated = f" and an evaluation of {self.evaluate.longest:g} s" if self.evaluate.every else ""
@@ -293,12 +282,11 @@ class Config(Section):
                 f"run.progress_timeout: {self.run.progress_timeout:g} would end a run that waits for a group within "
                 f"replay.group_timeout={self.replay.group_timeout:g}{evaluated}; allowed: above {needed:g}, or null"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _evaluations_fit_the_run(self) -> Config:
+    @rule
+    def _evaluations_fit_the_run(self) -> None:
         if not self.evaluate.every:
-            return self
+            return
         if self.evaluate.worker >= self.workers:
             raise ValueError(
                 f"evaluate.worker: {self.evaluate.worker} is none of the run's {self.workers} generators; "
@@ -311,19 +299,17 @@ class Config(Section):
                 f"evaluate.timeout: two evaluations of {longest:g} s, scoring included, do not fit in "
                 f"run.silence_timeout={silence:g}; allowed: a shorter one, or run.silence_timeout above {2 * longest:g}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _every_mini_batch_has_a_group(self) -> Config:
+    @rule
+    def _every_mini_batch_has_a_group(self) -> None:
         if self.learner.mini_batches > self.replay.groups_per_step:
             raise ValueError(
                 f"learner.mini_batches: {self.learner.mini_batches} cannot share replay.groups_per_step="
                 f"{self.replay.groups_per_step} groups; allowed: up to {self.replay.groups_per_step}"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _megatron_can_offload(self) -> Config:
+    @rule
+    def _megatron_can_offload(self) -> None:
         optimizer = self.learner.optimizer
         if optimizer.offload and self.model.dtype != "bfloat16":
             raise ValueError(
@@ -334,17 +320,15 @@ class Config(Section):
             raise ValueError(
                 f"learner.optimizer.offload: {optimizer.offload:g} needs learner.optimizer.distributed=true; allowed: 0"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _every_task_has_a_place(self) -> Config:
+    @rule
+    def _every_task_has_a_place(self) -> None:
         weighted = sum(share.weight > 0 for share in self.task.shares)
         if weighted > self.replay.groups_per_step:
             raise ValueError(
                 f"task.mix: {weighted} weighted tasks need one group each, replay.groups_per_step="
                 f"{self.replay.groups_per_step}; allowed: up to {self.replay.groups_per_step}"
             )
-        return self
 
 
 def _addresses(pool: GenerateConfig) -> str:

@@ -12,8 +12,10 @@ import yaml
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from streamrl.choices import kind_in
+from streamrl.config.refused import ConfigError
 
 _WORDS = {
     int: "whole number", float: "number", bool: "true or false", str: "text", Path: "path", dict: "a mapping",
@@ -41,23 +43,27 @@ def allowed(field: FieldInfo) -> str:
 def checked(model: type[Model], values: Mapping[str, Any], where: str) -> Model:
     """Values below the key `where`, as a model.
 
-    Raises ValueError with one line: the key's path, the value, what is allowed, the nearest known key.
+    Raises ConfigError with one line for each mistake: the key's path, the value, what is allowed, the nearest known
+    key.
     """
     try:
         return model.model_validate(dict(values))
     except ValidationError as error:
-        first = error.errors()[0]
-    path = ".".join([where, *(str(part) for part in first["loc"])])
-    if first["type"] == "extra_forbidden":
-        raise ValueError(unknown_key(path, first["input"], model.model_fields))
-    if first["type"] == "choice":
-        raise ValueError(first["ctx"]["line"])
-    if first["type"] == "value_error":  # a rule between keys: its text names them
-        raise ValueError(f"{where}.{first['ctx']['error']}")
-    key = str(first["loc"][0])
+        raise ConfigError("\n".join(dict.fromkeys(_refused(model, each, where) for each in error.errors()))) from None
+
+
+def _refused(model: type[BaseModel], error: ErrorDetails, where: str) -> str:
+    path = ".".join([where, *(str(part) for part in error["loc"])])
+    if error["type"] == "extra_forbidden":
+        return unknown_key(path, error["input"], model.model_fields)
+    if error["type"] == "choice":
+        return str(error["ctx"]["line"])
+    if error["type"] == "value_error":  # a rule between keys: its text names them
+        return f"{where}.{error['ctx']['error']}"
+    key = str(error["loc"][0])
     field = model.model_fields[key]
-    given = "nothing" if first["type"] == "missing" else repr(first["input"])
-    raise ValueError(
+    given = "nothing" if error["type"] == "missing" else repr(error["input"])
+    return (
         f"{path}: {given} is not allowed ({field.description}); allowed: {allowed(field)}; "
         f"nearest known key: {where}.{key}"
     )

@@ -44,6 +44,12 @@ class Tokenizer:
         self._cache: dict[str, np.ndarray] = {}
         self.end_ids = self._end_ids(model)  # any of them ends an answer
 
+    @property
+    def largest_id(self) -> int:
+        """Of the tokens that a text can have: special ones are left out."""
+        special = {place for place, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
+        return max(set(self._tokenizer.get_vocab().values()) - special, default=-1)
+
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """int32 [P]. Text is tokenised as it is; a conversation by the chat template, up to where the answer begins.
 

@@ -11,7 +11,7 @@ from streamrl.config.file import ConfigError
 from streamrl.lab.journal_export import FORMATS, export
 from streamrl.lab.output import check_file
 from streamrl.observe.bars import Bar
-from streamrl.recorded.journal import STATES, RunJournal, Segment, has_journal
+from streamrl.recorded.journal import STATES, RunJournal, Segment, Unreadable, has_journal
 
 
 def main(run_folder: Path, verify: bool = False, output: Path | None = None) -> int:
@@ -38,6 +38,8 @@ def main(run_folder: Path, verify: bool = False, output: Path | None = None) -> 
             print(
                 f"streamrl: {len(lost)} groups cannot be read and are left out, the first: {lost[0]}", file=sys.stderr
             )
+    if damaged and verify:
+        print(f"streamrl: {damaged[0]}; {len(damaged)} damaged places in {run_folder / 'journal'}", file=sys.stderr)
     return 1 if lost or (damaged and (verify or output is not None)) else 0
 
 
@@ -64,11 +66,12 @@ def _date(seconds: float) -> str:
     return f"{'?':19}" if math.isnan(seconds) else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _print_problems(surveyed: list[Segment]) -> bool:
-    """Tell what cannot be read. True where that is more than the torn tail of the newest segment."""
-    damaged = False
+def _print_problems(surveyed: list[Segment]) -> list[Unreadable]:
+    """Tell what cannot be read. Returns what of it is more than the torn tail of the newest segment."""
+    damaged = []
     for segment in surveyed:
         for problem in segment.problems:
             print(f"  {problem}")
-            damaged |= not (problem.torn and segment is surveyed[-1])
+            if not (problem.torn and segment is surveyed[-1]):
+                damaged.append(problem)
     return damaged

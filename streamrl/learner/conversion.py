@@ -73,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             to_huggingface(config, ranks, options.checkpoint, options.target)
     except ConfigError as error:
-        print(f"streamrl: {error}", file=sys.stderr, flush=True)
+        for line in error.lines:
+            print(f"streamrl: {line}", file=sys.stderr, flush=True)
         return 2
     ranks.stop()
     return 0

@@ -1,4 +1,4 @@
-"""How a run ended, by what its replay service has recorded, and what it has saved."""
+"""How a run ended, by what its replay service has recorded, what it has saved, and where it would go on."""
 
 from __future__ import annotations
 
@@ -27,6 +27,23 @@ def is_over(run_folder: Path, steps: int) -> bool:
     """Has the replay service recorded the end of a complete run, and nothing since?"""
     path = event_path(run_folder, "replay")
     return path.exists() and _is_over(read_events(path), steps)
+
+
+def resume_line(run_folder: Path, steps: int) -> str | None:
+    """What `train` does with a run folder, in one line; None for one in which no run has begun.
+
+    Example: `resumes runs/quick at step 40 of 100`.
+    """
+    if not event_path(run_folder, "replay").exists():
+        return None
+    saved = max(saved_steps(run_folder), default=0)
+    if saved >= steps:
+        return f"{run_folder} has its last checkpoint, of step {saved}, and not its end: it is brought to its end"
+    if not saved:
+        return f"resumes {run_folder} at step 0 of {steps}: it has no checkpoint yet"
+    if is_over(run_folder, saved):
+        return f"{run_folder} was done at step {saved}, and goes on to step {steps}"
+    return f"resumes {run_folder} at step {saved} of {steps}"
 
 
 def _is_over(events: Iterable[dict[str, Any]], steps: int) -> bool:

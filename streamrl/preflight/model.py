@@ -5,6 +5,7 @@ from __future__ import annotations
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
+from streamrl.config.refused import Refusals
 from streamrl.engine.block_fp8 import BLOCK
 from streamrl.learner.shape import ModelShape, check_fit
 
@@ -20,25 +21,33 @@ def check_folder(config: Config) -> None:
 
 def check_model(config: Config, shape: ModelShape) -> None:
     """Refuse a layout, adapters or servers that the model cannot be cut into. Raises ConfigError."""
-    check_fit(shape, config.learner.layout)
+    refusals = Refusals()
+    with refusals:
+        check_fit(shape, config.learner.layout)
     if config.learner.moe_permute_fusion and shape.moe is None:
-        raise ConfigError(
+        refusals.add(
             f"learner.moe_permute_fusion: true needs a mixture of experts, not {shape.architecture}; allowed: false"
         )
     lora = config.learner.lora
     if lora.rank and shape.moe is not None and {"linear_fc1", "linear_fc2"}.intersection(lora.targets):
-        raise ConfigError(
+        refusals.add(
             "learner.lora.targets: linear_fc1 and linear_fc2 are layers of experts in this model, which get no "
             "adapters; allowed: linear_qkv, linear_proj"
         )
     for pool in config.generate.each_pool:
-        if shape.heads % pool.tensor_parallel:
-            raise ConfigError(
-                f"generate.tensor_parallel: {pool.tensor_parallel} does not divide {shape.heads} attention heads; "
-                f"allowed: a divisor of {shape.heads}"
-            )
-        if pool.quantization is not None:
-            _check_blocks(pool, shape)
+        with refusals:
+            _check_server(pool, shape)
+    refusals.tell()
+
+
+def _check_server(pool: GenerateConfig, shape: ModelShape) -> None:
+    if shape.heads % pool.tensor_parallel:
+        raise ConfigError(
+            f"generate.tensor_parallel: {pool.tensor_parallel} does not divide {shape.heads} attention heads; "
+            f"allowed: a divisor of {shape.heads}"
+        )
+    if pool.quantization is not None:
+        _check_blocks(pool, shape)
 
 
 def _check_blocks(pool: GenerateConfig, shape: ModelShape) -> None:

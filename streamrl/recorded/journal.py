@@ -24,7 +24,9 @@ from streamrl.replay.segments import Entry, JournalDamaged, Opening, Unreadable,
 from streamrl.stream.codec import decode_group
 from streamrl.types import Batch, Group, PolicyVersion
 
-__all__ = ["STATES", "JournalDamaged", "RecordedGroup", "RunJournal", "Segment", "batches", "has_journal"]
+__all__ = [
+    "STATES", "JournalDamaged", "RecordedGroup", "RunJournal", "Segment", "Unreadable", "batches", "has_journal",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
 

@@ -64,7 +64,8 @@ Arguments = TypeVar("Arguments", bound=TaskArguments)
 def parse_arguments(model: type[Arguments], values: Mapping[str, Any]) -> Arguments:
     """Check `task.args` against a task's model.
 
-    Raises ValueError with one line: the key's path, the value, what is allowed, the nearest known key.
+    Raises ConfigError with one line for each mistake: the key's path, the value, what is allowed, the nearest known
+    key.
     """
     return checked(model, values, ARGUMENTS)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from streamrl.tasks.arguments import TaskArguments
 from streamrl.tasks.failures import INFRASTRUCTURE, describe, is_masked
+from streamrl.tasks.starter import Starter
 from streamrl.types import PolicyVersion, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -168,6 +169,9 @@ class Environment(ABC):
 
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Arguments that a configuration does not have to give, where they differ from those of `Arguments`."""
+
+    starter: ClassVar[Starter] = Starter()
+    """What `streamrl init` writes for it."""
 
     has_turns: ClassVar[bool] = False
     """Does it generate several answers one after another for one sample? Then no other task can answer between them."""

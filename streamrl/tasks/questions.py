@@ -19,6 +19,7 @@ from streamrl.tasks.images import image_references, with_images
 from streamrl.tasks.math_reward import MathReward
 from streamrl.tasks.order import item_at
 from streamrl.tasks.rows import Rows, RowsArguments, value_at
+from streamrl.tasks.starter import Starter
 from streamrl.tasks.user_reward import UserReward, check_target
 
 # The reward part that is 1.0 where an answer was found and could be read, else 0.0.
@@ -97,6 +98,7 @@ class Questions(Environment):
     """The rows of one split, each once an epoch, in an order that (seed, epoch) gives."""
 
     Arguments = QuestionsArguments
+    starter = Starter(shown=("path", "prompt", "answer", "suffix", "form", "reward", "held_out"), max_new_tokens=1024)
     size: int  # prompts of an epoch
 
     def __init__(self, arguments: QuestionsArguments, seed: int, split: str) -> None:
@@ -108,7 +110,8 @@ class Questions(Environment):
         if arguments.reward is not None:
             _check_reward(arguments.reward, arguments.start_timeout)
         asked = list(arguments.asked.values())
-        self._rows = Rows(arguments, arguments.columns, asked, held_out=split == "probe")
+        needed = [*asked, arguments.answer] if arguments.reward is None else asked  # a function may judge without one
+        self._rows = Rows(arguments, arguments.columns, asked, held_out=split == "probe", needed=needed)
         self.size = len(self._rows)
         first = self.prompt(0)
         if first.text is not None and not isinstance(first.text, str):

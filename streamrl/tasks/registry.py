@@ -34,6 +34,18 @@ def build_task(config: TaskConfig | TaskShare, seed: int, split: str, own: Envir
     return task(arguments, inner and build_task(inner, seed, split, own), seed, split)
 
 
+def check_arguments(config: TaskConfig | TaskShare) -> None:
+    """Check the arguments of a built-in task, and of one inside it, without building them; a class of the user's is
+    only loaded in a process of its own, and is left alone. Raises ConfigError.
+    """
+    if not TASKS.is_built_in(config.name):
+        return
+    task = TASKS.load(config.name)
+    arguments = parse_arguments(task.Arguments, _given(config, task))
+    if issubclass(task, Around) and (inner := arguments.task) is not None:
+        check_arguments(inner)
+
+
 def own_share(config: TaskConfig | TaskShare) -> TaskShare | None:
     """The task in it that is a class of the user's, named by a path; None where there is none.
 

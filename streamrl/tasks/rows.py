@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,14 @@ import numpy as np
 from pydantic import Field
 
 from streamrl.tasks.arguments import ARGUMENTS, DATA_FORMATS, OnDisk, TaskArguments, not_among
+from streamrl.tasks.broken_lines import broken_lines
 from streamrl.tasks.order import digest
 
 if TYPE_CHECKING:
     import datasets  # it takes a second: only the process that reads rows imports it
+
+# The ending of files with a row in each line.
+LINES = ".jsonl"
 
 # Rows that are read at a time where all of them are looked at.
 _BATCH = 1000
@@ -65,11 +69,13 @@ class Rows:
         *,
         held_out: bool,
         also: Sequence[str] = (),
+        needed: Sequence[str] = (),
     ) -> None:
         """`columns`: those that must be there, by the argument's key; a dot leads into a mapping (`a.b`).
 
         asked: the columns that make a question what it is; `also`: those too, where the data has them. held_out: the
-        split that only evaluation and probes see. Raises ValueError, with one line that names the argument.
+        split that only evaluation and probes see. needed: columns that no line of a .jsonl file may lack.
+        Raises ValueError, with lines that name the argument.
         """
         if arguments.evaluation_only and not held_out:
             raise ValueError(
@@ -81,6 +87,7 @@ class Rows:
         for data in (self._data, test):
             if data is not None:
                 _check_columns(data, columns)
+        _check_filled(arguments, self._data, needed)
         asked = list(dict.fromkeys(column.partition(".")[0] for column in asked))
         asked += [column for column in also if column in self._data.column_names]
         if test is None:
@@ -124,6 +131,7 @@ def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets
     datasets.disable_progress_bars()
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it logs is in what it raises
     suffix = Path(path).suffix
+    argument = f"{ARGUMENTS}.{key}"
     try:
         if suffix in DATA_FORMATS:
             form = DATA_FORMATS[suffix]
@@ -132,10 +140,12 @@ def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets
             data = datasets.load_dataset(path, arguments.subset, split=split, cache_dir=arguments.cache)
         return _undecoded(data)
     except Exception as error:  # absent, gated, broken, or out of reach: the library raises whatever it met
+        if suffix == LINES and (lines := broken_lines(path)):
+            raise ValueError(_broken(argument, lines)) from None
         reason = "it holds no rows" if isinstance(error, StopIteration) else str(error.__cause__ or error)
         raise ValueError(
-            f"{ARGUMENTS}.{key}: {path!r} cannot be loaded ({' '.join(reason.split())[:200]}); allowed: a "
-            f"file of type {', '.join(DATA_FORMATS)} or a data set's hub name; nearest known key: {ARGUMENTS}.{key}"
+            f"{argument}: {path!r} cannot be loaded ({' '.join(reason.split())[:200]}); allowed: a "
+            f"file of type {', '.join(DATA_FORMATS)} or a data set's hub name; nearest known key: {argument}"
         ) from None
 
 
@@ -167,6 +177,21 @@ def _check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
             if not isinstance(known, dict) or name not in known:
                 raise ValueError(not_among(f"{ARGUMENTS}.{key}", column, data.column_names))
             known = known[name]
+
+
+def _check_filled(arguments: RowsArguments, data: datasets.Dataset, needed: Sequence[str]) -> None:
+    """Refuse lines of a file that have nothing in a column that is asked, or that is the answer."""
+    if Path(arguments.path).suffix != LINES:
+        return
+    tops = {column.partition(".")[0] for column in needed}
+    if any(data.data.column(top).null_count for top in tops) and (lines := broken_lines(arguments.path, needed)):
+        raise ValueError(_broken(f"{ARGUMENTS}.path", lines))
+
+
+def _broken(argument: str, lines: Iterable[str]) -> str:
+    return "\n".join(
+        f"{argument}: {line}; allowed: a JSON mapping with the same columns in each line" for line in lines
+    )
 
 
 def _digests(data: datasets.Dataset, asked: list[str]) -> np.ndarray:

@@ -9,6 +9,9 @@ from pydantic import Field, model_validator
 from streamrl.tasks.arguments import TaskArguments
 from streamrl.tasks.environment import EXACT, Completion, Environment, Prompt, Score
 from streamrl.tasks.order import item_at, permute
+from streamrl.tasks.starter import Starter
+
+STARTER = Starter(args={"length": 3, "alphabet": "abcdefgh"}, max_new_tokens=8)
 
 
 class StringsArguments(TaskArguments):
@@ -35,6 +38,7 @@ class Strings(Environment):
     """
 
     Arguments = StringsArguments
+    starter = STARTER
     size: int  # prompts of an epoch
 
     def __init__(self, arguments: StringsArguments, seed: int, split: str) -> None:

@@ -16,7 +16,6 @@ from streamrl.lab.sweep import plots, results
 from streamrl.lab.sweep.plan import Job, Sweep, read
 from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs
 from streamrl.places import from_here, program
-from streamrl.preflight import machine
 
 WIDTH = 180  # columns of the table where there is no terminal
 
@@ -58,10 +57,9 @@ def _check(jobs: Sequence[Job]) -> None:
     """Every point, before the first one runs: seeds change nothing of what is checked. Raises ConfigError."""
     for job in {job.point.name: job for job in reversed(jobs)}.values():
         try:
-            machine.check_machine(job.config)
-            preflight.check(job.config)
+            preflight.check_start(job.config)
         except ConfigError as error:
-            raise ConfigError(f"point {job.point.name}: {error}") from None
+            raise ConfigError("\n".join(f"point {job.point.name}: {line}" for line in error.lines)) from None
 
 
 def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:

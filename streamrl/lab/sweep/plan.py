@@ -86,7 +86,7 @@ class Sweep:
         try:
             return Job(point, seed, overrides, config_file.load(self.base, overrides))
         except ConfigError as error:
-            raise ConfigError(f"point {point.name}: {error}") from None
+            raise ConfigError("\n".join(f"point {point.name}: {line}" for line in error.lines)) from None
 
 
 def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
@@ -154,7 +154,7 @@ def _short(value: Any) -> str:
 
 def _tree(file: Path) -> dict[str, Any]:
     try:
-        tree = config_file.parse_yaml(file.read_text(), where=str(file))
+        tree = config_file.parse_yaml(file.read_text(), where=file)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise ConfigError(f"{file}: {reason}; allowed: a sweep file, such as those in configs/experiments") from None

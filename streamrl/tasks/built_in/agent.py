@@ -35,6 +35,7 @@ from streamrl.tasks.host_pool import HostPool
 from streamrl.tasks.host_wire import Call, Task
 from streamrl.tasks.openai_server import MODEL, OpenAIServer
 from streamrl.tasks.openai_session import Session
+from streamrl.tasks.starter import BACKWARDS_ARGS, BACKWARDS_FILES, FOLDER, Starter
 from streamrl.tasks.user_reward import check_target
 
 # Of (base URL, question): the agent's own answer, or None where the policy's last turn is the answer. A function of the
@@ -42,6 +43,21 @@ from streamrl.tasks.user_reward import check_target
 AgentFunction = Callable[[str, dict[str, Any]], Awaitable[str | None]]
 
 OUTPUT = 1 << 16  # characters of a command's standard output that are its answer
+
+
+# The agent that `streamrl init` writes: one call.
+FIRST_AGENT = '''"""The agent: it has a question, asks the policy as often as it likes, and returns its answer."""
+
+import aiohttp
+
+
+async def agent(base_url: str, question: dict) -> str | None:
+    messages = question["messages"] or [{"role": "user", "content": question["text"]}]
+    async with aiohttp.ClientSession() as session:
+        call = {"model": "policy", "messages": messages}
+        async with session.post(f"{base_url}/chat/completions", json=call) as reply:
+            return (await reply.json())["choices"][0]["message"]["content"]
+'''
 
 
 class AgentArguments(TaskArguments):
@@ -78,6 +94,10 @@ class Agent(Around):
     """
 
     Arguments = AgentArguments
+    starter = Starter(
+        args={"task": {"name": "jsonl", "args": BACKWARDS_ARGS}, "function": f"{FOLDER}/my_agent.py:agent"},
+        files={**BACKWARDS_FILES, "my_agent.py": FIRST_AGENT},
+    )
     has_turns = True
 
     def __init__(self, arguments: AgentArguments, task: Environment, seed: int, split: str) -> None:

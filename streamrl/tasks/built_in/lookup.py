@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from streamrl.tasks.built_in.copy import Copy
 from streamrl.tasks.environment import EXACT, Completion, Prompt, Score
 from streamrl.tasks.order import digest
-from streamrl.tasks.strings import StringsArguments
+from streamrl.tasks.strings import STARTER, StringsArguments
 from streamrl.tasks.turns import TurnByTurn
 
 # The reward part that is 1.0 where the tool was called as it must be, else 0.0.
@@ -28,6 +28,7 @@ class Lookup(TurnByTurn):
     """
 
     Arguments = StringsArguments
+    starter = STARTER
     max_turns = 2
 
     def __init__(self, arguments: StringsArguments, seed: int, split: str) -> None:

@@ -16,6 +16,7 @@ from streamrl.tasks.answers import last_number
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments, not_among
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.order import digest, is_held_out
+from streamrl.tasks.starter import Starter
 
 # fmt: off
 BEHAVED = (
@@ -43,6 +44,15 @@ _STRIDE = 1 << 40
 _CANDIDATES = 10_000
 
 
+# One-digit sums.
+SUMS = {
+    "dataset": "chain_sum",
+    "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    "suffix": " Answer with just the number.",
+    "extract": "last_number",
+}
+
+
 class ReasoningGymArguments(TaskArguments):
     """Arguments of `reasoning_gym`."""
 
@@ -58,6 +68,7 @@ class ReasoningGym(Environment):
     """Endless prompts of one data set. Reward 1 where its scorer gives exactly 1, else 0: no partial credit."""
 
     Arguments = ReasoningGymArguments
+    starter = Starter(args=SUMS)
 
     def __init__(self, arguments: ReasoningGymArguments, seed: int, split: str) -> None:
         self._arguments = arguments

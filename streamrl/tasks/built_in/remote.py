@@ -37,6 +37,7 @@ from streamrl.tasks.remote_protocol import (
     RemoteScore,
     Turn,
 )
+from streamrl.tasks.starter import Starter
 from streamrl.tasks.turns import Observation, TurnByTurn
 
 Reply = TypeVar("Reply")
@@ -61,6 +62,7 @@ class Remote(TurnByTurn, Around):
     """Prompts, observations and rewards from a server (`python -m streamrl.tasks.serve`), or rewards alone."""
 
     Arguments = RemoteArguments
+    starter = Starter(args={"url": "http://127.0.0.1:7000/copy"})
 
     def __init__(self, arguments: RemoteArguments, local: Environment | None, seed: int, split: str) -> None:
         """`local` gives the prompts where the server is a reward model."""

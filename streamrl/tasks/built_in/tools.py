@@ -15,6 +15,7 @@ from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.environment import Around, Completion, Environment, Message, Prompt, Score
 from streamrl.tasks.failures import ScorerRaised
 from streamrl.tasks.hosted_tool import HostedTool
+from streamrl.tasks.starter import Starter
 from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
 from streamrl.tasks.tools.base import Tool
 from streamrl.tasks.turns import Observation, TurnByTurn
@@ -42,6 +43,10 @@ class Tools(TurnByTurn, Around):
     """Reward: that of the task for the last turn. A turn without a call is the last one."""
 
     Arguments = ToolsArguments
+    starter = Starter(
+        args={"task": {"name": "reasoning_gym", "args": {"dataset": "chain_sum"}}, "tools": ["calculator"]},
+        max_new_tokens=64,
+    )
 
     def __init__(self, arguments: ToolsArguments, task: Environment, seed: int, split: str) -> None:
         """Raises ValueError where code would have no walls around it, and that is not allowed."""

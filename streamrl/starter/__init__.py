@@ -1,0 +1,1 @@
+"""What helps before the first run: a folder with a commented configuration, and the schema for editors."""
