@@ -37,7 +37,8 @@ NOTES = 6
 COLOURS = {
     "generate": "green", "forward": "green", "backward": "bright_green", "optimizer": "cyan", "scores": "blue",
     "train": "green", "send": "magenta", "publish": "magenta", "pause": "magenta", "keep": "blue", "save": "blue",
-    "evaluate": "cyan", "wait": "yellow", "idle": "bright_black", "start": "bright_black", "other": "white",
+    "export": "blue", "evaluate": "cyan", "wait": "yellow", "idle": "bright_black",
+    "start": "bright_black", "other": "white",
 }  # fmt: skip
 
 # Characters of an event of note.
