@@ -36,10 +36,11 @@ test-all: venv  ## the slow ones too
 test-gpu-set:  ## what needs the GPU requirements installed, on a machine without a GPU
 	@requirements/test-gpu-set.sh $(GPU_VENV)
 
-check: venv  ## lint, format, types
+check: venv  ## lint, format, types, these for Python 3.12 too, on which nothing is run
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+	$(RUN)/mypy --python-version 3.12
 
 bench: venv models/tiny/config.json  ## every benchmark in its quick form, compared with what is stored: make bench ARGS="--store"
 	$(RUN)/python -m benchmarks.suite --quick $(ARGS)

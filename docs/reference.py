@@ -28,6 +28,13 @@ from streamrl.observe import metrics as table
 # How a block begins that may stand right behind a paragraph in CommonMark.
 _BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
 
+# What a page links to, so that a forge finds it, and the page of the site that is made from it.
+MADE = {
+    "../streamrl/config/": "configuration.md",
+    "../streamrl/cli.py": "commands.md",
+    "../streamrl/observe/metrics.py": "metrics.md",
+}
+
 _MERMAID = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -135,6 +142,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by mkdocs for each page: its text as Python-Markdown reads it, and the site's script draws it."""
+    for source, made in MADE.items():
+        markdown = markdown.replace(f"]({source})", f"]({made})")
     return _MERMAID.sub(
         lambda found: f'<pre class="mermaid"><code>{html.escape(found[1])}</code></pre>', spaced(markdown)
     )

@@ -84,7 +84,9 @@ def make_keys(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.folder", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.folder",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("question", choices=("prepare", "wait", "complete", "ready", "keys"))
     parser.add_argument("path", type=Path)

@@ -14,10 +14,11 @@ from pathlib import Path
 from rich.console import Console as Terminal
 from rich.terminal_theme import DIMMED_MONOKAI
 
-from launch.screenshot import Browser
 from streamrl.lab.report import command as report
 from streamrl.observe.console import Console
 from streamrl.places import load_run
+
+from .screenshot import Browser
 
 COLUMNS = 104  # of the console's terminal
 CONSOLE_WIDTH, REPORT_WIDTH, REPORT_HEIGHT = 900, 1400, 1500  # pixels
@@ -51,7 +52,7 @@ async def capture(run_folder: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.pictures", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.pictures", description=__doc__.partition("\n")[0])
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("folder", type=Path, help="where the pictures go")
     options = parser.parse_args()

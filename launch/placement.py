@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.description import Description
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
+
+from .description import Description
 
 
 @dataclass(frozen=True, slots=True)

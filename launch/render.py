@@ -20,11 +20,13 @@ from typing import Any
 
 import jinja2
 
-from launch.description import Description, load
-from launch.placement import place
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.shipped import config_path
+
+from .description import Description, load
+from .placement import place
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -179,7 +181,7 @@ class Launch:
             "host_network": kubernetes.host_network and gpus > 0,
             "threads": self.config.learner.threads if name == "learner" else 0,
             "command": _templates().from_string(command).render(**self._common()),
-            "probe": f"exec python -m launch.folder ready {self.config.run_folder} {probed}",
+            "probe": f"exec python -m streamrl.launch.folder ready {self.config.run_folder} {probed}",
         }
 
     def _host(self, role: str) -> str:
@@ -284,10 +286,12 @@ def _gpus(number: int) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 for a description that is refused."""
     parser = argparse.ArgumentParser(
-        prog="python -m launch.render", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.render",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("form", choices=("hosts", "slurm", "kubernetes"))
-    parser.add_argument("description", type=Path, metavar="RUN.yaml")
+    parser.add_argument("description", type=config_path, metavar="RUN.yaml")
     parser.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="made where it is missing")
     parser.add_argument("--dry-run", action="store_true", help="say what would be started, and write nothing")
     options = parser.parse_args(arguments)

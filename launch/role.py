@@ -25,9 +25,10 @@ from types import FrameType
 
 import psutil
 
-from launch.folder import is_complete
 from streamrl.lifeline import end_tree
 from streamrl.observe.tail import Records
+
+from .folder import is_complete
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def visible(positions: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.role", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {__package__}.role", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run-folder", type=Path, required=True)
     parser.add_argument("--restarts", type=int, default=0, help="times that it is started again (default 0)")

@@ -58,7 +58,7 @@ def _forget_quantization(model: PreTrainedModel) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.smollm2", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.smollm2", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where the model is written")
     arguments = parser.parse_args()
     try:

@@ -89,7 +89,7 @@ def make_tokenizer(symbols: int) -> Qwen2Tokenizer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.tiny_model", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}.tiny_model", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random weights (default %(default)s)")
     parser.add_argument("--symbols", type=int, default=8, help="letters that it knows (default %(default)s)")

@@ -11,12 +11,13 @@ trap 'rm -f "$said"' EXIT
 
 install() {
     pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-cache-dir)
-    "${PYTHON:-python3.11}" -m venv --clear "$venv" &&
+    "$python" -m venv --clear "$venv" &&
         "${pip[@]}" -r requirements/gpu.txt pytest pytest-timeout pytest-xdist setuptools &&
         "${pip[@]}" --no-deps --no-build-isolation --editable .
 }
 
 if [ "$(cat "$venv/.pins" 2>/dev/null)" != "$pins" ]; then
+    python=$(requirements/python.sh)
     echo "installing into $venv (about 11 GB)"
     if ! install 2> "$said"; then
         echo "requirements/gpu.txt cannot be installed here: $( (grep ERROR "$said" || cat "$said") | tail -1)" >&2

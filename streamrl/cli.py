@@ -14,6 +14,7 @@ from streamrl import __version__
 from streamrl.config import Config, flags, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.shipped import config_path
 from streamrl.engine.hardware import has_cuda
 from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, load_run, run_folder_of
@@ -327,7 +328,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     sweep = _command(commands, "sweep", _sweep, "run many settings with several seeds, and compare them")
-    sweep.add_argument("file", type=Path, help="YAML: base, set, grid, points, seeds (docs/sweep.md)")
+    sweep.add_argument("file", type=config_path, help="YAML: base, set, grid, points, seeds (docs/sweep.md)")
     sweep.add_argument("override", nargs="*", metavar="key=value", help="keys of the configuration, for every point")
     sweep.add_argument("--fresh", action="store_true", help="keep a former sweep as NAME.1 and start anew")
     part = sweep.add_mutually_exclusive_group()
@@ -417,9 +418,9 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     from streamrl.lab.plan.machines import add_flags
 
     plan = _command(commands, "plan", _plan, "say what a launch will use, and refuse what cannot fit; start nothing")
-    plan.add_argument("config", type=Path, help="YAML file")
+    plan.add_argument("config", type=config_path, help="YAML file")
     plan.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
-    plan.add_argument("--shape", type=Path, metavar="FILE", help="the model's config.json (else that of the model)")
+    plan.add_argument("--shape", type=config_path, metavar="FILE", help="a config.json (else the model's)")
     plan.add_argument(
         "--figures", type=Path, metavar="FILE", help="of a server and the learner, as for simulate --fleet"
     )
@@ -468,7 +469,7 @@ def _command(commands: argparse._SubParsersAction, name: str, function: object, 
 
 
 def _add_config(parser: argparse.ArgumentParser, *, optional: bool) -> None:
-    parser.add_argument("config", type=Path, nargs="?" if optional else None, help="YAML file")
+    parser.add_argument("config", type=config_path, nargs="?" if optional else None, help="YAML file")
     parser.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
     parser.epilog = f"keys, defaults, [allowed values]:\n{config_file.describe()}"
 

@@ -32,6 +32,7 @@ from streamrl.device_map import device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.learner_environment import learner_environment
 from streamrl.lifeline import end_tree
+from streamrl.next_commands import closing_lines, interrupted_line
 from streamrl.observe import events
 from streamrl.observe.console import Console
 from streamrl.observe.ending import is_last_step, is_over, resume_line, saved_steps
@@ -88,6 +89,7 @@ class Supervisor:
         """Run to the end. Returns the exit code: 0 done, 1 failed, 130 interrupted after a clean checkpoint."""
         if self.is_complete():
             print_summary(self.config, self.run_folder)
+            self._print_closing_lines()
             steps = self.config.run.steps
             print(
                 f"streamrl: all {steps} steps are done, nothing is started; run.steps above {steps} goes on with "
@@ -121,15 +123,21 @@ class Supervisor:
             events.merge(self.run_folder)
         if self.interrupts:
             again = train_again(self.config, self.run_folder)
+            if (line := interrupted_line(self.run_folder)) is not None:
+                print(f"streamrl: {line}", file=sys.stderr)
             print(f"streamrl: interrupted; this resumes the run: {again}", file=sys.stderr)
             return 130
         console.summary()
+        self._print_closing_lines()
         return 0
 
     def is_complete(self) -> bool:
         """Whether the run has come to its end before, and its last checkpoint is there: then nothing is started."""
         steps = self.config.run.steps
         return max(saved_steps(self.run_folder), default=0) >= steps and is_over(self.run_folder, steps)
+
+    def _print_closing_lines(self) -> None:
+        print("\n" + "\n".join(closing_lines(self.config, self.run_folder)), flush=True)
 
     def _start(self, console: Console) -> None:
         """Start the replay service and, when it listens, the others."""

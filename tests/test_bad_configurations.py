@@ -193,7 +193,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("eval", "eval takes either CONFIG"),
     ("eval config.yaml --version 3.0", "--version: names the weights of a run"),
     ("eval config.yaml --output there", "--output: there exists; allowed: a new folder"),
-    ("eval --run-folder run --version 3", "run: no version was kept (publish.keep_every); allowed: --model"),
+    ("eval --run-folder run --version 3", "run: no version was kept (publish.keep_every), nor a trained model written"),
     ("audit nowhere", "nowhere: no run folder"),
     ("audit run --tolerance -1", "-1 is not allowed; allowed: a number from 0 on"),
     ("audit lost", "gone is no model; allowed: a Hugging Face folder"),

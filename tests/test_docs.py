@@ -20,7 +20,7 @@ from streamrl.observe.metrics import describe
 from tests.own_choices import write_files
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tests/*.md")])
 MADE = {"configuration.md", "commands.md", "metrics.md"}  # by docs/reference.py, when the site is built
 KEYS = {path for path, _ in config_file.fields()}
 SECTIONS = {path.rsplit(".", depth)[0] for path in KEYS for depth in (1, 2, 3)} - KEYS
@@ -86,22 +86,33 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#name` may say of a page, by the rule that GitHub and Python-Markdown have in common."""
+    """What `#name` may say of a page: headings that GitHub and Python-Markdown name alike, each there once."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-") for heading in headings}
+    names = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
+    github = [re.sub(r"\s", "-", name) for name in names]
+    return {name for name in github if re.sub(r"-+", "-", name).strip("-") == name and github.count(name) == 1}
 
 
 def test_every_link_leads_to_a_file_and_a_heading():
+    """As a forge shows the repository: the pages that only the site has are linked by what they are made from."""
     broken = []
     for page in PAGES:
         for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
             name, _, anchor = link.partition("#")
             target = page.parent / name if name else page
-            if "://" in link or (page.parent.name == "docs" and name in MADE and not anchor):
+            if "://" in link:
                 continue
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 broken.append(f"{page.name}: {link}")
     assert not broken
+
+
+def test_what_is_made_for_the_site_is_linked_by_its_source_and_there_by_its_page():
+    made = reference().MADE
+    assert set(made.values()) == MADE
+    for source, page in made.items():
+        assert (ROOT / "docs" / source).exists()
+        assert f"[x]({page})" in reference().on_page_markdown(f"[x]({source})")
 
 
 def test_every_path_of_the_repository_that_a_document_names_is_there():

@@ -53,6 +53,7 @@ MORE = (
 # Commands that another test runs. A benchmark's full form is long: `make bench` runs the short one of each.
 ELSEWHERE = (
     (r"make test(-all)?", "tests/test_docs_commands.py"),
+    (r"(UV=1 )?/path/to/streamrl/requirements/install\.sh.*", "tests/test_install.py"),
     (r"make test-gpu-set", "tests/gpu_set/test_installed.py"),  # in an environment of its own
     (r"streamrl train .*backwards\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_task_of_the_page_trains"),
     (r"streamrl train .*tools\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_tool_of_the_page_trains"),

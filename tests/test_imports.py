@@ -29,7 +29,7 @@ LAYERS = [
     {"publish"},
     {"generate", "replay", "learner", "evaluate"},
     {"places", "preflight"},
-    {"testing", "recorded"},
+    {"testing", "recorded", "next_commands"},
     {"role_process", "run_folder", "supervisor", "lab"},
     {"dry_run", "api", "starter"},
     {"cli"},
@@ -64,7 +64,7 @@ WITHOUT_TORCH = (
     "stream",
 )
 WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "recorded")
-WITHOUT_TORCH += ("run_folder", "supervisor", "api")
+WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "torchrun", "types", "places", "observe", "recorded", "lab"}

@@ -305,6 +305,8 @@ class CheckpointConfig(Section):
     keep_every: int = Field(0, ge=0, description="checkpoints kept besides: those of every Nth step; 0: none")
     background: bool = Field(True, description="write while training goes on; false: wait for every write")
     export: bool = Field(
-        False, description="write the weights as a Hugging Face folder inside each checkpoint, adapters too"
+        True,
+        description="at the end of a run write the model as a Hugging Face folder, RUN/model; adapters: RUN/adapter",
     )
+    export_each: bool = Field(False, description="write that inside each checkpoint, too: huggingface/, adapter/")
     timeout: float = Field(600.0, gt=0, description="seconds that writing one checkpoint may take")

@@ -29,6 +29,7 @@ from streamrl.generate.served import ServedModel
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.lab.output import check_new_folder
 from streamrl.observe.bars import Bar
+from streamrl.observe.ending import MODEL, saved_model
 from streamrl.preflight.machine import check_generator
 from streamrl.publish.peft import is_adapter
 from streamrl.recorded.weights import kept_versions
@@ -49,7 +50,8 @@ class Weights:
 def main(config: Config, run_folder: Path | None, version: str | None, model: Path | None, output: Path | None) -> int:
     """Evaluate, write the files, print the table. Returns 0; 1 when the server failed or gave no answer at all.
 
-    run_folder: of an existing run, whose kept `version` is meant (None: the newest). model: a folder instead.
+    run_folder: of an existing run, whose kept `version` is meant (None: the newest, which may be its trained model).
+    model: a folder instead.
     output: a new folder; None: RUN/evaluations/NAME, with a number behind it where that is taken. Raises ConfigError.
     """
     if output is not None and output.exists():
@@ -80,8 +82,13 @@ def choose_weights(config: Config, run_folder: Path | None, version: str | None,
     if run_folder is None:
         return Weights(config.model.path, config.model.path.resolve().name, step=0)
     kept = kept_versions(run_folder)
+    if (trained := saved_model(run_folder)) is not None:
+        kept[trained] = run_folder / MODEL
     if not kept:
-        raise ConfigError(f"{run_folder}: no version was kept (publish.keep_every); allowed: --model FOLDER")
+        raise ConfigError(
+            f"{run_folder}: no version was kept (publish.keep_every), nor a trained model written "
+            "(checkpoint.export); allowed: --model FOLDER"
+        )
     wanted = max(kept) if version is None else _parse(version)
     if wanted not in kept:
         raise ConfigError(f"--version: {version} was not kept; allowed: {', '.join(map(str, sorted(kept)))}")

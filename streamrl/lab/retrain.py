@@ -77,6 +77,8 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
     with Bar("retrain", "steps", _steps(run_folder, steps)) as bar:
         trainer = run_recorded(config, output, bar.over(islice(batches(run_folder), steps)))
     try:
+        if config.checkpoint.export:
+            trainer.export_model()
         weights = {name: tensor.cpu() for name, tensor in trainer.export()}
         if trainer.rank != 0:
             return 0
@@ -143,7 +145,7 @@ def caveats(ess: float | None) -> Iterator[str]:
     """What has to be borne in mind of data that another policy brought about. `ess`: at the end, 0..1."""
     yield "off-policy: every answer was drawn by the weights of the recorded run, not by these ones"
     yield "  - rewards, lengths and pass rates in the metrics are the recorded ones, not those of these weights"
-    yield "    (`streamrl eval --model` measures them; checkpoint.export=true writes the folder that it takes)"
+    yield "    (`streamrl eval --run-folder OUTPUT` measures them)"
     yield "  - staleness counts the run's steps, while the data is as far away as offpolicy/ess and offpolicy/kl say"
     yield "  - what these weights would have asked and found differently is not in the data: compare few steps"
     if ess is not None and ess < LOW_ESS:

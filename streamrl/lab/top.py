@@ -43,7 +43,8 @@ SILENT = 60.0
 COLOURS = {
     "generate": "green", "forward": "green", "backward": "bright_green", "optimizer": "cyan", "scores": "blue",
     "train": "green", "send": "magenta", "publish": "magenta", "pause": "magenta", "keep": "blue", "save": "blue",
-    "evaluate": "cyan", "wait": "yellow", "idle": "bright_black", "start": "bright_black", "other": "white",
+    "export": "blue", "evaluate": "cyan", "wait": "yellow", "idle": "bright_black",
+    "start": "bright_black", "other": "white",
 }  # fmt: skip
 
 # Columns of the last steps: heading, metric, format.

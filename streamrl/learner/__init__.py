@@ -1,5 +1,10 @@
 """The learner: Megatron-Core model, packed steps, checkpoints and Hugging Face conversion."""
 
+import warnings
+
 from streamrl.learner import driverless
 
 driverless.hide()
+
+# At its import Megatron-Core says that torch does what Apex would. Nothing here asks for Apex but by a key of its own.
+warnings.filterwarnings("ignore", r"(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\.core\.")

@@ -158,6 +158,13 @@ class Saver:
         self._wait()
         return self.finished()
 
+    def settled(self, seconds: float) -> bool:
+        """Whether no write is under way, after a wait of so many seconds at most."""
+        save = self._under_way
+        if save is not None and save.thread is not None:
+            save.thread.join(seconds)
+        return save is None or save.is_done
+
     def close(self) -> None:
         """Let the write that is under way come to its end, so that the rank may leave its process groups.
 

@@ -29,7 +29,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.learner.checkpoint import sync
+from streamrl.learner.checkpoint import DESCRIPTION as DESCRIBED
+from streamrl.learner.checkpoint import read, sync
 from streamrl.learner.huggingface import copy_description, export_folder, load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.parallel import Ranks
@@ -122,7 +123,8 @@ def to_huggingface(config: Config, ranks: Ranks, checkpoint: Path, target: Path)
     """Write the weights of a checkpoint as a Hugging Face folder, the rest copied from `model.path`. All ranks call.
 
     checkpoint: the folder with `metadata.json`, written in any layout. Layers with adapters give merged weights.
-    Raises WeightsMismatchError where its weights are not those of the model.
+    Raises WeightsMismatchError where its weights are not those of the model, ConfigError for a run's checkpoint that is
+    damaged.
     """
     model = _model(config, ranks)
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint))
@@ -136,9 +138,8 @@ def to_huggingface(config: Config, ranks: Ranks, checkpoint: Path, target: Path)
     _refuse_others(model, wanted, stored, checkpoint)
     loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint))
     model.load_state_dict(loaded["model"], strict=False)  # but for those scales it is complete
-    export_folder([model], config.model.path, target)
-    if ranks.rank == 0:
-        _sync(target)
+    version = read(checkpoint).version if (checkpoint / DESCRIBED).is_file() else None
+    export_folder([model], config.model.path, target, version)
     ranks.barrier()
 
 

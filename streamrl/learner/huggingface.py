@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from streamrl.learner.checkpoint import sync
 from streamrl.learner.lora import Adapted, is_adapter_parameter
 from streamrl.learner.mapping import Placement, place, tensor_names
 from streamrl.learner.model import PolicyModel
@@ -37,8 +38,11 @@ from streamrl.learner.shape import (
     weight_files,
 )
 from streamrl.observe.bars import Report, silent
+from streamrl.types import PolicyVersion
 
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
+
+_DTYPE = ("dtype", "torch_dtype")  # names of config.json: transformers' own, and that of before its version 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,28 +226,39 @@ class _Safetensors:
         return pad(rows, (0, 0) * (rows.dim() - 1) + (0, piece[0] - len(rows)))
 
 
-def export_folder(chunks: Sequence[PolicyModel], source: Path, target: Path) -> None:
+def export_folder(
+    chunks: Sequence[PolicyModel], source: Path, target: Path, version: PolicyVersion | None = None
+) -> None:
     """`save_folder` of what `export_weights` gives, by the first rank. All ranks call."""
     weights = export_weights(chunks)
     if dist.get_rank() == 0:
-        save_folder(weights, source, target)
+        save_folder(weights, source, target, version)
     else:
         deque(weights, maxlen=0)
 
 
-def save_folder(weights: Iterator[tuple[str, Tensor]], source: Path, target: Path) -> None:
+def save_folder(
+    weights: Iterator[tuple[str, Tensor]], source: Path, target: Path, version: PolicyVersion | None = None
+) -> None:
     """Write a Hugging Face folder: the weights as safetensors, everything else copied from `source`.
 
-    Holds at most SHARD_BYTES of copies. `target` appears only when it is complete. A dtype other than the
-    folder's own is what the safetensors say, whatever config.json does.
+    Holds at most SHARD_BYTES of copies. `target` appears only when it is complete and on disk; a former one stays
+    until then. config.json names the dtype of the weights. `version`: what the weights are, in the metadata of the
+    safetensors.
     """
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial, former = (target.with_name(f".{target.name}.{name}") for name in ("partial", "old"))
+    for left_over in (partial, former):
+        shutil.rmtree(left_over, ignore_errors=True)
     copy_description(source, partial)
-    _write_shards(weights, partial)
+    dtype = _write_shards(weights, partial, {} if version is None else {"version": str(version)})
+    _name_dtype(partial / "config.json", dtype)
+    for path in (*partial.iterdir(), partial):
+        sync(path)
     if target.exists():
-        shutil.rmtree(target)
+        target.rename(former)
     partial.rename(target)
+    sync(target.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def copy_description(source: Path, target: Path) -> None:
@@ -254,14 +269,27 @@ def copy_description(source: Path, target: Path) -> None:
             shutil.copy2(path, target / path.name)
 
 
-def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
-    """One `model.safetensors`, or numbered shards with an index when there is more than SHARD_BYTES."""
+def _name_dtype(description: Path, dtype: torch.dtype | None) -> None:
+    """A config.json that names another dtype than the weights have would have them rounded when they are loaded."""
+    fields = json.loads(description.read_text())
+    wrong = {name for name in _DTYPE if fields.get(name) is not None} if dtype is not None else set()
+    changed = fields | dict.fromkeys(wrong, str(dtype).removeprefix("torch."))
+    if changed != fields:
+        description.write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, metadata: dict[str, str]) -> torch.dtype | None:
+    """One `model.safetensors`, or numbered shards with an index when there is more than SHARD_BYTES.
+
+    Returns the dtype of all weights; None where there are several.
+    """
     shards: list[list[str]] = []
+    dtypes: set[torch.dtype] = set()
     pending: dict[str, Tensor] = {}
     total = pending_bytes = 0
 
     def write() -> None:
-        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        save_file(pending, folder / f"shard-{len(shards)}", metadata={"format": "pt", **metadata})
         shards.append(list(pending))
         pending.clear()
 
@@ -270,12 +298,13 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
             write()
             pending_bytes = 0
         pending[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        dtypes.add(tensor.dtype)
         pending_bytes += tensor.nbytes
         total += tensor.nbytes
     write()
     if len(shards) == 1:
         (folder / "shard-0").rename(folder / "model.safetensors")
-        return
+        return _only(dtypes)
     weight_map: dict[str, str] = {}
     for index, names in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -283,3 +312,8 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path) -> None:
         weight_map |= dict.fromkeys(names, file)
     listed = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / WEIGHTS_INDEX).write_text(json.dumps(listed, indent=2))
+    return _only(dtypes)
+
+
+def _only(dtypes: set[torch.dtype]) -> torch.dtype | None:
+    return dtypes.pop() if len(dtypes) == 1 else None

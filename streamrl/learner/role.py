@@ -1,6 +1,7 @@
 """The learner's role: asks for batches, trains, publishes, checkpoints, and writes one metrics row a step.
 
     wait for a batch ──▶ train ──▶ every k steps: offer to the publisher ──▶ checkpoint when due ──▶ again
+                                                                                behind the last step: RUN/model
 
 After a restart the steps behind the checkpoint come again, with the same groups; the weights are offered again
 from the step on that some server had before.
@@ -25,7 +26,7 @@ from streamrl import last_words
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.device import UnsupportedAcceleratorError
-from streamrl.learner import bad_batch
+from streamrl.learner import bad_batch, trained_model
 from streamrl.learner.batch_metrics import BatchMetrics
 from streamrl.learner.batches import BatchSource, Delivery, RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
@@ -88,7 +89,7 @@ def main(config: Config, run_folder: Path) -> int:
         raise
     except UnsupportedAcceleratorError as error:
         raise ConfigError(str(error)) from error
-    except (*FOR_GOOD, CheckpointError, TimeoutError) as error:
+    except (*FOR_GOOD, CheckpointError, trained_model.ExportError, TimeoutError) as error:
         return _failed(str(error))
     except Exception as error:  # torchrun's frame, which comes next, would say that it failed, and not why
         log.exception("rank %s failed", os.environ.get("RANK", "0"))
@@ -176,7 +177,7 @@ class LeadLoop:
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
 
     def run(self) -> None:
-        """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish and save.
+        """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish, save, write RUN/model.
 
         Raises one of FOR_GOOD where the run is given up.
         """
@@ -210,6 +211,9 @@ class LeadLoop:
         if self.trainer.version.step > saved:
             self._save()
         failure = failure or self._empty.verdict(complete=self._is_last())
+        if failure is None and self._is_last() and self.publisher is not None and self.config.checkpoint.export:
+            with self.events.span("learner.export", step=self.trainer.version.step):
+                trained_model.write(self.trainer, self.run_folder, self.config.learner.tick, self._report_saved)
         self._end(failed=failure is not None)
         if failure is not None:
             raise RunFailedError(failure)
@@ -404,6 +408,8 @@ def _follow(trainer: Trainer) -> None:
                 continue
         elif command == "save":
             trainer.save()
+        elif command == "model":
+            trainer.export_model()
 
 
 def _with_rates(row: dict[str, Any]) -> dict[str, Any]:

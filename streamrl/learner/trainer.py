@@ -36,6 +36,7 @@ from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
 from streamrl.observe.bars import Report, silent
+from streamrl.observe.ending import ADAPTER, MODEL
 from streamrl.stream.identity import run_identity
 from streamrl.trainable import Limits
 from streamrl.types import Batch, Ledger, PolicyVersion
@@ -200,10 +201,20 @@ class Trainer:
         assert self._step is not None, "restore_or_start comes first"
         self._step.copied = copied
 
+    def export_model(self) -> None:
+        """Write this version as a Hugging Face folder, RUN/model, in place of a former one; adapters also in PEFT's.
+
+        Of adapters it has the merged weights. RUN/model appears whole. Raises OSError on rank 0, which writes it.
+        """
+        gather_parameters(self._wrapped)
+        self._export_folder(self._run_folder / MODEL, self._run_folder / ADAPTER)
+        if self._config.run.shares_devices:
+            self._ranks.device.release_memory()
+
     def save(self, ledger: Ledger | None = None) -> None:
         """Begin to write the checkpoint of this version, on rank 0 with the groups that it contains."""
         gather_parameters(self._wrapped)
-        export = self._export_folder if self._config.checkpoint.export else None
+        export = self._export_beside if self._config.checkpoint.export_each else None
         self._saver.start(self._version, self._state(), ledger, export)
 
     def saved(self, *, wait: bool = False) -> list[Checkpoint]:
@@ -212,6 +223,10 @@ class Trainer:
         `wait` for the one that is being written. Raises CheckpointError. Not collective.
         """
         return self._saver.wait() if wait else self._saver.finished()
+
+    def settled(self, seconds: float) -> bool:
+        """Whether no checkpoint is being written, after a wait of so many seconds at most. Not collective."""
+        return self._saver.settled(seconds)
 
     @property
     def oldest_checkpoint(self) -> int | None:
@@ -242,12 +257,15 @@ class Trainer:
         }
         return checkpoint.State(self._chunks, self._optimizer, self._ranks, settings)
 
-    def _export_folder(self, folder: Path) -> None:
-        """Write the weights of this version as a Hugging Face folder, from rank 0, and adapters in PEFT's beside it."""
-        export_folder(self._chunks, self._config.model.path, folder)
+    def _export_beside(self, folder: Path) -> None:
+        self._export_folder(folder, folder.with_name(ADAPTER))
+
+    def _export_folder(self, folder: Path, adapter: Path) -> None:
+        """Write the weights of this version as a Hugging Face folder, from rank 0, and adapters in a PEFT folder."""
+        export_folder(self._chunks, self._config.model.path, folder, self._version)
         if self._config.learner.lora.rank:
             base, settings = self._config.model.path, self._config.learner.lora
-            lora_folder.save_adapters(self._chunks, folder.with_name("adapter"), settings, base)
+            lora_folder.save_adapters(self._chunks, adapter, settings, base)
 
     def _shares(self, batch: Batch | None) -> list[Share]:
         if batch is None or batch.step != self._version.step:

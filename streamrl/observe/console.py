@@ -97,7 +97,7 @@ class Console:
         self._before |= {_key(row) for row in self._rows}
 
     def summary(self) -> None:
-        """Print what was learned, the figures, and what to run next."""
+        """Print what was learned, and the figures."""
         print_summary(self._config, self._run_folder, self._terminal)
 
     @property

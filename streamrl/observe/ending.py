@@ -6,13 +6,31 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from streamrl.observe.events import event_path, read_events
+from streamrl.types import PolicyVersion
+
+MODEL = "model"  # in the run folder, once the run is complete: the trained model as a Hugging Face folder
+ADAPTER = "adapter"  # beside it, of a run with adapters: these alone, as a PEFT folder
 
 
 def saved_steps(run_folder: Path) -> list[int]:
     """The steps of its complete checkpoints, ascending."""
     names = (path.name.removeprefix("step_") for path in (run_folder / "checkpoints").glob("step_*"))
     return sorted(int(name) for name in names if name.isdecimal())
+
+
+def saved_model(run_folder: Path) -> PolicyVersion | None:
+    """The version whose weights are in RUN/model; None where there is no such model."""
+    for path in sorted((run_folder / MODEL).glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                version = (file.metadata() or {}).get("version")
+        except (OSError, SafetensorError):
+            return None
+        return None if version is None else PolicyVersion.parse(version)
+    return None
 
 
 def is_last_step(event: dict[str, Any], steps: int) -> bool:

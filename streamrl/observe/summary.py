@@ -1,4 +1,4 @@
-"""The end of a run in words: answers before and after, the figures, and what to run next."""
+"""The end of a run in words: answers before and after, and the figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ANSWER = 60
 
 
 def print_summary(config: Config, run_folder: Path, terminal: Terminal | None = None) -> None:
-    """Print it. A run without a step prints what to run next alone."""
+    """Print it; of a run without a step, nothing."""
     terminal = terminal or Terminal()
     rows, answers = list(read_metrics(run_folder)), probes(run_folder)
     if answers:
@@ -36,9 +36,6 @@ def print_summary(config: Config, run_folder: Path, terminal: Terminal | None = 
         terminal.print(_figures(rows))
         terminal.print(where_time_went(run_folder, rows))
     print_remarks(run_folder, rows, terminal)
-    terminal.print("\nWhat to run next:")
-    for command, purpose in next_commands(config, run_folder):
-        terminal.print(f"  {escape(command)}\n      [dim]{escape(purpose)}[/dim]", soft_wrap=True, highlight=False)
 
 
 def probes(run_folder: Path) -> list[tuple[dict[str, Any], dict[str, Any] | None]]:
@@ -55,27 +52,6 @@ def probes(run_folder: Path) -> list[tuple[dict[str, Any], dict[str, Any] | None
         else:
             moments["end"][record["index"]] = record
     return [(before, moments["end"].get(index)) for index, before in sorted(moments["start"].items())]
-
-
-def next_commands(config: Config, run_folder: Path) -> list[tuple[str, str]]:
-    """(command, purpose) of what makes sense after this run."""
-    copy = run_folder / "config.yaml"
-    commands = []
-    if config.publish.keep_every > 0 and config.journal.keep == "all":
-        commands.append(
-            (f"streamrl audit {run_folder}", "compute the behaviour log-probs again, by the Hugging Face model")
-        )
-    commands.append(
-        (f"streamrl train {copy} run.steps={2 * config.run.steps}", "resume this run and train as long again")
-    )
-    if config.replay.bound > 0:
-        commands.append(
-            (
-                f"streamrl train {copy} run.name={config.run.name}-sync replay.max_staleness=0",
-                "the same without asynchrony, to compare",
-            )
-        )
-    return commands
 
 
 def _answers(answers: list[tuple[dict[str, Any], dict[str, Any] | None]]) -> Table:

@@ -43,9 +43,10 @@ KINDS = {
             "learner.step": "train",
             "learner.offer": "publish",
             "learner.save": "save",
+            "learner.export": "export",
         },
         # The parts of a step come in one record at its end; "train" is what none of them covers.
-        order=("save", "publish", "wait", "scores", "forward", "backward", "optimizer", "train"),
+        order=("save", "export", "publish", "wait", "scores", "forward", "backward", "optimizer", "train"),
         rest="other",
     ),
     "publisher": Kind(spans={"publish": "send", "publish.keep": "keep"}, order=("send", "keep"), rest="idle"),

@@ -53,7 +53,7 @@ def check_machine(config: Config) -> None:
     if (nodes := config.generate.most_nodes) > 1:
         raise ConfigError(
             f"generate.server_nodes: a server over {nodes} nodes is started on all of them, and `train` starts this "
-            "machine alone; allowed: 1, or python -m launch.render (docs/launch.md)"
+            "machine alone; allowed: 1, or python -m streamrl.launch.render (docs/launch.md)"
         )
     check_generator(config.generate.each_pool)
     check_learner()

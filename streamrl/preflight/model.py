@@ -15,7 +15,7 @@ def check_folder(config: Config) -> None:
     if not (config.model.path / "config.json").is_file():
         raise ConfigError(
             f"model.path: {config.model.path} is no model; allowed: a Hugging Face folder (config.json, safetensors, "
-            f"tokenizer); `python -m launch.tiny_model {config.model.path}` makes a tiny one"
+            f"tokenizer); `python -m streamrl.launch.tiny_model {config.model.path}` makes a tiny one"
         )
 
 

@@ -96,7 +96,7 @@ def _alive(process: psutil.Process) -> bool:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "tiny"
-    subprocess.run([sys.executable, "-m", "launch.tiny_model", str(folder)], check=True, timeout=DEADLINE)
+    subprocess.run([sys.executable, "-m", "streamrl.launch.tiny_model", str(folder)], check=True, timeout=DEADLINE)
     return folder
 
 

@@ -61,6 +61,11 @@ def test_a_finished_run_folder_holds_what_the_design_names(finished_run):
     assert len(list((folder / "logs").glob("*.log"))) >= 4
 
 
+def test_no_log_of_a_run_warns_of_what_it_does_without(finished_run):
+    logs = list((finished_run.folder / "logs").glob("*.log"))
+    assert not [log.name for log in logs if "apex" in log.read_text().lower()]
+
+
 def test_the_audit_of_a_finished_run_covers_every_trained_token(finished_run, capsys):
     assert cli.main(["audit", str(finished_run.folder)]) == 0
     trained = sum(row["tokens/trained"] for row in read_metrics(finished_run.folder))

@@ -47,7 +47,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ([], "eval takes either CONFIG [key=value ...] or --run-folder RUN"),
         (["--run-folder", "{}", "evaluate.k=[999]"], "evaluate.k: 999 needs as many answers, samples=256"),
-        (["--run-folder", "{}"], "no version was kept (publish.keep_every); allowed: --model FOLDER"),
+        (
+            ["--run-folder", "{}"],
+            "no version was kept (publish.keep_every), nor a trained model written (checkpoint.export); allowed:",
+        ),
         (["--run-folder", "{}", "--model", "{}"], "is no model; allowed: a Hugging Face folder"),
         (["--run-folder", "{}", "--model", "{}", "--version", "1.0"], "--version: names the weights of a run"),
         (["{}/config.yaml", "--version", "1.0"], "--version: names the weights of a run"),

@@ -266,9 +266,11 @@ def test_the_command_prints_the_plan_writes_it_and_starts_nothing(tmp_path, monk
     assert "learner ranks 24-31" in printed
     assert "│ 0-3   │  106.81 GiB │            106.81 GiB │" in printed
     assert "a checkpoint: 458.8 GB, 229.4 s at the file system's speed" in printed
+    assert "the model at the end: 65.5 GB; on disk, with checkpoint.keep=2: up to 1.4 TB" in printed
     assert "at most 1 learner steps old; 128 slots" in printed
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["learner_rank"]["peak"] == planned(QWEN).rank.peak
+    assert plan["model_bytes"] == planned(QWEN).weights
     assert [each["written"] for each in plan["checkpoint"]] == [each.written for each in planned(QWEN).saves]
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 

@@ -217,7 +217,7 @@ def test_hosts_of_other_stages_write_other_shares():
 
 
 def test_an_export_is_written_by_the_first_host_and_held_file_by_file():
-    plain, exporting = planned(QWEN), planned(QWEN, "checkpoint.export=true")
+    plain, exporting = planned(QWEN), planned(QWEN, "checkpoint.export_each=true")
     pairs = list(zip(plain.saves, exporting.saves, strict=True))
     more = [(after.written - before.written, after.held - before.held) for before, after in pairs]
     assert more == [(plain.weights, 4 * GIB)] + [(0, 0)] * 7

@@ -81,7 +81,7 @@ def test_a_pod_that_is_told_to_end_has_its_time_and_comes_back(launch, kind):
         assert pod["terminationGracePeriodSeconds"] > 120
         assert pod["restartPolicy"] == "Never"  # podFailurePolicy asks for it
         words = shlex.split(pod["containers"][0]["args"][0])
-        assert words[:5] == ["exec", "python", "-m", "launch.role", "--run-folder"]
+        assert words[:5] == ["exec", "python", "-m", "streamrl.launch.role", "--run-folder"]
         rules = {
             rule["action"] + str(rule.get("onExitCodes", {}).get("values", ""))
             for rule in job["podFailurePolicy"]["rules"]

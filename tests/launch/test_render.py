@@ -169,7 +169,7 @@ def test_a_learner_that_fails_on_a_host_ends_the_replay_service(launch, tmp_path
     code, calls = _play(tmp_path, text, ["0"], learner=3)
     assert code == 3
     assert "told" in calls
-    assert calls[0] == f"-m launch.folder prepare {tmp_path}/out/config.yaml"
+    assert calls[0] == f"-m streamrl.launch.folder prepare {tmp_path}/out/config.yaml"
 
 
 def test_a_job_that_was_told_to_end_is_queued_again(launch, tmp_path):
@@ -196,7 +196,7 @@ def test_a_generator_node_that_was_told_to_end_comes_back_by_itself(launch, tmp_
     (tmp_path / "runs/trial/logs").mkdir(parents=True)
     code, calls = _play(tmp_path, text, [], learner=0, generator=75)
     assert code == 0
-    assert calls[0] == f"-m launch.folder wait {tmp_path}/out/config.yaml"
+    assert calls[0] == f"-m streamrl.launch.folder wait {tmp_path}/out/config.yaml"
     assert calls[-1] == "scontrol requeue 9_0"
 
 

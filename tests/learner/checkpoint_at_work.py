@@ -36,6 +36,7 @@ def start_save_and_go_on(config: Config, run_folder: Path, steps: int) -> dict[s
         train_on(trainer, STARTED)
     trainer.save()
     trainer.saved(wait=True)
+    trainer.export_model()
     saved = weights(trainer)
     rows = train_on(trainer, steps)
     result = {"began": began, "saved": saved, "rows": rows, "weights": weights(trainer)}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from learner_parts import VOCABULARY, make_config
 from megatron.core import dist_checkpointing
+from safetensors.torch import load_file
 
 from streamrl.learner import cpu_adapter
 
@@ -32,7 +33,9 @@ class Resumable:
         config_path, out = self.folder / "config.json", self.folder / "out.pt"
         config_path.write_text(config.model_dump_json())
         self.on_ranks(config.learner.ranks, "checkpoint_at_work.py", config_path, self.folder, out, steps)
-        return torch.load(out)
+        found = torch.load(out)
+        assert equal(load_file(self.folder / "model" / "model.safetensors"), found["saved"])
+        return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every weight and moment of the checkpoint of step 2, whole, the vocabulary without its pads."""

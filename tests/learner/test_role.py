@@ -41,8 +41,12 @@ class Trainer:
         self.version = version
         self.begun: list[tuple[int, Ledger | None]] = []  # saves
         self.told = 0  # of them
+        self.asked = 0  # whether all saves are complete
+        self.commands: list[Any] = []
+        self.exported: list[tuple[int, int]] = []  # step of each model, and checkpoints that were complete before it
 
     def broadcast(self, value: Any) -> Any:
+        self.commands.append(value)
         return value
 
     limits = Limits(vocabulary=1 << 20, tokens=1 << 20)
@@ -73,6 +77,14 @@ class Trainer:
         complete = [checkpoint(step) for step, _ in self.begun[self.told :]]
         self.told = len(self.begun)
         return complete
+
+    def settled(self, seconds: float) -> bool:
+        """A save that is under way is complete when it has been asked for twice."""
+        self.asked += 1
+        return self.asked > 2
+
+    def export_model(self) -> None:
+        self.exported.append((self.version.step, self.told))
 
     @property
     def oldest_checkpoint(self) -> int:
@@ -143,13 +155,15 @@ class Stop:
     given = False
 
 
-def run(folder: Path, source: Source, start: PolicyVersion, steps: int, every: int = 1) -> tuple[Trainer, list[str]]:
+def run(
+    folder: Path, source: Source, start: PolicyVersion, steps: int, every: int = 1, **checkpoint: Any
+) -> tuple[Trainer, list[str]]:
     config = Config.model_validate(
         {
             "run": {"steps": steps},
             "replay": {"max_staleness": every},
             "publish": {"every": every},
-            "checkpoint": {"every": 2},
+            "checkpoint": {"every": 2, **checkpoint},
         }
     )
     trainer, publisher = Trainer(start), Publisher()
@@ -190,6 +204,31 @@ def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_hears_of_it
         ("end", PolicyVersion(4)),
     ]
     assert source.asked_to_begin == 2
+
+
+def test_the_model_is_written_behind_the_last_checkpoint_and_before_anybody_hears_of_the_end(tmp_path):
+    source = Source(None)
+    trainer, _ = run(tmp_path, source, PolicyVersion(0), steps=3)
+    assert trainer.exported == [(3, 2)]
+    assert trainer.commands[-4:] == ["wait", "wait", "model", "end"]  # nobody waits without a word
+    resumed, _ = run(tmp_path, source, PolicyVersion(3, 1), steps=3)  # killed in between
+    assert (resumed.begun, resumed.exported) == ([], [(3, 0)])
+
+
+class Halted(Source):
+    """The run is interrupted."""
+
+    def next(self, step: int, timeout: float) -> Delivery:
+        return super().next(step, timeout) if step < 1 else Delivery("stop")
+
+
+@pytest.mark.parametrize(
+    ("source", "keys"), [(Halted(None), {}), (Source(None), {"export": False})], ids=["interrupted", "not wanted"]
+)
+def test_a_run_that_is_interrupted_or_wants_none_writes_no_model(source, keys, tmp_path):
+    trainer, _ = run(tmp_path, source, PolicyVersion(0), steps=3, **keys)
+    assert (trainer.exported, "model" in trainer.commands) == ([], False)
+    assert trainer.begun
 
 
 @pytest.mark.parametrize("name", ["selection/dropped/length", "staleness/admitted"])

@@ -210,9 +210,6 @@ def test_the_summary_shows_answers_before_and_after_figures_and_what_is_next(tmp
         "20 in 10 s",
         "20,000 generated (2,000/s), 18,000 trained (1,800/s)",
         "mean 1.50, max 2 learner steps",
-        f"streamrl audit {tmp_path}",
-        "run.steps=40",
-        "replay.max_staleness=0",
     ):
         assert words in text
     assert json.dumps(probes(tmp_path)[0][1]["answer"]) == '"abc"'

@@ -72,7 +72,7 @@ def make_bench(folder: Path, model: Path | None, *, quick: bool) -> Bench:
     made = {"tiny": folder / "models/tiny", "experts": folder / "models/experts"}
     for name, target in made.items():
         family = ["--family", "qwen3_moe"] if name == "experts" else []
-        words = [sys.executable, "-m", "launch.tiny_model", str(target), *family]
+        words = [sys.executable, "-m", "streamrl.launch.tiny_model", str(target), *family]
         done = subprocess.run(words, timeout=MAKING, capture_output=True, text=True)
         if done.returncode:
             raise ConfigError(f"{target}: {done.stderr.strip().splitlines()[-1]}; allowed: a folder to write models in")

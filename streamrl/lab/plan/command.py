@@ -14,11 +14,12 @@ from rich.table import Table
 from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.shipped import shipped
 from streamrl.lab.output import check_file
 from streamrl.lab.plan.generators import Pool
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.plan import Plan, make_plan
-from streamrl.lab.plan.saves import alike, seconds
+from streamrl.lab.plan.saves import alike, on_disk, seconds
 from streamrl.learner.shape import ModelShape, UnsupportedModelError, read_shape
 
 WIDTH = 120  # columns of the tables
@@ -55,6 +56,7 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
     if given is None and (folder / "config.json").is_file():
         return read_shape(folder, family=config.model.family)
     file, key = (given, "--shape") if given is not None else (config.model.shape, "model.shape")
+    file = None if file is None else shipped(file)
     if file is None:
         raise ConfigError(
             f"model.path: {folder} has no config.json; a Hugging Face folder is needed, or its config.json alone by "
@@ -89,8 +91,10 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
     console.print(_table("one checkpoint", ("hosts", "each writes", "host memory meanwhile"), _saves(plan)))
     console.print(
         f"a checkpoint: {_bytes(sum(each.written for each in plan.saves))}, {seconds(plan.saves, machines):.1f} s at "
-        "the file system's speed",
+        f"the file system's speed; the model at the end: {_bytes(plan.model)}; on disk, with checkpoint.keep="
+        f"{config.checkpoint.keep}: up to {_bytes(on_disk(plan.saves, plan.model, config))}",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(_table("generators", ("", *(pool.name or "one pool" for pool in plan.pools)), _pools(plan)))
     console.print(_table("links", ("from", "to", "at most", "expected"), _links(plan)))

@@ -13,7 +13,7 @@ from streamrl.lab.plan.generators import Pool, pools
 from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
 from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.placement import Host, place
-from streamrl.lab.plan.saves import Save, saves, seconds
+from streamrl.lab.plan.saves import Save, exported_bytes, saves, seconds
 from streamrl.lab.plan.speed import Expected, expected
 from streamrl.lab.plan.traffic import (
     Link,
@@ -45,6 +45,7 @@ class Plan:
     weights: int  # bytes of one version
     first_host: int  # bytes of host memory where rank 0 and the replay service are
     saves: list[Save]  # of one checkpoint, by host
+    model: int  # bytes of RUN/model and RUN/adapter, written once, at the end
     links: list[Link]
     publishing: list[PublishTime]
     slots: int  # groups that may be out
@@ -65,6 +66,7 @@ class Plan:
             "version_bytes": self.weights,
             "first_host_bytes": self.first_host,
             "checkpoint": [each.as_json() for each in self.saves],
+            "model_bytes": self.model,
             "links": [link.as_json() for link in self.links],
             "publish": [each.as_json() for each in self.publishing],
             "slots": self.slots,
@@ -109,6 +111,7 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
         weights=weights,
         first_host=taken[0],
         saves=saved,
+        model=exported_bytes(config, shape) if config.checkpoint.export else 0,
         links=links(config, group, weights, servers, rates),
         publishing=times,
         slots=config.replay.slots,

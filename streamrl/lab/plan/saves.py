@@ -9,7 +9,8 @@ e and D as in `learner_memory.py` a rank writes, and holds:
 
 n counts adapters alone for the optimizer of LoRA. A tensor of weights is written whole: two ranks differ by one at the
 most. What tensor-parallel ranks have alike (norms, routers) is counted for each of them, and written once.
-With `checkpoint.export` rank 0 writes the whole model besides, and holds one file of it.
+With `checkpoint.export_each` rank 0 writes the whole model besides, and holds one file of it; with `checkpoint.export`
+it does so once, at the end of the run.
 """
 
 from __future__ import annotations
@@ -47,9 +48,17 @@ def saves(config: Config, shape: ModelShape, machines: Machines, hosts: Sequence
     for host in hosts:
         ranks = range(host.first_rank, host.first_rank + host.learner_ranks)
         copies = sum(stages[rank // of_a_stage] for rank in ranks)
-        exported = _exported(config, shape) if 0 in ranks else 0
+        exported = exported_bytes(config, shape) if 0 in ranks and config.checkpoint.export_each else 0
         found.append(Save(written=copies + exported, held=copies + min(exported, SHARD_BYTES)))
     return found
+
+
+def on_disk(found: Sequence[Save], model: int, config: Config) -> int:
+    """Bytes of the checkpoints and of the trained model at the end of a run, without those of `checkpoint.keep_every`.
+
+    One checkpoint more is there while it is written: the oldest one goes behind it.
+    """
+    return (config.checkpoint.keep + 1) * sum(each.written for each in found) + model
 
 
 def seconds(found: Sequence[Save], machines: Machines) -> float:
@@ -80,9 +89,7 @@ def _rank_bytes(config: Config, shape: ModelShape, machines: Machines, stage: in
     return math.ceil((item + state) * dense / copies) + math.ceil((item + state) * expert / expert_copies)
 
 
-def _exported(config: Config, shape: ModelShape) -> int:
-    """The Hugging Face folder, adapters merged in, and PEFT's folder beside it."""
-    if not config.checkpoint.export:
-        return 0
+def exported_bytes(config: Config, shape: ModelShape) -> int:
+    """Of the Hugging Face folder, adapters merged in, and PEFT's folder beside it."""
     adapters = whole_adapters(shape, config.learner.lora) if config.learner.lora.rank else 0
     return (whole_model(shape) + adapters) * ITEM[config.model.dtype]
