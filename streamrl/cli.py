@@ -15,10 +15,12 @@ from streamrl.config import Config, flags, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.hardware import has_cuda
+from streamrl.hub.model import with_local_model
 from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, absolute, load_run, run_folder_of
 from streamrl.recorded.formats import recorded_run
 from streamrl.replay.segments import JournalDamaged
+from streamrl.tasks import left_out
 
 
 class _Parser(argparse.ArgumentParser):
@@ -66,13 +68,13 @@ def _run(config: Config, *, fresh: bool = False) -> int:
     from streamrl import preflight, run_folder, supervisor
     from streamrl.preflight import machine
 
-    config = absolute(config)
+    config = absolute(with_local_model(config))
     machine.check_machine(config)
-    preflight.check(config)
+    found = preflight.check(config, fresh=fresh)
     claim = run_folder.lock(config)
     try:
-        folder = run_folder.make(config, fresh=fresh)
-        senseless.warn([*senseless.warnings(config), *machine.crowding(config)])
+        folder = run_folder.make(config, fresh=fresh, left_out_prompts=found)
+        senseless.warn([*senseless.warnings(config), *machine.crowding(config), *found.lines()])
         return supervisor.Supervisor(config, folder).run()
     finally:
         os.close(claim)
@@ -135,7 +137,7 @@ def _eval(options: argparse.Namespace) -> int:
         config = load_run(run_folder_of(options.run_folder), options.override)
     from streamrl.lab import evaluation
 
-    return evaluation.main(config, options.run_folder, options.version, options.model, options.output)
+    return evaluation.main(with_local_model(config), options.run_folder, options.version, options.model, options.output)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -246,12 +248,12 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     if (options.config is None) == (options.run_folder is None):
         raise ConfigError("a role takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
     if options.run_folder is None:
-        config = config_file.load(options.config, options.override)
+        config = with_local_model(config_file.load(options.config, options.override))
         folder = run_folder.prepare(config, fresh=False)
-        senseless.warn(senseless.warnings(config))
+        senseless.warn([*senseless.warnings(config), *left_out.load(folder).lines()])
     else:
         folder = run_folder_of(options.run_folder)
-        config = load_run(folder)
+        config = with_local_model(load_run(folder))
     if options.lifeline:
         end_with({*options.lifeline, os.getppid()}, grace=config.run.stop_timeout)  # the parent may be torchrun
     run_folder.claim(folder, name, timeout=config.run.start_timeout)

@@ -14,6 +14,8 @@ from rich.table import Table
 from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.hub.model import with_local_model
+from streamrl.hub.repository import label
 from streamrl.lab.output import check_file
 from streamrl.lab.plan.generators import Pool
 from streamrl.lab.plan.machines import GIB, Machines
@@ -51,6 +53,8 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
 
     Raises ConfigError.
     """
+    if given is None and config.model.shape is None:
+        config = with_local_model(config, "shape")
     folder = config.model.path
     if given is None and (folder / "config.json").is_file():
         return read_shape(folder, family=config.model.family)
@@ -76,7 +80,7 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
     layout = config.learner.layout
     copies = config.learner.ranks // layout.model_ranks
     console.print(
-        f"{config.run.name}: {config.model.path.name} in {config.model.dtype}; learner ranks: {config.learner.ranks} "
+        f"{config.run.name}: {label(config.model.path)} in {config.model.dtype}; learner ranks: {config.learner.ranks} "
         f"(tensor {layout.tensor}, pipeline {layout.pipeline}, context {layout.context}, expert {layout.expert}, "
         f"data {copies}), servers: {plan.servers}",
         highlight=False, soft_wrap=True,
