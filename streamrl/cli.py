@@ -16,11 +16,13 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import config_path
 from streamrl.engine.hardware import has_cuda
+from streamrl.hub.model import with_local_model
 from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, load_run, run_folder_of
 from streamrl.recorded.formats import recorded_run
 from streamrl.replay.segments import JournalDamaged
 from streamrl.starter import parsers as starter
+from streamrl.tasks import left_out
 
 
 class _Parser(argparse.ArgumentParser):
@@ -138,7 +140,7 @@ def _eval(options: argparse.Namespace) -> int:
         config = load_run(run_folder_of(options.run_folder), options.override)
     from streamrl.lab import evaluation
 
-    return evaluation.main(config, options.run_folder, options.version, options.model, options.output)
+    return evaluation.main(with_local_model(config), options.run_folder, options.version, options.model, options.output)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -257,12 +259,12 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     if (options.config is None) == (options.run_folder is None):
         raise ConfigError("a role takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
     if options.run_folder is None:
-        config = config_file.load(options.config, options.override)
+        config = with_local_model(config_file.load(options.config, options.override))
         folder = run_folder.prepare(config, fresh=False)
-        senseless.warn(senseless.warnings(config))
+        senseless.warn([*senseless.warnings(config), *left_out.load(folder).lines()])
     else:
         folder = run_folder_of(options.run_folder)
-        config = load_run(folder)
+        config = with_local_model(load_run(folder))
     if options.lifeline:
         end_with({*options.lifeline, os.getppid()}, grace=config.run.stop_timeout)  # the parent may be torchrun
     run_folder.claim(folder, name, timeout=config.run.start_timeout)

@@ -15,8 +15,12 @@ from collections.abc import Iterator, Sequence
 from streamrl import preflight, run_folder
 from streamrl.config import Config, senseless
 from streamrl.config.generate import GenerateConfig
+from streamrl.config.refused import Refusals
 from streamrl.device_map import DeviceMap, device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
+from streamrl.hub.files import lacking
+from streamrl.hub.model import with_local_model
+from streamrl.hub.repository import model_of
 from streamrl.lab.plan.command import model_shape
 from streamrl.observe.ending import resume_line
 from streamrl.places import absolute
@@ -25,15 +29,17 @@ from streamrl.preflight.model import check_model
 from streamrl.supervisor import Supervisor
 
 NOT_HERE = "not checked: packages and memory of that machine"
+NO_WEIGHTS = "not checked: the weights of {}, which a start fetches to {}"
 NO_MODEL = "; weights, tokenizer, prompts and the wire, as {} is not here"
 
 
 def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     """Check, print, return 0. `gpus`: of a machine that is made up; None: this one's. Raises ConfigError."""
-    config = absolute(config)
+    by_shape = gpus is not None and _is_known_by_shape(config)
+    config = absolute(config if by_shape else with_local_model(config, "description"))
     names = _names(gpus)
     placed = device_map(config, len(names)) if names else None
-    unchecked = _check(config, made_up=gpus is not None)
+    unchecked = _check(config, made_up=gpus is not None, fresh=fresh)
     run_folder.check(config, fresh=fresh)
     supervisor = Supervisor(config, config.run_folder, names)
     of_which = f"GPUs {','.join(names)}" if names else "no GPU: every process runs on the CPU"
@@ -62,16 +68,32 @@ def _names(gpus: int | None) -> tuple[str, ...]:
     return visible_gpus() if has_cuda() else ()
 
 
-def _check(config: Config, *, made_up: bool) -> str:
+def _check(config: Config, *, made_up: bool, fresh: bool) -> str:
     """What `train` checks before it makes the run folder. Returns what could not be checked. Raises ConfigError."""
     if not made_up:
-        preflight.check_start(config)
-        return ""
-    if config.model.shape is None or (config.model.path / "config.json").is_file():
-        preflight.check(config)
-        return NOT_HERE
+        refusals, unchecked = Refusals(), ""
+        with refusals:
+            machine.check_machine(config)
+        with refusals:
+            unchecked = _preflight(config, fresh=fresh)
+        refusals.tell()
+        return unchecked
+    if not _is_known_by_shape(config):
+        return "; ".join(filter(None, [NOT_HERE, _preflight(config, fresh=fresh)]))
     check_model(config, model_shape(config, None))
     return NOT_HERE + NO_MODEL.format(config.model.path)
+
+
+def _is_known_by_shape(config: Config) -> bool:
+    return config.model.shape is not None and not (config.model.path / "config.json").is_file()
+
+
+def _preflight(config: Config, *, fresh: bool) -> str:
+    """Of a model of the hub the weights are not fetched for a dry run. Returns what could not be checked."""
+    model = model_of(config.model.path)
+    fetched = model is None or not lacking(config.model.path, "whole")
+    senseless.warn(preflight.check(config, fresh=fresh, weights=fetched).lines())
+    return "" if fetched or model is None else NO_WEIGHTS.format(model.name, model.root)
 
 
 def _rows(config: Config, placed: DeviceMap | None, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:

@@ -20,9 +20,13 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.refused import Refusals
 from streamrl.config.senseless import warnings
+from streamrl.hub.model import recorded_model
+from streamrl.hub.repository import model_of
 from streamrl.places import RECORD, absolute, load_run
 from streamrl.recorded.formats import FORMATS
 from streamrl.stream.identity import run_identity
+from streamrl.tasks import left_out
+from streamrl.tasks.left_out import LeftOut
 
 CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
 
@@ -39,7 +43,8 @@ RESUMABLE = (
     "learner.gradient_accumulation_fusion", "learner.moe_permute_fusion", "learner.tp_comm_overlap",
     "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
-    "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "task.scoring.",
+    "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "model.cache",
+    "model.hub_timeout", "task.scoring.",
 )  # fmt: skip
 
 
@@ -49,15 +54,14 @@ def prepare(config: Config, *, fresh: bool) -> Path:
     Raises ConfigError for what cannot run (`preflight/`), before anything is written, and as `make` does.
     """
     config = absolute(config)
-    preflight.check(config)
-    return make(config, fresh=fresh)
+    return make(config, fresh=fresh, left_out_prompts=preflight.check(config, fresh=fresh))
 
 
-def make(config: Config, *, fresh: bool) -> Path:
+def make(config: Config, *, fresh: bool, left_out_prompts: LeftOut | None = None) -> Path:
     """Make the run folder of a checked configuration, or check that an existing one may be resumed. Returns it.
 
-    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. Raises ConfigError for
-    a changed key that would alter what the recorded data means.
+    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. `left_out_prompts`: what
+    the checks found of them. Raises ConfigError for a changed key that would alter what the recorded data means.
     """
     config = absolute(config)
     folder = config.run_folder
@@ -69,6 +73,8 @@ def make(config: Config, *, fresh: bool) -> Path:
     try:
         for name in ("events", "journal", "checkpoints", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        if left_out_prompts is not None:
+            left_out.save(folder, left_out_prompts)
         run_identity(folder, config.run.id)  # before its configuration: a folder with that alone is an old one
         config_file.save(config, record)
         (folder / "environment.json").write_text(json.dumps(_environment(config), indent=1) + "\n")
@@ -92,15 +98,32 @@ def check(config: Config, *, fresh: bool) -> None:
 
 def _check_resumable(recorded: Config, config: Config) -> None:
     """Refuse changed keys that would alter what the recorded data means. Raises ConfigError, a line for each."""
+    same_model = _is_same_model(recorded, config)
     decays = config.learner.optimizer.decay != "constant"  # over run.steps, which then are part of the data's meaning
     refusals = Refusals()
     for path in config_file.changed(recorded, config):
+        if same_model and path in ("model.path", "model.revision"):
+            continue
         if not path.startswith(RESUMABLE) or (path == "run.steps" and decays):
             refusals.add(
                 f"{path}: {config_file.value_at(config, path)} differs from {config_file.value_at(recorded, path)} of "
                 f"the run in {config.run_folder}; allowed: the same value, --fresh, or another run.name"
             )
     refusals.tell()
+
+
+def _is_same_model(recorded: Config, config: Config) -> bool:
+    """Whether both have one commit of one model of the hub, in any caches. Raises ConfigError for another commit."""
+    then, now = model_of(recorded.model.path), model_of(config.model.path)
+    if then is None or now is None or then.name != now.name:
+        return False
+    if then.revision != now.revision:
+        asked = (recorded_model(config) or {}).get("revision", now.at)
+        raise ConfigError(
+            f"model.revision: {asked} of {now.name} is commit {now.at} now, and was {then.at} in the run in "
+            f"{config.run_folder}; allowed: model.revision={then.at}, --fresh, or another run.name"
+        )
+    return True
 
 
 def lock(config: Config) -> int:
@@ -167,7 +190,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _environment(config: Config) -> dict[str, object]:
-    """Packages, commit, host and command line of this start, what it was warned of, and the records' formats."""
+    """Packages, commit, host, command line and model of this start, its warnings, and the records' formats."""
     packages = (
         "streamrl",
         "torch",
@@ -191,6 +214,7 @@ def _environment(config: Config) -> dict[str, object]:
         "host": socket.gethostname(),
         "cpus": os.cpu_count(),
         "command": sys.argv,
+        "model": recorded_model(config),
         "warnings": warnings(config),
         "formats": FORMATS,
     }

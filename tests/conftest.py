@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _NEW = PolicyVersion(0)
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as under make: no test asks the hub
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config) -> Units:
     return Units(config)

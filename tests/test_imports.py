@@ -24,7 +24,7 @@ LAYERS = [
         "last_words",
         "torchrun",
     },
-    {"progress"},
+    {"progress", "hub"},
     {"engine", "stream", "tasks", "algo", "observe"},
     {"publish"},
     {"generate", "replay", "learner", "evaluate"},
@@ -61,13 +61,14 @@ WITHOUT_TORCH = (
     "lifeline",
     "last_words",
     "progress",
+    "hub",
     "stream",
 )
 WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "recorded")
 WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
-RECORDS = {"choices", "config", "device", "torchrun", "types", "places", "observe", "recorded", "lab"}
+RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "places", "observe", "recorded", "lab"}
 BESIDE_RECORDS = {
     "acceptance": {
         "device_map",

@@ -14,9 +14,11 @@ from pathlib import Path
 from streamrl import preflight, run_folder
 from streamrl.api.inputs import FOLDER, Inputs
 from streamrl.config import Config, senseless
+from streamrl.hub.model import with_local_model
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.supervisor import Supervisor
+from streamrl.tasks.left_out import LeftOut
 
 
 @contextmanager
@@ -26,26 +28,25 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
     fresh: keep an existing folder as NAME.1. inputs: what the run brings along, written into its folder.
     Raises ConfigError before anything is written.
     """
-    config = absolute(config)
-    _check(config, inputs)
+    config = absolute(with_local_model(config))
+    left_out = _check(config, inputs, fresh=fresh)
     claim = run_folder.lock(config)
     try:
         if inputs is not None and not fresh:
             inputs.check(config.run_folder / FOLDER)
-        folder = run_folder.make(config, fresh=fresh)
+        folder = run_folder.make(config, fresh=fresh, left_out_prompts=left_out)
         if inputs is not None:
             inputs.write(folder / FOLDER)
-        senseless.warn([*senseless.warnings(config), *machine.crowding(config)])
+        senseless.warn([*senseless.warnings(config), *machine.crowding(config), *left_out.lines()])
         yield Supervisor(config, folder)
     finally:
         os.close(claim)
 
 
-def _check(config: Config, inputs: Inputs | None) -> None:
+def _check(config: Config, inputs: Inputs | None, *, fresh: bool) -> LeftOut:
     """The checks of a start, with the inputs in a folder of their own: the run's is not made yet."""
     if inputs is None:
-        preflight.check_start(config)
-        return
+        return preflight.check_start(config, fresh=fresh)
     with tempfile.TemporaryDirectory(prefix="streamrl-") as folder:
         inputs.write(Path(folder))
-        preflight.check_start(inputs.placed(config, Path(folder)))
+        return preflight.check_start(inputs.placed(config, Path(folder)), fresh=fresh)

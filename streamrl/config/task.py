@@ -62,6 +62,12 @@ class TaskConfig(Section):
     file: Path | None = Field(
         None, description="YAML list of agent_type, agent_args, weight, evaluation_only; read into mix"
     )
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="prompts with more tokens are left out; null: those that the context has beside an answer of "
+        "sampling.max_new_tokens",
+    )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
     scoring: ScoringConfig = Field(
         default_factory=ScoringConfig, description="processes, deadlines and failures of scorers"

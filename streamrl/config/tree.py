@@ -59,7 +59,17 @@ class RunConfig(Section):
 class ModelConfig(Section):
     """The model that is trained and generates."""
 
-    path: Path = Field(Path("models/tiny"), description="Hugging Face folder (config.json, safetensors, tokenizer)")
+    path: Path = Field(
+        Path("models/tiny"),
+        description="Hugging Face folder (config.json, safetensors, tokenizer), or else a name of the hub (`org/name`)",
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="branch, tag or commit of a model of the hub; null: its main branch"
+    )
+    cache: Path | None = Field(None, description="folder for models of the hub; null: the hub's own cache")
+    hub_timeout: float = Field(
+        60.0, gt=0, description="seconds without a byte from the hub after which fetching is given up"
+    )
     shape: Path | None = Field(None, description="its config.json under any name, for `streamrl plan` without `path`")
     family: Annotated[str | None, FAMILIES] = Field(
         None, description="how it is built and what its tensors are called; null: by the architecture in config.json"

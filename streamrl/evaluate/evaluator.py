@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from streamrl.observe.bars import Report, silent
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
 from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import check_tasks, host_tasks
+from streamrl.tasks.left_out import fitting_prompt, fitting_size
 from streamrl.tasks.scoring import says_nothing
 from streamrl.types import PolicyVersion
 
@@ -120,7 +121,7 @@ class Walk:
         wanted = [(False, self._settings.samples)] + [(True, 1)] * self._settings.greedy
         try:
             async with asyncio.timeout_at(self._deadline + SCORING_TIME):
-                prompt = await task.fetch(index)
+                prompt = await fitting_prompt(task, index, self._tokenise)
         except Exception as error:  # the policy for foreign tasks: the prompt is left out, not the evaluation
             reason = f"the prompt was not made: {describe(error)}"
             log.warning("prompt %d was not evaluated: %s", index, reason)
@@ -137,6 +138,9 @@ class Walk:
             missing=sum(n for _, n in wanted) - len(sampled) - len(greedy),
             reasons=tuple(dict.fromkeys(reason for _, reasons in found for reason in reasons)),
         )
+
+    def _tokenise(self, content: Any) -> np.ndarray:
+        return self._handles(greedy=True, deadline=self._deadline).prompt_ids(content)
 
     async def _answers(
         self, task: Environment, prompt: Prompt, greedy: bool, n: int
@@ -182,7 +186,7 @@ async def evaluate(
     """
     started, began = time.time(), time.monotonic()
     shares = config.evaluate.shares(config.task)
-    counts = {share.key: config.evaluate.count(share, tasks[share.key].size) for share in shares}
+    counts = {share.key: config.evaluate.count(share, fitting_size(tasks[share.key])) for share in shares}
     walk = Walk(config.evaluate, tasks, counts, handles, version, report=report)
     await walk.run()
     sampling = config.evaluate.sampling(config.generate.sampling)

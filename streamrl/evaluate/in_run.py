@@ -13,8 +13,9 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
-from streamrl.evaluate.evaluator import Handles, evaluate, host_evaluated
+from streamrl.evaluate.evaluator import ORDER, Handles, evaluate, host_evaluated
 from streamrl.evaluate.files import evaluated_steps, evaluation_folder, free_folder, write
+from streamrl.tasks import left_out
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.hosted import close_tasks
 from streamrl.types import PolicyVersion
@@ -50,7 +51,9 @@ class RunEvaluator:
         by any other error is over. Files that cannot be written are named in the log, and cost no metrics.
         """
         former, self._last = self._last, version.step
-        self._tasks = self._tasks or await host_evaluated(self._config)
+        if not self._tasks:
+            self._tasks = await host_evaluated(self._config)
+            left_out.apply(self._tasks, left_out.load(self._run_folder).evaluated, ORDER)
         try:
             evaluation, questions = await evaluate(
                 self._config, self._tasks, handles, version, label=str(version), step=version.step

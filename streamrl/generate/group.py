@@ -18,6 +18,7 @@ from streamrl.observe.events import EventLog, now
 from streamrl.stream.contiguous import arena_of
 from streamrl.tasks.environment import Environment, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready, describe
+from streamrl.tasks.left_out import fitting_prompt
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import Scoring, judgements, says_nothing
 from streamrl.trainable import answer_length
@@ -105,7 +106,8 @@ async def _outcome(ticket: Ticket, task: Environment, inference: EngineInference
     deadline = None if inference.deadline is None else inference.deadline + SCORING_TIME
     try:
         async with asyncio.timeout_at(deadline):
-            rollouts = await task.rollout_group(inference, await task.fetch(ticket.prompt_index), group_size)
+            prompt = await fitting_prompt(task, ticket.prompt_index, inference.prompt_ids)
+            rollouts = await task.rollout_group(inference, prompt, group_size)
         if len(rollouts) != group_size:
             raise ValueError(f"the task gave {len(rollouts)} rollouts, {group_size} were asked for")
     except EngineError:

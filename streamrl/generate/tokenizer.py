@@ -56,7 +56,7 @@ class Tokenizer:
         tools: functions that the policy may call, as OpenAI describes them, for the template. Raises ValueError for a
         conversation where the model has no chat template, or the template refuses it or does not tell of the tools.
         """
-        text = prompt if isinstance(prompt, str) else self._render(prompt, tools)
+        text = self.rendered(prompt, tools)
         if tools and not isinstance(prompt, str) and text == self._render(prompt):
             raise ValueError("chat template: it does not tell of tools; tell the policy of them in a message")
         key = f"{isinstance(prompt, str):d}{text}"
@@ -67,6 +67,10 @@ class Tokenizer:
             encoding = self._tokenizer.encode(text, add_special_tokens=isinstance(prompt, str))
             self._cache[key] = np.array(encoding.ids, np.int32)
         return self._cache[key]
+
+    def rendered(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """The text that `prompt_ids` tokenises. Raises ValueError as it does."""
+        return prompt if isinstance(prompt, str) else self._render(prompt, tools)
 
     def plain_ids(self, text: str) -> np.ndarray:
         """int32 [A]: text as it is, without special tokens of the model's own."""

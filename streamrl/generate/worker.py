@@ -63,6 +63,7 @@ from streamrl.stream.messages import (
     Wake,
 )
 from streamrl.stream.session import PeerRefused
+from streamrl.tasks import left_out
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerLost, ScorerRaised, ScorerUnready
 from streamrl.tasks.hosted import close_tasks, host_tasks
@@ -157,7 +158,7 @@ async def _run_worker(
     address = await _address(config, run_folder, stop)
     tasks: dict[str, Environment] = {}
     begin_part(events, "loads the tasks")
-    if await _unless(stop, _load(tasks, config)):
+    if await _unless(stop, _load(tasks, config, run_folder)):
         return
     worker = Worker(config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator)
     try:
@@ -171,9 +172,10 @@ async def _address(config: Config, run_folder: Path, stop: asyncio.Event) -> str
     return await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
 
 
-async def _load(tasks: dict[str, Environment], config: Config) -> None:
+async def _load(tasks: dict[str, Environment], config: Config, run_folder: Path) -> None:
     """Load the run's tasks. Raises ScorerUnready, and ValueError for arguments that do not fit."""
     tasks |= await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+    left_out.apply(tasks, left_out.load(run_folder).trained, config.run.seed)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:

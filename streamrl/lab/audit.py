@@ -20,6 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from transformers.utils import logging as transformers_logging
 
 from streamrl.config import Config
+from streamrl.hub.model import with_local_model
 from streamrl.observe.bars import Bar, track
 from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
@@ -72,7 +73,7 @@ class Findings:
 def main(run_folder: Path, tolerance: float | None = None) -> int:
     """Audit a run and print the findings. Returns 0 when every check held, 1 otherwise."""
     transformers_logging.disable_progress_bar()
-    config = load_run(run_folder)
+    config = with_local_model(load_run(run_folder))
     check_folder(config)
     limits = limits_of(config)
     if tolerance is not None:

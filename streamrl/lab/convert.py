@@ -29,6 +29,7 @@ from streamrl.choices import FAMILIES
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LoraConfig
+from streamrl.hub.model import with_local_model
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner.shape import ModelShape, check_fit, open_weights, read_shape, weight_files
@@ -172,13 +173,13 @@ def _step(checkpoint: Path, model: Path | None) -> Source:
     if model is None and (checkpoint / DESCRIPTION / "config.json").is_file():
         model = checkpoint / DESCRIPTION
     run = checkpoint.resolve().parents[1]
-    recorded = load_run(run).model if (run / "config.yaml").is_file() else None
+    recorded = load_run(run) if (run / "config.yaml").is_file() else None
     if model is None and recorded is not None:
-        model = recorded.path
+        model = with_local_model(recorded, "description").model.path
     if model is None or not (model / "config.json").is_file():
         problem = f"{run} has no config.yaml" if model is None else f"{model} has no config.json"
         raise ConfigError(f"SOURCE: {checkpoint}: {problem}; allowed: --model with the Hugging Face folder of the run")
-    return Source(model, checkpoint, adapters, None if recorded is None else recorded.family)
+    return Source(model, checkpoint, adapters, None if recorded is None else recorded.model.family)
 
 
 def _shape(source: Source) -> ModelShape:

@@ -27,6 +27,7 @@ from streamrl.evaluate.results import Evaluation, Question, TaskFigures
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.served import ServedModel
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.hub.repository import label
 from streamrl.lab.output import check_new_folder
 from streamrl.observe.bars import Bar
 from streamrl.observe.ending import MODEL, saved_model
@@ -80,7 +81,7 @@ def choose_weights(config: Config, run_folder: Path | None, version: str | None,
     if model is not None:
         return Weights(model, model.resolve().name)
     if run_folder is None:
-        return Weights(config.model.path, config.model.path.resolve().name, step=0)
+        return Weights(config.model.path, label(config.model.path.resolve()), step=0)
     kept = kept_versions(run_folder)
     if (trained := saved_model(run_folder)) is not None:
         kept[trained] = run_folder / MODEL

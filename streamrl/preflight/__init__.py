@@ -1,7 +1,8 @@
 """The checks before any process starts: what a configuration asks of its model, its prompts, the wire, the machine.
 
     keys (config/) ──▶ the model and its tokenizer can be read, the model can be cut so, tasks have their arguments
-                   ──▶ tasks can be loaded ──▶ the longest prompt and answer fit row, context, message
+                   ──▶ tasks can be loaded ──▶ long prompts are left out
+                   ──▶ row, context, message hold the longest of the others and its answer
 
 What one of these stages refuses is told at once. `train`, `sweep`, `retrain` and a role that is started from a
 configuration make them; `plan` makes the same ones for prompts and machines that it is given. Pure, but for reading the
@@ -11,6 +12,7 @@ model's folder and the prompts.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
@@ -18,35 +20,43 @@ from streamrl.config.refused import Refusals
 from streamrl.evaluate.evaluator import host_evaluated
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.learner.shape import ModelShape, read_shape, weight_files
-from streamrl.preflight.lengths import check_evaluated, check_lengths
+from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_folder, check_model
-from streamrl.preflight.prompts import longest_prompt, tokenizer_of
+from streamrl.preflight.prompts import Seen, look_at, tokenizer_of
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.preflight.wire import check_wire, group_bytes
+from streamrl.tasks import left_out
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import close_tasks, host_tasks
+from streamrl.tasks.left_out import LeftOut
 from streamrl.tasks.registry import check_arguments
 
 
-def check_start(config: Config) -> None:
-    """All checks of a run whose processes this machine starts. Raises ConfigError, as `check` does."""
-    refusals = Refusals()
+def check_start(config: Config, *, fresh: bool = False) -> LeftOut:
+    """All checks of a run whose processes this machine starts. Returns and raises as `check` does."""
+    refusals, found = Refusals(), LeftOut()
     with refusals:
         check_machine(config)
     with refusals:
-        check(config)
+        found = check(config, fresh=fresh)
     refusals.tell()
+    return found
 
 
-def check(config: Config) -> None:
-    """Make all of them. Raises ConfigError, with one line for each mistake of the first stage that finds one."""
-    shape, tokenizer = _readable(config)
-    asyncio.run(_check(config, shape, tokenizer))
+def check(config: Config, *, fresh: bool = False, weights: bool = True) -> LeftOut:
+    """Make all of them. Returns the prompts that the run leaves out.
+
+    `fresh`: what an existing run folder says of its prompts is not of this run. `weights`: are they there, too?
+    Raises ConfigError, with one line for each mistake of the first stage that finds one.
+    """
+    shape, tokenizer = _readable(config, weights=weights)
+    recorded = LeftOut() if fresh else left_out.load(config.run_folder)
+    return asyncio.run(_check(config, shape, tokenizer, recorded))
 
 
-def _readable(config: Config) -> tuple[ModelShape, Tokenizer]:
+def _readable(config: Config, *, weights: bool) -> tuple[ModelShape, Tokenizer]:
     """What a folder and the arguments of built-in tasks say, in a moment. Raises ConfigError."""
     refusals, folder = Refusals(), Refusals()
     with folder:
@@ -56,7 +66,7 @@ def _readable(config: Config) -> tuple[ModelShape, Tokenizer]:
     tokenizer: Tokenizer | None = None
     if not folder.lines:
         with refusals:
-            shape = check_layout(config)
+            shape = check_layout(config, weights=weights)
         with refusals:
             tokenizer = tokenizer_of(config.model.path)
         if shape is not None and tokenizer is not None:
@@ -71,14 +81,15 @@ def _readable(config: Config) -> tuple[ModelShape, Tokenizer]:
     return shape, tokenizer
 
 
-async def _check(config: Config, shape: ModelShape, tokenizer: Tokenizer) -> None:
+async def _check(config: Config, shape: ModelShape, tokenizer: Tokenizer, recorded: LeftOut) -> LeftOut:
     """What needs the prompts: tasks of the user's are loaded in processes of their own, for as long as this takes."""
     tasks: dict[str, Environment] = {}
     evaluated: dict[str, Environment] = {}
     try:
         tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
         evaluated = await host_evaluated(config) if config.evaluate.every else {}
-        await _check_sizes(config, shape, tokenizer, tasks, evaluated)
+        sizes = Sizes(config, shape, tokenizer)
+        return await _check_sizes(sizes, tasks, evaluated, recorded)
     except ScorerUnready as error:
         raise ConfigError(f"task.name: {error}; allowed: a class that can be loaded in that time") from None
     except ValueError as error:
@@ -87,30 +98,54 @@ async def _check(config: Config, shape: ModelShape, tokenizer: Tokenizer) -> Non
         await asyncio.gather(close_tasks(tasks), close_tasks(evaluated))
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What prompts and answers have to fit."""
+
+    config: Config
+    shape: ModelShape
+    tokenizer: Tokenizer
+
+
 async def _check_sizes(
-    config: Config,
-    shape: ModelShape,
-    tokenizer: Tokenizer,
+    sizes: Sizes,
     tasks: dict[str, Environment],
     evaluated: dict[str, Environment],
-) -> None:
+    recorded: LeftOut,
+) -> LeftOut:
     """Raises ConfigError for what the model, a row of the learner or a message cannot hold."""
-    refusals = Refusals()
-    longest = await longest_prompt(tasks, tokenizer)
+    config, shape, refusals = sizes.config, sizes.shape, Refusals()
+    trained = await look_at(tasks, sizes.tokenizer, prompt_limit(config, shape), recorded.trained)
+    held_out: Seen | None = None
     with refusals:
-        check_lengths(config, shape, longest)
+        check_lengths(config, shape, trained.longest)
     if evaluated:
+        held_out = await look_at(evaluated, sizes.tokenizer, evaluated_limit(config, shape), {})
         with refusals:
-            check_evaluated(config, shape, await longest_prompt(evaluated, tokenizer))
+            check_evaluated(config, shape, held_out.longest)
     with refusals:
-        check_wire(config, group_bytes(config, shape, longest.tokens))
+        check_wire(config, group_bytes(config, shape, trained.longest.tokens))
     refusals.tell()
+    return _told(config, trained, held_out)
 
 
-def check_layout(config: Config) -> ModelShape:
-    """Those that ask the model alone, and no task. Returns its shape. Raises ConfigError."""
+def _told(config: Config, trained: Seen, evaluated: Seen | None) -> LeftOut:
+    """Raises ConfigError where a task has no prompt that fits."""
+    found = LeftOut(trained=trained.of_tasks, evaluated=evaluated.of_tasks if evaluated else {})
+    for name, of_task in (*found.trained.items(), *found.evaluated.items()):
+        if of_task.too_long == of_task.looked:
+            raise ConfigError(
+                f"task.max_prompt_tokens: {of_task.limit} leaves out all {of_task.looked:,} prompts of {name} that "
+                f"were looked at, the longest of {of_task.longest:,} tokens; allowed: more, or null"
+            )
+    return found
+
+
+def check_layout(config: Config, *, weights: bool = True) -> ModelShape:
+    """Those that ask the model alone, and no task. Returns its shape. `weights`: are they there? Raises ConfigError."""
     check_folder(config)
     shape = read_shape(config.model.path, family=config.model.family)
-    weight_files(config.model.path)
+    if weights:
+        weight_files(config.model.path)
     check_model(config, shape)
     return shape

@@ -1,7 +1,8 @@
-"""The longest prompt of a run's tasks, in tokens: what an answer has to fit beside.
+"""The prompts of a run's tasks, in tokens: which are too long, and the longest of the others, beside which answers fit.
 
-Every prompt of a data set is looked at, of an endless task a number of them. Only those with the most bytes are
-tokenised: a token of these tokenisers has a byte at least, so that a long prompt cannot hide behind a short text.
+Every prompt of a data set is looked at, of a longer or an endless one a sample. Only those are tokenised that may be
+too long, or the longest: a token of these tokenisers has a byte at least, so that a long prompt cannot hide behind a
+short text.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from streamrl.config.file import ConfigError
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import Environment, Prompt, message_text
 from streamrl.tasks.failures import describe
+from streamrl.tasks.left_out import OfTask
 
 # Prompts of one task that are looked at: those of a longer data set are a sample of it, spread over all of it.
 MOST = 50_000
@@ -29,6 +31,10 @@ SECONDS = 10.0
 # Prompts of one task that are tokenised, those with the most bytes.
 TOKENISED = 64
 
+# A chat template may write more around one text than around another with as many messages: as often, and some bytes
+# more, than it does around the first one. Plain text gets a token of the model's own (a BOS) without a byte.
+AROUND, BYTES_AROUND = 2, 16
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Longest:
@@ -36,6 +42,14 @@ class Longest:
 
     tokens: int
     whose: str  # for a message
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What was seen of several tasks."""
+
+    longest: Longest  # of the prompts that fit; of a task without such ones, of all
+    of_tasks: dict[str, OfTask]
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
@@ -47,18 +61,83 @@ def tokenizer_of(folder: Path) -> Tokenizer:
         raise ConfigError(f"model.path: {folder}: no tokenizer ({reason}); allowed: with tokenizer.json") from None
 
 
-async def longest_prompt(tasks: Mapping[str, Environment], tokenizer: Tokenizer) -> Longest:
-    """Of all tasks. Raises ConfigError for a prompt that a task or the model's chat template cannot make."""
-    found = [await _longest(name, task, tokenizer) for name, task in tasks.items()]
-    return max(found, key=lambda longest: longest.tokens)
+async def look_at(
+    tasks: Mapping[str, Environment], tokenizer: Tokenizer, limit: int, recorded: Mapping[str, OfTask]
+) -> Seen:
+    """Look at the prompts of all tasks, of which those with more than `limit` tokens are too long.
+
+    `recorded`: what the run that goes on leaves out, which stays as it is. Raises ConfigError for a prompt that a task
+    or the model's chat template cannot make, and for a task that has another number of prompts than is recorded.
+    """
+    longest, of_tasks = Longest(tokens=0, whose="a prompt"), {}
+    for name, task in tasks.items():
+        before = recorded.get(name)
+        _check_size(name, task, before)
+        lengths = await _look(name, task, tokenizer, limit if before is None else before.limit)
+        found = lengths.longest()
+        longest = max(longest, found, key=lambda each: each.tokens)
+        of_tasks[name] = before or lengths.of_task(task)
+    return Seen(longest=longest, of_tasks=of_tasks)
 
 
-async def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longest:
-    longest = Longest(tokens=0, whose=f"a prompt of {name}")
-    for prompt in heapq.nlargest(TOKENISED, await _prompts(name, task), key=_bytes):
-        whose = f"prompt {prompt.index} of {name}"
+def _check_size(name: str, task: Environment, recorded: OfTask | None) -> None:
+    if recorded is not None and recorded.size != task.size:
+        raise ConfigError(
+            f"task.args: {name} has {task.size} prompts, and had {recorded.size} when the run began; allowed: the same "
+            "data, --fresh, or another run.name"
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class _Lengths:
+    """Of one task's prompts: tokens of those that may be too long, bytes of the others until they are the most."""
+
+    name: str
+    tokenizer: Tokenizer
+    limit: int  # tokens
+    looked: int = 0
+    whole: bool = False  # were all prompts looked at?
+    too_long: dict[int, int] = field(default_factory=dict)  # index -> tokens
+    fitting: Longest | None = None  # the longest that was tokenised and fits
+    short: list[tuple[int, Prompt]] = field(default_factory=list)  # that fit for sure, the ones with the most bytes
+    around: dict[int, int] = field(default_factory=dict)  # messages -> bytes that the chat template writes around them
+
+    def add(self, index: int, prompt: Prompt) -> None:
+        self.looked += 1
+        if _bytes(prompt) + self._around(prompt) > self.limit:
+            self._tokenise(index, prompt)
+            return
+        self.short.append((index, prompt))
+        if len(self.short) > 2 * TOKENISED:
+            self.short = self._most_bytes()
+
+    def longest(self) -> Longest:
+        """Of those that fit; of all where none does."""
+        for index, prompt in self._most_bytes():
+            self._tokenise(index, prompt)
+        self.short = []
+        if self.fitting is not None:
+            return self.fitting
+        index = max(self.too_long, key=self.too_long.__getitem__)
+        return Longest(tokens=self.too_long[index], whose=f"prompt {index} of {self.name}")
+
+    def of_task(self, task: Environment) -> OfTask:
+        return OfTask(
+            limit=self.limit,
+            looked=self.looked,
+            too_long=len(self.too_long),
+            longest=max(self.too_long.values(), default=0),
+            size=task.size,
+            left_out=tuple(sorted(self.too_long)) if self.whole else None,
+        )
+
+    def _most_bytes(self) -> list[tuple[int, Prompt]]:
+        return heapq.nlargest(TOKENISED, self.short, key=lambda each: _bytes(each[1]))
+
+    def _tokenise(self, index: int, prompt: Prompt) -> None:
+        whose = f"prompt {index} of {self.name}"
         try:
-            tokens = len(tokenizer.prompt_ids(prompt.content))
+            tokens = len(self.tokenizer.prompt_ids(prompt.content))
         except ValueError as error:
             raise ConfigError(f"model.path: {whose} cannot be tokenised: {error}") from None
         if not tokens:
@@ -66,28 +145,40 @@ async def _longest(name: str, task: Environment, tokenizer: Tokenizer) -> Longes
                 f"model.path: the tokenizer makes no token of {whose}, and nothing would predict an answer's first "
                 "one; allowed: prompts in the model's vocabulary"
             )
-        if tokens > longest.tokens:
-            longest = Longest(tokens=tokens, whose=whose)
-    return longest
+        if tokens > self.limit:
+            self.too_long[index] = tokens
+        elif self.fitting is None or tokens > self.fitting.tokens:
+            self.fitting = Longest(tokens=tokens, whose=whose)
+
+    def _around(self, prompt: Prompt) -> int:
+        """Bytes that the model sees at most of a prompt besides its text."""
+        messages = len(prompt.messages or ())
+        if messages not in self.around:
+            try:
+                written = len(self.tokenizer.rendered(prompt.content).encode()) - _bytes(prompt)
+            except ValueError:
+                return self.limit + 1  # it is tokenised, which says what is wrong with it
+            self.around[messages] = AROUND * max(0, written) + BYTES_AROUND
+        return self.around[messages]
 
 
-async def _prompts(name: str, task: Environment) -> list[Prompt]:
-    """The first one, and further ones as long as there is time; those with the most bytes of them."""
+async def _look(name: str, task: Environment, tokenizer: Tokenizer, limit: int) -> _Lengths:
+    """The first prompt, and further ones as long as there is time."""
     count = ENDLESS if task.size is None else task.size
     if count < 1:
         raise ConfigError(f"task.name: {name} has no prompts: its size is {count}; allowed: above 0, or None (endless)")
+    lengths = _Lengths(name=name, tokenizer=tokenizer, limit=limit)
     deadline = time.monotonic() + SECONDS
-    found: list[Prompt] = []
     for index in range(0, count, -(-count // MOST)):
         try:
-            found.append(await task.fetch(index))
+            prompt = await task.fetch(index)
         except Exception as error:  # whatever code of the user's raises
             raise ConfigError(f"task.name: prompt {index} of {name} cannot be made: {describe(error)}") from error
-        if len(found) > 2 * TOKENISED:
-            found = heapq.nlargest(TOKENISED, found, key=_bytes)
+        lengths.add(index, prompt)
         if time.monotonic() > deadline:
             break
-    return found
+    lengths.whole = lengths.looked == task.size
+    return lengths
 
 
 def _bytes(prompt: Prompt) -> int:

@@ -8,6 +8,9 @@ from glob import glob
 from itertools import islice
 from typing import Any
 
+# The ending of files with a row in each line.
+LINES = ".jsonl"
+
 # Lines that are told; a file of another format is broken in all of them.
 MOST = 10
 
@@ -61,3 +64,10 @@ def _lacks(row: dict[str, Any], column: str) -> bool:
 
 def _kind(value: Any) -> str:
     return _KINDS.get(type(value), "null")
+
+
+def broken(argument: str, lines: Iterable[str]) -> str:
+    """The refusal of these lines in the file that `argument` names, one line for each."""
+    return "\n".join(
+        f"{argument}: {line}; allowed: a JSON mapping with the same columns in each line" for line in lines
+    )

@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, Protocol, TypedDict
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from streamrl.tasks.arguments import TaskArguments
 from streamrl.tasks.failures import INFRASTRUCTURE, describe, is_masked
 from streamrl.tasks.starter import Starter
 from streamrl.types import PolicyVersion, VersionSpan
+
+if TYPE_CHECKING:
+    from streamrl.tasks.left_out import Fitting
 
 log = logging.getLogger(__name__)
 
@@ -178,6 +181,9 @@ class Environment(ABC):
 
     size: int | None = None
     """Prompts of one epoch; None: no prompt comes back."""
+
+    fitting: Fitting | None = None
+    """The prompts that are asked where some are too long, which the run knows and not the task; None: all."""
 
     runs_inline: ClassVar[bool] = False
     """Said by a class of itself: no method of it computes, or waits without `await`, for more than milliseconds. Then

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,14 +12,12 @@ import numpy as np
 from pydantic import Field
 
 from streamrl.tasks.arguments import ARGUMENTS, DATA_FORMATS, OnDisk, TaskArguments, not_among
-from streamrl.tasks.broken_lines import broken_lines
+from streamrl.tasks.broken_lines import LINES, broken, broken_lines
+from streamrl.tasks.data_sets import load_split
 from streamrl.tasks.order import digest
 
 if TYPE_CHECKING:
     import datasets  # it takes a second: only the process that reads rows imports it
-
-# The ending of files with a row in each line.
-LINES = ".jsonl"
 
 # Rows that are read at a time where all of them are looked at.
 _BATCH = 1000
@@ -32,6 +29,7 @@ class RowsArguments(TaskArguments):
     path: Annotated[str, OnDisk("data")] = Field(
         description="file or pattern of files (.jsonl, .json, .parquet, .csv), or a data set's hub name"
     )
+    revision: str | None = Field(None, description="branch, tag or commit of a hub data set; null: its main branch")
     subset: str | None = Field(None, description="configuration of a hub data set; null: its default")
     split: str = Field("train", description="split of a hub data set")
     test_path: Annotated[str | None, OnDisk("data")] = Field(
@@ -82,7 +80,7 @@ class Rows:
                 f"{ARGUMENTS}.evaluation_only: {arguments.path} is for evaluation and is never trained; "
                 f"allowed: the task in a list for evaluation; nearest known key: {ARGUMENTS}.evaluation_only"
             )
-        self._data = _load(arguments, "path", arguments.path, arguments.split)
+        self._data = load_split(arguments, "path", arguments.path, arguments.split)
         test = _test_rows(arguments)
         for data in (self._data, test):
             if data is not None:
@@ -124,49 +122,12 @@ def value_at(row: dict[str, Any], column: str) -> Any:
     return value
 
 
-def _load(arguments: RowsArguments, key: str, path: str, split: str) -> datasets.Dataset:
-    """One split of the data set, memory-mapped."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it logs is in what it raises
-    suffix = Path(path).suffix
-    argument = f"{ARGUMENTS}.{key}"
-    try:
-        if suffix in DATA_FORMATS:
-            form = DATA_FORMATS[suffix]
-            data = datasets.load_dataset(form, data_files=path, split="train", cache_dir=arguments.cache)
-        else:
-            data = datasets.load_dataset(path, arguments.subset, split=split, cache_dir=arguments.cache)
-        return _undecoded(data)
-    except Exception as error:  # absent, gated, broken, or out of reach: the library raises whatever it met
-        if suffix == LINES and (lines := broken_lines(path)):
-            raise ValueError(_broken(argument, lines)) from None
-        reason = "it holds no rows" if isinstance(error, StopIteration) else str(error.__cause__ or error)
-        raise ValueError(
-            f"{argument}: {path!r} cannot be loaded ({' '.join(reason.split())[:200]}); allowed: a "
-            f"file of type {', '.join(DATA_FORMATS)} or a data set's hub name; nearest known key: {argument}"
-        ) from None
-
-
-def _undecoded(data: datasets.Dataset) -> datasets.Dataset:
-    """Images as the bytes and paths that they are: only servers look at them."""
-    import datasets
-
-    for name, feature in data.features.items():
-        if isinstance(feature, datasets.Image):
-            data = data.cast_column(name, datasets.Image(decode=False))
-        elif isinstance(feature, datasets.List) and isinstance(feature.feature, datasets.Image):
-            data = data.cast_column(name, datasets.List(datasets.Image(decode=False)))
-    return data
-
-
 def _test_rows(arguments: RowsArguments) -> datasets.Dataset | None:
     """The rows that are held out from another source than the others; None where there is none."""
     if arguments.test_path is not None:
-        return _load(arguments, "test_path", arguments.test_path, "train")
+        return load_split(arguments, "test_path", arguments.test_path, "train")
     if arguments.test_split is not None and not arguments.is_file:
-        return _load(arguments, "path", arguments.path, arguments.test_split)
+        return load_split(arguments, "path", arguments.path, arguments.test_split)
     return None
 
 
@@ -185,13 +146,7 @@ def _check_filled(arguments: RowsArguments, data: datasets.Dataset, needed: Sequ
         return
     tops = {column.partition(".")[0] for column in needed}
     if any(data.data.column(top).null_count for top in tops) and (lines := broken_lines(arguments.path, needed)):
-        raise ValueError(_broken(f"{ARGUMENTS}.path", lines))
-
-
-def _broken(argument: str, lines: Iterable[str]) -> str:
-    return "\n".join(
-        f"{argument}: {line}; allowed: a JSON mapping with the same columns in each line" for line in lines
-    )
+        raise ValueError(broken(f"{ARGUMENTS}.path", lines))
 
 
 def _digests(data: datasets.Dataset, asked: list[str]) -> np.ndarray:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from streamrl.choices import TASKS
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.environment import EXACT, Completion
 from streamrl.tasks.questions import Questions
 from streamrl.tasks.registry import build_task
+from tests.hub.cached import FIRST, SECOND, cache
+from tests.operations_table import documented
 
 DATA = Path("tests/tasks/data")
 GOLD = {
@@ -147,3 +150,56 @@ def test_bad_arguments_give_one_line_that_names_the_key(known, args, line):
     with pytest.raises(ValueError, match=f"^{line}") as refused:
         known("dapo_math", **args)
     assert "\n" not in str(refused.value)
+
+
+# -- by its name, from the hub's cache
+
+CARD = b"""---
+configs:
+- {config_name: main, data_files: [{split: train, path: main/train.jsonl}, {split: test, path: main/test.jsonl}]}
+- {config_name: socratic, data_files: [{split: train, path: main/test.jsonl}]}
+---
+"""
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch) -> Path:
+    """The hub's cache, with `openai/gsm8k`, where the hub is not asked."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    files = {"train": (DATA / "gsm8k.jsonl").read_bytes(), "test": (DATA / "gsm8k_test.jsonl").read_bytes()}
+    stored = {"README.md": CARD, **{f"main/{split}.jsonl": content for split, content in files.items()}}
+    cache(tmp_path / "hub", "openai/gsm8k", stored, kind="dataset")
+    stored["main/train.jsonl"] = b"".join(files["train"].splitlines(keepends=True)[:2])
+    cache(tmp_path / "hub", "openai/gsm8k", stored, SECOND, kind="dataset", ref="small")
+    return tmp_path / "hub"
+
+
+def test_a_data_set_in_the_hubs_cache_is_read_offline_at_any_revision(known, offline):
+    def size(**args) -> int:
+        return known("gsm8k", path="openai/gsm8k", **args).size
+
+    assert [size(), size(revision=FIRST), size(revision="small")] == [3, 3, size(revision=SECOND)]
+    assert size(revision="small") < 3
+
+
+@pytest.mark.parametrize(
+    ("args", "line", "row"),
+    [
+        ({"revision": "v2"}, "task.args.path: revision v2 of 'openai/gsm8k' is not whole in ",
+         "task.args.path: revision ... of ... is not whole in ..., and ...; allowed: after ..."),
+        ({"path": "org/none"}, "allowed: after `HF_HUB_OFFLINE=0 hf download org/none --repo-type dataset`, or", None),
+        ({"subset": "mian"}, "task.args.subset: 'mian' is not allowed; allowed: one of main, socratic; nearest", None),
+        ({"subset": None}, "task.args.subset: 'null' is not allowed; allowed: one of main, socratic", None),
+        ({"split": "training"}, "task.args.split: 'training' is not allowed; allowed: one of train, test",
+         "task.args.split: ... is not allowed; allowed: one of ..."),
+        ({"test_split": "tests"}, "task.args.test_split: 'tests' is not allowed; allowed: one of train, test", None),
+    ],
+)  # fmt: skip
+def test_what_a_data_set_has_not_is_one_line_that_lists_what_it_has(known, offline, args, line, row):
+    with pytest.raises(ValueError, match=r"^task\.args\.") as refused:
+        known("gsm8k", **{"path": "openai/gsm8k", **args})
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+    if row is not None:
+        documented(row, str(refused.value), 2)

@@ -15,6 +15,8 @@ from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import shipped
+from streamrl.hub.model import with_local_model
+from streamrl.hub.repository import label
 from streamrl.lab.output import check_file
 from streamrl.lab.plan.generators import Pool
 from streamrl.lab.plan.machines import GIB, Machines
@@ -52,6 +54,8 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
 
     Raises ConfigError.
     """
+    if given is None and config.model.shape is None:
+        config = with_local_model(config, "shape")
     folder = config.model.path
     if given is None and (folder / "config.json").is_file():
         return read_shape(folder, family=config.model.family)
@@ -78,7 +82,7 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
     layout = config.learner.layout
     copies = config.learner.ranks // layout.model_ranks
     console.print(
-        f"{config.run.name}: {config.model.path.name} in {config.model.dtype}; learner ranks: {config.learner.ranks} "
+        f"{config.run.name}: {label(config.model.path)} in {config.model.dtype}; learner ranks: {config.learner.ranks} "
         f"(tensor {layout.tensor}, pipeline {layout.pipeline}, context {layout.context}, expert {layout.expert}, "
         f"data {copies}), servers: {plan.servers}",
         highlight=False, soft_wrap=True,

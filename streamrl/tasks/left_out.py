@@ -1,0 +1,144 @@
+"""The prompts that a run leaves out because they are too long, and what an index stands for then.
+
+    the whole data set was looked at   index 0, 1, 2, ... of what fits: of prompts 0 1 2 3 without 1, that is 0 2 3, and
+                                       then each epoch the same ones in another order
+    a sample of it, or no end          the prompt of the index; where that is too long, of index + STRIDE, of ...
+
+It is decided before a run starts (`preflight/prompts.py`) and kept in RUN/left_out.json, where every process and every
+resume reads what an index stands for. The replay service counts indices and knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from streamrl.config.file import ConfigError
+from streamrl.tasks.environment import Environment, Prompt
+from streamrl.tasks.order import item_at
+
+FILE = "left_out.json"
+
+# From an index whose prompt is too long to the one that is asked in its place: more than a run asks for.
+STRIDE = 1 << 24
+
+# Places that are looked at for one index. Where half of the prompts are too long, one index in 2^64 has no prompt.
+TRIES = 64
+
+# Token ids of a prompt's content.
+Tokenise = Callable[[Any], np.ndarray]
+
+
+class OfTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of one task's prompts."""
+
+    limit: int  # tokens that a prompt may have
+    looked: int  # prompts that were looked at
+    too_long: int  # of them
+    longest: int  # tokens of the longest of them
+    size: int | None  # prompts of an epoch, those that are left out too; None: the task has no end
+    left_out: tuple[int, ...] | None  # their indices in the first epoch, ascending; None: not all were looked at
+
+    def line(self, name: str) -> str:
+        """What the user reads where some are left out."""
+        seen = f"{self.looked:,} prompts" if self.left_out is not None else f"a sample of {self.looked:,} prompts"
+        return (
+            f"task.max_prompt_tokens: {self.too_long:,} of {seen} of {name} are left out: above {self.limit:,} tokens, "
+            f"the longest has {self.longest:,}"
+        )
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Of every task of a run, by its label: those that are trained, and the held-out splits that are evaluated."""
+
+    trained: dict[str, OfTask] = {}
+    evaluated: dict[str, OfTask] = {}
+
+    def lines(self) -> Iterator[str]:
+        """One for each task of which prompts are left out."""
+        for name, found in self.trained.items():
+            if found.too_long:
+                yield found.line(name)
+        for name, found in self.evaluated.items():
+            if found.too_long:
+                yield found.line(f"{name} (held out)")
+
+
+class Fitting:
+    """The prompts of a task that fit.
+
+    Usage:
+        fitting = Fitting(OfTask(size=4, left_out=(1,), ...), seed=1)
+        fitting.size  # 3
+        prompt = await fitting.prompt(task, 1, tokenise)  # prompt 2 of the task, under the index 1
+    """
+
+    def __init__(self, found: OfTask, seed: int) -> None:
+        self._found = found
+        self._seed = seed
+        self._before = [index - place for place, index in enumerate(found.left_out or ())]  # what fits before each
+
+    @property
+    def size(self) -> int | None:
+        """Prompts of one epoch; None: no end."""
+        found = self._found
+        return found.size if found.size is None or found.left_out is None else found.size - len(found.left_out)
+
+    async def prompt(self, task: Environment, index: int, tokenise: Tokenise) -> Prompt:
+        """The prompt of `index`, as `Environment.fetch`: the same one on any machine. Raises ValueError for none."""
+        if self._found.left_out is not None:
+            return replace(await task.fetch(self._place(index)), index=index)
+        for step in range(TRIES):
+            prompt = await task.fetch(index + step * STRIDE)
+            if len(tokenise(prompt.content)) <= self._found.limit:
+                return replace(prompt, index=index)
+        raise ValueError(f"prompt {index}: {TRIES} prompts have more than {self._found.limit} tokens")
+
+    def _place(self, index: int) -> int:
+        """Where the prompt of an index is in the task's first epoch: that of the first one has its own order."""
+        assert self.size is not None
+        item = index if index < self.size else item_at(index, self.size, self._seed)
+        return item + bisect_right(self._before, item)
+
+
+def apply(tasks: Mapping[str, Environment], found: Mapping[str, OfTask], seed: int) -> None:
+    """Leave prompts out of tasks, by their labels. `seed`: of the order of further epochs."""
+    for name, task in tasks.items():
+        of_task = found.get(name)
+        if of_task is not None and (of_task.left_out is None or of_task.left_out):
+            task.fitting = Fitting(of_task, seed)
+
+
+async def fitting_prompt(task: Environment, index: int, tokenise: Tokenise) -> Prompt:
+    """The prompt of `index`, of those that fit."""
+    return await task.fetch(index) if task.fitting is None else await task.fitting.prompt(task, index, tokenise)
+
+
+def fitting_size(task: Environment) -> int | None:
+    """Prompts of one epoch that fit; None: no prompt comes back."""
+    return task.size if task.fitting is None else task.fitting.size
+
+
+def load(run_folder: Path) -> LeftOut:
+    """What a run leaves out; nothing where it has no record of it, as runs from before. Raises ConfigError."""
+    file = run_folder / FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=LeftOut)
+    except FileNotFoundError:
+        return LeftOut()
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}; allowed: the file that the run was started with, or --fresh") from None
+
+
+def save(run_folder: Path, found: LeftOut) -> None:
+    """Record it, whole or not at all."""
+    draft = run_folder / f"{FILE}.{secrets.token_hex(4)}"
+    draft.write_bytes(msgspec.json.encode(found))
+    draft.replace(run_folder / FILE)
