@@ -49,4 +49,4 @@ docs: venv  ## the documentation site, in dist/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet
 
 clean:  ## everything that was made here, except run folders
-	rm -rf $(VENV) $(GPU_VENV) models
+	rm -rf $(VENV) $(GPU_VENV) .venv-envs models

@@ -55,6 +55,9 @@ ELSEWHERE = (
     (r"make test(-all)?", "tests/test_docs_commands.py"),
     (r"(UV=1 )?/path/to/streamrl/requirements/install\.sh.*", "tests/test_install.py"),
     (r"make test-gpu-set", "tests/gpu_set/test_installed.py"),  # in an environment of its own
+    (r"python3\.11 -m venv envs/\w+ && .*", "tests/foreign_environments.py"),
+    (r"streamrl train .* task\.name=(verifiers|gymnasium) .*", "tests/end_to_end/test_foreign_environments.py"),
+    (r"python3 streamrl/tasks/foreign/adapter\.py .*", "tests/tasks/test_adapter.py"),
     (r"streamrl train .*backwards\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_task_of_the_page_trains"),
     (r"streamrl train .*tools\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_tool_of_the_page_trains"),
     (r"streamrl .*\.py:[A-Z].*|streamrl audit runs/own",

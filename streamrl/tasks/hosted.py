@@ -31,8 +31,8 @@ async def host_task(config: TaskConfig | TaskShare, seed: int, split: Split, set
     Raises ValueError as `build_task` does, and ScorerUnready where no process can be made ready in time.
     """
     share = own_share(config)
-    if share is None:
-        return build_task(config, seed, split)
+    if share is None:  # in a thread: a task may read files, or start a process, and the worker goes on meanwhile
+        return await asyncio.to_thread(build_task, config, seed, split)
     name = share.name.rpartition(":")[2]
     task = Task(share=share.model_dump(), seed=seed, split=split, timeout=settings.timeout)
     pool = HostPool(task, name, settings)

@@ -7,6 +7,7 @@ The session is in the address, so that an agent needs nothing but its base URL; 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
@@ -36,17 +37,27 @@ class OpenAIServer:
         self._port = port
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
 
     async def start(self) -> None:
-        """Listen. Raises OSError where the address is not free."""
+        """Listen, unless it does. Raises OSError where the address is not free."""
+        async with self._starting:
+            if self._runner is None:
+                await self._listen()
+
+    async def _listen(self) -> None:
         app = web.Application(client_max_size=LARGEST)
         app.router.add_get("/{session}/v1/models", _answering(self._models))
         app.router.add_post("/{session}/v1/chat/completions", _answering(self._chat))
         app.router.add_post("/{session}/v1/completions", _answering(self._complete))
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
-        self._port = self._runner.addresses[0][1]
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self._host, self._port).start()
+        except BaseException:
+            await runner.cleanup()
+            raise
+        self._runner, self._port = runner, runner.addresses[0][1]
 
     @contextlib.contextmanager
     def serving(self, session: Session) -> Iterator[str]:

@@ -42,6 +42,11 @@ def permute(position: int, size: int, key: str) -> int:
             return position
 
 
+def episode_seed(seed: int, split: str, index: int) -> int:
+    """A seed that every random generator takes, 0 to 2**31 - 1. Odd ones are the probes': no episode is in both."""
+    return 2 * (digest(f"episode/{seed}/{split}/{index}") % 2**30) + (split == "probe")
+
+
 def digest(text: str) -> int:
     """A 64-bit number that depends on nothing but `text`, on any machine."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

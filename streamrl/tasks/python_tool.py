@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,15 @@ class Limits:
     output: int = 4096  # characters that the policy observes; what comes after is dropped
 
 
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A folder that the code is given. Example: `Mount(Path("/tmp/sample"), "/app", writable=True)`."""
+
+    source: Path  # outside
+    target: str  # inside
+    writable: bool = False
+
+
 class PythonTool:
     """Runs code, at most `parallel` at a time.
 
@@ -56,13 +66,14 @@ class PythonTool:
         self._places = asyncio.Semaphore(parallel)
         self._walls = walls
 
-    async def run(self, code: str) -> str:
+    async def run(self, code: str, mounts: Sequence[Mount] = ()) -> str:
         """What the code printed on standard output and error, and how it ended where that was not well.
 
+        mounts: folders that it has besides its own, which need walls.
         Raises NoWalls where the kernel gives no namespaces.
         """
         async with self._places:
-            ended, output = await self._run(code)
+            ended, output = await self._run(code, mounts)
         if ended == UNWALLED and self._walls:
             raise NoWalls(output.strip())
         text = output.strip()[: self._limits.output]
@@ -72,12 +83,12 @@ class PythonTool:
             return f"{text}\n[ended with code {ended}]".strip()
         return text
 
-    async def _run(self, code: str) -> tuple[int | None, str]:
+    async def _run(self, code: str, mounts: Sequence[Mount]) -> tuple[int | None, str]:
         """Exit code, None where it was killed at its deadline; and the beginning of the output."""
         folder = tempfile.mkdtemp(prefix="streamrl-tool-")
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(SANDBOX), self._settings(folder)),
+                *(sys.executable, "-I", "-S", str(SANDBOX), self._settings(folder, mounts)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
@@ -96,13 +107,14 @@ class PythonTool:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _settings(self, folder: str) -> str:
+    def _settings(self, folder: str, mounts: Sequence[Mount] = ()) -> str:
         limits = self._limits
         return json.dumps(
             {
                 "walls": self._walls,
                 "user_namespace": os.getuid() != 0,
                 "folder": folder,
+                "mounts": [[str(each.source), each.target, "rw" if each.writable else "ro"] for each in mounts],
                 "memory": limits.memory,
                 "cpu_seconds": max(1, round(limits.seconds)),
                 "file_size": limits.file_size,

@@ -6,6 +6,7 @@
 
 The code has a loopback that is down as its only network, sees no process but its own, no file but Python's and the
 system's libraries, and a small /tmp of its own. When the outer process is killed, the kernel kills everything inside.
+Folders that it is given besides (`mounts`) are where they are asked for; with them it has /dev/null and its like.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38  # from <linux/prctl.h>
 NOBODY = 65534
 UNWALLED = 97  # exit code where the walls cannot be put up
 
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")  # those that shell scripts count on
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def wall_off(folder: str) -> None:
+def wall_off(folder: str, mounts: list[list[str]]) -> None:
     """Leave the network, the other processes and the file system behind. Raises OSError where that is not allowed.
 
-    folder: an empty one, on which the new root is mounted.
+    folder: an empty one, on which the new root is mounted. mounts: folder outside, folder inside, "rw" or "ro".
     """
     user, group = os.getuid(), os.getgid()
     apart = CLONE_NEWNET | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNS
@@ -50,6 +53,10 @@ def wall_off(folder: str) -> None:
             _bind(path, folder + path)
     os.mkdir(folder + "/tmp")
     os.chmod(folder + "/tmp", 0o777)
+    for source, target, access in mounts:
+        _bind(source, folder + target, read_only=access != "rw")
+    if mounts:
+        _bind_devices(folder)
     os.chroot(folder)
     os.chdir("/tmp")
 
@@ -73,7 +80,7 @@ def main() -> None:
     code = sys.stdin.read()
     if settings["walls"]:
         try:
-            wall_off(settings["folder"])
+            wall_off(settings["folder"], settings["mounts"])
         except OSError as error:
             print(f"no walls: {error}", file=sys.stderr)
             os._exit(UNWALLED)
@@ -116,10 +123,18 @@ def _end_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _bind(source: str, target: str) -> None:
+def _bind(source: str, target: str, *, read_only: bool = True) -> None:
     os.makedirs(target, exist_ok=True)
     _mount(source, target, "", MS_BIND | MS_REC)
-    _mount("none", target, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | _flags(target))
+    access = MS_RDONLY if read_only else MS_NODEV
+    _mount("none", target, "", MS_REMOUNT | MS_BIND | MS_NOSUID | access | _flags(target))
+
+
+def _bind_devices(folder: str) -> None:
+    os.mkdir(folder + "/dev")
+    for path in DEVICES:
+        _write(folder + path, "")
+        _mount(path, folder + path, "", MS_BIND)
 
 
 def _flags(path: str) -> int:

@@ -24,6 +24,7 @@ from streamrl.tasks.serve import application
 from streamrl.tasks.tools.calculator import Calculator
 from streamrl.testing.tasks import TaskConformance
 from streamrl.testing.tools import ToolConformance
+from tests.harbor_tasks import write_task
 
 TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
 DATA = Path(__file__).parent / "data"
@@ -56,12 +57,19 @@ def right(conformance: TaskConformance, prompt: Prompt) -> list[str]:
     return [form % (EXPRESSIONS[str(prompt.answer)] if conformance.name == "countdown" else prompt.answer)]
 
 
+def written(conformance: TaskConformance, prompt: Prompt) -> list[str]:
+    """What the instruction asks to be written."""
+    return [str((prompt.messages or ())[-1]["content"])]
+
+
 def lookup(conformance: TaskConformance, prompt: Prompt) -> list[str]:
     """The call, and what the tool answers."""
     return [prompt.metadata["key"], str(prompt.answer)]
 
 
-for _name in TASKS.names:
+# Whose environment is in a virtual environment, or a server, of its own: tests/tasks/test_foreign.py.
+ELSEWHERE = ("verifiers", "gymnasium", "openenv")
+for _name in [name for name in TASKS.names if name not in ELSEWHERE]:
     _members: dict[str, Any] = {"name": _name, "args": ARGS.get(_name, {}), "right": right, **TOGETHER}
     if _name in HUB and _name != "gsm8k":
         _members["test_the_prompts_are_the_same_in_another_process"] = None  # they are made by one class
@@ -69,6 +77,9 @@ for _name in TASKS.names:
         _members["splits"] = ("probe",)
     globals()[f"Test_{_name}"] = type(f"Test_{_name}", (TaskConformance,), _members)
 Test_lookup.right = lookup  # noqa: F821
+Test_harbor.right = written  # noqa: F821
+if missing_walls() is not None:
+    del Test_harbor  # noqa: F821
 
 
 @pytest.fixture(autouse=True)
@@ -77,8 +88,20 @@ def _given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     test = request.instance
     if getattr(test, "name", None) in {*HUB, "jsonl"}:
         test.args = {**test.args, "cache": str(tmp_path_factory.getbasetemp() / "converted")}
+    if getattr(test, "name", None) == "harbor":
+        test.args = {"path": str(request.getfixturevalue("harbor_tasks")), "commands": False, "answer": "answer.txt"}
+        test.args["held_out"] = 0.3
     if getattr(test, "name", None) == "remote":
         test.args = {"url": request.getfixturevalue("address"), "task": {"name": "copy"}}
+
+
+@pytest.fixture(scope="module")
+def harbor_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tasks, some for each split."""
+    folder = tmp_path_factory.mktemp("harbor")
+    for word in ("ab", "cd", "ef", "gh", "ac", "bd", "eg", "fh"):
+        write_task(folder / word, word)
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import msgspec
 from pydantic import Field
 
 from streamrl.config.task import TaskShare
-from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
+from streamrl.tasks.arguments import TaskArguments
 from streamrl.tasks.environment import (
     Around,
     Completion,
@@ -27,6 +27,7 @@ from streamrl.tasks.environment import (
     check_reward,
 )
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised
+from streamrl.tasks.reachable import bearer
 from streamrl.tasks.remote_protocol import (
     About,
     AskObservation,
@@ -143,7 +144,7 @@ class _Caller:
         self.url = arguments.url.rstrip("/")
         self._arguments = arguments
         self._session: aiohttp.ClientSession | None = None
-        self._headers = _bearer(arguments.token_file)
+        self._headers = bearer(arguments.token_file)
 
     async def call(self, name: str, body: Any, reply: type[Reply]) -> Reply:
         """The typed reply. Raises RemoteFailed after the last try, and at once for what no retry mends."""
@@ -181,15 +182,6 @@ class _Caller:
                 )
             response.raise_for_status()
             return content
-
-
-def _bearer(token_file: Path | None) -> dict[str, str]:
-    if token_file is None:
-        return {}
-    try:
-        return {"Authorization": f"Bearer {token_file.read_text().strip()}"}
-    except OSError as error:
-        raise ValueError(f"{ARGUMENTS}.token_file: {token_file}: {error.strerror}; allowed: a readable file") from None
 
 
 def _turns(completions: Sequence[Completion]) -> tuple[Turn, ...]:

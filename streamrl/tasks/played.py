@@ -1,0 +1,206 @@
+"""Environments of foreign libraries: they play by themselves, and the policy answers them as a model of OpenAI's.
+
+    worker ── /play, n base URLs ──▶ adapter (its own virtual environment) ── calls ──▶ n sessions ─▶ n samples
+           ◀── rewards and parts ──
+
+The adapter sees texts. The tokens that were drawn, their log-probs and the mask stay with the sessions here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import aiohttp
+import msgspec
+from pydantic import Field, model_validator
+
+from streamrl.tasks.adapter_process import AdapterProcess
+from streamrl.tasks.arguments import ARGUMENTS, OnDisk, TaskArguments
+from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score, check_reward
+from streamrl.tasks.episodes import NotPlayed, begun, unbegun
+from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised
+from streamrl.tasks.openai_server import OpenAIServer
+from streamrl.tasks.openai_session import Session
+from streamrl.tasks.played_protocol import AboutPlayer, AskPlay
+from streamrl.tasks.reachable import bearer, look_at
+from streamrl.tasks.remote_protocol import Judged, RemoteScore
+
+# Seconds beyond an episode's own deadline after which an adapter that says nothing is given up.
+REPLY_TIMEOUT = 30.0
+
+
+class PlayedArguments(TaskArguments):
+    """Arguments of every environment that an adapter plays."""
+
+    environment: Annotated[str, OnDisk("code")] = Field("", description="which one: a name, or path/file.py:NAME")
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    python: Path | None = Field(
+        None, description="interpreter of the virtual environment that has the library; the adapter starts in it"
+    )
+    url: str | None = Field(
+        None, pattern=r"^https?://", description="address of an adapter that runs already, instead of python"
+    )
+    token_file: Path | None = Field(None, description="file with the bearer token that such an adapter asks for")
+    start_timeout: float = Field(120.0, gt=0, description="seconds that the environment may take to load")
+    timeout: float = Field(300.0, gt=0, description="seconds that an episode may take, waits for the policy included")
+    most_calls: int = Field(64, ge=1, description="answers of the policy in one episode")
+    parallel: int = Field(64, ge=1, description="groups at once")
+    host: str = Field("127.0.0.1", description="address at which the endpoint listens")
+    port: int = Field(0, ge=0, le=65535, description="its port; 0: a free one")
+
+    @model_validator(mode="after")
+    def _is_one_adapter(self) -> PlayedArguments:
+        if (self.python is None) == (self.url is None):
+            raise ValueError("python: either python or url is needed; allowed: one of the two")
+        if (self.python is None) != (not self.environment):
+            raise ValueError("environment: is needed with python, and given to the adapter itself with url")
+        return self
+
+
+class AdapterFailed(ConnectionError):
+    """The adapter did not reply as it should: that says nothing of an answer."""
+
+
+class Played(Environment):
+    """Rewards and their parts are the library's own. A sample is all that one episode asks of the policy."""
+
+    Arguments = PlayedArguments
+    has_turns = True
+    library: ClassVar[str]
+
+    def __init__(self, arguments: PlayedArguments, seed: int, split: str) -> None:
+        """Raises ValueError, with one line, for what the adapter refuses, and where it is not there."""
+        self.infrastructure = INFRASTRUCTURE
+        self._arguments = arguments
+        self._split = split
+        self._places = asyncio.Semaphore(arguments.parallel)
+        self._server = OpenAIServer(arguments.host, arguments.port)
+        self._session: aiohttp.ClientSession | None = None
+        self._url = (arguments.url or "").rstrip("/")
+        self._headers = bearer(arguments.token_file)
+        self._adapter: AdapterProcess | None = None
+        if arguments.python is None:
+            about = look_at(f"{self._url}/about", self._headers, "adapter", AboutPlayer)
+        else:
+            words = self._words(arguments, seed)
+            self._adapter = AdapterProcess(arguments.python, words, start_timeout=arguments.start_timeout)
+            self._adapter.start()
+            about = self._adapter.about
+        self._grouped = about.grouped
+        self.size = about.probes if split == "probe" else about.size
+        if self.size == 0:
+            raise ValueError(f"{ARGUMENTS}.held_out: {arguments.held_out} leaves the split {split!r} without a prompt")
+
+    @classmethod
+    def settings(cls, arguments: Any) -> dict[str, Any]:
+        """What the adapter needs to know besides."""
+        return {}
+
+    @classmethod
+    def _words(cls, arguments: PlayedArguments, seed: int) -> list[str]:
+        """Of the adapter's command line."""
+        options, settings = json.dumps(arguments.options), json.dumps(cls.settings(arguments))
+        chosen = ["--options", options, "--settings", settings, "--seed", str(seed)]
+        return [cls.library, arguments.environment, *chosen, "--held-out", str(arguments.held_out)]
+
+    def prompt(self, index: int) -> Prompt:
+        """Its index alone: what is asked is the environment's."""
+        return Prompt(index=index, text=f"prompt {index} of {self.library}")
+
+    async def score(self, prompt: Prompt, completion: Completion) -> Score:
+        """Raises TypeError: only whole episodes have a reward."""
+        raise TypeError(f"{self.library}: an answer without its episode has no reward")
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        """Raises NotPlayed where no episode asks anything."""
+        async with self._places:
+            await self._server.start()
+            sessions = [Session(inference, prompt, most_calls=self._arguments.most_calls) for _ in range(n)]
+            with contextlib.ExitStack() as open_sessions:
+                urls = [open_sessions.enter_context(self._server.serving(session)) for session in sessions]
+                scores = await self._scores(prompt.index, urls)
+        judged = zip(sessions, scores, strict=True)
+        return begun([self._rollout_of(inference, prompt, session, score) for session, score in judged])
+
+    async def close(self) -> None:
+        await self._server.close()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        if self._adapter is not None:
+            await self._adapter.close()
+
+    async def _scores(self, index: int, urls: Sequence[str]) -> list[RemoteScore | Exception]:
+        """Of each episode its score, or why there is none."""
+        try:
+            address = await self._address()
+            calls = [urls] if self._grouped else [[url] for url in urls]
+            played = await asyncio.gather(*(self._play(address, index, some) for some in calls))
+        except Exception as error:  # the policy for foreign environments: count, log, go on
+            return [error] * len(urls)
+        return [score for some in played for score in some]
+
+    async def _play(self, address: str, index: int, urls: Sequence[str]) -> Sequence[RemoteScore | Exception]:
+        split = "probe" if self._split == "probe" else "train"
+        asked = AskPlay(index, split, tuple(urls), self._arguments.timeout)
+        try:
+            reply = await self._post(f"{address}/play", asked, self._arguments.timeout + REPLY_TIMEOUT)
+            scores = msgspec.json.decode(reply, type=Judged).scores
+        except (msgspec.DecodeError, aiohttp.ClientError, TimeoutError) as error:
+            text = f"{address}/play: {type(error).__name__}: {error}".rstrip(": ")
+            return [AdapterFailed(text)] * len(urls)
+        if len(scores) != len(urls):
+            return [AdapterFailed(f"{address}/play: {len(scores)} scores for {len(urls)} episodes")] * len(urls)
+        return scores
+
+    def _rollout_of(
+        self, inference: Inference, prompt: Prompt, session: Session, score: RemoteScore | Exception
+    ) -> Rollout:
+        try:
+            judged = _score(score)
+            failure: Exception | None = None
+        except Exception as error:  # the policy for foreign environments: count, log, go on
+            judged, failure = Score(reward=0.0), error
+        completion = session.completion
+        if completion is None:
+            none = unbegun(inference, prompt)
+            return self.unscored(prompt, none, failure or NotPlayed("the environment asked the policy nothing"))
+        if failure is None and completion.finish_reason == "abort":
+            failure = NotPlayed("a call was not answered")
+        if failure is not None:
+            return self.unscored(prompt, completion, failure)
+        parts = {**judged.parts, "calls": float(len(session.turns))}
+        return Rollout(completion=completion, reward=judged.reward, parts=parts)
+
+    async def _address(self) -> str:
+        if self._adapter is not None:
+            return await self._adapter.address()
+        return self._url
+
+    async def _post(self, url: str, body: AskPlay, timeout: float) -> bytes:
+        """Raises aiohttp.ClientError, TimeoutError."""
+        if self._session is None:  # without a limit of its own: waiting for a connection would be the episode's time
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+        limit = aiohttp.ClientTimeout(total=timeout)
+        async with self._session.post(url, data=msgspec.json.encode(body), timeout=limit) as response:
+            content = await response.read()
+            if response.status != 200:
+                text = content[:200].decode(errors="replace")
+                raise aiohttp.ClientPayloadError(f"status {response.status}: {text}")
+            return content
+
+
+def _score(score: RemoteScore | Exception) -> Score:
+    """Raises what went wrong, and ValueError for what is no finite number."""
+    if isinstance(score, Exception):
+        raise score
+    if score.failure is not None:
+        raise ScorerRaised(score.failure, masked=score.masked)
+    checked = Score(reward=score.reward, parts=score.parts)
+    check_reward(checked)
+    return checked

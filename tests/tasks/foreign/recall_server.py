@@ -1,0 +1,57 @@
+"""An OpenEnv server: `recall_server.py PORT [SESSIONS]`, two words to be repeated, one after another; or `tools`."""
+
+import random
+import sys
+
+import uvicorn
+from openenv.core.env_server.http_server import create_fastapi_app
+from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.types import Action, Observation, State
+
+LETTERS = "abcdefgh"
+
+
+class Say(Action):
+    text: str
+
+
+class Shown(Observation):
+    word: str
+
+
+class Recall(Environment):
+    """Reward: for each word the share of its letters that are right, halved."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        super().__init__()
+        self._state = State()
+
+    def reset(self, seed=None, episode_id=None, length=2, **_):
+        self._random = random.Random(seed)
+        self._length = length
+        self._state = State(episode_id=episode_id, step_count=0)
+        return self._next()
+
+    def step(self, action, timeout_s=None, **_):
+        said = action.text.strip()
+        if "hh" in said:
+            raise RuntimeError("the environment broke")
+        right = sum(one == other for one, other in zip(said, self._word, strict=False))
+        self._state.step_count += 1
+        return self._next(right / max(len(said), self._length) / 2, self._state.step_count == 2)
+
+    @property
+    def state(self):
+        return self._state
+
+    def _next(self, reward=None, done=False):
+        self._word = "".join(self._random.choice(LETTERS) for _ in range(self._length))
+        return Shown(word=self._word, reward=reward, done=done)
+
+
+if __name__ == "__main__":
+    sessions = int(sys.argv[2]) if len(sys.argv) > 2 else 8
+    app = create_fastapi_app(Recall, Say, Shown, max_concurrent_envs=sessions)
+    uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
