@@ -370,9 +370,8 @@ def _parser() -> argparse.ArgumentParser:
         help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
     )
 
-    for add in (_add_simulate, _add_plan, _add_convert):
+    for add in (_add_simulate, _add_plan, _add_convert, _add_doctor):
         add(commands)
-    _add_doctor(commands)
     starter.add_commands(commands, _command)
     return parser
 
