@@ -85,6 +85,8 @@ ELSEWHERE = (
      "tests/generate/test_node.py::test_it_joins_its_server_and_ends_it_and_itself_as_its_worker_has"),
     (r"streamrl generator --run-folder .*",
      "tests/end_to_end/test_pools.py::test_a_worker_joins_a_run_and_leaves_it_and_neither_costs_a_group"),
+    (r"python -m streamrl.engine.launch .*|source .venv/bin/activate|streamrl train first/config.yaml.*",
+     "tests/test_first_hour.py"),
     (r"python -m streamrl.tasks.serve .*", "tests/tasks/test_remote.py"),
     (r"python -m sglang.launch_server \.\.\. .*", "tests/end_to_end/test_pools.py"),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from streamrl.tasks import user_reward
 
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {
+    "first-hour.md",  # tests/test_first_hour.py
     "python.md",  # tests/end_to_end/test_python_run.py
     "journal.md",
     "howto-order.md",
