@@ -181,7 +181,7 @@ class _View(Protocol):
 
 def _view_of(stream: TextIO | None) -> _View | None:
     """A terminal that can go back in a line, or a log; None where stderr is closed, or another bar is shown."""
-    if stream is None or isinstance(stream, FileProxy):
+    if stream is None or isinstance(stream, FileProxy) or stream.closed:
         return None
     terminal = _Terminal(file=stream)
     can_draw = stream.isatty() and terminal.is_interactive and not terminal.is_dumb_terminal
@@ -247,7 +247,7 @@ class _Screen:
     def _redirect(self, terminal: Console) -> None:
         sys.stderr = self._proxy
         _move_logs(self._errors, self._proxy)
-        if self._output is not None and self._output.isatty():
+        if self._output is not None and not self._output.closed and self._output.isatty():
             self._above = sys.stdout = cast(TextIO, FileProxy(terminal, self._output))
 
 

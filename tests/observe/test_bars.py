@@ -173,10 +173,12 @@ def test_no_stderr_and_one_that_is_gone_stop_no_work(monkeypatch):
     monkeypatch.setattr(bars, "LINE_EVERY", 0.0001)
     gone = io.StringIO()
     gone.close()
-    for stream in (None, gone):
+    for stream in (None, gone, io.StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
         with Bar("audit", "batches") as bar:
             bar.advance()
+            if stream is not None:
+                stream.close()
             time.sleep(0.01)
     assert bar_threads() == []
 

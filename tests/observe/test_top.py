@@ -49,13 +49,13 @@ def test_of_a_run_that_is_over_the_end_the_totals_and_the_last_steps_are_shown(
     tmp_path, capsys, monkeypatch, arguments
 ):
     finished(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "220")
     assert main(["top", str(tmp_path), *arguments]) == 0
     text = capsys.readouterr().out
     for words in (
         "is over",
         "ended with exit code 0: all 2 steps are done",
-        "wait 10 s, train 4 s, backward 2 s",
+        "wait 10 s, train 3 s, backward 2 s",
         "the last steps",
         "0.250",
         "0.500",
