@@ -68,7 +68,7 @@ class Console:
         self._starting = Starting(config, run_folder)
         self._read(poll=True)
         self._before = {_key(row) for row in self._rows}  # a resume writes those that it keeps again
-        self._announced: set[str] = set()  # sinks whose place was printed
+        self._announced: set[tuple[str, str]] = set()  # sinks with their places, as they were printed
         self._hinted = self._rows[-1]["step"] if self._rows else 0  # step up to which hints were printed
         self._screen: Screen | None = None
         if config.observe.console and self._terminal.is_terminal:
@@ -120,10 +120,10 @@ class Console:
 
     def _announce(self) -> None:
         """Print what is said once: where the sinks write, hints that have begun or ended. Above a table on a screen."""
-        for sink, where in self._glance.places.items():
-            if sink not in self._announced:
-                self._announced.add(sink)
-                self._print(f"{sink.lower()}: {where}")
+        for place in self._glance.places.items():
+            if place not in self._announced:
+                self._announced.add(place)
+                self._print(f"{place[0].lower()}: {place[1]}")
         for step, line in self._live.hints.lines:
             if step > self._hinted:
                 self._print(line)

@@ -33,11 +33,13 @@ _PART = re.compile(r"^(?P<name>reward/part)/(?P<part>[\w.-]+)$")
 PHASE_SECONDS = PREFIX + "phase_seconds"
 HELD_UP = PREFIX + "held_up_share"
 LIMIT = PREFIX + "roofline_tokens_per_s"
+HINT = PREFIX + "hint"
 
 # Names that are not in the table of metrics.
 OWN = {
     PHASE_SECONDS + "_total": "seconds that each role has spent in each phase since the run's start",
     HELD_UP: "share of the last seconds in which each side held the run up",
+    HINT: "1 for each hint that goes on",
     LIMIT: "trained tokens a second now, and at the limit of the learner and of the generators",
 }
 
@@ -148,6 +150,10 @@ def _of_glance(glance: Glance) -> Iterator[Family]:
     for holder, part in glance.held_up.items():
         held.add_metric([holder], part / whole if whole else 0.0)
     yield held
+    hints = GaugeMetricFamily(HINT, OWN[HINT], labels=["name"])
+    for hint in glance.hints:
+        hints.add_metric([hint.rule.name], 1.0)
+    yield hints
     limits = GaugeMetricFamily(LIMIT, OWN[LIMIT], labels=["of"])
     if glance.roofline is not None:
         for side in ("now", "learner", "generators"):

@@ -75,6 +75,16 @@ def test_the_last_step_and_the_time_of_each_role_are_served_under_the_names_of_t
     assert {name for name, _ in served} <= known
 
 
+def test_a_hint_is_served_while_it_goes_on(tmp_path, serve):
+    run = small_run(tmp_path)
+    for step in range(3, 23):
+        run.row(step, 16.0 + step, **{"offpolicy/ess": 0.2})
+    assert serve(tmp_path)["streamrl_hint", (("name", "off_policy"),)] == 1
+    for step in range(23, 43):
+        run.row(step, 16.0 + step, **{"offpolicy/ess": 1.0})
+    assert not [name for name, _ in serve(tmp_path) if name == "streamrl_hint"]
+
+
 def test_counters_grow_with_the_run(tmp_path, serve):
     begin = now() - 100
     run = Recorded(tmp_path)
