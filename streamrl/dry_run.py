@@ -44,8 +44,8 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     supervisor = Supervisor(config, config.run_folder, names)
     of_which = f"GPUs {','.join(names)}" if names else "no GPU: every process runs on the CPU"
     print(f"{config.run.name}: {of_which}")
-    for line in _lines(["process", "GPUs", "what"], *_rows(config, placed, names)):
-        print(f"  {line}")
+    for row in _lines(["process", "GPUs", "what"], *_rows(config, placed, names)):
+        print(f"  {row}")
     is_complete = supervisor.is_complete() and not fresh
     if not (fresh or is_complete) and (line := resume_line(config.run_folder, config.run.steps)) is not None:
         print(line)

@@ -10,7 +10,6 @@ worker. One of a notebook, of the script itself, or within another function is p
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import pprint
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 FOLDER = "inputs"  # in the run folder
 TASK, FUNCTIONS = "task.py", "functions" + PICKLED
 
-Data = Sequence[Mapping[str, Any]] | "datasets.Dataset"
+Data: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
 
 
 class Inputs:
@@ -56,7 +55,7 @@ class Inputs:
             raise ConfigError(
                 f"{key}: a data set without a length is not allowed; allowed: a datasets.Dataset, or rows"
             )
-        if hasattr(data, "to_parquet"):
+        if not isinstance(data, Sequence):
             found = data.add_column(NUMBER, list(range(len(data)))) if numbered else data
             name = f"{key}.parquet"
             self._data[name] = found
@@ -176,8 +175,8 @@ def _own_place(function: Any) -> str | None:
         return None
     if module.__name__.partition(".")[2] or hasattr(module, "__path__"):
         return f"{module.__name__}:{name}"
-    file = inspect.getsourcefile(function)
-    return None if file is None or not file.endswith(".py") else f"{os.path.abspath(file)}:{name}"
+    file = getattr(module, "__file__", None) or ""
+    return f"{os.path.abspath(file)}:{name}" if file.endswith(".py") else None
 
 
 def _import_folders() -> list[str]:

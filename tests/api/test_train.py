@@ -40,6 +40,7 @@ def refused(tmp_path, monkeypatch):
 def configured(tmp_path, monkeypatch):
     """`configured(*arguments, **arguments)`: the configuration, and the inputs, of a run that is not started."""
     monkeypatch.chdir(tmp_path)
+    tiny_model.make(tmp_path / "tiny")
 
     def call(*given, **named):
         monkeypatch.setattr(module.Run, "start", lambda run, *, fresh: run)
@@ -73,7 +74,7 @@ def test_a_file_stands_below_a_mapping_does_too_and_arguments_win(configured, tm
 
 
 def test_a_configuration_alone_is_a_run_and_a_built_in_task_is_a_data_set(configured, tmp_path):
-    (tmp_path / "whole.yaml").write_text("task: {name: successor}\n")
+    (tmp_path / "whole.yaml").write_text("task: {name: successor}\nmodel: {path: tiny}\n")
     assert configured(config="whole.yaml").config.task.name == "successor"
     assert configured("tiny", "copy", task__args={"length": 2}).config.task.args == {"length": 2}
 

@@ -35,7 +35,7 @@ class Episodes(FunctionTask):
 
     has_turns = True
     tools: ClassVar[Mapping[str, ToolFunction]] = {}
-    environment: ClassVar[Callable[[], Any] | None] = None
+    environment: ClassVar[Any] = None  # what makes one, without arguments; None: there is none
 
     def __init__(self, arguments: FunctionArguments, seed: int, split: str) -> None:
         """Raises ValueError where an environment has neither `reset` nor something to be done in it."""
@@ -138,7 +138,6 @@ class Episode:
         self.counts[CALLS] = self.counts.get(CALLS, 0.0) + len(calls)
         if not calls:
             return None
-        self.counts["tool_calls"] = self.counts.get("tool_calls", 0.0) + len(calls)
         answers = [await self._answer(call) for call in calls]
         if not chat:
             return "".join(f"\n<result>{answer}</result>\n" for answer in answers)

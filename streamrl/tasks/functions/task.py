@@ -36,6 +36,7 @@ class FunctionTask(Environment):
 
     Arguments = FunctionArguments
     infrastructure = (*INFRASTRUCTURE, NoReward)
+    size: int  # prompts of an epoch
     rewards: ClassVar[Sequence[RewardFunction]] = ()
 
     def __init__(self, arguments: FunctionArguments, seed: int, split: str) -> None:
