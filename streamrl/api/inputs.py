@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import pprint
 import sys
@@ -27,8 +26,6 @@ from streamrl.tasks.functions.task import NUMBER
 
 if TYPE_CHECKING:
     import datasets
-
-log = logging.getLogger(__name__)
 
 FOLDER = "inputs"  # in the run folder
 TASK, FUNCTIONS = "task.py", "functions" + PICKLED
@@ -128,12 +125,12 @@ class Inputs:
         """By its file where it has one of its own, and else by value."""
         name = name_of(function)
         if (where := _own_place(function)) is not None:
-            log.info("%s %s: loaded from %s", kind, name, where)
+            print(f"streamrl: {kind} {name}: loaded from {where}", file=sys.stderr)
             return where
         while name in self._pickled:
             name += "_"
         self._pickled[name] = function
-        log.info("%s %s: pickled by value into %s", kind, name, self._folder / FUNCTIONS)
+        print(f"streamrl: {kind} {name}: pickled by value into {self._folder / FUNCTIONS}", file=sys.stderr)
         return f"{FUNCTIONS}:{name}"
 
     def _digests(self) -> dict[str, str]:

@@ -88,8 +88,7 @@ def test_a_data_set_of_the_library_and_one_for_evaluation_travel_as_parquet(conf
     assert run.config.task.args["test_path"].endswith("eval_dataset.jsonl")
 
 
-def test_a_function_of_a_file_is_named_by_it_and_any_other_is_pickled(configured, tmp_path, caplog):
-    caplog.set_level("INFO")
+def test_a_function_of_a_file_is_named_by_it_and_any_other_is_pickled(configured, tmp_path, capsys):
     offset = 1.0
     run = configured("tiny", ROWS, [exact, lambda text: offset], reward_weights=[1, 2])
     run._inputs.write(tmp_path / "written")
@@ -98,8 +97,9 @@ def test_a_function_of_a_file_is_named_by_it_and_any_other_is_pickled(configured
     assert ":exact" in written
     assert f"{FUNCTIONS}:<lambda>" in written
     assert (tmp_path / "written" / FUNCTIONS).exists()
-    assert "reward exact: loaded from" in caplog.text
-    assert "reward <lambda>: pickled by value into" in caplog.text
+    said = capsys.readouterr().err
+    assert "reward exact: loaded from" in said
+    assert "reward <lambda>: pickled by value into" in said
 
 
 def test_what_is_no_reward_data_or_key_is_refused_in_one_line(refused):

@@ -48,7 +48,7 @@ def right(completions, answer, **_):
     ]
 
 
-def test_the_script_of_the_readme_trains_and_ends_with_a_model(beside_models, capsys):
+def test_the_script_of_the_readme_trains_and_ends_with_a_model(beside_models):
     script = block("README.md", "train.py")
     assert script == block("docs/python.md", "train.py")
     (beside_models / "train.py").write_text(script)
@@ -58,8 +58,7 @@ def test_the_script_of_the_readme_trains_and_ends_with_a_model(beside_models, ca
     assert [int(step) for step, _ in rows] == list(range(1, 21))
     folder = done.stdout.strip().splitlines()[-1]
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == 10
-    assert "reward reward: pickled by value into" in done.stderr or not done.stderr
-    assert cli.main(["audit", "runs/run"]) == 0, capsys.readouterr().out
+    assert "streamrl: reward reward: pickled by value into" in done.stderr
 
 
 def test_the_notebook_runs_from_its_first_cell_to_its_last(beside_models):
