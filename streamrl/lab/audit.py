@@ -126,7 +126,7 @@ def _check_versions(
     known = sorted(tokens.keys() & kept.keys())
     with Bar("log-probs", "tokens", sum(span.tokens for version in known for span in tokens[version])) as bar:
         for number, version in enumerate(known, 1):
-            bar.what = f"log-probs, version {number} of {len(known)}"
+            bar.what = f"version {number} of {len(known)}"
             _check_logprobs(load_kept(kept[version], settings, config.model.path), tokens[version], findings, bar)
     for version in sorted(tokens.keys() - kept.keys()):
         if config.publish.keep_every and version.step % config.publish.keep_every == 0:

@@ -154,7 +154,7 @@ def _roles(live: Live, glance: Glance) -> Table:
         doing = phases[-1].name if phases and phases[-1].end >= glance.end else "gone"
         if over:
             doing = "killed" if track.is_alive else "ended"  # one that was killed did not say that it ends
-        row = [role, Text(doing, style=COLOURS.get(doing, "red")), bar(seconds), shares(seconds)]
+        row: list[RenderableType] = [role, Text(doing, style=COLOURS.get(doing, "red")), bar(seconds), shares(seconds)]
         table.add_row(*row, *([_totals(live, role)] if over else []))
     return table
 

@@ -229,10 +229,9 @@ class _Screen:
         self._redirect(terminal)
 
     def show(self, bar: Bar) -> None:
+        self._progress.update(self._task, description=bar.what, completed=bar.done, total=bar.total, words=str(bar))
         self._progress.start()
-        self._progress.update(
-            self._task, description=bar.what, completed=bar.done, total=bar.total, words=str(bar), refresh=True
-        )
+        self._progress.refresh()
 
     def close(self) -> None:
         """Wipe the bar out, and give the streams back."""
