@@ -116,29 +116,29 @@ async def _check_sizes(
     """Raises ConfigError for what the model, a row of the learner or a message cannot hold."""
     config, shape, refusals = sizes.config, sizes.shape, Refusals()
     trained = await look_at(tasks, sizes.tokenizer, prompt_limit(config, shape), recorded.trained)
+    _check_key(config, trained)
     held_out: Seen | None = None
     with refusals:
         check_lengths(config, shape, trained.longest)
     if evaluated:
         held_out = await look_at(evaluated, sizes.tokenizer, evaluated_limit(config, shape), {})
+        _check_key(config, held_out)
         with refusals:
             check_evaluated(config, shape, held_out.longest)
     with refusals:
         check_wire(config, group_bytes(config, shape, trained.longest.tokens))
     refusals.tell()
-    return _told(config, trained, held_out)
+    return LeftOut(trained=trained.of_tasks, evaluated=held_out.of_tasks if held_out else {})
 
 
-def _told(config: Config, trained: Seen, evaluated: Seen | None) -> LeftOut:
-    """Raises ConfigError where a task has no prompt that fits."""
-    found = LeftOut(trained=trained.of_tasks, evaluated=evaluated.of_tasks if evaluated else {})
-    for name, of_task in (*found.trained.items(), *found.evaluated.items()):
-        if of_task.too_long == of_task.looked:
+def _check_key(config: Config, seen: Seen) -> None:
+    """Refuse a `task.max_prompt_tokens` that leaves a task no prompt. Raises ConfigError."""
+    for name, found in seen.of_tasks.items():
+        if config.task.max_prompt_tokens is not None and found.too_long == found.looked:
             raise ConfigError(
-                f"task.max_prompt_tokens: {of_task.limit} leaves out all {of_task.looked:,} prompts of {name} that "
-                f"were looked at, the longest of {of_task.longest:,} tokens; allowed: more, or null"
+                f"task.max_prompt_tokens: {found.limit} leaves out all {found.looked:,} prompts of {name} that were "
+                f"looked at, the shortest of {found.shortest:,} tokens; allowed: at least that, or null"
             )
-    return found
 
 
 def check_layout(config: Config, *, weights: bool = True) -> ModelShape:

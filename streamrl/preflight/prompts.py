@@ -69,7 +69,8 @@ async def look_at(
     `recorded`: what the run that goes on leaves out, which stays as it is. Raises ConfigError for a prompt that a task
     or the model's chat template cannot make, and for a task that has another number of prompts than is recorded.
     """
-    longest, of_tasks = Longest(tokens=0, whose="a prompt"), {}
+    longest = Longest(tokens=0, whose="a prompt")
+    of_tasks: dict[str, OfTask] = {}
     for name, task in tasks.items():
         before = recorded.get(name)
         _check_size(name, task, before)
@@ -126,6 +127,7 @@ class _Lengths:
             limit=self.limit,
             looked=self.looked,
             too_long=len(self.too_long),
+            shortest=min(self.too_long.values(), default=0),
             longest=max(self.too_long.values(), default=0),
             size=task.size,
             left_out=tuple(sorted(self.too_long)) if self.whole else None,

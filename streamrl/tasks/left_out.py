@@ -26,8 +26,9 @@ from streamrl.tasks.order import item_at
 
 FILE = "left_out.json"
 
-# From an index whose prompt is too long to the one that is asked in its place: more than a run asks for.
-STRIDE = 1 << 24
+# From an index whose prompt is too long to the one that is asked in its place: more than a run asks for, and a prime,
+# so that a task that counts round its prompts by itself has another one there.
+STRIDE = 15_485_863
 
 # Places that are looked at for one index. Where half of the prompts are too long, one index in 2^64 has no prompt.
 TRIES = 64
@@ -42,6 +43,7 @@ class OfTask(msgspec.Struct, frozen=True, kw_only=True):
     limit: int  # tokens that a prompt may have
     looked: int  # prompts that were looked at
     too_long: int  # of them
+    shortest: int  # tokens of the shortest of those that are too long; 0 for none, as the next one
     longest: int  # tokens of the longest of them
     size: int | None  # prompts of an epoch, those that are left out too; None: the task has no end
     left_out: tuple[int, ...] | None  # their indices in the first epoch, ascending; None: not all were looked at

@@ -6,12 +6,13 @@ import asyncio
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.tasks import left_out
 from streamrl.tasks.environment import Completion, Environment, Prompt, Score
-from streamrl.tasks.left_out import OfTask, fitting_prompt, fitting_size
+from streamrl.tasks.left_out import STRIDE, OfTask, fitting_prompt, fitting_size
 from tests.operations_table import GOES_ON, documented
 
 
@@ -29,7 +30,9 @@ class Numbered(Environment):
 
 
 def of_task(**changes) -> OfTask:
-    return OfTask(**{"limit": 3, "looked": 9, "too_long": 1, "longest": 7, "size": 9, "left_out": (), **changes})
+    return OfTask(
+        **{"limit": 3, "looked": 9, "too_long": 1, "shortest": 5, "longest": 7, "size": 9, "left_out": (), **changes}
+    )
 
 
 def asked(task: Environment, indices) -> list[Prompt]:
@@ -70,19 +73,18 @@ def test_the_prompt_of_an_index_is_the_same_wherever_it_is_asked_for():
 
 
 def test_of_a_task_without_an_end_another_prompt_takes_the_place_of_one_that_is_too_long():
-    task = Numbered(None)
-    left_out.apply({"numbers": task}, {"numbers": of_task(limit=8, size=None, left_out=None)}, seed=1)
-    long = [10**9 + place for place in range(3)]
-    assert [prompt.text for prompt in asked(task, range(5))] == list("01234")
-    left_out.apply({"numbers": task}, {"numbers": of_task(limit=9, size=None, left_out=None)}, seed=1)
-    found = [len(prompt.text or "") for prompt in asked(task, [10**8 - 1, 5])]
-    assert found == [8, 1]
-    try:
-        asked(task, long[:1])
-    except ValueError as error:
-        assert "64 prompts have more than 9 tokens" in str(error)  # noqa: PT017 (all of them are long here)
-    else:
-        raise AssertionError("a prompt that is too long was asked")
+    class Endless(Numbered):
+        def prompt(self, index: int) -> Prompt:
+            return Prompt(index=index, text="9" * 20 if index in (3, 3 + STRIDE) else str(index))
+
+    task = Endless(None)
+    left_out.apply({"numbers": task}, {"numbers": of_task(limit=10, size=None, left_out=None)}, seed=1)
+    prompts = asked(task, [2, 3, 4])
+    assert [prompt.text for prompt in prompts] == ["2", str(3 + 2 * STRIDE), "4"]
+    assert [prompt.index for prompt in prompts] == [2, 3, 4]
+    left_out.apply({"numbers": task}, {"numbers": of_task(limit=1, size=None, left_out=None)}, seed=1)
+    with pytest.raises(ValueError, match="prompt 10: 64 prompts have more than 1 tokens"):
+        asked(task, [10])
 
 
 def test_nothing_is_changed_where_all_prompts_fit():
