@@ -13,7 +13,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import aiohttp
 import msgspec
@@ -77,7 +77,7 @@ class Played(Environment):
         """Raises ValueError, with one line, for what the adapter refuses, and where it is not there."""
         self.infrastructure = INFRASTRUCTURE
         self._arguments = arguments
-        self._split = split
+        self._split: Literal["train", "probe"] = "probe" if split == "probe" else "train"
         self._places = asyncio.Semaphore(arguments.parallel)
         self._server = OpenAIServer(arguments.host, arguments.port)
         self._session: aiohttp.ClientSession | None = None
@@ -146,8 +146,7 @@ class Played(Environment):
         return [score for some in played for score in some]
 
     async def _play(self, address: str, index: int, urls: Sequence[str]) -> Sequence[RemoteScore | Exception]:
-        split = "probe" if self._split == "probe" else "train"
-        asked = AskPlay(index, split, tuple(urls), self._arguments.timeout)
+        asked = AskPlay(index, self._split, tuple(urls), self._arguments.timeout)
         try:
             reply = await self._post(f"{address}/play", asked, self._arguments.timeout + REPLY_TIMEOUT)
             scores = msgspec.json.decode(reply, type=Judged).scores

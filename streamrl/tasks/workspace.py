@@ -130,7 +130,7 @@ def read_reward(folder: Path, output: str) -> Score:
     """
     text = _text(folder / "reward.json") or _text(folder / "reward.txt")
     if text is None:
-        last = (output.splitlines() or ["they printed nothing"])[-1][:100]
+        last = " ".join(output.split())[-100:] or "they printed nothing"
         raise NoReward(f"tests/test.sh wrote no /logs/verifier/reward.json or reward.txt: {last}")
     try:
         found: Any = json.loads(text)

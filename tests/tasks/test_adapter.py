@@ -46,7 +46,7 @@ PLAYER = """
             return [Played(float("nan") if said == "nan" else len(said), {"length": len(said)})]
 
     options = argparse.Namespace(host="127.0.0.1", port=0, token_file=None, with_parent=True)
-    raise SystemExit(server.run(lambda _: Once(), options))
+    server.run(lambda _: Once(), options)
 """
 
 

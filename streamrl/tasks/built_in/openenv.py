@@ -233,11 +233,11 @@ def _read(url: str, kind: str, text: str) -> Observed:
         reply = msgspec.json.decode(text)
         if reply["type"] == "observation":
             return msgspec.convert(reply["data"], Observed)
-        error = msgspec.convert(reply["data"], ServerError)
+        said = msgspec.convert(reply["data"], ServerError)
     except (msgspec.DecodeError, msgspec.ValidationError, KeyError, TypeError) as error:
         raise SessionLost(f"{url}: not a reply: {text[:200]!r} ({error})") from None
-    line = f"{kind}: {error.code}: {error.message}"
-    raise SessionLost(line) if error.code in (FULL, "SESSION_ERROR", "FACTORY_ERROR") else StepRefused(line)
+    line = f"{kind}: {said.code}: {said.message}"
+    raise SessionLost(line) if said.code in (FULL, "SESSION_ERROR", "FACTORY_ERROR") else StepRefused(line)
 
 
 def _action(chosen: str | dict[str, Any] | None, schema: dict[str, Any]) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _action(chosen: str | dict[str, Any] | None, schema: dict[str, Any]) -> dict
         return chosen
     fields = schema.get("properties", {})
     name = chosen or _only_text({"properties": {key: fields.get(key, {}) for key in schema.get("required", ())}})
-    if name not in fields or len(set(schema.get("required", ())) - {name}) > 0:
+    if name is None or name not in fields or len(set(schema.get("required", ())) - {name}) > 0:
         raise ValueError(
             f"{ARGUMENTS}.action: {chosen or 'null'} is not allowed; allowed: one of {', '.join(fields) or 'none'}, "
             f"or a whole action with {TEXT} in it"

@@ -17,8 +17,8 @@ from typing import Any
 LIBRARIES = ("gymnasium", "verifiers")
 
 
-def main() -> int:
-    """Serve until the end. Returns the exit code."""
+def main() -> None:
+    """Serve until the end, which ends the process."""
     parser = argparse.ArgumentParser(prog="adapter.py", description=__doc__.partition("\n")[0])
     parser.add_argument("library", choices=LIBRARIES)
     parser.add_argument("environment", help="name of the environment, or path/file.py:NAME")
@@ -34,8 +34,7 @@ def main() -> int:
     _find_streamrl()
     library = importlib.import_module(f"streamrl.tasks.foreign.{options.library}")
     server = importlib.import_module("streamrl.tasks.foreign.server")
-    code: int = server.run(library.load, options)
-    return code
+    server.run(library.load, options)
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -63,4 +62,4 @@ def _find_streamrl() -> None:
 if __name__ == "__main__":
     if sys.path[:1] == [str(Path(__file__).resolve().parent)]:
         sys.path[0] = ""  # `import verifiers` is the library here, and not the file of that name beside this one
-    raise SystemExit(main())
+    main()

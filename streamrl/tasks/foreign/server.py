@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, NoReturn
 
 from streamrl.tasks.foreign.player import Played, Player, Refused, described
 
@@ -31,21 +31,21 @@ CLOSE_TIMEOUT = 10.0  # seconds that an environment may take to close
 Load = Callable[[argparse.Namespace], Player]
 
 
-def run(load: Load, options: argparse.Namespace) -> int:
-    """Load the environment and serve it until a signal, or the end of standard input. Returns the exit code."""
+def run(load: Load, options: argparse.Namespace) -> NoReturn:
+    """Load the environment and serve it until a signal, or the end of standard input. Ends the process."""
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # some libraries ask for it while they load
     try:
         token = _token(options)
-        player = load(options)
-        server = _Server((options.host, options.port), player, loop, token)
-    except Exception as error:  # whatever the environment's own code raises while it is loaded
-        line = str(error) if isinstance(error, (Refused, OSError)) else described(error)
-        print(json.dumps({"refused": " ".join(line.split())}), file=said, flush=True)
-        print(f"adapter: {line}", file=sys.stderr)
-        return 2
+        player = _loaded(load, options)
+        server = _listening(options, player, loop, token)
+    except Refused as refused:
+        line = " ".join(str(refused).split())
+        print(json.dumps({"refused": line}), file=said, flush=True)
+        print(f"adapter: {line}", file=sys.stderr, flush=True)
+        os._exit(2)  # a library that was loaded may have threads that it waits for
     host, port = server.server_address[:2]
     ready = {"url": f"http://{host!s}:{port}", "about": about(player)}
     print(json.dumps(ready), file=said, flush=True)
@@ -64,6 +64,27 @@ def run(load: Load, options: argparse.Namespace) -> int:
         print(f"adapter: close: {described(error)}", file=sys.stderr)
     sys.stderr.flush()
     os._exit(0)  # threads of episodes may still wait for a policy that is gone
+
+
+def _loaded(load: Load, options: argparse.Namespace) -> Player:
+    """Raises Refused, for whatever the environment's own code raises too."""
+    try:
+        return load(options)
+    except Refused:
+        raise
+    except Exception as error:
+        name = options.environment
+        raise Refused(f"environment: {name}: {described(error)}; allowed: an environment that loads") from None
+
+
+def _listening(
+    options: argparse.Namespace, player: Player, loop: asyncio.AbstractEventLoop, token: str | None
+) -> _Server:
+    """Raises Refused for an address that is not free."""
+    try:
+        return _Server((options.host, options.port), player, loop, token)
+    except OSError as error:
+        raise Refused(f"--port: {options.host}:{options.port}: {error.strerror}; allowed: a free one") from None
 
 
 def about(player: Player) -> dict[str, Any]:

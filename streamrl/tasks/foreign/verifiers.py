@@ -10,6 +10,7 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from streamrl.tasks.foreign.player import Played, Player, Refused, described, load_named
@@ -31,12 +32,14 @@ def load(options: argparse.Namespace) -> Player:
         import verifiers
     except ImportError as error:
         raise Refused(f"python: {described(error)}; allowed: an interpreter with the package verifiers") from None
+    if not hasattr(verifiers, "Environment"):
+        raise Refused(
+            f"python: its verifiers {getattr(verifiers, '__version__', '')} has tasksets of verifiers.v1 alone; "
+            "allowed: verifiers below 0.4"
+        )
     name: str = options.environment
-    make = load_named(name) if ":" in name else None
-    try:
-        environment = make(**options.options) if make else verifiers.load_environment(name, **options.options)
-    except (ImportError, TypeError, RuntimeError) as error:
-        raise Refused(f"environment: {name}: {described(error)}; allowed: an environment that loads") from None
+    make = load_named(name) if ":" in name else partial(verifiers.load_environment, name)
+    environment = make(**options.options)
     _check(name, environment, verifiers)
     return VerifiersPlayer(environment, verifiers, options)
 
