@@ -27,9 +27,13 @@ LEAST_SIGNAL = (0.02, 0.05)
 MOST = 0.9
 """Pass rate from which a task counts as solved, and under 1 minus which as out of reach, in words."""
 
-ENTROPY = (0.1, 0.15)
-"""Of its start: with a tenth of the entropy the answers to a prompt are nearly the same one. A task that is solved
-(MOST) ends there too, and that is well."""
+ENTROPY = (0.05, 0.08)
+"""Of its start: with a twentieth of it the answers to a prompt are nearly the same one. A task that is solved (MOST)
+ends there too, and a reward that RISES shows that something is left to learn from: the quickstart passes a tenth."""
+
+RISES = 0.05
+"""Of a standard deviation of the samples, from one window to the next: the mean of ten steps of some hundred samples is
+known to a fiftieth."""
 
 MISMATCH = 0.05
 """Nats, mean |log ratio| of tokens that no update has passed: `streamrl audit` allows bfloat16 that much."""
@@ -61,8 +65,9 @@ ESS = (0.5, 0.6)
 GENERATOR_IDLE = (0.5, 0.4)
 """Share of the time: most GPUs of a run generate, and half of them are wasted."""
 
-LEARNER_IDLE = (0.8, 0.7)
-"""Share of a step: the learner is the smaller part of most runs, and may wait for longer."""
+LEARNER_IDLE = (0.95, 0.85)
+"""Share of a step: the learner is the smaller part of most runs. What its waiting costs is a matter of prices, and the
+console always says how long it is; this much is a mistake."""
 
 OTHER_IDLE = 0.2
 """Share up to which the other side counts as busy: where both wait they take turns, and neither is too small."""
@@ -93,6 +98,14 @@ class Past:
     def former(self, *names: str) -> float | None:
         """The same of the WINDOW rows before those."""
         return _mean(list(self._rows)[:-WINDOW], names)
+
+    @property
+    def rises(self) -> bool:
+        """Whether the mean reward is clearly above that of the window before."""
+        now, former, spread = self.mean("reward/mean"), self.former("reward/mean"), self.mean("reward/std")
+        if now is None or former is None or spread is None:
+            return False
+        return now > former + RISES * spread
 
     def start(self, name: str) -> float | None:
         """Mean of the first WINDOW values of `loss/entropy` or FRESH; None until they are there."""
@@ -219,9 +232,9 @@ def _no_signal(past: Past, shown: bool) -> str | None:
 
 def _entropy(past: Past, shown: bool) -> str | None:
     start, entropy, passed = past.start("loss/entropy"), past.mean("loss/entropy"), past.mean("pass_rate")
-    if start is None or entropy is None or passed is None or start <= 0:
+    if start is None or entropy is None or passed is None or entropy >= ENTROPY[shown] * start:
         return None
-    if entropy >= ENTROPY[shown] * start or passed >= MOST:
+    if passed >= MOST or (not shown and past.rises):
         return None
     return f"the entropy has collapsed: {entropy:.2g} nats a token, {start:.2g} at the start"
 

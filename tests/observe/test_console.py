@@ -272,7 +272,8 @@ def test_a_hint_is_printed_once_as_it_begins_and_once_as_it_ends(tmp_path, write
     printed = terminal(interactive=False)
     print_summary(CONFIG, tmp_path, printed)
     text = " ".join(printed.export_text().split())
-    assert "Hints steps 10 to 26" in text
+    assert "Hints ┌" in text
+    assert "steps 10 to 26 │" in text
     assert "docs/operations.md#it-does-not-learn" in text
 
 

@@ -16,6 +16,7 @@ from wandb.proto import wandb_internal_pb2
 
 RUN = """
 import sys
+import time
 from pathlib import Path
 import numpy as np
 from streamrl.config import Config
@@ -23,7 +24,7 @@ from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
-folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder = Path(sys.argv[1])
 lr = {"learner": {"optimizer": {"lr": 0.125}}}
 observe = {"wandb": "offline", "wandb_answers": 2}
 config = Config.model_validate({"run": {"name": "trial"}, "model": {"path": str(folder)}, "observe": observe} | lr)
@@ -40,12 +41,14 @@ def sample(reward, *ids):
 
 samples = (sample(0.5, 1), sample(1.0, 1, 2), sample(0.0, 2, 2), Sample.placeholder())
 group = Group(group_id=7, task="copy", prompt_index=0, samples=samples)
-writer = MetricsWriter(folder, open_sinks(config, folder))
-print(writer.places["Wandb"])
-for step in range(first, last + 1):
-    writer.write_batch(step, Batch(step=step - 1, groups=(group,)))
-    writer.write({"step": step, "reward/mean": step / 10, "grad_norm": float("nan"), "reward/part/format": 0.5})
-writer.close()
+for steps in (range(1, 4), range(4, 6)):
+    writer = MetricsWriter(folder, open_sinks(config, folder))
+    print(writer.places["Wandb"])
+    for step in steps:
+        writer.write_batch(step, Batch(step=step - 1, groups=(group,)))
+        writer.write({"step": step, "reward/mean": step / 10, "grad_norm": float("nan"), "reward/part/format": 0.5})
+    writer.close()
+    time.sleep(1.1)  # the folder of a start is named by its second
 """
 
 Record = dict[str, Any]
@@ -57,12 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     Tokenizer(models.WordLevel({"say": 0, "yes": 1, "no": 2}, unk_token="no")).save(str(folder / "tokenizer.json"))
     (folder / "run.json").write_text('{"id": "9f86d081884c7d65", "adopted": false}')
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", RUN, str(folder), *steps], check=True, timeout=120, capture_output=True, text=True
-        ).stdout
-        for steps in (("1", "3"), ("4", "5"))
-    ]
+    command = [sys.executable, "-c", RUN, str(folder)]
+    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True).stdout.splitlines()
     assert all(line.startswith(f"offline; wandb sync {folder}/wandb/offline-run-") for line in said)
     assert {Path(line.split()[-1]) for line in said} == set(folder.glob("wandb/offline-run-*"))
     return folder
@@ -93,7 +92,10 @@ def test_the_whole_configuration_is_there(folder: Path) -> None:
 
 def test_answers_are_tables_of_the_first_step_and_of_every_second(folder: Path) -> None:
     assert [row["step"] for row in history(folder) if "answers" in row or "answers/path" in row] == [1, 2, 4]
-    tables = [json.loads(path.read_text()) for path in sorted(folder.glob("wandb/*/files/media/table/answers_*.json"))]
+    tables = [
+        json.loads(path.read_text())
+        for path in sorted(folder.glob("wandb/offline-run-*/files/media/table/answers_*.json"))
+    ]
     assert len(tables) == 3
     for table in tables:
         rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
