@@ -73,17 +73,21 @@ def main(config: Config, run_folder: Path) -> int:
     raise_limit()
     stop = StopSignal()
     trainer: Trainer | None = None
-    events: EventLog | None = None  # of the first rank
+    log_file: EventLog | None = None
     try:
         if os.environ.get("RANK", "0") == "0":
-            events = EventLog(event_path(run_folder, "learner"), "learner-0", starts=False)
-        trainer = _load(config, run_folder, events or Events())
-        if events is None:
+            log_file = EventLog(event_path(run_folder, "learner"), "learner-0", starts=False)
+        events = log_file or Events()
+        begin_part(events, "builds the model")
+        trainer = Trainer(config, run_folder)
+        begin_part(events, "loads the weights")
+        trainer.restore_or_start(loading(events, "loads the weights"))
+        if log_file is None:
             _follow(trainer)
         elif _is_over(config, run_folder, trainer):
             trainer.broadcast("end")
         else:
-            _lead(config, run_folder, trainer, stop, events)
+            _lead(config, run_folder, trainer, stop, log_file)
         return 0
     except ConfigError:
         raise
@@ -97,17 +101,8 @@ def main(config: Config, run_folder: Path) -> int:
     finally:
         if trainer is not None:
             trainer.close()
-        if events is not None:
-            events.close()
-
-
-def _load(config: Config, run_folder: Path, events: Events) -> Trainer:
-    """The trainer with its weights; what it waits for meanwhile is in the events."""
-    begin_part(events, "builds the model")
-    trainer = Trainer(config, run_folder)
-    begin_part(events, "loads the weights")
-    trainer.restore_or_start(loading(events, "loads the weights"))
-    return trainer
+        if log_file is not None:
+            log_file.close()
 
 
 def _failed(reason: str) -> int:

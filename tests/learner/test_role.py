@@ -318,7 +318,7 @@ class Broken(Trainer):
     def __init__(self, config, run_folder) -> None:
         super().__init__(PolicyVersion(0))
 
-    def restore_or_start(self) -> None:
+    def restore_or_start(self, report) -> None:
         raise self.error
 
     def close(self) -> None:
@@ -354,7 +354,7 @@ def test_a_learner_that_was_killed_when_everything_was_done_has_nothing_to_do(tm
         events.close()
 
         class Done(Broken):
-            def restore_or_start(self) -> None:
+            def restore_or_start(self, report) -> None:
                 self.version = PolicyVersion(3, 1)
 
         monkeypatch.setattr(role, "Trainer", Done)
