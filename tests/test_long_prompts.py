@@ -97,8 +97,10 @@ def test_the_key_leaves_out_more_and_a_run_without_any_prompt_is_refused(configu
     )
     with pytest.raises(ConfigError) as refused:
         preflight.check(configured(task={**dumped(configured()), "max_prompt_tokens": 5}))
-    line = "task.max_prompt_tokens: ... leaves out all ... prompts of ... that were looked at, ...; allowed: ..."
-    documented(line, str(refused.value), 2)
+    documented(
+        "task.max_prompt_tokens: ... leaves out all ... prompts of ... that were looked at, ...; allowed: ...",
+        str(refused.value), 2,
+    )  # fmt: skip
     assert not (tmp_path / "runs").exists()
 
 
@@ -116,11 +118,11 @@ def test_a_run_that_goes_on_asks_what_it_asked_whatever_the_context_is_now(confi
     write(rows, [*LENGTHS, 8, 9])
     with pytest.raises(ConfigError) as refused:
         prepare(configured(), fresh=False)
-    line = (
+    documented(
         "task.args: ... has ... prompts, and had ... when the run began; allowed: the same data, --fresh, or another "
-    )
-    line += "run.name"
-    documented(line, str(refused.value), 2)
+        "run.name",
+        str(refused.value), 2,
+    )  # fmt: skip
     prepare(configured(), fresh=True)
     assert left_out.load(folder).trained["jsonl"].size == 10
 

@@ -133,7 +133,7 @@ def load(run_folder: Path) -> LeftOut:
     file = run_folder / FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=LeftOut)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return LeftOut()
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file}: {error}; allowed: the file that the run was started with, or --fresh") from None

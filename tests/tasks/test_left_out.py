@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.tasks import left_out
@@ -42,6 +42,7 @@ def asked(task: Environment, indices) -> list[Prompt]:
     return asyncio.run(fetch())
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     st.integers(2, 40).flatmap(
         lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size - 1), max_size=size - 1))
