@@ -193,7 +193,7 @@ def test_a_runs_checkpoint_becomes_what_the_run_itself_exports(model, dtype, lor
 def trained(model: Path, run_folder: Path, dtype: str, lora: int) -> Config:
     """A run folder with the checkpoint of two steps, and its export inside."""
     learner = {"optimizer": {"lr": 1e-2}, "lora": {"rank": lora, "alpha": 8.0}}
-    checkpoint = {"export": True, "background": False}
+    checkpoint = {"export_each": True, "background": False}
     config = Config.model_validate(
         {
             "run": {"name": run_folder.name, "folder": run_folder.parent},

@@ -135,7 +135,7 @@ def test_the_caveats_warn_where_most_of_the_data_is_another_policys():
 
 
 def _retrain(run: Path, output: Path, *changes: str) -> int:
-    return cli.main(["retrain", str(run), "--output", str(output), "--set", *changes])
+    return cli.main(["retrain", str(run), "--output", str(output), *(["--set", *changes] if changes else [])])
 
 
 def _of_the_tiny_model(group: Group, first: int = 0) -> Group:

@@ -143,7 +143,7 @@ def test_the_oldest_is_that_of_the_saves_that_are_finished(model_folder, trainer
 
 def test_a_checkpoint_is_exported_as_a_hugging_face_folder_inside_it(model_folder, trainer_of, tmp_path):
     config = make_config(model_folder("qwen3", True))
-    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export": True})})
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export_each": True})})
     trainer = trainer_of(config, tmp_path)
     trainer.train_step(make_batch(0))
     trainer.save()

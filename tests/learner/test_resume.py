@@ -62,7 +62,7 @@ def two(restart: Callable[[], Trainer]) -> dict[int, dict[str, torch.Tensor]]:
 
 
 def test_a_checkpoint_names_every_file_of_it_as_it_is_on_the_disk(config: Config, trainer_of: Any, tmp_path: Path):
-    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export": True})})
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export_each": True})})
     trainer = trainer_of(config, tmp_path)
     trainer.save()
     (saved,) = trainer.saved(wait=True)
@@ -154,7 +154,7 @@ def test_with_no_whole_checkpoint_the_learner_ends_with_one_line_and_touches_not
 
 
 def test_a_damaged_export_is_told_and_does_not_cost_a_step(config: Config, trainer_of: Any, tmp_path: Path) -> None:
-    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export": True})})
+    config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"export_each": True})})
     trainer = trainer_of(config, tmp_path)
     trainer.save()
     trainer.saved(wait=True)
