@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from streamrl.config.keys import fields
 from streamrl.config.other_names import our_key
 from streamrl.config.tree import Config
 from streamrl.config.words import allowed, as_text, section_in
-
-
-def fields(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key of the tree with its dotted path, in the order of the tree; sections themselves are left out."""
-    for name, field in section.model_fields.items():
-        if nested := section_in(field.annotation):
-            yield from fields(nested, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field
 
 
 def complaints(error: ValidationError) -> list[str]:

@@ -22,7 +22,8 @@ import yaml
 from pydantic import ValidationError
 
 from streamrl.config import Config
-from streamrl.config.complaints import complaints, fields
+from streamrl.config.complaints import complaints
+from streamrl.config.keys import fields
 from streamrl.config.positions import Positions
 from streamrl.config.refused import ConfigError, Refusals
 from streamrl.config.schema import FIRST_LINE, write_beside

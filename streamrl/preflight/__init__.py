@@ -58,26 +58,15 @@ def check(config: Config, *, fresh: bool = False, weights: bool = True) -> LeftO
 
 def _readable(config: Config, *, weights: bool) -> tuple[ModelShape, Tokenizer]:
     """What a folder and the arguments of built-in tasks say, in a moment. Raises ConfigError."""
-    refusals, folder = Refusals(), Refusals()
-    with folder:
-        check_folder(config)
-    refusals.add(*folder.lines)
-    shape: ModelShape | None = None
-    tokenizer: Tokenizer | None = None
-    if not folder.lines:
-        with refusals:
-            shape = check_layout(config, weights=weights)
-        with refusals:
-            tokenizer = tokenizer_of(config.model.path)
-        if shape is not None and tokenizer is not None:
-            with refusals:
-                check_tokenizer(config.model.path, tokenizer, shape)
+    refusals = Refusals()
+    with refusals:
+        shape = check_layout(config, weights=weights)
+        tokenizer = tokenizer_of(config.model.path)
+        check_tokenizer(config.model.path, tokenizer, shape)
     for share in (*config.task.trained, *(config.evaluate.tasks if config.evaluate.every else ())):
         with refusals:
             check_arguments(share)
     refusals.tell()
-    assert shape is not None
-    assert tokenizer is not None
     return shape, tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,8 @@ def _fits(line: _Line) -> bool:
 def _flow(value: Any) -> str:
     """A value on one line."""
     text = yaml.dump(value, Dumper=Writer, default_flow_style=True, width=10_000, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("...\n").strip()
+    text = text.removesuffix("...\n").strip()
+    return json.dumps(value, ensure_ascii=False) if "\n" in text else text
 
 
 def heading(kind: type) -> str:

@@ -85,7 +85,7 @@ class Rows:
         for data in (self._data, test):
             if data is not None:
                 _check_columns(data, columns)
-        _check_filled(arguments, self._data, needed)
+        _check_lines(arguments, self._data, needed)
         asked = list(dict.fromkeys(column.partition(".")[0] for column in asked))
         asked += [column for column in also if column in self._data.column_names]
         if test is None:
@@ -140,13 +140,25 @@ def _check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
             known = known[name]
 
 
-def _check_filled(arguments: RowsArguments, data: datasets.Dataset, needed: Sequence[str]) -> None:
-    """Refuse lines of a file that have nothing in a column that is asked, or that is the answer."""
+def _check_lines(arguments: RowsArguments, data: datasets.Dataset, needed: Sequence[str]) -> None:
+    """Refuse lines of a file that are no text, or have nothing in a column that is asked or is the answer."""
     if Path(arguments.path).suffix != LINES:
         return
     tops = {column.partition(".")[0] for column in needed}
-    if any(data.data.column(top).null_count for top in tops) and (lines := broken_lines(arguments.path, needed)):
+    is_whole = _is_text(data) and not any(data.data.column(top).null_count for top in tops)
+    if not is_whole and (lines := broken_lines(arguments.path, needed)):
         raise ValueError(broken(f"{ARGUMENTS}.path", lines))
+
+
+def _is_text(data: datasets.Dataset) -> bool:
+    """Arrow takes bytes that are no UTF-8 as they are, and only who reads a value would stumble."""
+    import pyarrow
+
+    try:
+        data.data.table.validate(full=True)
+    except pyarrow.ArrowInvalid:
+        return False
+    return True
 
 
 def _digests(data: datasets.Dataset, asked: list[str]) -> np.ndarray:
