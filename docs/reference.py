@@ -43,9 +43,9 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "Made from `streamrl/config/`, as is `streamrl train --help`. A key is written as in YAML, one level for each "
-        "dot, or behind a command as `key=value`. A mistake is refused by one line: file and line, key, value, "
-        "what is allowed, the nearest known key, also by the names of other trainers. A file may stand on others: "
-        "`base: other.yaml`, or a list. `streamrl schema` prints the JSON schema for editors.",
+        "dot, or behind a command as `key=value`. Each mistake is refused by one line: file and line, the key, the "
+        "value, what is allowed, and the nearest known key, also from the names of other trainers. A file may stand "
+        "on others: `base: other.yaml`, or a list. `streamrl schema` prints the JSON schema for editors.",
     ]
     defaults = dict(re.findall(r"^  ([\w.]+)=(.*)$", describe(), re.MULTILINE))
     sections: dict[str, list[tuple[str, FieldInfo]]] = {}

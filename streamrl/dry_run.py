@@ -47,8 +47,9 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     for row in _lines(["process", "GPUs", "what"], *_rows(config, placed, names)):
         print(f"  {row}")
     is_complete = supervisor.is_complete() and not fresh
-    if not (fresh or is_complete) and (line := resume_line(config.run_folder, config.run.steps)) is not None:
-        print(line)
+    going_on = None if fresh or is_complete else resume_line(config.run_folder, config.run.steps)
+    if going_on is not None:
+        print(going_on)
     print("all steps are done: none of them starts" if is_complete else "the first starts, the others once it listens:")
     for role in () if is_complete else supervisor.roles:
         settings = [f"{name}={value}" for name, value in role.environment.items()]
