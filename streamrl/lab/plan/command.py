@@ -55,7 +55,12 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
     Raises ConfigError.
     """
     if given is None and config.model.shape is None:
-        config = with_local_model(config, "shape")
+        try:
+            config = with_local_model(config, "shape")
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}, and a plan takes its config.json alone, by --shape FILE or model.shape"
+            ) from None
     folder = config.model.path
     if given is None and (folder / "config.json").is_file():
         return read_shape(folder, family=config.model.family)
