@@ -196,9 +196,23 @@ def test_an_openenv_server_plays_a_group_over_sessions_of_its_own(scripted):
         (broken,) = play("openenv", scripted([["hh", END]]), 1, url=url)
         assert broken.parts == {FAILED: 1.0}
         assert "the environment broke" in broken.failure
-        for args, named in (({"action": "word"}, "one of"), ({"action": {"text": "a"}}, "{text}")):
-            with pytest.raises(ValueError, match=r"^task\.args\.action: ") as refused:
+        for args, named in (
+            ({"action": "word"}, "action: word is not allowed"),
+            ({"action": {"text": "a"}}, "has no {text}"),
+            ({"observation": "text"}, "observation: text is not allowed; allowed: one of"),
+        ):
+            with pytest.raises(ValueError, match=r"^task\.args\.") as refused:
                 play("openenv", scripted([]), 1, url=url, **args)
             assert named in str(refused.value)
     with pytest.raises(ValueError, match=r"^task\.args\.url: .*/schema: .*refused; allowed: "):
         play("openenv", scripted([]), 1, url=url)
+
+
+def test_a_tool_of_an_openenv_server_is_called_with_what_the_policy_says(scripted):
+    action = {"type": "call_tool", "tool_name": "echo", "arguments": {"message": "<{text}>"}}
+    with openenv_server("4", "tools") as url:
+        inference = scripted([["ab", END], ["cd", END]])
+        (rollout,) = play("openenv", inference, 1, url=url, action=action, observation="result.data", max_turns=2)
+    assert (rollout.reward, rollout.parts) == (0.0, {TURNS: 2.0})
+    assert "ready" in shown(rollout, inference)  # the first observation has no such field: all of it is shown
+    assert "echo of <ab>" in read(inference, rollout.completion.output_ids[~rollout.completion.loss_mask])

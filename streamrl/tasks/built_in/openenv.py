@@ -106,7 +106,7 @@ class OpenEnv(Environment):
         self._headers = bearer(arguments.token_file)
         schema = look_at(f"{self._url}/schema", self._headers, "OpenEnv server", Schema)
         self._action = _action(arguments.action, schema.action)
-        self._field = arguments.observation or _only_text(schema.observation)
+        self._field = _field(arguments.observation, schema.observation)
         self._places = asyncio.Semaphore(arguments.parallel)
         self._session: aiohttp.ClientSession | None = None
 
@@ -174,12 +174,12 @@ class OpenEnv(Environment):
         return Prompt(index=index, messages=(*before, Message(role="user", content=observation)))
 
     def _shown(self, observed: Observed) -> str:
-        """Raises StepRefused for an observation without the field."""
+        """The field, and where an observation has none, as after an error, all of it."""
         found: Any = observed.observation
         for name in self._field.split(".") if self._field else ():
             if not isinstance(found, dict) or name not in found:
-                there = ", ".join(found) if isinstance(found, dict) else type(found).__name__
-                raise StepRefused(f"the observation has no {self._field!r}, but {there}")
+                found = observed.observation
+                break
             found = found[name]
         return found if isinstance(found, str) else msgspec.json.encode(found).decode()
 
@@ -254,6 +254,14 @@ def _action(chosen: str | dict[str, Any] | None, schema: dict[str, Any]) -> dict
             f"or a whole action with {TEXT} in it"
         )
     return {name: TEXT}
+
+
+def _field(chosen: str | None, schema: dict[str, Any]) -> str | None:
+    """Of an observation what is shown. Raises ValueError, with one line, for what no observation has."""
+    fields = schema.get("properties", {})
+    if chosen is not None and fields and chosen.partition(".")[0] not in fields:
+        raise ValueError(f"{ARGUMENTS}.observation: {chosen} is not allowed; allowed: one of {', '.join(fields)}")
+    return chosen or _only_text(schema)
 
 
 def _only_text(schema: dict[str, Any]) -> str | None:

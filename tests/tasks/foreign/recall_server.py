@@ -1,11 +1,14 @@
-"""An OpenEnv server: `recall_server.py PORT [SESSIONS]`, two words to be repeated, one after another; or `tools`."""
+"""An OpenEnv server: `recall_server.py PORT SESSIONS [tools]`: two words to be repeated; or a tool that echoes."""
 
 import random
 import sys
 
 import uvicorn
+from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
 
 LETTERS = "abcdefgh"
@@ -51,7 +54,33 @@ class Recall(Environment):
         return Shown(word=self._word, reward=reward, done=done)
 
 
+class Echo(MCPEnvironment):
+    """One tool, which gives its argument back; no reward."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        server = FastMCP("echo")
+
+        @server.tool
+        def echo(message: str) -> str:
+            """Give the message back."""
+            return f"echo of {message}"
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **_):
+        return Observation(metadata={"message": "ready"})
+
+    def _step_impl(self, action, timeout_s=None, **_):
+        return Observation()
+
+    @property
+    def state(self):
+        return State()
+
+
 if __name__ == "__main__":
-    sessions = int(sys.argv[2]) if len(sys.argv) > 2 else 8
-    app = create_fastapi_app(Recall, Say, Shown, max_concurrent_envs=sessions)
+    kinds = (Echo, CallToolAction, CallToolObservation) if sys.argv[3:] == ["tools"] else (Recall, Say, Shown)
+    app = create_fastapi_app(*kinds, max_concurrent_envs=int(sys.argv[2]))
     uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="warning")
