@@ -103,8 +103,8 @@ def main(
     found = replace(found, family=family or found.family)
     shape = _shape(found)
     config = _config(found, LayoutConfig(**sizes), shape, dtype or _stored_dtype(found), timeout)
-    needed = whole_model(shape) * BYTES[config.model.dtype]
-    _check_space(output, needed + (_pads(shape, config) if found.checkpoint is None else 0))
+    size = whole_model(shape) * BYTES[config.model.dtype] + (_pads(shape, config) if found.checkpoint is None else 0)
+    _check_space(output, size)
     kinds = ("Hugging Face", "Megatron") if found.checkpoint is None else ("Megatron", "Hugging Face")
     print(
         f"{source} ({kinds[0]}) -> {output} ({kinds[1]}): {shape.architecture}, {whole_model(shape):,} parameters, "
@@ -112,7 +112,7 @@ def main(
     )
     try:
         with _draft(output) as draft:
-            _run_ranks(config, found, draft, timeout, needed)
+            _run_ranks(config, found, draft, timeout, size)
             (draft / "whole").rename(output)
     except ConversionFailed as failure:
         print(f"streamrl: {failure}", file=sys.stderr)

@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
-from typing import Protocol, Self, TextIO, TypeVar, cast
+from typing import Any, Protocol, Self, TextIO, TypeVar, cast
 
 from rich.console import Console
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 T = TypeVar("T")
 
@@ -149,7 +150,7 @@ def words(done: float, total: float | None, unit: str, seconds: float) -> str:
     if done <= 0 or seconds <= 0:
         return f"{counted}, {clock(seconds)} so far"
     rate = done / seconds
-    paces = [f"{rate:,.{0 if rate >= 100 else 1}f}/s" if rate >= 1 else f"{clock(1 / rate)} each"]
+    paces = [f"{clock(1 / rate)} each" if rate < 1 and done == int(done) else _rate(rate)]
     paces += [f"{clock((total - done) / rate)} left"] if known and total is not None else [f"{clock(seconds)} so far"]
     return ", ".join((counted, *paces))
 
@@ -161,6 +162,10 @@ def clock(seconds: float) -> str:
     """
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 1 else 2}f}/s"
 
 
 def _count(number: float) -> str:
@@ -206,6 +211,10 @@ class _Terminal(Console):
 
     def show_cursor(self, show: bool = True) -> bool:
         return False
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        """Lines of others are wrapped by the terminal alone, as they are without a bar."""
+        super().print(*objects, **how, soft_wrap=any(isinstance(each, Text) for each in objects))
 
 
 class _Screen:

@@ -104,14 +104,14 @@ def test_what_is_printed_and_logged_to_the_same_terminal_stands_above_the_bar(sc
     try:
         with Bar("sweep", "runs", 2):
             screen.await_text("0 of 2 runs")
-            print("[1/2] first: done")
+            print("[1/2] first: done", "in a long line " * 10)
             logging.getLogger("streamrl").warning("a warning")
             print("to a log", file=sys.stderr)
         lines = screen.text().replace("\r", "\n").splitlines()
         assert handler.stream is screen.file
     finally:
         logging.getLogger().removeHandler(handler)
-    for line in ("[1/2] first: done", "a warning", "to a log"):
+    for line in (f"[1/2] first: done {'in a long line ' * 10}", "a warning", "to a log"):
         assert any(each.replace("\x1b[2K", "") == line for each in lines), lines
     assert sys.stdout is screen.file
 
@@ -195,6 +195,7 @@ def test_no_stderr_and_one_that_is_gone_stop_no_work(monkeypatch):
         (1_000_000, 4_000_000, 1.0, "1,000,000 of 4,000,000 MB, 1,000,000/s, 0:03 left"),
         (1, 3, 4000.0, "1 of 3 MB, 1:06:40 each, 2:13:20 left"),
         (0, 0, 1.0, "0 of 0 MB, 0:01 so far"),
+        (0.5, 1.5, 10.0, "0.5 of 1.5 MB, 0.05/s, 0:20 left"),
     ],
 )
 def test_words_have_the_unit_the_rate_and_the_time_left(done, total, seconds, text):
