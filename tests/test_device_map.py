@@ -152,7 +152,7 @@ def test_what_a_server_over_several_nodes_cannot_have_is_refused(tree, line):
 
 
 def test_train_starts_no_server_over_several_nodes():
-    with pytest.raises(ConfigError, match=r"server_nodes: a server over 2 nodes .* python -m launch\.render"):
+    with pytest.raises(ConfigError, match=r"server_nodes: a server over 2 nodes .* python -m streamrl\.launch\.render"):
         check_machine(Config.model_validate({"generate": NODES}))
 
 

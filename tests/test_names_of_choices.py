@@ -19,6 +19,7 @@ OTHER_MEANINGS = {
     "launch/tiny_model.py": {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"},  # transformers' own names
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
+    "streamrl/api/inputs.py": {"tools"},  # an argument
     "streamrl/config/learner.py": {"none"},  # algo.advantage.std, learner.recompute
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
@@ -37,6 +38,7 @@ OTHER_MEANINGS = {
     "streamrl/tasks/python_tool.py": {"memory"},  # a limit of the sandbox
     "streamrl/tasks/questions.py": {"memory", "math", "countdown"},  # a limit of the sandbox; judges
     "streamrl/tasks/sandbox.py": {"memory"},  # a limit of the sandbox
+    "streamrl/tasks/functions/loading.py": {"tools"},  # a member of a class
     "streamrl/testing/tools.py": {"tools"},  # an argument of the task
 }
 

@@ -81,7 +81,7 @@ def test_an_option_that_its_class_does_not_declare_is_refused_in_one_line(folder
     with pytest.raises(ConfigError) as refused:
         config_file.load(None, [*OWN, "replay.order_options.oldest=true"])
     assert str(refused.value) == (
-        "replay.order_options.oldest: unknown key (given True); allowed: oldest_first; "
+        "override replay.order_options.oldest: unknown key (given True); allowed: oldest_first; "
         "nearest known key: replay.order_options.oldest_first"
     )
 

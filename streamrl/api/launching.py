@@ -14,7 +14,6 @@ from pathlib import Path
 from streamrl import preflight, run_folder
 from streamrl.api.inputs import FOLDER, Inputs
 from streamrl.config import Config, senseless
-from streamrl.hub.model import with_local_model
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.supervisor import Supervisor
@@ -28,7 +27,7 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
     fresh: keep an existing folder as NAME.1. inputs: what the run brings along, written into its folder.
     Raises ConfigError before anything is written.
     """
-    config = absolute(with_local_model(config))
+    config = absolute(preflight.local_model(config))
     left_out = _check(config, inputs, fresh=fresh)
     claim = run_folder.lock(config)
     try:

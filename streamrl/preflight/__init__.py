@@ -19,6 +19,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.refused import Refusals
 from streamrl.evaluate.evaluator import host_evaluated
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.hub.model import with_local_model
 from streamrl.learner.shape import ModelShape, read_shape, weight_files
 from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
@@ -63,11 +64,28 @@ def _readable(config: Config, *, weights: bool) -> tuple[ModelShape, Tokenizer]:
         shape = check_layout(config, weights=weights)
         tokenizer = tokenizer_of(config.model.path)
         check_tokenizer(config.model.path, tokenizer, shape)
+    _check_tasks(config, refusals)
+    refusals.tell()
+    return shape, tokenizer
+
+
+def local_model(config: Config) -> Config:
+    """The configuration with its model in a folder; beside a model that cannot be had, mistakes of tasks are told.
+
+    Raises ConfigError.
+    """
+    refusals = Refusals()
+    with refusals:
+        return with_local_model(config)
+    _check_tasks(config, refusals)
+    refusals.tell()
+    return config
+
+
+def _check_tasks(config: Config, refusals: Refusals) -> None:
     for share in (*config.task.trained, *(config.evaluate.tasks if config.evaluate.every else ())):
         with refusals:
             check_arguments(share)
-    refusals.tell()
-    return shape, tokenizer
 
 
 async def _check(config: Config, shape: ModelShape, tokenizer: Tokenizer, recorded: LeftOut) -> LeftOut:

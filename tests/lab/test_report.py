@@ -133,7 +133,7 @@ def test_parts_of_the_reward_and_tasks_have_panels_of_eight_and_hints_have_their
     assert [len(panel["metrics"]) for panel in found if panel["title"] == "Reward parts"] == [8, 1]
     titles = {panel["title"] for panel in found}
     assert {"Reward by task", "Pass rate by task", "Groups by task", "Answers cut at the length limit"} <= titles
-    (hint,) = command.describe(other, 1, "no")["hints"]
+    (hint,) = command.describe(other, 1, "no", Bar("report", "parts"))["hints"]
     assert hint["steps"] == "from step 10"
     assert hint["text"] == "the effective sample size is 0.20"
     assert hint["link"] == "docs/operations.md#it-does-not-learn"

@@ -62,7 +62,9 @@ def test_an_unknown_architecture_says_how_to_bring_a_family(tmp_path):
 
 def test_a_family_that_is_none_is_refused_before_anything_starts(own):
     assert config_file.load(None, [f"model.family={own}"]).model.family == own
-    with pytest.raises(ConfigError, match=r"^model\.family: qwen5 is not allowed; .*nearest known value: qwen3"):
+    with pytest.raises(
+        ConfigError, match=r"^override model\.family: qwen5 is not allowed; .*nearest known value: qwen3"
+    ):
         config_file.load(None, ["model.family=qwen5"])
-    with pytest.raises(ConfigError, match=r"^model\.family: pathlib:Path is no subclass of .*ModelFamily"):
+    with pytest.raises(ConfigError, match=r"^override model\.family: pathlib:Path is no subclass of .*ModelFamily"):
         config_file.load(None, ["model.family=pathlib:Path"])

@@ -88,5 +88,5 @@ def test_what_does_not_fit_is_refused_in_one_line(own: str, name: str, args: dic
 def test_a_name_that_is_neither_a_task_nor_a_path_is_refused_with_both() -> None:
     with pytest.raises(config_file.ConfigError) as refused:
         config_file.load(None, ["task.name=copie"])
-    assert str(refused.value).startswith("task.name: copie is not allowed; allowed: one of agent, ")
+    assert str(refused.value).startswith("override task.name: copie is not allowed; allowed: one of agent, ")
     assert "package.module:Class or path/file.py:Class; nearest known value: copy" in str(refused.value)

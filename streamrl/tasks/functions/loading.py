@@ -42,7 +42,7 @@ def task_of(
     if not tools and made is None:
         return type("Task", (FunctionTask,), {"rewards": functions})
     loaded = tools_of([load(where, beside) for where in tools])
-    kept = {"rewards": functions, "tools": loaded, "environment": staticmethod(made) if made is not None else None}
+    kept = {"rewards": functions, "tools": loaded, "environment": None if made is None else staticmethod(made)}
     return type("Task", (Episodes,), kept)
 
 

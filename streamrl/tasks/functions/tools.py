@@ -19,6 +19,7 @@ LONGEST = 4096  # characters of an answer: a context is a few times that
 class ToolFunction:
     """One function.
 
+    >>> import asyncio
     >>> def add(a: int, b: int = 1) -> int:
     ...     "Add two numbers."
     ...     return a + b
