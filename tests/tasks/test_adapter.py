@@ -56,10 +56,14 @@ def address(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "once.py").write_text(textwrap.dedent(PLAYER))
     command = [sys.executable, str(tmp_path / "once.py")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    yield json.loads(process.stdout.readline())["url"]
-    process.stdin.close()
-    assert process.wait(timeout=20) == 0  # its input has ended, and so has it
-    process.stdout.close()
+    try:
+        yield json.loads(process.stdout.readline())["url"]
+        process.stdin.close()
+        assert process.wait(timeout=20) == 0  # its input has ended, and so has it
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+        process.stdout.close()
 
 
 def play(inference: Any, n: int, **args: Any):
