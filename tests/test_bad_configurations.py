@@ -232,7 +232,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("convert model there", "OUT: there is not empty; allowed: a new folder"),
     ("convert model new --tensor 0", "0 is not allowed; allowed: a whole number above 0"),
     ("sweep nowhere.yaml", "nowhere.yaml: No such file or directory; allowed: a sweep file"),
-    ("sweep sweep.yaml generate.group_size=1", "point lr_0.1: override generate.group_size: 1 has advantage 0"),
+    ("sweep sweep.yaml generate.group_size=1", "point lr_0.1: generate.group_size: 1 has advantage 0"),
     ("sweep sweep.yaml learner.ranks=3 learner.layout.tensor=3", "point lr_0.1: learner.layout.tensor: 3 does not"),
     ("train config.yaml run.folder=sums.jsonl", "run.folder: "),
 ]

@@ -13,6 +13,9 @@ from typing import Any
 
 from streamrl.config.yaml_text import Line
 
+# How a line begins whose key was given behind the command.
+OVERRIDE = "override "
+
 # The key that a line begins with, by the rule of all of these lines.
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*(?=:)")
 
@@ -44,7 +47,7 @@ class Positions:
         given = self._given(found[0]) if found else None
         if given is None:
             return line
-        return f"{given.where}: {line}" if given.where else f"override {line}"
+        return f"{given.where}: {line}" if given.where else OVERRIDE + line
 
     def _given(self, key: str) -> _Given | None:
         """The key itself, a list that it is in, or the section of a file in which it would be."""

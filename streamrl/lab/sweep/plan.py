@@ -23,6 +23,7 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.positions import OVERRIDE
 
 KEYS = ("name", "folder", "base", "set", "grid", "points", "seeds")
 
@@ -86,7 +87,8 @@ class Sweep:
         try:
             return Job(point, seed, overrides, config_file.load(self.base, overrides))
         except ConfigError as error:
-            raise ConfigError("\n".join(f"point {point.name}: {line}" for line in error.lines)) from None
+            lines = (line.removeprefix(OVERRIDE) for line in error.lines)  # most are settings of the point
+            raise ConfigError("\n".join(f"point {point.name}: {line}" for line in lines)) from None
 
 
 def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
