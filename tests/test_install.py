@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 INSTALL = ROOT / "requirements" / "install.sh"
 DEADLINE = 240.0  # seconds of one command
-NOT_COPIED = (".git", ".venv*", "runs", "models", "dist", "build", "*.egg-info", ".*_cache", "__pycache__", "sweeps")
+COPIED = ("configs", "launch", "streamrl", "LICENSE", "README.md", "pyproject.toml")  # what a wheel is made from
 
 
 def shell(*command: object, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -81,9 +81,12 @@ def test_uv_finds_every_pin(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_wheel_has_all_that_its_commands_read_and_nothing_beside_the_package(tmp_path):
     source, empty, environment = tmp_path / "source", tmp_path / "empty", tmp_path / "venv"
-    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    source.mkdir()
+    for name in COPIED:
+        subprocess.run(["cp", "--archive", ROOT / name, source], check=True, timeout=DEADLINE)
     built = shell(
         sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source,
         folder=tmp_path,
@@ -92,7 +95,13 @@ def test_a_wheel_has_all_that_its_commands_read_and_nothing_beside_the_package(t
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {re.sub(r"-.*", "", name.partition("/")[0]) for name in names} == {"streamrl"}
-    for folder, ending in (("configs", "*.yaml"), ("configs", "*.json"), ("launch", "*.py"), ("launch", "*.j2")):
+    for folder, ending in (
+        ("configs", "*.yaml"),
+        ("configs", "*.json"),
+        ("launch", "*.py"),
+        ("launch", "*.j2"),
+        ("launch", "*.yaml"),
+    ):
         ours = {f"streamrl/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob(ending)}
         assert ours <= set(names)
     venv.create(environment, with_pip=True)
