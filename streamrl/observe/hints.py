@@ -297,7 +297,7 @@ RULES = (
     Rule("mismatch", _mismatch, ("algo.weight", "learner.router_replay", "model.dtype"), LEARNING),
     Rule("cut", _cut, ("generate.sampling.max_new_tokens", "task.overlong.buffer"), LEARNING),
     Rule("clipped", _clipped, ("replay.max_staleness", "learner.optimizer.lr", "learner.mini_batches"), LEARNING),
-    Rule("unscored", _unscored, ("task.scoring.timeout", "task.scoring.processes"), LEARNING),
+    Rule("unscored", _unscored, ("task.scoring.timeout", "task.scoring.most_failed"), LEARNING),
     Rule("off_policy", _off_policy, ("replay.max_staleness", "replay.adaptive.enabled"), LEARNING),
     Rule("learner_bound", _learner_bound, ("learner.ranks", "learner.tokens_per_micro_batch"), SPEED),
     Rule("generator_bound", _generator_bound, ("generate.workers", "generate.groups_in_flight"), SPEED),
