@@ -22,6 +22,7 @@ from streamrl.lab.report.groups import read_groups
 from streamrl.lab.report.page import embed
 from streamrl.lab.report.runs import Run, read_runs
 from streamrl.lab.report.samples import Shown, pieces
+from streamrl.observe.bars import Bar
 from tests.lab.report_run import BEGIN, GROUPS, NASTY, STEPS, group, make_model, record_run
 
 

@@ -131,10 +131,10 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
     [
         ({"grids": {}}, "grids: no key of a sweep file; allowed: name, folder, base"),
         ({"grid": {"replay.max_staleness": 2}}, "grid.replay.max_staleness: 2 is not allowed; allowed: a list"),
-        ({"grid": {"replay.max_stale": [2]}}, "point max_stale_2: override replay.max_stale: unknown key"),
+        ({"grid": {"replay.max_stale": [2]}}, "point max_stale_2: replay.max_stale: unknown key"),
         (
             {"grid": {"replay.max_staleness": [-1]}},
-            "point max_staleness_-1: override replay.max_staleness: -1 is not allowed",
+            "point max_staleness_-1: replay.max_staleness: -1 is not allowed",
         ),
         ({"points": [{"algo.weight": "none"}]}, "points[0]: its name is missing"),
         ({"points": [{"name": "a"}, {"name": "a"}]}, "two points are called a"),
