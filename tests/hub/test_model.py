@@ -117,7 +117,8 @@ def test_the_run_records_the_snapshot_and_is_resumed_from_another_cache_but_not_
 
     snapshot = cache(place / "hub", NAME, files)
     folder = made("hub")
-    assert load_run(folder).model.path == snapshot
+    recorded = load_run(folder).model
+    assert (recorded.path, recorded.revision) == (snapshot, FIRST)
     assert json.loads((folder / "environment.json").read_text())["model"] == {
         "name": NAME, "revision": "main", "commit": FIRST,
     }  # fmt: skip
