@@ -12,6 +12,10 @@ DEVICES = Path("/dev")
 
 # What a server and the learner, who meet in one NCCL group, must agree on: SGLang's own defaults, said at both ends.
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+# What SGLang must find in the environment of a server on a CPU; torch's compiler needs triton.
+CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCH_COMPILE_DISABLE": "1"}
+
 WSL = "dxg"  # the one device of Windows' subsystem for Linux, behind which all of its GPUs are
 
 

@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from streamrl.engine import model_modules, quantised_loading, stand_ins
-from streamrl.engine.hardware import has_cuda
+from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda
 from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
 from streamrl.lifeline import watch
 
 if not has_cuda():
+    for name, value in CPU_ENVIRONMENT.items():  # a user may start a server, too
+        os.environ.setdefault(name, value)
     stand_ins.install()
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
-from streamrl.engine.hardware import has_cuda, nccl_environment
+from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda, nccl_environment
 from streamrl.engine.keys import KEY_ARGUMENTS, NO_KEYS, EngineKeys, key_environment
 from streamrl.engine.load_plan import LOADER
 from streamrl.engine.nodes import FurtherNodes, NodeLost, NodeOf, reserved_meeting
@@ -283,11 +283,7 @@ def _environment(config: Config) -> dict[str, str]:
     if has_cuda():
         return chosen | nccl_environment()
     threads, ranks = config.generate.threads, config.generate.tensor_parallel
-    chosen |= {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "TORCH_COMPILE_DISABLE": "1",  # needs triton
-    }
+    chosen |= {**CPU_ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
     if ranks > 1:  # SGLang asks for the cores of each rank; they wrap round on a small machine
         cores = os.cpu_count() or 1
         spans = [[str((rank * threads + thread) % cores) for thread in range(threads)] for rank in range(ranks)]
