@@ -41,6 +41,7 @@ class Inputs:
         self._folder = folder
         self._data: dict[str, bytes | datasets.Dataset] = {}  # by the name of the file
         self._pickled: dict[str, Any] = {}
+        self._folders: list[str] = _import_folders()
         self._task = ""
 
     def add_data(self, key: str, data: Data, *, numbered: bool) -> str:
@@ -78,7 +79,7 @@ class Inputs:
             '"""The task of this run, written by `streamrl.train`: where its functions are."""\n\n'
             "import sys\n\n"
             "from streamrl.tasks.functions.loading import task_of\n\n"
-            f"sys.path += [folder for folder in {_import_folders()!r} if folder not in sys.path]\n\n"
+            f"sys.path += [folder for folder in {self._folders!r} if folder not in sys.path]\n\n"
             f"Task = task_of(\n    __file__,\n{arguments})\n"
         )
         return f"{self._folder / TASK}:Task"
@@ -125,6 +126,8 @@ class Inputs:
         """By its file where it has one of its own, and else by value."""
         name = name_of(function)
         if (where := _own_place(function)) is not None:
+            if (folder := _import_folder(where)) is not None and folder not in self._folders:
+                self._folders.append(folder)
             print(f"streamrl: {kind} {name}: loaded from {where}", file=sys.stderr)
             return where
         while name in self._pickled:
@@ -181,6 +184,13 @@ def _import_folders() -> list[str]:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     folders = [os.getcwd(), *([os.path.dirname(os.path.abspath(script))] if script else [])]
     return list(dict.fromkeys(folders))
+
+
+def _import_folder(where: str) -> str | None:
+    """The folder in which the package of `package.module:NAME` was found; None for a file, and without one."""
+    package = sys.modules.get(where.partition(":")[0].partition(".")[0])
+    found = getattr(package, "__path__", None)
+    return os.path.dirname(os.path.abspath(next(iter(found)))) if found else None
 
 
 def _pickle(functions: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import aiohttp
 import pytest
 import torch
 from msgspec.structs import replace
@@ -46,11 +47,21 @@ async def publish(source: BroadcastSource, sink: Sink, staged: Staged) -> None:
     await asyncio.gather(sending, sink.apply(staged.version, manifest))
 
 
+async def running(address: str) -> int:
+    """How many requests the server draws tokens for."""
+    async with aiohttp.ClientSession() as session, session.get(f"{address}/v1/loads") as answer:
+        return sum(load["num_running_reqs"] for load in (await answer.json())["loads"])
+
+
 async def long_answers(client: EngineClient, tokens: int) -> list[asyncio.Task[list[Answer]]]:
-    """Requests that are well under way."""
+    """Requests that are well under way: the server draws tokens for all of them."""
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
     tasks = [asyncio.create_task(client.generate(prompt, sampling, n=2)) for prompt in PROMPTS]
-    await asyncio.sleep(0.7)
+    deadline = time.monotonic() + TIMEOUT
+    while await running(client.address) < 2 * len(PROMPTS):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
     assert not any(task.done() for task in tasks)
     return tasks
 
