@@ -39,6 +39,7 @@ def by_torchrun(folder: Path, restarts: int = 0) -> list[str]:
     return [*command, f"--max-restarts={restarts}", "-m", "streamrl.cli", "learner", "--run-folder", str(folder)]
 
 
+@pytest.mark.slow
 def test_a_missing_shard_is_one_line_of_the_learners_and_exit_code_2(make_run: Callable, tiny_model: Path, tmp_path):
     """`train` says it before anything starts; a rank that is started by itself says it above torchrun's frame."""
     model = tmp_path / "model"

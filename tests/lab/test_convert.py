@@ -104,6 +104,7 @@ def test_two_ranks_write_what_one_reads_back_bitwise(model, megatron, tmp_path):
     assert_equal(tmp_path / "back", model)
 
 
+@pytest.mark.slow
 def test_a_model_made_of_the_checkpoints_own_arguments_reads_every_weight(model, megatron):
     """Megatron-Core alone, with its own layers, as Megatron-LM makes them of `args`."""
     common = dist_checkpointing.load_common_state_dict(megatron / "release")
