@@ -16,11 +16,12 @@ from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal, recover
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Saved
 from streamrl.replay.recovery import SET_ASIDE, Recovery
-from streamrl.replay.segments import MAGIC, JournalDamaged, load_frames, segment_path, segments
+from streamrl.replay.segments import MAGIC, JournalDamaged, Unreadable, load_frames, scan, segment_path, segments
 from tests.operations_table import GOES_ON, documented
 
 CONFIG = JournalConfig.model_validate({})
 FRAMES = (b"header", b"arena" * 4)
+HEAD = 32  # bytes of a record's head
 
 
 def completed(group_id: int) -> Completed:
@@ -50,9 +51,9 @@ def plain(recovery: Recovery) -> list[AnyRecord]:
     return [record[0] if isinstance(record, tuple) else record for record in recovery.records]
 
 
-def flip(path: Path, position: int) -> None:
+def flip(path: Path, position: int, bits: int = 1) -> None:
     content = bytearray(path.read_bytes())
-    content[position] ^= 1
+    content[position] ^= bits
     path.write_bytes(content)
 
 
@@ -95,6 +96,21 @@ def test_whichever_byte_of_a_segment_is_flipped_what_stood_before_it_comes_back(
                 assert load_frames(tmp_path, record[1]) == FRAMES
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
+
+
+def test_only_what_nothing_whole_follows_is_called_a_torn_tail(tmp_path: Path) -> None:
+    """Whichever bit of a head is flipped: an interrupted write is the last one."""
+    sizes = write(tmp_path, b"s", completed(0), consumed(0, 0), completed(1))
+    path = segment_path(tmp_path, 0)
+    content = path.read_bytes()
+    for number, begin in enumerate(sizes[:-1]):
+        for bit in range(8 * HEAD):
+            path.write_bytes(content)
+            flip(path, begin + bit // 8, 1 << bit % 8)
+            last = list(scan(0, path))[-1]
+            assert isinstance(last, Unreadable)
+            assert last.place.offset == begin
+            assert number == 2 or not last.torn, (number, bit)
 
 
 def test_a_group_whose_numbers_are_damaged_is_lost_alone(tmp_path: Path) -> None:
