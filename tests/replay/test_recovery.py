@@ -129,6 +129,18 @@ def test_a_last_group_whose_numbers_never_reached_the_disk_is_cut(tmp_path: Path
     assert segment_path(tmp_path, 0).stat().st_size == sizes[1]
 
 
+def test_groups_whose_numbers_are_damaged_before_a_torn_tail_are_cut_with_it(tmp_path: Path) -> None:
+    sizes = write(tmp_path, b"s", completed(0), completed(1), completed(2), completed(3))
+    path = segment_path(tmp_path, 0)
+    flip(path, sizes[2] - 1)
+    flip(path, sizes[3] - 1)
+    path.write_bytes(path.read_bytes()[: sizes[3] + 5])
+    recovery = recover(tmp_path)
+    assert (plain(recovery), len(recovery.repairs)) == ([completed(0)], 1)
+    assert path.stat().st_size == sizes[1]
+    assert recover(tmp_path).repairs == []
+
+
 def test_a_tail_of_zeros_that_a_power_failure_leaves_is_cut(tmp_path: Path) -> None:
     sizes = write(tmp_path, b"s", completed(0))
     with segment_path(tmp_path, 0).open("ab") as file:
