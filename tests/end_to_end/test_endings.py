@@ -66,6 +66,7 @@ def test_a_missing_shard_is_one_line_of_the_learners_and_exit_code_2(make_run: C
     assert (word.code, word.reason.startswith(f"model.path: {model / last} is missing")) == (2, True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_servers_and_ranks_start_ends_with_130_long_before_the_time_that_a_stop_may_take(make_run):
     run = make_run().start("run.stop_timeout=3600", "generate.workers=2", "replay.max_staleness=4")
 

@@ -221,10 +221,12 @@ def trained(model: Path, run_folder: Path, dtype: str, lora: int) -> Config:
     ({"layers": 3}, r"is \[2, \S+.*\], the model needs \[3, "),
     ({"vocab_size": 300}, r"word_embeddings.weight is \[256, 64\], the model needs \[300, 64\]"),
 ])  # fmt: skip
-def test_a_checkpoint_of_another_shape_is_refused(shape, text, megatron, tmp_path):
+def test_a_checkpoint_of_another_shape_is_refused(shape, text, model, tmp_path):
+    with alone(model) as (config, ranks):
+        to_megatron(config, ranks, tmp_path / "megatron")
     other = write_model(tmp_path / "model", "qwen2", **shape)
     with alone(other) as (config, ranks), pytest.raises(WeightsMismatchError, match=text):
-        to_huggingface(config, ranks, megatron / "release", tmp_path / "out")
+        to_huggingface(config, ranks, tmp_path / "megatron/release", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
