@@ -27,6 +27,7 @@ OTHER_MEANINGS = {
     "streamrl/lab/plan/learner_memory.py": {"recompute"},  # learner.recompute
     "streamrl/lab/plan/machines.py": {"copy", "memory", "disk"},  # speeds of a machine
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
+    "streamrl/learner/megatron_imports.py": {"wandb"},  # a package
     "streamrl/learner/packing.py": {"behaviour"},  # a field
     "streamrl/learner/selection.py": {"behaviour"},  # a field
     "streamrl/observe/timeline.py": {"ready"},  # an event

@@ -73,6 +73,7 @@ def test_a_role_without_its_packages_says_so_in_one_line(monkeypatch, capsys, tm
     missing: set[str] = set()
     monkeypatch.setattr(machine, "_is_installed", lambda package: package not in missing)
     tiny_model.make(tmp_path / "model", 1)
+    capsys.readouterr()  # the library's bar
     file = tmp_path / "config.yaml"
     file.write_text(f"run: {{folder: {tmp_path}/runs}}\nmodel: {{path: {tmp_path}/model}}\n")
     for package, command in (("sglang", "train"), ("megatron", "train"), ("megatron", "learner")):
