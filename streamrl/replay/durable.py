@@ -201,7 +201,7 @@ class DurableBuffer:
         folder, run = run_folder / "journal", run_identity(run_folder, config.run.id)
         refuse_another_run(folder, run)
         recovery = recover(folder)
-        self.buffer.restore(_decoded(recovery.snapshot), recovery.records)
+        self.buffer.restore(_decoded(recovery.snapshot, folder), recovery.records)
         for line in recovery.repairs:
             log.warning("%s", line)
             events.emit("journal.damage", told=line)
@@ -245,8 +245,12 @@ class DurableBuffer:
         return msgspec.msgpack.encode(self.buffer.snapshot())
 
 
-def _decoded(snapshot: bytes | None) -> Snapshot | None:
-    return None if snapshot is None else msgspec.msgpack.decode(snapshot, type=Snapshot)
+def _decoded(snapshot: bytes | None, folder: Path) -> Snapshot | None:
+    """Raises JournalDamaged: its checksum is right, so that another version of streamrl has written it."""
+    try:
+        return None if snapshot is None else msgspec.msgpack.decode(snapshot, type=Snapshot)
+    except msgspec.DecodeError as error:
+        raise JournalDamaged(f"{folder}: its snapshot is of another version of streamrl: {error}") from error
 
 
 def _size(frames: Sequence[Frame]) -> int:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import pytest
 
 from launch import tiny_model
 from streamrl import cli
-from streamrl.observe.events import event_path, read_events
 from streamrl.recorded.journal import RunJournal
 from streamrl.replay.segments import segment_path
 from tests.lab.report_run import make_model, record_run
@@ -22,7 +19,7 @@ from tests.lab.test_simulate_run import config, record, truth
 from tests.operations_table import documented
 
 HEAD = 32  # bytes before a record
-READY = 60.0  # seconds until a replay service listens
+DEADLINE = 240.0  # seconds of one command
 
 
 def flip(run: Path, position: int) -> None:
@@ -109,7 +106,7 @@ def test_a_simulation_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_training_again_ends_with_one_line_and_a_service_goes_on(damaged, tmp_path: Path) -> None:
+def test_training_again_ends_with_one_line(damaged, tmp_path: Path) -> None:
     folder = damaged(in_frames)
     tiny_model.make(tmp_path / "model", 1)
     command = [sys.executable, "-m", "streamrl.cli"]
@@ -117,22 +114,8 @@ def test_training_again_ends_with_one_line_and_a_service_goes_on(damaged, tmp_pa
         [*command, "retrain", str(folder), "--output", str(tmp_path / "again")],
         capture_output=True,
         text=True,
-        timeout=READY * 4,
+        timeout=DEADLINE,
     )
     assert again.returncode == 1, again.stderr
     assert len([line for line in again.stderr.splitlines() if line.startswith("streamrl: ")]) == 1
     assert "Traceback" not in again.stderr
-
-    before = len(list(read_events(event_path(folder, "replay"))))
-    service = subprocess.Popen(
-        [*command, "replay", "--run-folder", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + READY
-    while time.monotonic() < deadline and service.poll() is None:
-        if any(event["event"] == "ready" for event in list(read_events(event_path(folder, "replay")))[before:]):
-            break
-        time.sleep(0.1)
-    service.send_signal(signal.SIGTERM)
-    said, _ = service.communicate(timeout=READY)
-    assert service.returncode == 0, said
-    assert "do not match their checksum: group 0 is generated again" in said

@@ -16,7 +16,7 @@ from streamrl.observe.events import EventLog
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.history import read_journal, recorded_batches
 from streamrl.replay.records import Record, Snapshot
-from streamrl.replay.segments import MAGIC, Opening, encode_record
+from streamrl.replay.segments import MAGIC, JournalDamaged, Opening, encode_record
 from streamrl.replay.service import Service
 from streamrl.stream.identity import AnotherRun, run_identity
 from streamrl.stream.messages import Accepted, Credit, Hello, Introduce, Next, ServerState, Stop, Welcome
@@ -155,6 +155,15 @@ def test_a_journal_from_before_the_id_is_served_in_the_folder_that_is_adopted_an
     assert run_identity(tmp_path / "old").adopted
     with pytest.raises(AnotherRun, match="is of a run without an id"):
         DurableBuffer(config, tmp_path / "new", events)
+
+
+def test_a_snapshot_that_another_version_wrote_is_one_line(tmp_path: Path, events: EventLog) -> None:
+    journal = tmp_path / "run" / "journal"
+    journal.mkdir(parents=True)
+    written = [MAGIC, *encode_record(Opening(time=1.0, segment=0, run=RUN), (b"what was", b""))]
+    (journal / "000000.journal").write_bytes(b"".join(written))
+    with pytest.raises(JournalDamaged, match=r"journal: its snapshot is of another version of streamrl: "):
+        DurableBuffer(make_config(), tmp_path / "run", events)
 
 
 HUGE = 2**62
