@@ -46,7 +46,8 @@ def test_the_site_is_searched_from_the_disk(site):
         async with Browser() as browser:
             await browser.open(site / "index.html")
             await browser.evaluate(
-                "(() => { const field = document.querySelector('[data-md-component=search-query]'); field.focus();"
+                "(() => { document.querySelector('#__search').click();"  # as a click on the field does
+                "const field = document.querySelector('[data-md-component=search-query]'); field.focus();"
                 "field.value = 'staleness'; field.dispatchEvent(new Event('keyup')); field.dispatchEvent(new"
                 " Event('input', {bubbles: true})); })()"
             )
