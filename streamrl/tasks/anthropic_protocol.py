@@ -93,7 +93,7 @@ class MessagesCall(CountCall, frozen=True, kw_only=True):
     """A call of /v1/messages. Temperature and its like are the run's, and are passed over."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[Annotated[str, Meta(min_length=1)]] | None = None
     stream: bool | None = False
 
     def conversation(self) -> list[Message]:
@@ -197,8 +197,8 @@ def _not_understood(block: Any, allowed: str) -> CallRefused:
 
 def _blocks(message: Message) -> list[Block]:
     """An answer as Anthropic writes it; an empty one has no block."""
-    text = [{"type": "text", "text": message["content"]}] if message["content"] else []
-    calls = [
+    text: list[Block] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    calls: list[Block] = [
         {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": call["function"]["arguments"]}
         for call in message.get("tool_calls", ())
     ]
@@ -211,7 +211,7 @@ def _stop(call: MessagesCall, turn: Completion, message: Message) -> tuple[str, 
         return "tool_use", None
     if turn.finish_reason == "length":
         return "max_tokens", None
-    found = [sequence for sequence in call.stop_sequences or () if sequence and sequence in turn.text]
+    found = [sequence for sequence in call.stop_sequences or () if sequence in turn.text]
     return ("stop_sequence", found[0]) if found else ("end_turn", None)
 
 

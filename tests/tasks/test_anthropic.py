@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import openai
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config.task import TaskConfig
@@ -159,6 +159,7 @@ REFUSED = [
     ({"tools": [ADD], "tool_choice": {"type": "none"}}, 400, "invalid_request_error", "'none' is not allowed"),
     ({"tools": [OTHER_TOOL]}, 400, "invalid_request_error", "'web_search' has no input_schema"),
     ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
+    ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
     ({"messages": []}, 400, "invalid_request_error", "messages"),
     ({"messages": [USER, {"role": "assistant", "content": "ab"}]}, 400, "invalid_request_error", "the last one is"),
     ({"system": "x" * SMALL}, 413, "request_too_large", "more than"),
@@ -326,6 +327,7 @@ def test_the_reason_of_an_end_is_told_as_anthropic_has_it(turn, reason, sequence
     assert call.sampling() == {"most_new_tokens": 8, "stop": ["Stop", "End"]}
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=20), st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=5), max_size=2))
 def test_every_answer_comes_back_as_the_session_gave_it(text, arguments):
     call = f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>"
