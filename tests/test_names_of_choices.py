@@ -33,6 +33,7 @@ OTHER_MEANINGS = {
     "streamrl/observe/timeline.py": {"ready"},  # an event
     "streamrl/replay/durable.py": {"none"},  # journal.keep
     "streamrl/run_folder.py": {"python"},  # a version
+    "streamrl/tasks/anthropic_protocol.py": {"delta"},  # a key of Anthropic's protocol
     "streamrl/tasks/conversation.py": {"tools"},  # an argument of `Inference`
     "streamrl/tasks/host_pool.py": {"tools"},  # the same
     "streamrl/tasks/openai_protocol.py": {"token"},  # a key of OpenAI's protocol

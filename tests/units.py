@@ -18,6 +18,7 @@ UNITS = {
     "tests/publish": "server",
     "tests/tasks/test_agent": "server",
     "tests/tasks/test_openai_tools": "server",
+    "tests/tasks/test_anthropic": "server",
     "tests/evaluate/test_in_run": "server",
     "tests/learner": "ranks",
     "tests/lab": None,

@@ -22,7 +22,7 @@ from streamrl.types import PolicyVersion, VersionSpan
 
 # What a task may choose for itself. Anything that shapes the distribution (temperature, penalties, truncation) would
 # make the recorded log-probs those of another policy than the learner's.
-OVERRIDES = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
+OVERRIDES = frozenset({"max_new_tokens", "most_new_tokens", "stop", "stop_token_ids"})
 
 # Seconds that a server has to give what a request reached when it is ended at its deadline: one decoding step and the
 # way back.
@@ -150,6 +150,8 @@ class EngineInference:
         prompt_ids = prompt if isinstance(prompt, np.ndarray) else self.prompt_ids(prompt)
         ids: list[int] = prompt_ids.tolist()
         parameters = self._sampling | sampling
+        if (most := parameters.pop("most_new_tokens", None)) is not None:
+            parameters["max_new_tokens"] = min(most, parameters["max_new_tokens"])
         options = self._options | ({"images": list(images)} if images else {})
         options |= {"at_least": at_least} if at_least is not None else {}
         counts = [1] * n if self._single else [n]

@@ -84,19 +84,22 @@ class Conversation:
         Text for a prompt of plain text, messages for one of messages. Raises ValueError for the other form, before
         the first turn, and where the chat template refuses the messages.
         """
+        self._parts.append((self.added_ids(added), None))
+        if isinstance(added, str):
+            self._text += added
+        else:
+            self._history.extend(added)
+            self._text += "".join(f"\n[{message['role']}] {message['content']}\n" for message in added)
+
+    def added_ids(self, added: str | Sequence[Message]) -> np.ndarray:
+        """int32 [A]: the tokens that `add` puts behind the policy's last turn. Raises ValueError as it does."""
         if not self.turns or self._parts[-1][1] is None:
             raise ValueError("the last message has no answer yet")
         if isinstance(added, str) is not (self._prompt.messages is None):
             raise ValueError("a prompt of plain text is followed by text, one of messages by messages")
         last = self.turns[-1].output_ids
         end = int(last[-1]) if len(last) else None
-        ids = self._inference.added_ids(self._history[:-1], added, end, **self._tools)
-        self._parts.append((ids, None))
-        if isinstance(added, str):
-            self._text += added
-        else:
-            self._history.extend(added)
-            self._text += "".join(f"\n[{message['role']}] {message['content']}\n" for message in added)
+        return self._inference.added_ids(self._history[:-1], added, end, **self._tools)
 
     @property
     def completion(self) -> Completion:

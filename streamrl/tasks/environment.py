@@ -130,7 +130,7 @@ class Inference(Protocol):
         """`n` answers to one prompt: text, messages, or token ids int32 [P].
 
         images: paths or URLs. at_least: the oldest version that may answer. `sampling` overrides the configured
-        sampling (`max_new_tokens=...`).
+        sampling (`max_new_tokens=...`); `most_new_tokens` only lowers its number of tokens.
         """
         ...
 

@@ -140,6 +140,11 @@ def text_reply(call: TextCall, turn: Completion) -> bytes:
     return _events("text_completion", turn, [(turn.text, logprobs, turn.finish_reason)], call.with_usage)
 
 
+def error_reply(status: int, reason: str) -> tuple[int, dict[str, Any]]:
+    """Status and body."""
+    return status, {"error": {"message": reason, "type": "invalid_request_error", "param": None, "code": None}}
+
+
 def _reply(kind: str, turn: Completion, content: Any, logprobs: Any, reason: str) -> dict[str, Any]:
     content_key = "text" if kind == "text_completion" else "message"
     choice = {"index": 0, content_key: content, "finish_reason": reason, "logprobs": logprobs}

@@ -1,6 +1,7 @@
-"""The OpenAI-compatible endpoint of a run: existing agents talk to the policy, and every token is recorded behind it.
+"""The endpoint of a run: existing agents talk to the policy, and every token is recorded behind it.
 
-    http://HOST:PORT/SESSION/v1/{chat/completions, completions, models}
+    http://HOST:PORT/SESSION/v1/{chat/completions, completions, models}     OpenAI's protocol
+    http://HOST:PORT/SESSION/v1/messages[/count_tokens]                     Anthropic's
 
 The session is in the address, so that an agent needs nothing but its base URL; its name cannot be guessed.
 """
@@ -16,10 +17,18 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from streamrl.tasks.openai_protocol import MODEL, Call, ChatCall, TextCall, chat_reply, text_reply
+from streamrl.tasks import anthropic_protocol, openai_protocol
+from streamrl.tasks.anthropic_protocol import CountCall, MessagesCall, count_reply, message_reply
+from streamrl.tasks.openai_protocol import MODEL, ChatCall, TextCall, chat_reply, text_reply
 from streamrl.tasks.openai_session import CallRefused, Session
 
 LARGEST = 16 << 20  # bytes of a call
+
+# Clients of both protocols would send a call again that was refused; nothing that is refused here is a matter of time.
+NOT_AGAIN = {"x-should-retry": "false"}
+
+# Of (status, reason): the status and body by which a protocol tells of an error.
+ErrorReply = Callable[[int, str], tuple[int, dict[str, Any]]]
 
 
 class OpenAIServer:
@@ -47,9 +56,12 @@ class OpenAIServer:
 
     async def _listen(self) -> None:
         app = web.Application(client_max_size=LARGEST)
-        app.router.add_get("/{session}/v1/models", _answering(self._models))
-        app.router.add_post("/{session}/v1/chat/completions", _answering(self._chat))
-        app.router.add_post("/{session}/v1/completions", _answering(self._complete))
+        openai, anthropic = openai_protocol.error_reply, anthropic_protocol.error_reply
+        app.router.add_get("/{session}/v1/models", _answering(self._models, openai))
+        app.router.add_post("/{session}/v1/chat/completions", _answering(self._chat, openai))
+        app.router.add_post("/{session}/v1/completions", _answering(self._complete, openai))
+        app.router.add_post("/{session}/v1/messages", _answering(self._message, anthropic))
+        app.router.add_post("/{session}/v1/messages/count_tokens", _answering(self._count, anthropic))
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
@@ -79,20 +91,31 @@ class OpenAIServer:
     async def _models(self, request: web.Request) -> web.Response:
         self._session(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "streamrl"}
-        return _json(200, {"object": "list", "data": [model]})
+        return _body(msgspec.json.encode({"object": "list", "data": [model]}))
 
     async def _chat(self, request: web.Request) -> web.Response:
         session = self._session(request)
         call = msgspec.json.decode(await request.read(), type=ChatCall)
         messages = [message.message() for message in call.messages]
         turn, message = await session.chat(messages, call.offered(), **call.sampling())
-        return _body(call, chat_reply(call, turn, message))
+        return _body(chat_reply(call, turn, message), call.stream)
 
     async def _complete(self, request: web.Request) -> web.Response:
         session = self._session(request)
         call = msgspec.json.decode(await request.read(), type=TextCall)
         turn = await session.complete(call.prompt, **call.sampling())
-        return _body(call, text_reply(call, turn))
+        return _body(text_reply(call, turn), call.stream)
+
+    async def _message(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        call = msgspec.json.decode(await request.read(), type=MessagesCall)
+        turn, message = await session.chat(call.conversation(), call.offered(), **call.sampling())
+        return _body(message_reply(call, turn, message), call.stream)
+
+    async def _count(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        call = msgspec.json.decode(await request.read(), type=CountCall)
+        return _body(count_reply(await session.count(call.conversation(), call.offered())))
 
     def _session(self, request: web.Request) -> Session:
         try:
@@ -101,27 +124,23 @@ class OpenAIServer:
             raise CallRefused(404, "no such session, or it is over") from None
 
 
-def _answering(method: Callable[[web.Request], Awaitable[web.Response]]) -> Any:
-    """A handler that tells of an error in OpenAI's form."""
+def _answering(method: Callable[[web.Request], Awaitable[web.Response]], error_reply: ErrorReply) -> Any:
+    """A handler that tells of an error in its protocol's form."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
             return await method(request)
         except CallRefused as refused:
-            return _json(refused.status, _error(refused))
+            status, reason = refused.status, str(refused)
+        except web.HTTPRequestEntityTooLarge as error:
+            status, reason = 413, f"a call of more than {LARGEST} bytes: {error.text}"
         except (msgspec.DecodeError, ValueError) as error:
-            return _json(400, _error(error))
+            status, reason = 400, str(error)
+        status, body = error_reply(status, reason[:500])
+        return _body(msgspec.json.encode(body), status=status, headers=NOT_AGAIN)
 
     return answer
 
 
-def _body(call: Call, body: bytes) -> web.Response:
-    return web.Response(body=body, content_type="text/event-stream" if call.stream else "application/json")
-
-
-def _json(status: int, body: dict[str, Any]) -> web.Response:
-    return web.Response(status=status, body=msgspec.json.encode(body), content_type="application/json")
-
-
-def _error(error: Exception) -> dict[str, Any]:
-    return {"error": {"message": str(error)[:500], "type": "invalid_request_error", "param": None, "code": None}}
+def _body(body: bytes, stream: bool | None = False, **options: Any) -> web.Response:
+    return web.Response(body=body, content_type="text/event-stream" if stream else "application/json", **options)

@@ -1,4 +1,4 @@
-"""One agent's session behind the OpenAI-compatible endpoint: which calls belong to one conversation, and its record.
+"""One agent's session behind the endpoint, in either protocol: which calls are one conversation, and its record.
 
     call 1   [system, user]                          -> answer 1
     call 2   [system, user, answer 1, tool, ...]     -> answer 2     extends call 1: one sample, masked in between
@@ -12,8 +12,9 @@ to it as text and calls, and must come back as it was given.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from streamrl.tasks.conversation import Conversation
@@ -62,7 +63,7 @@ class Session:
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **sampling: Any
     ) -> tuple[Completion, Message]:
-        """The answer to a call of /v1/chat/completions, and the message that the agent is given of it.
+        """The answer to a call of /v1/chat/completions or /v1/messages, and the message that the agent is given of it.
 
         tools: those that the agent offers, in OpenAI's form; the chat template tells the policy of them. An answer's
         calls are those that it writes as `<tool_call>{json}</tool_call>`. Raises CallRefused.
@@ -71,7 +72,7 @@ class Session:
             self._check()
             if self._conversation is None:
                 self._tools = tuple(tools)
-                self._begin(Prompt(index=self._index, messages=tuple(messages)))
+                self._conversation = self._begun(Prompt(index=self._index, messages=tuple(messages)), self._tools)
             elif tuple(tools) != self._tools:
                 raise CallRefused(409, "the tools are not the session's: those of its first call, in the same order")
             else:
@@ -81,12 +82,23 @@ class Session:
             self._shown = (*messages, message)
             return turn, message
 
+    async def count(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
+        """Tokens that the policy would be given by such a call of `chat`, which is none. Raises CallRefused."""
+        async with self._calling:
+            self._check_open()
+            if not self._shown or tuple(tools) != self._tools or not _extends(self._shown, messages):
+                return len(self._begun(Prompt(index=self._index, messages=tuple(messages)), tools).ids)
+            assert self._conversation is not None
+            with _refused():
+                added = self._conversation.added_ids(messages[len(self._shown) :])
+            return len(self._conversation.ids) + len(added)
+
     async def complete(self, text: str, **sampling: Any) -> Completion:
         """The answer to a call of /v1/completions. Raises CallRefused."""
         async with self._calling:
             self._check()
             if self._conversation is None:
-                self._begin(Prompt(index=self._index, text=text))
+                self._conversation = self._begun(Prompt(index=self._index, text=text))
             elif self._text and text.startswith(self._text) and len(text) > len(self._text):
                 self._add(text.removeprefix(self._text))
             else:
@@ -95,24 +107,23 @@ class Session:
             self._text = text + turn.text
             return turn
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         if not self.open:
             raise CallRefused(410, "the session is over")
+
+    def _check(self) -> None:
+        self._check_open()
         if len(self.turns) == self._most_calls:
             raise CallRefused(429, f"the session has had its {self._most_calls} calls")
 
-    def _begin(self, prompt: Prompt) -> None:
-        try:
-            self._conversation = Conversation(self._inference, prompt, self._tools)
-        except ValueError as error:
-            raise CallRefused(400, str(error)) from None
+    def _begun(self, prompt: Prompt, tools: Sequence[dict[str, Any]] = ()) -> Conversation:
+        with _refused():
+            return Conversation(self._inference, prompt, tools)
 
     def _add(self, added: str | Sequence[Message]) -> None:
         assert self._conversation is not None
-        try:
+        with _refused():
             self._conversation.add(added)
-        except ValueError as error:
-            raise CallRefused(400, str(error)) from None
 
     async def _generate(self, sampling: dict[str, Any]) -> Completion:
         assert self._conversation is not None
@@ -121,6 +132,20 @@ class Session:
             self.open = False
             raise CallRefused(503, "the run's servers gave no answer; the session is over")
         return turn
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """What the conversation, or its chat template, does not take is refused. Raises CallRefused."""
+    try:
+        yield
+    except ValueError as error:
+        raise CallRefused(400, str(error)) from None
+
+
+def _extends(history: Sequence[Message], messages: Sequence[Message]) -> bool:
+    """Whether messages begin with those so far, and go on."""
+    return len(messages) > len(history) and [*messages[: len(history)]] == [*history]
 
 
 def _shown(turn: Completion, with_tools: bool) -> Message:

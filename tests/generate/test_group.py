@@ -108,6 +108,12 @@ def run(fresh_server, model_folders: tuple[Path, Path], tmp_path: Path):
     return run
 
 
+def test_a_task_lowers_the_number_of_tokens_and_does_not_raise_it(run):
+    for most, longest in ((2, 2), (1_000_000, 6)):
+        group, _, _ = run(Task(most_new_tokens=most))
+        assert max(len(sample.output_ids) for sample in group.samples) == longest
+
+
 def test_a_sequence_that_no_micro_batch_holds_is_a_placeholder(run):
     group, _, end = run(Task(), longest=3)
     assert [sample.failure for sample in group.samples] == ["too_long"] * SIZE

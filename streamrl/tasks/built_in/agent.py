@@ -1,4 +1,4 @@
-"""The task `agent`: an agent that talks OpenAI's protocol is the environment; what it asks of the policy is trained.
+"""The task `agent`: an agent of OpenAI's or Anthropic's protocol is the environment; what it asks is trained.
 
     prompt ─▶ session, base URL ─▶ the agent (a command, or a function) ─▶ calls ─▶ one sample ─▶ the task's scorer
 
@@ -189,7 +189,7 @@ class Agent(Around):
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
-            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL},
+            env={**os.environ, **_endpoint_variables(base_url)},
             start_new_session=True,
         )
         try:
@@ -204,6 +204,13 @@ class Agent(Around):
 def _question(prompt: Prompt) -> dict[str, Any]:
     """What an agent is given: never the right answer."""
     return {"index": prompt.index, "text": prompt.text, "messages": prompt.messages, "images": prompt.images}
+
+
+def _endpoint_variables(base_url: str) -> dict[str, str]:
+    """Where the clients of both protocols look for it; Anthropic's adds the `/v1` itself."""
+    openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
+    root = base_url.removesuffix("/v1")
+    return {**openai, "ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": MODEL}
 
 
 async def _end_group(process: asyncio.subprocess.Process) -> None:
