@@ -68,6 +68,11 @@ def plain(text: Text) -> str:
     return "".join(glyph.char for glyph in text)
 
 
+def one_text(value: Value) -> Text:
+    """The text of a variable; nothing for an array."""
+    return [glyph for glyph in value if isinstance(glyph, Glyph)]
+
+
 def written(text: str, path: str = "", line: int = 0) -> Text:
     """`text` as if it were written on one line."""
     return [Glyph(char, path, line) for char in text]
@@ -111,7 +116,11 @@ class _Fields:
             else:
                 self.add([glyph])
 
-    def add_each(self, texts: list[Text]) -> None:
+    def add_value(self, value: Value, add: Callable[[Text], None]) -> None:
+        """Add a text by `add`, or each text of an array as a word of its own."""
+        texts = [each for each in value if isinstance(each, list)]
+        if not texts:
+            add(one_text(value))
         for place, text in enumerate(texts):
             self.open = self.open and place == 0
             self.add(text)
@@ -224,7 +233,7 @@ class _Reader:
         else:
             value = self._joined(at, word.end)
         if name not in self.fixed:
-            variables[name] = [*variables.get(name, []), *value] if found[2] else value  # type: ignore[list-item]
+            variables[name] = [*variables.get(name, []), *value] if found[2] else value
 
     # expansions
 
@@ -264,14 +273,12 @@ class _Reader:
         elif self.text.startswith("$(", at):
             add(self._output(at + 2, end - 1))
         elif self.text.startswith("${", at):
-            value = self._parameter(at + 2, end - 1)
-            fields.add_each(value) if _is_array(value) else add(value)
+            fields.add_value(self._parameter(at + 2, end - 1), add)
         elif (found := PARAMETER.match(self.text, at + 1)) is None:
             fields.add(self._literal(at, end))
         else:
             end = at + 1 + len(found[1])
-            value = self._value(found[1])
-            fields.add_each(value) if _is_array(value) else add(value)
+            fields.add_value(self._value(found[1]), add)
         return end
 
     def _parameter(self, at: int, end: int) -> Value:
@@ -307,8 +314,7 @@ class _Reader:
                 case ast.Constant(int(number)):
                     return number
                 case ast.Name(name):
-                    text = self._value(name)
-                    return int(plain(text)) if text and not _is_array(text) else 0
+                    return int(plain(one_text(self._value(name))) or 0)
                 case ast.BinOp(left, sign, right) if type(sign) in ARITHMETIC:
                     return ARITHMETIC[type(sign)](value(left), value(right))
             raise self._error(start, f"`{expression}` is not read")
@@ -328,7 +334,3 @@ class _Reader:
 
     def _error(self, at: int, message: str) -> ShellError:
         return ShellError(f"{self.path}:{self._line(at)}: {message}")
-
-
-def _is_array(value: Value) -> bool:
-    return bool(value) and isinstance(value[0], list)

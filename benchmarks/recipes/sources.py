@@ -125,7 +125,7 @@ def _bash_of(markdown: str) -> str:
 
 
 def _option(name: str, value: shell.Value) -> Option:
-    text = [glyph for glyph in value if isinstance(glyph, shell.Glyph)]
+    text = shell.one_text(value)
     return Option(name, scalar(shell.plain(text)), text[-1].path, text[-1].line)
 
 
