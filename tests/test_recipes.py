@@ -1,142 +1,61 @@
-"""Every recipe resolves to the numbers that it says it reproduces."""
+"""Every recipe says what its script says: each number is compared with the table that was read out of the sources."""
 
+from __future__ import annotations
+
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.recipes import table
+from benchmarks.recipes.differences import DIFFERENT, OURS, is_different, said, value_of
+from benchmarks.recipes.scripts import COMMITS, NOT_BUILT, ORIGINS, OWN, WITHOUT_RECIPE, Script
+from streamrl.choices import FAMILIES
 from streamrl.config import Config
-from streamrl.config.file import load, value_at
+from streamrl.config.file import load
 
 RECIPES = Path("configs/recipes")
 SCREEN = 40  # lines
-
-MEGATRON_RL = {
-    "model.dtype": "bfloat16",
-    "generate.group_size": 16,
-    "replay.groups_per_step": 64,
-    "replay.filter.signal": True,
-    "algo.advantage.std": "population",
-    "algo.advantage.eps": 1e-4,
-    "algo.eps_low": 0.2,
-    "algo.eps_high": 0.28,
-    "algo.kl": 0.0,
-    "algo.aggregation": "token_mean",
-    "learner.passes": 1,
-    "learner.mini_batches": 1,
-    "learner.optimizer.lr": 1e-6,
-    "learner.optimizer.warmup_steps": 0,
-    "learner.optimizer.beta1": 0.9,
-    "learner.optimizer.beta2": 0.95,
-    "learner.optimizer.eps": 1e-8,
-    "learner.optimizer.weight_decay": 0.0,
-    "learner.optimizer.clip_grad": 1.0,
-    "learner.optimizer.distributed": True,
-    "task.name": "dapo_math",
-    "evaluate.every": 20,
-    "evaluate.prompts": 32,
-    "checkpoint.every": 20,
-}
-VERL = {
-    "generate.group_size": 5,
-    "replay.groups_per_step": 1024,
-    "learner.mini_batches": 4,
-    "algo.eps_low": 0.2,
-    "algo.eps_high": 0.2,
-    "algo.dual_clip": 3.0,
-    "algo.kl": 0.001,
-    "algo.weight_cap": 2.0,
-    "algo.aggregation": "token_mean",
-    "learner.optimizer.lr": 1e-6,
-}
-VERL_DAPO = VERL | {
-    "generate.group_size": 16,
-    "replay.groups_per_step": 512,
-    "learner.mini_batches": 16,
-    "algo.eps_high": 0.28,
-    "algo.dual_clip": 10.0,
-    "algo.kl": 0.0,
-    "task.name": "dapo_math",
-    "task.overlong.buffer": 4096,
-}
-ONE_UPDATE = VERL | {"replay.groups_per_step": 64, "learner.mini_batches": 1, "task.name": "gsm8k"}
-FOUR_UPDATES = MEGATRON_RL | {"learner.mini_batches": 4}
+FACTS = table.read_facts()
+NAMES = sorted(f"{file.parent.name}/{file.stem}" for file in RECIPES.glob("[!ps]*/*.yaml"))
 
 
-def layout(tensor: int = 1, pipeline: int = 1, expert: int = 1, generator: int = 1) -> dict[str, Any]:
-    return {
-        "learner.layout.tensor": tensor,
-        "learner.layout.pipeline": pipeline,
-        "learner.layout.expert": expert,
-        "generate.tensor_parallel": generator,
-    }
-
-
-def lora(rank: int, alpha: float) -> dict[str, Any]:
-    return {"learner.lora.rank": rank, "learner.lora.alpha": alpha}
-
-
-# recipe: what it is known by
-NUMBERS: dict[str, dict[str, Any]] = {
-    "megatron_rl/qwen2.5-32b-dapo": MEGATRON_RL
-    | layout(tensor=8, generator=8)
-    | {
-        "run.steps": 300,
-        "learner.layout.sequence": True,
-        "learner.recompute": "selective",
-        "learner.tokens_per_micro_batch": 11999,
-    },
-    "megatron_rl/qwen2.5-3b-dapo": MEGATRON_RL | layout(tensor=2) | {"learner.tokens_per_micro_batch": 8192},
-    "megatron_rl/qwen2.5-math-7b-dapo": MEGATRON_RL | layout() | {"learner.tokens_per_micro_batch": 4096},
-    "megatron_rl/qwen2.5-distill-7b-dapo": MEGATRON_RL
-    | layout(tensor=2)
-    | {"generate.group_size": 8, "replay.groups_per_step": 128, "learner.tokens_per_micro_batch": 8192},
-    "megatron_rl/qwen3-4b-dapo": FOUR_UPDATES | layout() | {"learner.tokens_per_micro_batch": 32768},
-    "megatron_rl/qwen3-8b-dapo": FOUR_UPDATES | layout() | {"learner.tokens_per_micro_batch": 32768},
-    "megatron_rl/qwen3-32b-dapo": FOUR_UPDATES
-    | layout(tensor=4, generator=4)
-    | {"learner.tokens_per_micro_batch": 8192},
-    "megatron_rl/qwen3-30b-a3b-dapo": FOUR_UPDATES
-    | layout(tensor=4, expert=2, generator=4)
-    | {"learner.tokens_per_micro_batch": 8192},
-    "megatron_rl/llama3.1-8b-dapo": MEGATRON_RL | layout(tensor=8) | {"learner.optimizer.lr": 3e-7},
-    "megatron_rl/llama3.1-8b-openmath": MEGATRON_RL
-    | layout(tensor=8)
-    | {"learner.optimizer.lr": 3e-7, "task.name": "openmath", "generate.group_size": 32, "algo.kl": 0.01},
-    "gpus/one-gpu": ONE_UPDATE | {"run.placement": "shared", "publish.transport": "memory", "replay.max_staleness": 0},
-    "gpus/two-gpus": ONE_UPDATE | {"run.placement": "separate", "replay.max_staleness": 1},
-    "verl/qwen2-7b-math": VERL | layout(tensor=2, pipeline=2, generator=2),
-    "verl/qwen2.5-7b-math": VERL | layout(tensor=2, pipeline=2, generator=4),
-    "verl/qwen3-8b-gsm8k": VERL | {"task.name": "gsm8k"},
-    "verl/llama3.1-8b-gsm8k": VERL | {"task.name": "gsm8k"},
-    "verl/mistral-7b-gsm8k": VERL | {"task.name": "gsm8k"},
-    "verl/deepseek-7b-math": VERL,
-    "verl/qwen2.5-7b-gsm8k-lora": VERL | lora(64, 32) | {"learner.optimizer.lr": 3e-6},
-    "verl/qwen2.5-7b-gsm8k-lora-wide": VERL | lora(256, 512),
-    "verl/qwen3-30b-a3b-gsm8k-lora": VERL | lora(32, 64) | {"learner.optimizer.lr": 3e-6},
-    "verl/qwen2.5-32b-dapo": VERL_DAPO | layout(tensor=8, generator=8),
-    "verl/qwen3-30b-a3b-dapo": VERL_DAPO | layout(tensor=4, expert=8, generator=4),
-    "verl/qwen3-235b-a22b-dapo": VERL_DAPO | layout(tensor=4, pipeline=8, expert=4, generator=8),
-}
-
-
+@cache
 def recipe(name: str) -> Config:
     return load(RECIPES / f"{name}.yaml")
 
 
-def test_every_recipe_has_its_numbers_here():
-    folders = [folder for folder in RECIPES.iterdir() if folder.name != "parts"]
-    files = {f"{file.parent.name}/{file.stem}" for folder in folders for file in folder.glob("*.yaml")}
-    assert files == NUMBERS.keys()
+def differing(name: str) -> set[str]:
+    """The keys about which a recipe says something else than its script."""
+    return {key for key, fact in FACTS[name].items() if value_of(recipe(name), key) != fact.value}
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_a_recipe_resolves_to_the_numbers_of_what_it_reproduces(name):
-    config = recipe(name)
-    assert {path: value_at(config, path) for path in NUMBERS[name]} == NUMBERS[name]
+def test_every_recipe_has_its_script_or_says_that_it_has_none():
+    assert set(NAMES) == ORIGINS.keys() | OWN
+    assert ORIGINS.keys() == FACTS.keys()
+    heads = {name: (RECIPES / f"{name}.yaml").read_text().partition("\nbase")[0] for name in NAMES}
+    assert {name for name, head in heads.items() if "No script" in head} == OWN
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", FACTS)
+def test_a_recipe_says_what_its_script_says(name):
+    found = {key: value_of(recipe(name), key) for key in FACTS[name] if not is_different(key, name)}
+    assert found == {key: FACTS[name][key].value for key in found}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_what_a_recipe_says_is_in_its_script_or_has_a_reason(name):
+    assert said(recipe(name)) - FACTS[name].keys() - OURS.keys() == set()
+
+
+def test_no_reason_is_left_over():
+    for each in DIFFERENT:
+        assert [name for name in FACTS if is_different(each.key, name) and each.key in differing(name)], each
+    unsaid = {key for name in FACTS for key in said(recipe(name)) - FACTS[name].keys()}
+    assert OURS.keys() - unsaid == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_reads_in_one_screen_and_fits_its_ranks(name):
     assert len((RECIPES / f"{name}.yaml").read_text().splitlines()) <= SCREEN
     config = recipe(name)
@@ -151,3 +70,28 @@ def test_the_math_mix_asks_gsm8k_and_math_in_proportion_to_their_prompts():
         "gsm8k": 7473,
         "math": 7500,
     }
+
+
+# -- the scripts
+
+
+def listed() -> list[Script]:
+    return table.read_scripts()
+
+
+def test_every_script_has_a_recipe_or_a_reason():
+    found = listed()
+    assert {script.source for script in found} == COMMITS.keys()
+    assert {name for script in found for name in script.recipes} == ORIGINS.keys()
+    assert {script.reason for script in found} == {"", *WITHOUT_RECIPE.values()}
+    assert all(bool(script.recipes) is not bool(script.reason) for script in found)
+
+
+def test_the_page_has_every_script():
+    page = table.PAGE.read_text()
+    assert table.page_with(listed(), page) == page
+
+
+def test_a_model_that_a_family_builds_has_its_recipe():
+    built = {name for family in FAMILIES.names for name in FAMILIES.load(family).architectures}
+    assert built.isdisjoint(NOT_BUILT.values())

@@ -17,7 +17,7 @@ SHAPES = RECIPES / "shapes"
 QWEN = "megatron_rl/qwen2.5-32b-dapo"
 MOE = "verl/qwen3-30b-a3b-dapo"
 UNEVEN = "verl/qwen3-235b-a22b-dapo"  # 94 layers on 8 stages
-LORA = "verl/qwen2.5-7b-gsm8k-lora"
+LORA = "verl/qwen2.5-3b-gsm8k-lora"
 
 # recipe: its model
 SHAPE_OF = {
@@ -33,13 +33,24 @@ SHAPE_OF = {
     "megatron_rl/qwen3-32b-dapo": "qwen3-32b",
     "megatron_rl/qwen3-4b-dapo": "qwen3-4b",
     "megatron_rl/qwen3-8b-dapo": "qwen3-8b",
+    "verl/deepseek-7b-gsm8k": "deepseek-7b",
+    "verl/deepseek-7b-gsm8k-balance": "deepseek-7b",
     "verl/deepseek-7b-math": "deepseek-7b",
+    "verl/deepseek-7b-math-megatron": "deepseek-7b",
     "verl/llama3.1-8b-gsm8k": "llama3.1-8b",
     "verl/mistral-7b-gsm8k": "mistral-7b",
+    "verl/qwen2-7b-gsm8k": "qwen2.5-7b",
+    "verl/qwen2-7b-gsm8k-balance": "qwen2.5-7b",
     "verl/qwen2-7b-math": "qwen2.5-7b",
+    "verl/qwen2-7b-math-balance": "qwen2.5-7b",
+    "verl/qwen2-7b-math-lora": "qwen2.5-7b",
+    "verl/qwen2-7b-math-megatron": "qwen2.5-7b",
+    "verl/qwen2-7b-math-megatron-trtllm": "qwen2.5-7b",
+    "verl/qwen2-7b-math-sglang": "qwen2.5-7b",
+    "verl/qwen2-7b-math-trtllm": "qwen2.5-7b",
     "verl/qwen2.5-32b-dapo": "qwen2.5-32b",
-    "verl/qwen2.5-7b-gsm8k-lora": "qwen2.5-7b",
-    "verl/qwen2.5-7b-gsm8k-lora-wide": "qwen2.5-7b",
+    "verl/qwen2.5-3b-gsm8k-lora": "qwen2.5-3b",
+    "verl/qwen2.5-3b-gsm8k-lora-from-adapter": "qwen2.5-3b",
     "verl/qwen2.5-7b-math": "qwen2.5-7b",
     "verl/qwen3-235b-a22b-dapo": "qwen3-235b-a22b",
     "verl/qwen3-30b-a3b-dapo": "qwen3-30b-a3b",
