@@ -40,6 +40,8 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "learner.optimizer.spike_factor",
         lambda c: c.learner.optimizer.spike_factor is not None,
     ),
+    (("algo.kl_estimator", "algo.kl_straight_through"), "algo.kl above 0", lambda c: c.algo.kl > 0),
+    (("algo.kl_reward_estimator",), "algo.kl_reward above 0", lambda c: c.algo.kl_reward > 0),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
 )
 
