@@ -190,9 +190,8 @@ class Run:
             self._state = RUN.next(self._state, Event.RESUME)
             self._supervisor, self._error = None, None
         if steps is not None:
-            self.config = self.config.model_copy(
-                update={"run": self.config.run.model_copy(update={"steps": steps, "epochs": None})}
-            )
+            run = self.config.run.model_copy(update={"steps": steps, "epochs": None})
+            self.config = self.config.model_copy(update={"run": run})
         return self.start()
 
     def _run(self, fresh: bool, checked: threading.Event) -> None:

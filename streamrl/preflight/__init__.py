@@ -152,8 +152,8 @@ def _check_key(config: Config, seen: Seen) -> None:
     for name, found in seen.of_tasks.items():
         if config.task.long_prompts == "refuse" and found.too_long:
             raise ConfigError(
-                f"task.long_prompts: refuse, and {found.too_long:,} of {found.looked:,} prompts of {name} have more than "
-                f"{found.limit:,} tokens, the longest {found.longest:,}; allowed: leave_out, cut_left, cut_right, "
+                f"task.long_prompts: refuse, and {found.too_long:,} of {found.looked:,} prompts of {name} have more "
+                f"than {found.limit:,} tokens, the longest {found.longest:,}; allowed: leave_out, cut_left, cut_right, "
                 "cut_middle, or another task.max_prompt_tokens"
             )
         if config.task.cut is not None:

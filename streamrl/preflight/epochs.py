@@ -1,4 +1,4 @@
-"""`run.epochs` as `run.steps`: how many learner steps the prompts of the task make, once it is known which of them fit."""
+"""`run.epochs` as `run.steps`: how many learner steps the prompts of the task make, once it is known which fit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROUNDING = 1e-9
 def with_steps(config: Config, found: LeftOut) -> Config:
     """The configuration with `run.steps` in place of `run.epochs`; `found`: what was seen of the run's prompts.
 
-    A group is one prompt, and the last step is a whole one: floor(epochs x prompts / groups_per_step). Raises ConfigError
-    where a task has no end, several are mixed, or the prompts make no step.
+    A group is one prompt, and the last step is a whole one: floor(epochs x prompts / groups_per_step). Raises
+    ConfigError where a task has no end, several are mixed, or the prompts make no step.
     """
     epochs, groups = config.run.epochs, config.replay.groups_per_step
     if epochs is None:

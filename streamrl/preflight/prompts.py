@@ -70,9 +70,9 @@ async def look_at(
 ) -> Seen:
     """Look at the prompts of all tasks, of which those with more than `limit` tokens are too long.
 
-    `recorded`: what the run that goes on leaves out, which stays as it is. `cut`: the side at which those that are too long
-    are cut to the limit, so that they fit; None: they are not. Raises ConfigError for a prompt that a task
-    or the model's chat template cannot make, and for a task that has another number of prompts than is recorded.
+    `recorded`: what the run that goes on leaves out, which stays as it is. `cut`: the side at which those that are too
+    long are cut to the limit, so that they fit; None: they are not. Raises ConfigError for a prompt that a task or the
+    model's chat template cannot make, and for a task that has another number of prompts than is recorded.
     """
     longest = Longest(tokens=0, whose="a prompt")
     of_tasks: dict[str, OfTask] = {}
