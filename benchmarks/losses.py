@@ -239,7 +239,8 @@ def penalised(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Tensor:
     """The advantages [N] of the samples in groups of GROUP, their advantages being taken for rewards."""
     rewards = torch.zeros(batch.samples, dtype=torch.float64).index_put((batch.sample,), batch.advantages)
     if slow:
-        return torch.tensor(slow_penalised_advantages(batch, rewards.tolist(), GROUP, config))[batch.sample]
+        expected = slow_penalised_advantages(batch, rewards.tolist(), GROUP, config)
+        return torch.tensor(expected, dtype=torch.float64)[batch.sample]
     lengths = torch.bincount(batch.sample[batch.mask], minlength=batch.samples)
     outcomes = Outcomes(
         rewards=rewards,
