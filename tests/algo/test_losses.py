@@ -226,7 +226,7 @@ def test_a_token_stays_where_every_mask_of_a_chain_keeps_it(token_batch):
     expected = {name: share for each in taken for name, share in each.items() if name != "weights/masked"}
     assert {name: chain[name] for name in expected} == expected
     assert max(expected.values()) < chain["weights/masked"] < sum(expected.values())
-    twice = masked_by(batch, AlgoConfig(**alone[2], more_masks=[{"mask": "token_k2", "mask_high": 0.02}]))
+    twice = masked_by(batch, AlgoConfig(mask="token_k2", mask_high=0.02, more_masks=[alone[2]]))
     assert twice == masked_by(batch, AlgoConfig(mask="token_k2", mask_high=0.02))
 
 
