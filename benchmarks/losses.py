@@ -28,21 +28,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.losses_reference import slow_covariant, slow_loss, slow_outliers
+from benchmarks.losses_reference import (
+    slow_covariant,
+    slow_loss,
+    slow_mean_weight,
+    slow_outliers,
+    slow_penalised_advantages,
+)
 from benchmarks.losses_trl import NORM_LENGTH, TRL_LOSS, rectangular, token_batch, trl_loss
 from benchmarks.random_models import worst
 from streamrl.algo.aggregations.base import Denominators
+from streamrl.algo.importance import weight_sums
 from streamrl.algo.losses import policy_loss
+from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
-from streamrl.choices import LOSSES
+from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES
 from streamrl.config.learner import AlgoConfig
 
 BAR = 1e-9
+GROUP = 4  # answers of one, for what depends on it
 STEP = 5  # seeds the draw of clip_cov
 SMALL_CLIP = {"eps_low": 0.03, "eps_high": 0.05}  # a sample's ratio moves less than a token's
 COVARIANCE = {"covariance_share": 0.1, "covariance_low": 0.1, "covariance_high": 1.0}
 WIDE = {"mask_low": 0.9, "mask_high": 1.15}
+# Of the masks by a divergence: about half of the tokens are further away.
+LIMITS = {
+    "token_k2": 0.1,
+    "token_k3": 0.1,
+    "sequence_sum_k2": 2.0,
+    "sequence_sum_k3": 2.0,
+    "sequence_mean_k2": 0.12,
+    "sequence_mean_k3": 0.12,
+    "sequence_max_k2": 0.6,
+    "sequence_max_k3": 0.6,
+}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "loss=clip": {},
@@ -50,6 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss=cispo": {"loss": "cispo"},
     "loss=gspo": {"loss": "gspo", **SMALL_CLIP},
     "loss=gspo dual_clip": {"loss": "gspo", "dual_clip": 1.06, **SMALL_CLIP},
+    "loss=gmpo": {"loss": "gmpo", "aggregation": "sequence_mean"},
     "loss=sapo": {"loss": "sapo"},
     "loss=reinforce": {"loss": "reinforce"},
     "loss=reinforce weight=none": {"loss": "reinforce", "weight": "none"},
@@ -63,12 +84,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mask=sequence": {"mask": "sequence"},
     "mask=geometric": {"mask": "geometric", **WIDE},
     "mask=second_moment": {"mask": "second_moment", "proximal": "recompute"},
+    **{f"mask={mask}": {"mask": mask, "mask_high": high} for mask, high in LIMITS.items()},
+    "more_masks": {
+        "mask": "token",
+        "more_masks": [
+            {"mask": "geometric", "mask_low": 0.9, "mask_high": 1.15},
+            {"mask": "token_k2", "mask_high": 0.2},
+            {"mask": "sequence_max_k3", "mask_high": 1.5},
+        ],
+    },
+    "weight_normalise": {"weight_normalise": True, "proximal": "recompute"},
+    "weight_normalise sequence": {"weight_normalise": True, "proximal": "recompute", "weight": "sequence"},
     "covariance=clip_cov": {"covariance": "clip_cov", **COVARIANCE},
     "covariance=kl_cov": {"covariance": "kl_cov", **COVARIANCE},
     "discount": {"discount": 0.8},
-    "kl": {"kl": 0.1},
+    **{f"kl {name}": {"kl": 0.1, "kl_estimator": name} for name in DIVERGENCES.names},
+    **{
+        f"kl {name} straight through": {"kl": 0.1, "kl_estimator": name, "kl_straight_through": True}
+        for name in DIVERGENCES.names
+        if not DIVERGENCES.load(name).follows_k2
+    },
+    **{f"kl_reward {name}": {"kl_reward": 0.2, "kl_reward_estimator": name} for name in DIVERGENCES.names},
+    "kl_reward recompute": {"kl_reward": 0.2, "proximal": "recompute", "covariance": "kl_cov", **COVARIANCE},
     "entropy": {"entropy": 0.01},
     "aggregation=sequence_mean": {"aggregation": "sequence_mean"},
+    "aggregation=sequence_sum": {"aggregation": "sequence_sum"},
+    "aggregation=token_sum": {"aggregation": "token_sum"},
     "aggregation=sequence_sum_norm": {"aggregation": "sequence_sum_norm", "norm_length": 40},
     "several at once": {
         "proximal": "recompute",
@@ -135,7 +176,7 @@ def make_batch(seed: int, samples: int, longest: int) -> TokenBatch:
         sample=sample,
         samples=samples,
         proximal=behaviour + drift + 0.4 * normal(),
-        reference=behaviour + 0.4 * normal(),
+        reference=behaviour + 0.4 * normal() + 3.5 * (torch.rand(count, generator=random) < 0.03),
     )
 
 
@@ -159,7 +200,9 @@ def against_reference(row: Row, batch: TokenBatch, config: AlgoConfig) -> None:
 
 
 def with_selection(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> TokenBatch:
-    """The batch with what the rules of the whole step take: by streamrl, or by the loops."""
+    """The batch with what the rules of the whole step take and make of it: by streamrl, or by the loops."""
+    if config.kl_reward:
+        batch = replace(batch, advantages=penalised(batch, config, slow=slow))
     trained = batch.mask.nonzero().squeeze(-1)
     tokens = batch.select(trained)
     scores = batch.logprobs.detach() if config.proximal != "recompute" or batch.proximal is None else batch.proximal
@@ -188,7 +231,40 @@ def with_selection(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Toke
         batch,
         outliers=nothing.index_put((trained,), outliers),
         covariant=nothing.index_put((trained,), covariant),
+        mean_weight=_mean_weight(batch, config, slow=slow) if config.weight_normalise else None,
     )
+
+
+def penalised(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Tensor:
+    """The advantages [N] of the samples in groups of GROUP, their advantages being taken for rewards."""
+    rewards = torch.zeros(batch.samples, dtype=torch.float64).index_put((batch.sample,), batch.advantages)
+    if slow:
+        expected = slow_penalised_advantages(batch, rewards.tolist(), GROUP, config)
+        return torch.tensor(expected, dtype=torch.float64)[batch.sample]
+    lengths = torch.bincount(batch.sample[batch.mask], minlength=batch.samples)
+    outcomes = Outcomes(
+        rewards=rewards,
+        valid=torch.ones(batch.samples, dtype=torch.bool),
+        first_place=lengths.cumsum(0) - lengths,
+        sizes=(GROUP,) * (batch.samples // GROUP),
+    )
+    tokens = batch.select(batch.mask.nonzero().squeeze(-1))
+    old = tokens.proximal if config.proximal == "recompute" else tokens.behaviour
+    assert old is not None
+    assert tokens.reference is not None
+    penalty = torch.zeros_like(rewards).index_add(
+        0,
+        outcomes.answer_of(torch.arange(len(tokens.mask))),
+        reward_kl(old, tokens.reference, tokens.behaviour, config),
+    )
+    return penalised_advantages(outcomes, penalty, config)[batch.sample]
+
+
+def _mean_weight(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> float:
+    if slow:
+        return slow_mean_weight(batch, config)
+    total, count = weight_sums(batch, config).tolist()
+    return total / count
 
 
 def with_dtype(batch: TokenBatch, dtype: torch.dtype) -> TokenBatch:
@@ -267,21 +343,25 @@ def against_trl(name: str) -> Row:
 
 
 def combinations() -> Iterator[AlgoConfig]:
-    """Every setting of every choice with every other, as far as they go together."""
+    """Every setting of every choice with every other, as far as they go together; estimators and limits in turn."""
     choices = {
         "loss": LOSSES.names,
         "proximal": ("behaviour", "recompute", "interpolate"),
         "weight": ("none", "token", "sequence"),
         "mask": ("none", "token", "sequence", "geometric", "second_moment"),
-        "aggregation": ("token_mean", "sequence_mean", "sequence_sum_norm"),
+        "aggregation": AGGREGATIONS.names,
         "covariance": ("none", "clip_cov", "kl_cov"),
     }
+    estimators, limits = itertools.cycle(DIVERGENCES.names), itertools.cycle(LIMITS.items())
     for chosen in itertools.product(*choices.values()):
         keys: dict[str, Any] = dict(zip(choices, chosen, strict=True)) | COVARIANCE
         if keys["mask"] == "second_moment" and keys["proximal"] != "recompute":
             continue
         keys |= WIDE if keys["mask"] == "geometric" else {}
         keys |= {"dual_clip": 1.5} if keys["loss"] in ("clip", "gspo") else {}
+        further, limit = next(limits)
+        keys |= {"more_masks": [{"mask": further, "mask_high": limit}], "kl_estimator": next(estimators)}
+        keys["weight_normalise"] = keys["proximal"] == "recompute" and keys["weight"] != "none"
         yield AlgoConfig(**keys, norm_length=40, weight_gamma=0.8, discount=0.9, kl=0.1, entropy=0.01)
 
 

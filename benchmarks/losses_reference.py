@@ -7,6 +7,7 @@ tokens took each branch, so that a comparison that misses one is seen.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from streamrl.algo.tokens import TokenBatch
 from streamrl.config.learner import AlgoConfig
 
 EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
+SIDES = ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,12 @@ def slow_loss(batch: TokenBatch, c: AlgoConfig, tokens: int, samples: int) -> tu
     siblings: dict[int, list[Token]] = {}
     for row in rows:
         siblings.setdefault(row.sample, []).append(row)
-    gspo_ratio = {sample: _geometric_ratio(of) for sample, of in siblings.items()} if c.loss == "gspo" else {}
+    of_sample = {"gspo": _geometric_ratio, "gmpo": lambda of: _clipped_geometric_ratio(of, c)}.get(c.loss)
+    sample_ratio = {sample: of_sample(of) for sample, of in siblings.items()} if of_sample else {}
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
-        w = _weight(row, siblings[row.sample], c, counts)
-        surrogate = _surrogate(row, gspo_ratio.get(row.sample), c, counts)
+        w = _weight(row, siblings[row.sample], c, counts, batch.mean_weight)
+        surrogate = _surrogate(row, sample_ratio.get(row.sample), c, counts)
         loss = -w * surrogate + _further(row, c, counts)
         total = total + loss / _divisor(c, tokens, samples, lengths[row.sample])
     return total, counts
@@ -68,8 +71,9 @@ def slow_loss(batch: TokenBatch, c: AlgoConfig, tokens: int, samples: int) -> tu
 def branches(c: AlgoConfig) -> list[str]:
     """The names of the branches that tokens can take under `c`."""
     names = {
-        "clip": ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"],
-        "gspo": ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"],
+        "clip": SIDES,
+        "gmpo": SIDES,
+        "gspo": SIDES,
         "cispo": ["below", "inside", "above"],
         "sapo": ["A>0 gate", "A<=0 gate"],
         "reinforce": ["A>0", "A<0"],
@@ -78,15 +82,57 @@ def branches(c: AlgoConfig) -> list[str]:
         names = [*names, "dual bound"]
     if c.weight != "none":
         names = [*names, "capped", "not capped"]
-    if c.mask != "none":
-        names = [*names, f"{c.mask} masked", f"{c.mask} kept"]
+    for rule in rules(c):
+        names = [*names, f"{rule} masked", f"{rule} kept"]
     if c.covariance != "none":
         names = [*names, f"{c.covariance} taken", f"{c.covariance} left"]
     if c.discount < 1:
         names = [*names, "fresh", "discounted"]
     if c.kl:
         names = [*names, "pi above ref", "pi below ref"]
+        if c.kl_estimator == "k3_clamped":
+            names = [*names, "at the limit"]
     return [*names, "dropped"]
+
+
+def rules(c: AlgoConfig) -> dict[str, tuple[float | None, float | None]]:
+    """The masks of `c` in order, with the edges that it gives."""
+    given = {c.mask: (c.mask_low, c.mask_high)} | {each.mask: (each.mask_low, each.mask_high) for each in c.more_masks}
+    return {name: edges for name, edges in given.items() if name != "none"}
+
+
+def slow_mean_weight(batch: TokenBatch, c: AlgoConfig) -> float:
+    """`weight_normalise`: the mean of the truncated weights of a step, of tokens or of samples."""
+    measured = [t for t in range(len(batch.mask)) if batch.mask[t] and math.isfinite(batch.behaviour[t])]
+    rows = _tokens(batch, measured, c)
+    if c.weight == "token":
+        weights = [_truncated(_exp(row.old - row.mu), row.staleness, c) for row in rows]
+    else:
+        weights = []
+        for sample in sorted({row.sample for row in rows}):
+            siblings = [row for row in rows if row.sample == sample]
+            product = _exp(sum(row.old - row.mu for row in siblings))
+            weights.append(_truncated(product, max(row.staleness for row in siblings), c))
+    return sum(weights) / len(weights)
+
+
+def slow_penalised_advantages(batch: TokenBatch, rewards: Sequence[float], group: int, c: AlgoConfig) -> list[float]:
+    """`kl_reward`: the advantage of each sample, neighbours in groups, by their mean and population deviation."""
+    assert batch.reference is not None
+    assert batch.proximal is not None
+    left = list(rewards)
+    for t in range(len(batch.mask)):
+        if batch.mask[t] and math.isfinite(batch.behaviour[t]):
+            old = batch.proximal[t] if c.proximal == "recompute" else batch.behaviour[t]
+            left[int(batch.sample[t])] -= (
+                c.kl_reward * _estimate(batch.reference[t] - old, c.kl_reward_estimator).item()
+            )
+    advantages = []
+    for first in range(0, len(left), group):
+        of_group = left[first : first + group]
+        mean, deviation = statistics.fmean(of_group), statistics.pstdev(of_group)
+        advantages += [(reward - mean) / (deviation + c.advantage.eps) for reward in of_group]
+    return advantages
 
 
 def slow_outliers(log_rho: Sequence[float], limit: float) -> list[bool]:
@@ -120,6 +166,8 @@ def _stopped(score: float, batch: TokenBatch, t: int, c: AlgoConfig) -> bool:
     mu, a = batch.behaviour[t].item(), batch.advantages[t].item()
     r = _exp(score - _old(mu, score, score, int(batch.staleness[t]), c))
     high = c.dual_clip is not None and a < 0 and r > c.dual_clip
+    if c.loss == "gmpo":
+        return (a > 0 and math.log(r) > c.eps_high) or (a < 0 and math.log(r) < -c.eps_low)
     return c.loss == "clip" and ((a > 0 and r > 1 + c.eps_high) or (a < 0 and r < 1 - c.eps_low) or high)
 
 
@@ -171,7 +219,24 @@ def _geometric_ratio(siblings: list[Token]) -> Tensor:
     return torch.exp(torch.clamp(mean, -20, 20))
 
 
-def _weight(row: Token, siblings: list[Token], c: AlgoConfig, counts: Counter[str]) -> float:
+def _clipped_geometric_ratio(siblings: list[Token], c: AlgoConfig) -> Tensor:
+    """GMPO's: each log-ratio is clipped on the side that its advantage pushes it to, before the mean."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in siblings:
+        log_r = torch.clamp(row.logprob - row.old, -20, 20)
+        if row.advantage > 0:
+            log_r = torch.clamp(log_r, max=c.eps_high)
+        elif row.advantage < 0:
+            log_r = torch.clamp(log_r, min=-c.eps_low)
+        total = total + log_r
+    return torch.exp(torch.clamp(total / len(siblings), -20, 20))
+
+
+def _truncated(q: float, staleness: int, c: AlgoConfig) -> float:
+    return min(q, 1 + (c.weight_cap - 1) * c.weight_gamma**staleness)
+
+
+def _weight(row: Token, siblings: list[Token], c: AlgoConfig, counts: Counter[str], mean_weight: float | None) -> float:
     """w of one token."""
     behaviour = c.proximal == "behaviour"
 
@@ -189,20 +254,24 @@ def _weight(row: Token, siblings: list[Token], c: AlgoConfig, counts: Counter[st
         w = f / q["token"] if behaviour and c.loss != "reinforce" else f
     else:
         s = row.staleness if c.weight == "token" else max(token.staleness for token in siblings)
-        cap = 1 + (c.weight_cap - 1) * c.weight_gamma**s
-        f = min(q[c.weight], cap)
-        counts["capped" if q[c.weight] > cap else "not capped"] += 1
+        f = _truncated(q[c.weight], s, c)
+        counts["capped" if f < q[c.weight] else "not capped"] += 1
         w = f / q[c.weight] if behaviour and c.loss != "reinforce" else f
-    if c.mask == "second_moment":
-        masked = row.outlier
-    elif c.mask != "none":
-        low = EDGES[c.mask][0] if c.mask_low is None else c.mask_low
-        high = EDGES[c.mask][1] if c.mask_high is None else c.mask_high
-        masked = not low <= q[c.mask] <= high
-    else:
-        masked = False
-    if c.mask != "none":
-        counts[f"{c.mask} {'masked' if masked else 'kept'}"] += 1
+    if c.weight_normalise:
+        assert mean_weight is not None
+        w /= mean_weight
+    masked = False
+    for rule, (low, high) in rules(c).items():
+        if rule == "second_moment":
+            taken = row.outlier
+        elif rule in EDGES:
+            own_low, own_high = EDGES[rule]
+            taken = not (own_low if low is None else low) <= q[rule] <= (own_high if high is None else high)
+        else:
+            assert high is not None
+            taken = _distance(rule, correction(row), [correction(token) for token in siblings]) > high
+        counts[f"{rule} {'masked' if taken else 'kept'}"] += 1
+        masked = masked or taken
     if c.covariance != "none":
         counts[f"{c.covariance} {'taken' if row.covariant else 'left'}"] += 1
     if c.discount < 1:
@@ -212,10 +281,27 @@ def _weight(row: Token, siblings: list[Token], c: AlgoConfig, counts: Counter[st
     return w * c.discount**row.staleness
 
 
-def _surrogate(row: Token, gspo_ratio: Tensor | None, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+def _distance(rule: str, own: float, of_sample: list[float]) -> float:
+    """Of a mask by a divergence, `token_k2`, `sequence_max_k3`, ..."""
+    over, k = rule.rsplit("_", 1)
+
+    def each(d: float) -> float:
+        d = min(max(d, -20.0), 20.0)
+        return d * d / 2 if k == "k2" else math.exp(d) - 1 - d
+
+    values = [each(d) for d in of_sample]
+    return {
+        "token": each(own),
+        "sequence_sum": sum(values),
+        "sequence_mean": sum(values) / len(values),
+        "sequence_max": max(values),
+    }[over]
+
+
+def _surrogate(row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: Counter[str]) -> Tensor:
     """S of one token."""
     a, low, high = row.advantage, 1 - c.eps_low, 1 + c.eps_high
-    r = torch.exp(torch.clamp(row.logprob - row.old, -20, 20)) if gspo_ratio is None else gspo_ratio
+    r = torch.exp(torch.clamp(row.logprob - row.old, -20, 20)) if sample_ratio is None else sample_ratio
     where = "below" if r < low else "above" if r > high else "inside"
     if c.loss == "reinforce":
         counts["A>0" if a > 0 else "A<0"] += 1
@@ -227,6 +313,11 @@ def _surrogate(row: Token, gspo_ratio: Tensor | None, c: AlgoConfig, counts: Cou
     if c.loss == "cispo":
         counts[where] += 1
         return min(max(r.item(), low), high) * a * row.logprob
+    if c.loss == "gmpo":
+        own = row.pi - row.old
+        where = "below" if own < -c.eps_low else "above" if own > c.eps_high else "inside"
+        counts[f"A{'>' if a > 0 else '<'}0 {where}"] += 1
+        return r * a
     counts[f"A{'>' if a > 0 else '<'}0 {where}"] += 1
     unclipped, clipped = r * a, torch.clamp(r, low, high) * a
     surrogate = unclipped if unclipped < clipped else clipped
@@ -234,6 +325,13 @@ def _surrogate(row: Token, gspo_ratio: Tensor | None, c: AlgoConfig, counts: Cou
         counts["dual bound"] += 1
         return torch.tensor(c.dual_clip * a, dtype=torch.float64)
     return surrogate
+
+
+def _estimate(d: Tensor, estimator: str) -> Tensor:
+    """The divergence of one token, d = log pi_ref - log pi."""
+    d = torch.clamp(d, -20, 20)
+    k3 = torch.exp(d) - 1 - d
+    return {"k1": -d, "abs": torch.abs(d), "k2": d * d / 2, "k3": k3, "k3_clamped": torch.clamp(k3, max=10)}[estimator]
 
 
 def _further(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
@@ -244,8 +342,14 @@ def _further(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
     if c.kl:
         assert row.reference is not None
         counts["pi above ref" if row.pi > row.reference else "pi below ref"] += 1
-        d = torch.clamp(row.reference - row.logprob, -20, 20)
-        terms = terms + c.kl * (torch.exp(d) - 1 - d)
+        d = row.reference - row.logprob
+        divergence = _estimate(d, c.kl_estimator)
+        if c.kl_estimator == "k3_clamped":
+            counts["at the limit"] += divergence.item() == 10
+        if c.kl_straight_through:
+            squares = _estimate(d, "k2")
+            divergence = divergence.detach() + squares - squares.detach()
+        terms = terms + c.kl * divergence
     if c.entropy:
         assert row.entropy is not None
         terms = terms - c.entropy * row.entropy
@@ -253,8 +357,12 @@ def _further(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
 
 
 def _divisor(c: AlgoConfig, tokens: int, samples: int, length: int) -> int:
+    if c.aggregation == "token_sum":
+        return 1
     if c.aggregation == "token_mean":
         return tokens
+    if c.aggregation == "sequence_sum":
+        return samples
     if c.aggregation == "sequence_mean":
         return samples * length
     assert c.norm_length is not None

@@ -24,7 +24,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -194,11 +194,13 @@ WEIGHTS = Kind("algo.weight", "streamrl.algo.weights", "streamrl.algo.weights.ba
 MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask")
 REGULARISERS = Kind("algo.covariance", "streamrl.algo.regularisers", "streamrl.algo.regularisers.base:Regulariser")
 PROXIMALS = Kind("algo.proximal", "streamrl.algo.proximals", "streamrl.algo.proximals.base:Proximal")
+DIVERGENCES = Kind("algo.kl_estimator", "streamrl.algo.divergences", "streamrl.algo.divergences.base:Divergence")
+REWARD_DIVERGENCES = replace(DIVERGENCES, key="algo.kl_reward_estimator")
 AGGREGATIONS = Kind("algo.aggregation", "streamrl.algo.aggregations", "streamrl.algo.aggregations.base:Aggregation")
 FAMILIES = Kind("model.family", "streamrl.learner.families", "streamrl.learner.families.base:ModelFamily")
 TASKS = Kind("task.name", "streamrl.tasks.built_in", "streamrl.tasks.environment:Environment", hosted=True)
 TOOLS = Kind("task.args.tools", "streamrl.tasks.tools", "streamrl.tasks.tools.base:Tool")
 SINKS = Kind("observe.sink", "streamrl.observe.sinks", "streamrl.observe.sinks.base:Sink")
 
-ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, AGGREGATIONS)
+ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, DIVERGENCES, REWARD_DIVERGENCES, AGGREGATIONS)
 KINDS = (ORDERS, CURRICULA, TRANSPORTS, *ALGORITHM, FAMILIES, TASKS, TOOLS, SINKS)

@@ -261,6 +261,8 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     if options.run_folder is None:
         config = with_local_model(config_file.load(options.config, options.override))
         folder = run_folder.prepare(config, fresh=False)
+        if config.run.epochs is not None:
+            config = with_local_model(load_run(folder))  # has them as steps
         senseless.warn([*senseless.warnings(config), *left_out.load(folder).lines()])
     else:
         folder = run_folder_of(options.run_folder)

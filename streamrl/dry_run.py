@@ -25,8 +25,10 @@ from streamrl.lab.plan.command import model_shape
 from streamrl.observe.ending import resume_line
 from streamrl.places import absolute
 from streamrl.preflight import machine
+from streamrl.preflight.epochs import with_steps
 from streamrl.preflight.model import check_model
 from streamrl.supervisor import Supervisor
+from streamrl.tasks import left_out
 
 NOT_HERE = "not checked: packages and memory of that machine"
 NO_WEIGHTS = "not checked: the weights of {}, which a start fetches to {}"
@@ -40,6 +42,8 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     names = _names(gpus)
     placed = device_map(config, len(names)) if names else None
     unchecked = _check(config, made_up=gpus is not None, fresh=fresh)
+    if not fresh and (recorded := left_out.load(config.run_folder)).trained:
+        config = with_steps(config, recorded)
     run_folder.check(config, fresh=fresh)
     supervisor = Supervisor(config, config.run_folder, names)
     of_which = f"GPUs {','.join(names)}" if names else "no GPU: every process runs on the CPU"

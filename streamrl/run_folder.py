@@ -23,6 +23,7 @@ from streamrl.config.senseless import warnings
 from streamrl.hub.model import recorded_model
 from streamrl.hub.repository import model_of
 from streamrl.places import RECORD, absolute, load_run
+from streamrl.preflight.epochs import with_steps
 from streamrl.recorded.formats import FORMATS
 from streamrl.stream.identity import run_identity
 from streamrl.tasks import left_out
@@ -54,7 +55,8 @@ def prepare(config: Config, *, fresh: bool) -> Path:
     Raises ConfigError for what cannot run (`preflight/`), before anything is written, and as `make` does.
     """
     config = absolute(config)
-    return make(config, fresh=fresh, left_out_prompts=preflight.check(config, fresh=fresh))
+    found = preflight.check(config, fresh=fresh)
+    return make(with_steps(config, found), fresh=fresh, left_out_prompts=found)
 
 
 def make(config: Config, *, fresh: bool, left_out_prompts: LeftOut | None = None) -> Path:

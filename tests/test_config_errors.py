@@ -31,7 +31,7 @@ MEANT = {
     "learner.optimizer.learning-rate": "learner.optimizer.lr",
     "clip_ratio_high": "algo.eps_high",
     "max_steps": "run.steps",
-    "trainer.total_epochs": "run.steps",
+    "trainer.total_epochs": "run.epochs",
     "tensor_model_parallel_size": "learner.layout.tensor",
     "rollout.tensor_model_parallel_size": "generate.tensor_parallel",
     "model_name_or_path": "model.path",

@@ -41,7 +41,10 @@ BAD = [
     ("generate.attach=3", ["generate.attach: 3", "a list of addresses of the form http://HOST:PORT"]),
     ("model.dtype=float16", ["model.dtype: float16", "one of float32, bfloat16"]),
     ("model.trust_remote_code=true", ["model.trust_remote_code: true", "allowed: false"]),
-    ("algo.reference=/models/base", ["algo.reference: /models/base is read only with kl above 0", "allowed: null"]),
+    (
+        "algo.reference=/models/base",
+        ["algo.reference: /models/base is read only with kl or kl_reward above 0", "allowed: null"],
+    ),
     ("generate.server_args={trust-remote-code: true}", ["generate.server_args: trust_remote_code", "model folder"]),
     ("run.name=a/b", ["run.name: a/b", "matching"]),
     ("run.name.x=3", ["run.name.x: run.name is bad and has no keys", "allowed: run.name=VALUE"]),

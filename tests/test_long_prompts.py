@@ -12,6 +12,7 @@ from streamrl import cli, preflight
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.places import load_run
 from streamrl.preflight import prompts
 from streamrl.run_folder import prepare
 from streamrl.tasks import left_out
@@ -125,6 +126,57 @@ def test_a_run_that_goes_on_asks_what_it_asked_whatever_the_context_is_now(confi
     )  # fmt: skip
     prepare(configured(), fresh=True)
     assert left_out.load(folder).trained["jsonl"].size == 10
+
+
+@pytest.mark.parametrize(("side", "end"), [("cut_left", "aa="), ("cut_right", "aaa"), ("cut_middle", "aa=")])
+def test_a_run_cuts_what_it_would_leave_out_and_a_resume_does_it_at_the_same_place(configured, side, end):
+    def kept(config: Config) -> list[str]:
+        async def ask() -> list[str]:
+            tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+            try:
+                left_out.apply(tasks, left_out.load(config.run_folder).trained, config.run.seed)
+                task, tokenizer = tasks["jsonl"], Tokenizer(config.model.path)
+                prompts = [await fitting_prompt(task, index, tokenizer.prompt_ids) for index in range(len(LENGTHS))]
+                assert task.cut is not None
+                ids = [task.cut.kept(tokenizer.prompt_ids(prompt.content)) for prompt in prompts]
+                return tokenizer.text([each.tolist() for each in ids])
+            finally:
+                await close_tasks(tasks)
+
+        return asyncio.run(ask())
+
+    config = configured(task={**dumped(configured()), "long_prompts": side})
+    folder = prepare(config, fresh=False)
+    (line,) = left_out.load(folder).lines()
+    assert line == (
+        f"task.max_prompt_tokens: 3 of 8 prompts of jsonl are cut ({side}): above 46 tokens, the longest has 301"
+    )
+    asked = kept(config)
+    assert sorted(len(text) for text in asked) == [6, 8, 10, 13, 45, 46, 46, 46]
+    assert {text[-3:] for text in asked if len(text) == 46} == {end}
+    longer = configured(context=512, task={**dumped(configured()), "long_prompts": side})
+    prepare(longer, fresh=False)
+    assert kept(longer) == asked
+    with pytest.raises(ConfigError, match=r"task.long_prompts: leave_out differs from cut_"):
+        prepare(configured(), fresh=False)
+
+
+def test_a_run_that_may_have_no_long_prompt_is_refused(configured, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        preflight.check(configured(task={**dumped(configured()), "long_prompts": "refuse"}))
+    assert str(refused.value) == (
+        "task.long_prompts: refuse, and 3 of 8 prompts of jsonl have more than 46 tokens, the longest 301; allowed: "
+        "leave_out, cut_left, cut_right, cut_middle, or another task.max_prompt_tokens"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_epochs_are_recorded_as_the_steps_of_the_prompts_that_fit(configured):
+    config = configured(run={"epochs": 2}, replay={"groups_per_step": 2})
+    folder = prepare(config, fresh=False)
+    recorded = load_run(folder)
+    assert (recorded.run.steps, recorded.run.epochs) == (LEFT, None)
+    assert prepare(config, fresh=False) == folder  # the same ones again
 
 
 def test_a_record_that_cannot_be_read_is_one_line(configured):

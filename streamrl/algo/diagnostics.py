@@ -28,6 +28,9 @@ MAX = "max/"
 # Prefix of a value that says which tokens a regulariser penalises.
 PENALISED_BY = "penalised_by/"
 
+# What a penalty in the reward has taken off a token's share.
+REWARD_KL = "reward_kl"
+
 _MASKED_BY = "masked_by/"
 _LOSS_SHARES = (*CLIPPED, "entropy")  # means over n tokens, under `loss/`
 
@@ -103,7 +106,9 @@ def finish(
 
     - `loss/total`: the loss that was minimised, all terms, mean over the updates; a bucket has its part, the
       parts add up to it.
-    - `loss/kl`: mean KL(pi || pi_ref) by k3, 0 without a reference policy. Not `offpolicy/kl`, which is to mu.
+    - `loss/kl`: mean KL(pi || pi_ref) by `algo.kl_estimator`, 0 without a reference policy. Not `offpolicy/kl`: to
+      mu.
+    - `reward/kl`: mean of what `algo.kl_reward` multiplies and takes off the reward; absent without it.
     - `loss/entropy`: mean entropy of pi, nats, the term itself without its weight; absent if not measured.
     - `loss/clip_low`, `/clip_high`, `/clip_dual`: share of n with r < 1 - eps_low and A < 0, with
       r > 1 + eps_high and A > 0, with the dual clip's bound active; r of the sample in gspo, and whatever the
@@ -138,7 +143,7 @@ def _over_buckets(rows: Mapping[str, list[float]]) -> dict[str, float]:
 def _data_metrics(total: Mapping[str, float]) -> dict[str, float]:
     """How far off-policy the data is, from the first pass."""
     n = total["measured"]
-    return {
+    metrics = {
         "offpolicy/ess": _effective_sample_size(total["rho"], total["rho_squared"], n),
         "offpolicy/kl": _share(total["kl_k3"], n),
         "offpolicy/kl_k1": _share(total["kl_k1"], n),
@@ -147,6 +152,7 @@ def _data_metrics(total: Mapping[str, float]) -> dict[str, float]:
         "tokens/trained": total["trained"],
         "tokens/dropped": total["dropped"],
     }
+    return metrics | ({"reward/kl": _share(total[REWARD_KL], n)} if REWARD_KL in total else {})
 
 
 def _applied_metrics(total: Mapping[str, float], updates: int) -> dict[str, float]:

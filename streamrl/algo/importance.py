@@ -1,6 +1,6 @@
 """How far a token is off-policy and what its weight is: importance weight, mask, discount.
 
-    log ratio ──aggregate──▶ q ──f, C(s)──▶ weight ──masks──▶ 0 or weight ──discount──▶ w
+    log ratio ──aggregate──▶ q ──f, C(s)──▶ weight ──mean of the step──▶ ──masks──▶ 0 or weight ──discount──▶ w
 
 All of it is without gradient: the gradient of the loss flows through the family's surrogate alone.
 Tensors are flat over the n tokens that enter the loss; `sample` says which answer a token belongs to.
@@ -39,7 +39,7 @@ class Weights:
 def importance_weights(
     tokens: TokenBatch, log_rho: Tensor, proximal: Tensor, config: AlgoConfig, *, has_ratio: bool = True
 ) -> Weights:
-    """The weight pipeline: `weight`, then the masks, then `discount`.
+    """The weight pipeline: `weight`, its mean of the step where it is normalised, then the masks, then `discount`.
 
     log_rho: float [n], log pi - log mu; proximal: float [n], log pi_old; has_ratio: whether the family's
     surrogate contains pi / pi_old (`families/base.py`). Of the tokens, staleness, samples and selections are read.
@@ -53,6 +53,8 @@ def importance_weights(
     ratio, weight = weight_of(config).factors(tokens, log_correction, config, of_policy=of_policy)
     if of_policy and has_ratio:
         weight = weight / ratio
+    if config.weight_normalise:
+        weight = weight / needed(tokens.mean_weight, "mean_weight", "algo.weight_normalise=true")
 
     masked_by = _masks(tokens, log_correction, config)
     masked = torch.zeros_like(tokens.mask)
@@ -62,6 +64,26 @@ def importance_weights(
 
     discount = torch.pow(config.discount, tokens.staleness.to(log_rho.dtype))
     return Weights(weight=weight * discount, masked=masked, masked_by=masked_by)
+
+
+def weight_sums(batch: TokenBatch, config: AlgoConfig) -> Tensor:
+    """What `algo.weight_normalise` divides by, as a sum and a count: float64 [2], added over micro batches and ranks.
+
+    The weights are those under the weights that the step starts from, before masks and discount, of the trained tokens
+    whose mu is finite; one that a sample has as a whole counts once a sample. Raises ValueError without
+    `batch.proximal`.
+    """
+    scores = needed(batch.proximal, "proximal", "algo.weight_normalise=true")
+    index = (batch.mask & batch.behaviour.isfinite()).nonzero().squeeze(-1)
+    tokens = batch.select(index)
+    weight_choice = weight_of(config)
+    with torch.no_grad():
+        log_correction = log_ratio(scores[index], tokens.behaviour)
+        _, weight = weight_choice.factors(tokens, log_correction, config, of_policy=False)
+        counts = torch.ones_like(weight, dtype=torch.float64)
+        if weight_choice.of_sample:
+            counts = counts / torch.bincount(tokens.sample, minlength=tokens.samples)[tokens.sample]
+        return torch.stack([(weight.double() * counts).sum(), counts.sum()])
 
 
 def weight_cap(staleness: Tensor, dtype: torch.dtype, config: AlgoConfig) -> Tensor:
@@ -85,11 +107,16 @@ def mask_edges(config: AlgoConfig) -> tuple[float, float]:
 
 def _masks(tokens: TokenBatch, log_correction: Tensor, config: AlgoConfig) -> dict[str, Tensor]:
     """Which tokens each mask that is on takes away: bool [n]."""
-    masks, mask = {}, mask_of(config)
-    if mask.acts and mask.whole_step:
-        masks[mask.label] = needed(tokens.outliers, "outliers", f"algo.mask={config.mask}")
-    elif mask.acts:
-        masks[mask.label] = mask.masked(tokens, log_correction, config)
+    masks: dict[str, Tensor] = {}
+    for rule in config.mask_chain:
+        mask = mask_of(rule)
+        if not mask.acts:
+            continue
+        if mask.whole_step:
+            taken = needed(tokens.outliers, "outliers", f"algo.mask={rule.mask}")
+        else:
+            taken = mask.masked(tokens, log_correction, rule)
+        masks[mask.label] = taken | masks[mask.label] if mask.label in masks else taken
     regulariser = regulariser_of(config)
     if regulariser.acts:
         picked = needed(tokens.covariant, "covariant", f"algo.covariance={config.covariance}")

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from streamrl.algo.aggregations import aggregation_of
 from streamrl.algo.aggregations.base import Denominators
-from streamrl.algo.diagnostics import PENALISED_BY, bucket_sums, off_policy_values, weight_values
+from streamrl.algo.diagnostics import PENALISED_BY, REWARD_KL, bucket_sums, off_policy_values, weight_values
+from streamrl.algo.divergences import divergence_of
 from streamrl.algo.families import family_of
 from streamrl.algo.importance import importance_weights
 from streamrl.algo.proximals import proximal_of
@@ -24,10 +25,10 @@ from streamrl.config.learner import AlgoConfig
 def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:
     """The micro batch's part of the loss, a scalar to call backward on, and its sums for `diagnostics.finish`.
 
-    `L_t = -w S + beta k3(pi || pi_ref) + R - lambda H`, S of the family `config.loss`, R of the regulariser
-    `config.covariance`, summed with each token's share of the mean. A token that a mask zeroes keeps its other
-    terms; a token whose mu is not finite has none. Parts of one update are added, never averaged. A batch without a
-    trained token gives 0 with zero gradients, so that no rank falls out of step.
+    `L_t = -w S + beta D(pi || pi_ref) + R - lambda H`, S of the family `config.loss`, D by `config.kl_estimator`, R of
+    the regulariser `config.covariance`, summed with each token's share of the mean. A token that a mask zeroes keeps
+    its other terms; a token whose mu is not finite has none. Parts of one update are added, never averaged. A batch
+    without a trained token gives 0 with zero gradients, so that no rank falls out of step.
 
     Raises ValueError if a setting needs a field that the batch does not have, naming both.
     """
@@ -54,14 +55,18 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     return loss.sum(), sums
 
 
-def reference_kl(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """k3 estimate of KL(pi || pi_ref) of every token: `exp(d) - 1 - d`, d = log pi_ref - log pi: [n], >= 0.
+def reference_kl(logprobs: Tensor, reference: Tensor, config: AlgoConfig) -> Tensor:
+    """The estimate of KL(pi || pi_ref) of every token by `algo.kl_estimator`: [n] with gradient.
 
-    d is clamped to +-20 in both places, so that a token beyond it pulls in no direction, rather than the wrong
-    one. Source: Schulman, "Approximating KL divergence" (2020).
+    d = log pi_ref - log pi is clamped to +-20, so that a token beyond it pulls in no direction, rather than the wrong
+    one. `algo.kl_straight_through`: the value of the estimate with the gradient of k2.
     """
     difference = bounded(reference - logprobs)
-    return difference.exp() - 1 - difference
+    estimate = divergence_of(config).estimate(difference)
+    if not config.kl_straight_through:
+        return estimate
+    squares = difference.square() / 2
+    return squares - squares.detach() + estimate.detach()
 
 
 def _further_terms(tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
@@ -75,9 +80,11 @@ def _further_terms(tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tup
             terms = terms + penalty
             values[PENALISED_BY + regulariser.label] = picked
     if config.kl != 0:
-        kl = reference_kl(tokens.logprobs, needed(tokens.reference, "reference", f"algo.kl={config.kl:g}"))
+        kl = reference_kl(tokens.logprobs, needed(tokens.reference, "reference", f"algo.kl={config.kl:g}"), config)
         terms = terms + config.kl * kl
         values["kl"] = kl.detach()
+    if tokens.reward_kl is not None:
+        values[REWARD_KL] = tokens.reward_kl
     if config.entropy != 0:
         terms = terms - config.entropy * needed(tokens.entropy, "entropy", f"algo.entropy={config.entropy:g}")
     if tokens.entropy is not None:

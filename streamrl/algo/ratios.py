@@ -25,23 +25,39 @@ def log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
 
 
 def product(log_ratios: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """The log of the product over a token's sample: [n], dtype and gradient of the input, the same for all its tokens.
-
-    log_ratios: float [n]; sample: int64 [n] in 0..samples-1, whose tokens are all here. Summed in float64, so that the
-    order of the tokens hardly matters.
-    """
-    return _finite(_sums(log_ratios, sample, samples), log_ratios.dtype).to(log_ratios.dtype)[sample]
+    """The log of the product over a token's sample: as `sample_sum`."""
+    return sample_sum(log_ratios, sample, samples)
 
 
 def geometric_mean(log_ratios: Tensor, sample: Tensor, samples: int) -> Tensor:
-    """As `product`, of the geometric mean."""
-    means = _sums(log_ratios, sample, samples) / torch.bincount(sample, minlength=samples).clamp(min=1)
-    return _finite(means, log_ratios.dtype).to(log_ratios.dtype)[sample]
+    """The log of the geometric mean over a token's sample: as `sample_mean`."""
+    return sample_mean(log_ratios, sample, samples)
 
 
-def _sums(log_ratios: Tensor, sample: Tensor, samples: int) -> Tensor:
-    total = torch.zeros(samples, dtype=torch.float64, device=log_ratios.device)
-    return total.index_add(0, sample, log_ratios.double())
+def sample_sum(values: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """The sum over a token's sample: [n], dtype and gradient of the input, the same for all its tokens.
+
+    values: float [n]; sample: int64 [n] in 0..samples-1, whose tokens are all here. Summed in float64, so that the
+    order of the tokens hardly matters.
+    """
+    return _finite(_sums(values, sample, samples), values.dtype).to(values.dtype)[sample]
+
+
+def sample_mean(values: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """As `sample_sum`, of the mean."""
+    means = _sums(values, sample, samples) / torch.bincount(sample, minlength=samples).clamp(min=1)
+    return _finite(means, values.dtype).to(values.dtype)[sample]
+
+
+def sample_max(values: Tensor, sample: Tensor, samples: int) -> Tensor:
+    """As `sample_sum`, of the largest; values: >= 0, without gradient."""
+    largest = torch.zeros(samples, dtype=values.dtype, device=values.device)
+    return largest.scatter_reduce(0, sample, values, reduce="amax")[sample]
+
+
+def _sums(values: Tensor, sample: Tensor, samples: int) -> Tensor:
+    total = torch.zeros(samples, dtype=torch.float64, device=values.device)
+    return total.index_add(0, sample, values.double())
 
 
 def sample_staleness(staleness: Tensor, sample: Tensor, samples: int) -> Tensor:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Field = TypeVar("Field")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -28,6 +31,8 @@ class TokenBatch:
     reference: Tensor | None = None  # like logprobs, log pi_ref
     outliers: Tensor | None = None  # bool [N], tokens that `mask: second_moment` zeroes (`whole_step.Selection`)
     covariant: Tensor | None = None  # bool [N], tokens that `algo.covariance` acts on (`whole_step.Selection`)
+    reward_kl: Tensor | None = None  # like logprobs, what `algo.kl_reward` has taken off the reward, for the metric
+    mean_weight: float | None = None  # of the step, before masks and discount (`importance.weight_sums`)
 
     def __post_init__(self) -> None:
         dtype = self.logprobs.dtype
@@ -35,7 +40,7 @@ class TokenBatch:
             raise ValueError(f"logprobs is {dtype} {list(self.logprobs.shape)}, float32 or float64 [N] is needed")
         expected = {"behaviour": dtype, "advantages": dtype, "mask": torch.bool}
         expected |= {"staleness": torch.int64, "sample": torch.int64}
-        optional = {"entropy": dtype, "proximal": dtype, "reference": dtype}
+        optional = {"entropy": dtype, "proximal": dtype, "reference": dtype, "reward_kl": dtype}
         optional |= {"outliers": torch.bool, "covariant": torch.bool}
         expected |= {name: needed for name, needed in optional.items() if getattr(self, name) is not None}
         for name, needed in expected.items():
@@ -64,11 +69,13 @@ class TokenBatch:
             reference=at(self.reference),
             outliers=at(self.outliers),
             covariant=at(self.covariant),
+            reward_kl=at(self.reward_kl),
+            mean_weight=self.mean_weight,
         )
 
 
-def needed(tensor: Tensor | None, field: str, setting: str) -> Tensor:
+def needed(value: Field | None, field: str, setting: str) -> Field:
     """The optional field of a batch that a setting reads. Raises ValueError, naming both, where it is None."""
-    if tensor is None:
+    if value is None:
         raise ValueError(f"{field} is None, {setting} needs it")
-    return tensor
+    return value

@@ -16,6 +16,7 @@ from streamrl.api.inputs import FOLDER, Inputs
 from streamrl.config import Config, senseless
 from streamrl.places import absolute
 from streamrl.preflight import machine
+from streamrl.preflight.epochs import with_steps
 from streamrl.supervisor import Supervisor
 from streamrl.tasks.left_out import LeftOut
 
@@ -29,6 +30,7 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
     """
     config = absolute(preflight.local_model(config))
     left_out = _check(config, inputs, fresh=fresh)
+    config = with_steps(config, left_out)
     claim = run_folder.lock(config)
     try:
         if inputs is not None and not fresh:

@@ -190,7 +190,8 @@ class Run:
             self._state = RUN.next(self._state, Event.RESUME)
             self._supervisor, self._error = None, None
         if steps is not None:
-            self.config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"steps": steps})})
+            run = self.config.run.model_copy(update={"steps": steps, "epochs": None})
+            self.config = self.config.model_copy(update={"run": run})
         return self.start()
 
     def _run(self, fresh: bool, checked: threading.Event) -> None:
@@ -198,6 +199,7 @@ class Run:
         code = 1
         try:
             with launched(self.config, fresh=fresh, inputs=self._inputs) as supervisor:
+                self.config = supervisor.config  # with the steps that its epochs have
                 self._begin(supervisor)
                 checked.set()
                 code = self._supervised(supervisor)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from streamrl.choices import kind_in
+from streamrl.choices import Kind, kind_in
 from streamrl.config.file import fields, value_at
 from streamrl.config.tree import Config
 
@@ -40,6 +41,8 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "learner.optimizer.spike_factor",
         lambda c: c.learner.optimizer.spike_factor is not None,
     ),
+    (("algo.kl_estimator", "algo.kl_straight_through"), "algo.kl above 0", lambda c: c.algo.kl > 0),
+    (("algo.kl_reward_estimator",), "algo.kl_reward above 0", lambda c: c.algo.kl_reward > 0),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
 )
 
@@ -57,10 +60,16 @@ def warn(lines: Iterable[str]) -> None:
 
 def _unused(config: Config) -> Iterator[str]:
     defaults = {path: field.get_default(call_default_factory=True, validated_data={}) for path, field in fields()}
+    kinds = {path: kind_in(field.metadata) for path, field in fields()}
     without_effect = [(key, needed) for keys, needed, is_used in _USED if not is_used(config) for key in keys]
     for key, needed in [*without_effect, *_unused_by_choices(config)]:
-        if (value := value_at(config, key)) != defaults[key]:
+        if not _is_same(value := value_at(config, key), defaults[key], kinds[key]):
             yield f"{key}: {value} has no effect without {needed}"
+
+
+def _is_same(value: Any, default: Any, kind: Kind | None) -> bool:
+    """Is it the default, where it is a built-in choice by its name or by its path?"""
+    return value == default or (kind is not None and kind.load(value) is kind.load(default))
 
 
 def _unused_by_choices(config: Config) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -65,13 +65,22 @@ class TaskConfig(Section):
     max_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="prompts with more tokens are left out; null: those that the context has beside an answer of "
+        description="prompts with more tokens are too long; null: those that the context has beside an answer of "
         "sampling.max_new_tokens",
+    )
+    long_prompts: Literal["leave_out", "refuse", "cut_left", "cut_right", "cut_middle"] = Field(
+        "leave_out",
+        description="what becomes of prompts that are too long: left out, the run refused, or cut to that many tokens",
     )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
     scoring: ScoringConfig = Field(
         default_factory=ScoringConfig, description="processes, deadlines and failures of scorers"
     )
+
+    @property
+    def cut(self) -> str | None:
+        """The side at which long prompts are cut; None: they are not."""
+        return self.long_prompts if self.long_prompts.startswith("cut") else None
 
     @property
     def shares(self) -> tuple[TaskShare, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
 from streamrl.config.evaluate import EvaluateConfig
@@ -33,6 +33,9 @@ class RunConfig(Section):
     )
     seed: int = Field(1, ge=0, description="seed of prompts, initialisation and dropout")
     steps: int = Field(100, ge=1, description="learner steps of the whole run")
+    epochs: float | None = Field(
+        None, gt=0, description="times that the task's prompts are asked, instead of steps; the run's record has steps"
+    )
     placement: Literal["separate", "shared"] = Field(
         "separate",
         description="shared: learner and servers take turns on the same devices: the servers sleep while it trains",
@@ -49,6 +52,22 @@ class RunConfig(Section):
         description="seconds without a learner step after which every role ends with an error; above "
         "replay.group_timeout; null: twice the longest that one step may rightly wait",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_steps_are_none(cls, values: Any) -> Any:
+        """`run.steps=null` takes away what a file says, so that `run.epochs` can stand in its place."""
+        if isinstance(values, dict) and values.get("steps", 0) is None:
+            return {key: value for key, value in values.items() if key != "steps"}
+        return values
+
+    @rule
+    def _length_is_given_once(self) -> None:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError(
+                f"epochs: {self.epochs:g} is not possible beside run.steps={self.steps}; allowed: one of the two, the "
+                "other null"
+            )
 
     @property
     def shares_devices(self) -> bool:

@@ -23,6 +23,7 @@ from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.observe.bars import Report, silent
+from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
 from streamrl.tasks.failures import describe
 from streamrl.tasks.hosted import check_tasks, host_tasks
@@ -40,6 +41,8 @@ class Handle(Inference, Protocol):
     """An inference handle that says what went wrong."""
 
     failures: list[str]
+
+    def cut_prompt(self, prompt: Prompt, cut: Cut) -> None: ...
 
 
 class Handles(Protocol):
@@ -147,6 +150,8 @@ class Walk:
     ) -> tuple[list[Judged], Sequence[str]]:
         """The judged answers, at most `n`, and why others are missing."""
         handle = self._handles(greedy=greedy, deadline=self._deadline)
+        if task.cut is not None:
+            handle.cut_prompt(prompt, task.cut)
         try:
             async with asyncio.timeout_at(self._deadline + SCORING_TIME):
                 rollouts = await task.rollout_group(handle, prompt, n)

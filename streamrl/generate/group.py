@@ -107,6 +107,8 @@ async def _outcome(ticket: Ticket, task: Environment, inference: EngineInference
     try:
         async with asyncio.timeout_at(deadline):
             prompt = await fitting_prompt(task, ticket.prompt_index, inference.prompt_ids)
+            if task.cut is not None:
+                inference.cut_prompt(prompt, task.cut)
             rollouts = await task.rollout_group(inference, prompt, group_size)
         if len(rollouts) != group_size:
             raise ValueError(f"the task gave {len(rollouts)} rollouts, {group_size} were asked for")

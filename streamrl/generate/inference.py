@@ -17,7 +17,8 @@ from streamrl.engine.client import Answer, EngineError
 from streamrl.generate.moe_routing import routing_columns
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.stream.contiguous import answer_arrays
-from streamrl.tasks.environment import Completion, Message
+from streamrl.tasks.cut import Cut
+from streamrl.tasks.environment import Completion, Message, Prompt
 from streamrl.types import PolicyVersion, VersionSpan
 
 # What a task may choose for itself. Anything that shapes the distribution (temperature, penalties, truncation) would
@@ -127,6 +128,7 @@ class EngineInference:
         self._options: dict[str, Any] = {"routed_experts": routed_experts}
         self._options |= {"priority": priority} if priority is not None else {}
         self.failures: list[str] = []
+        self._cut: tuple[Prompt, Cut] | None = None
         self._sampling: dict[str, Any] = {
             "temperature": 0.0 if greedy else config.sampling.temperature,
             "top_p": config.sampling.top_p,
@@ -159,7 +161,19 @@ class EngineInference:
         return self._completions(prompt_ids, [answer for some in answers for answer in some])
 
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
-        return self._tokenizer.prompt_ids(prompt, tools)
+        """As `Inference` has it. Raises ValueError, too, for a prompt with images that is cut."""
+        ids = self._tokenizer.prompt_ids(prompt, tools)
+        if self._cut is None or prompt != self._cut[0].content:
+            return ids
+        asked, cut = self._cut
+        kept = cut.kept(ids)
+        if asked.images and len(kept) < len(ids):
+            raise ValueError(f"prompt {asked.index}: it has images and {len(ids)} tokens, and a cut might part one")
+        return kept
+
+    def cut_prompt(self, prompt: Prompt, cut: Cut) -> None:
+        """Cut the ids of this prompt, and of no other: those of a further turn are added behind what stays."""
+        self._cut = (prompt, cut)
 
     def added_ids(
         self,

@@ -48,12 +48,12 @@ class Reference:
 
     @classmethod
     def of(cls, config: Config, wrapped: Sequence[DistributedDataParallel]) -> Reference | None:
-        """The reference of a run, or None where `algo.kl` is 0.
+        """The reference of a run, or None where `algo.kl` and `algo.kl_reward` are 0.
 
         Call it before the weights of the policy are loaded, from wherever: the chunks are left with the weights of
         the reference. Raises ConfigError for a reference of another shape, and what `load_weights` raises.
         """
-        if config.algo.kl == 0:
+        if not config.algo.needs_reference:
             return None
         folder = config.algo.reference
         if folder is None and config.learner.lora.rank:

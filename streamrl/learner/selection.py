@@ -21,12 +21,17 @@ from streamrl.learner.packing import MicroBatch
 
 
 def select(
-    micro_batches: Sequence[MicroBatch], scores: Sequence[Tensor], seed: int, config: AlgoConfig
+    micro_batches: Sequence[MicroBatch],
+    scores: Sequence[Tensor],
+    seed: int,
+    config: AlgoConfig,
+    advantages: Sequence[Tensor] | None = None,
 ) -> list[Selection]:
     """What the rules of `config` take of each micro batch.
 
     micro_batches: all of this rank and step, of every mini batch; scores: float32 [N] of each, log-probs under
-    the weights that the step starts from; seed: of this step's draw. Collective over the data-parallel group, on
+    the weights that the step starts from; seed: of this step's draw; advantages: float32 [N] of each, in place of the
+    micro batch's own. Collective over the data-parallel group, on
     the ranks that have the scores: those of the last pipeline stage. Every rank sees all tokens, about 32 bytes
     each, and decides alike.
     """
@@ -41,7 +46,9 @@ def select(
     fields = {
         "scores": torch.cat(list(scores)),
         "behaviour": joined([micro.behaviour for micro in micro_batches]),
-        "advantages": joined([micro.advantages for micro in micro_batches]),
+        "advantages": (
+            torch.cat(list(advantages)) if advantages else joined([micro.advantages for micro in micro_batches])
+        ),
         "staleness": joined([micro.staleness for micro in micro_batches]),
         "place": joined([micro.place for micro in micro_batches]),
     }

@@ -18,23 +18,27 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from streamrl.algo.advantages import group_advantages
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import finish, merge
+from streamrl.algo.importance import weight_sums
 from streamrl.algo.losses import policy_loss
+from streamrl.algo.reward_penalty import Outcomes
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import needs_scores, needs_selection
 from streamrl.config import Config
-from streamrl.config.learner import AdvantageConfig
+from streamrl.config.learner import AdvantageConfig, AlgoConfig
 from streamrl.device import Device
 from streamrl.device_copy import DONE, Copied
 from streamrl.learner.forward import Passes
 from streamrl.learner.optimizer import PolicyOptimizer, Update
 from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
 from streamrl.learner.reference import Reference
+from streamrl.learner.reward_penalty import Penalised, outcomes_of, penalise
 from streamrl.learner.selection import select
 from streamrl.observe.events import now
 from streamrl.types import Batch
@@ -59,6 +63,7 @@ class Share:
 
     step: int
     mini_batches: list[MiniBatch]
+    outcomes: Outcomes | None = None  # of the whole step, where `algo.kl_reward` changes the advantages
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -73,14 +78,17 @@ class Signals:
     reference: Tensor | None = None
     outliers: Tensor | None = None
     covariant: Tensor | None = None
+    penalised: Penalised | None = None  # what `algo.kl_reward` puts in place of the micro batch's advantages
+    mean_weight: float | None = None
 
 
 def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: int) -> list[Share]:
     """The share of every data-parallel rank. Raises SequenceTooLongError and ValueError, naming group and sample."""
     planned = plan_step(batch, batch_advantages(batch, config.algo.advantage), packing, mini_batches)
     denominators = [Denominators.of(sample.loss_mask for sample in part.samples) for part in cut(batch, mini_batches)]
+    outcomes = outcomes_of(batch) if config.algo.kl_reward else None
     return [
-        Share(batch.step, [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)])
+        Share(batch.step, [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)], outcomes)
         for of_rank in zip(*planned, strict=True)
     ]
 
@@ -178,19 +186,36 @@ class LearnerStep:
             reference = self._passes.score(rows) if needed["reference"] else nothing
         known = [Signals() for _ in rows]
         if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
-            seed = self._config.run.seed * _SEEDS_APART + share.step
-            picked = select(rows, scores, seed, algo) if needs_selection(algo) else nothing
-            known = [
-                Signals(
-                    proximal=score if algo.chosen("proximal").scored else None,
-                    reference=other,
-                    outliers=choice and choice.outliers,
-                    covariant=choice and choice.covariant,
-                )
-                for score, other, choice in zip(scores, reference, picked, strict=True)
-            ]
+            known = self._known(share, scores, reference)
         left = iter(known)
         return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
+
+    def _known(self, share: Share, scores: list[Any], reference: list[Any]) -> list[Signals]:
+        """Of each micro batch, from its log-probs under the policy and under the reference; None: not scored."""
+        algo, rows = self._config.algo, share.micro_batches
+        nothing: list[Any] = [None] * len(rows)
+        proximal = scores if algo.chosen("proximal").scored else nothing
+        penalised = nothing
+        if share.outcomes is not None:
+            old = proximal if algo.chosen("proximal").scored else [_behaviour(row, self._device) for row in rows]
+            penalised = penalise(rows, old, reference, share.outcomes, algo)
+        seed = self._config.run.seed * _SEEDS_APART + share.step
+        picked = nothing
+        if needs_selection(algo):
+            advantages = [made.advantages for made in penalised] if share.outcomes is not None else None
+            picked = select(rows, scores, seed, algo, advantages)
+        mean_weight = _mean_weight(rows, proximal, algo) if algo.weight_normalise else None
+        return [
+            Signals(
+                proximal=score,
+                reference=other,
+                outliers=choice and choice.outliers,
+                covariant=choice and choice.covariant,
+                penalised=made,
+                mean_weight=mean_weight,
+            )
+            for score, other, choice, made in zip(proximal, reference, picked, penalised, strict=True)
+        ]
 
     def _loss(
         self, mini: MiniBatch, known: Sequence[Signals], logprobs: Tensor, entropy: Tensor, index: int
@@ -211,11 +236,12 @@ def tokens_of(
     def on_device(array: Any) -> Tensor:
         return torch.from_numpy(array).to(logprobs.device)
 
+    made = signals.penalised
     return TokenBatch(
         logprobs=logprobs,
         entropy=entropy,
         behaviour=on_device(micro.behaviour),
-        advantages=on_device(micro.advantages),
+        advantages=on_device(micro.advantages) if made is None else made.advantages,
         mask=torch.ones_like(logprobs, dtype=torch.bool),
         staleness=on_device(micro.staleness),
         sample=on_device(micro.sample),
@@ -224,7 +250,28 @@ def tokens_of(
         reference=signals.reference,
         outliers=signals.outliers,
         covariant=signals.covariant,
+        reward_kl=None if made is None else made.reward_kl,
+        mean_weight=signals.mean_weight,
     )
+
+
+def _mean_weight(rows: Sequence[MicroBatch], proximal: Sequence[Tensor], algo: AlgoConfig) -> float:
+    """What `algo.weight_normalise` divides by: the mean over the step; 1 where no token has a weight.
+
+    Collective over the data-parallel group.
+    """
+    batches = (
+        tokens_of(row, score, torch.zeros_like(score), Signals(proximal=score))
+        for row, score in zip(rows, proximal, strict=True)
+    )
+    sums = torch.stack([weight_sums(tokens, algo) for tokens in batches]).sum(0)
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+    total, count = sums.tolist()
+    return total / count if count else 1.0
+
+
+def _behaviour(micro: MicroBatch, device: Device) -> Tensor:
+    return torch.from_numpy(micro.behaviour).to(device.torch_device)
 
 
 class _Clock:

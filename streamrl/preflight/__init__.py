@@ -122,13 +122,19 @@ async def _check_sizes(
 ) -> LeftOut:
     """Raises ConfigError for what the model, a row of the learner or a message cannot hold."""
     config, shape, refusals = sizes.config, sizes.shape, Refusals()
-    trained = await look_at(tasks, sizes.tokenizer, prompt_limit(config, shape), recorded.trained)
+    limit, cut = prompt_limit(config, shape), config.task.cut
+    if cut is not None and limit < 1:
+        raise ConfigError(
+            f"task.long_prompts: {cut} has nothing to leave of a prompt: an answer of generate.sampling.max_new_tokens "
+            "takes the whole context; allowed: a longer context, or shorter answers"
+        )
+    trained = await look_at(tasks, sizes.tokenizer, limit, recorded.trained, cut)
     _check_key(config, trained)
     held_out: Seen | None = None
     with refusals:
         check_lengths(config, shape, trained.longest)
     if evaluated:
-        held_out = await look_at(evaluated, sizes.tokenizer, evaluated_limit(config, shape), {})
+        held_out = await look_at(evaluated, sizes.tokenizer, max(1, evaluated_limit(config, shape)), {}, cut)
         _check_key(config, held_out)
         with refusals:
             check_evaluated(config, shape, held_out.longest)
@@ -139,8 +145,19 @@ async def _check_sizes(
 
 
 def _check_key(config: Config, seen: Seen) -> None:
-    """Refuse a `task.max_prompt_tokens` that leaves a task no prompt. Raises ConfigError."""
+    """Refuse long prompts where they are to be, and a `task.max_prompt_tokens` that leaves a task no prompt.
+
+    Raises ConfigError.
+    """
     for name, found in seen.of_tasks.items():
+        if config.task.long_prompts == "refuse" and found.too_long:
+            raise ConfigError(
+                f"task.long_prompts: refuse, and {found.too_long:,} of {found.looked:,} prompts of {name} have more "
+                f"than {found.limit:,} tokens, the longest {found.longest:,}; allowed: leave_out, cut_left, cut_right, "
+                "cut_middle, or another task.max_prompt_tokens"
+            )
+        if config.task.cut is not None:
+            continue
         if config.task.max_prompt_tokens is not None and found.too_long == found.looked:
             raise ConfigError(
                 f"task.max_prompt_tokens: {found.limit} leaves out all {found.looked:,} prompts of {name} that were "

@@ -62,19 +62,24 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 
 async def look_at(
-    tasks: Mapping[str, Environment], tokenizer: Tokenizer, limit: int, recorded: Mapping[str, OfTask]
+    tasks: Mapping[str, Environment],
+    tokenizer: Tokenizer,
+    limit: int,
+    recorded: Mapping[str, OfTask],
+    cut: str | None = None,
 ) -> Seen:
     """Look at the prompts of all tasks, of which those with more than `limit` tokens are too long.
 
-    `recorded`: what the run that goes on leaves out, which stays as it is. Raises ConfigError for a prompt that a task
-    or the model's chat template cannot make, and for a task that has another number of prompts than is recorded.
+    `recorded`: what the run that goes on leaves out, which stays as it is. `cut`: the side at which those that are too
+    long are cut to the limit, so that they fit; None: they are not. Raises ConfigError for a prompt that a task or the
+    model's chat template cannot make, and for a task that has another number of prompts than is recorded.
     """
     longest = Longest(tokens=0, whose="a prompt")
     of_tasks: dict[str, OfTask] = {}
     for name, task in tasks.items():
         before = recorded.get(name)
         _check_size(name, task, before)
-        lengths = await _look(name, task, tokenizer, limit if before is None else before.limit)
+        lengths = await _look(name, task, tokenizer, limit if before is None else before.limit, cut)
         found = lengths.longest()
         longest = max(longest, found, key=lambda each: each.tokens)
         of_tasks[name] = before or lengths.of_task(task)
@@ -96,6 +101,7 @@ class _Lengths:
     name: str
     tokenizer: Tokenizer
     limit: int  # tokens
+    cut: str | None = None
     looked: int = 0
     whole: bool = False  # were all prompts looked at?
     too_long: dict[int, int] = field(default_factory=dict)  # index -> tokens
@@ -117,6 +123,8 @@ class _Lengths:
         for index, prompt in self._most_bytes():
             self._tokenise(index, prompt)
         self.short = []
+        if self.cut is not None and self.too_long:
+            return Longest(tokens=self.limit, whose=f"prompt {min(self.too_long)} of {self.name}, cut,")
         if self.fitting is not None:
             return self.fitting
         index = max(self.too_long, key=self.too_long.__getitem__)
@@ -130,7 +138,9 @@ class _Lengths:
             shortest=min(self.too_long.values(), default=0),
             longest=max(self.too_long.values(), default=0),
             size=task.size,
-            left_out=tuple(sorted(self.too_long)) if self.whole else None,
+            left_out=() if self.cut is not None else tuple(sorted(self.too_long)) if self.whole else None,
+            whole=self.whole,
+            cut=self.cut,
         )
 
     def _most_bytes(self) -> list[tuple[int, Prompt]]:
@@ -164,12 +174,12 @@ class _Lengths:
         return self.around[messages]
 
 
-async def _look(name: str, task: Environment, tokenizer: Tokenizer, limit: int) -> _Lengths:
+async def _look(name: str, task: Environment, tokenizer: Tokenizer, limit: int, cut: str | None) -> _Lengths:
     """The first prompt, and further ones as long as there is time."""
     count = ENDLESS if task.size is None else task.size
     if count < 1:
         raise ConfigError(f"task.name: {name} has no prompts: its size is {count}; allowed: above 0, or None (endless)")
-    lengths = _Lengths(name=name, tokenizer=tokenizer, limit=limit)
+    lengths = _Lengths(name=name, tokenizer=tokenizer, limit=limit, cut=cut)
     deadline = time.monotonic() + SECONDS
     for index in range(0, count, -(-count // MOST)):
         try:

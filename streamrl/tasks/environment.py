@@ -24,6 +24,7 @@ from streamrl.tasks.starter import Starter
 from streamrl.types import PolicyVersion, VersionSpan
 
 if TYPE_CHECKING:
+    from streamrl.tasks.cut import Cut
     from streamrl.tasks.left_out import Fitting
 
 log = logging.getLogger(__name__)
@@ -184,6 +185,9 @@ class Environment(ABC):
 
     fitting: Fitting | None = None
     """The prompts that are asked where some are too long, which the run knows and not the task; None: all."""
+
+    cut: Cut | None = None
+    """How the prompts are cut that are too long; None: they are not."""
 
     runs_inline: ClassVar[bool] = False
     """Said by a class of itself: no method of it computes, or waits without `await`, for more than milliseconds. Then

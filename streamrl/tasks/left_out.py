@@ -1,4 +1,4 @@
-"""The prompts that a run leaves out because they are too long, and what an index stands for then.
+"""The prompts that a run leaves out, or cuts, because they are too long, and what an index stands for then.
 
     the whole data set was looked at   index 0, 1, 2, ... of what fits: of prompts 0 1 2 3 without 1, that is 0 2 3, and
                                        then each epoch the same ones in another order
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from streamrl.config.file import ConfigError
+from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import Environment, Prompt
 from streamrl.tasks.order import item_at
 
@@ -47,12 +48,21 @@ class OfTask(msgspec.Struct, frozen=True, kw_only=True):
     longest: int  # tokens of the longest of them
     size: int | None  # prompts of an epoch, those that are left out too; None: the task has no end
     left_out: tuple[int, ...] | None  # their indices in the first epoch, ascending; None: not all were looked at
+    whole: bool | None = None  # were all looked at? None: as left_out says
+    cut: str | None = None  # the side at which they are cut, of which none is left out then
+
+    @property
+    def fitting(self) -> int | None:
+        """Prompts of one epoch that fit; None: no end."""
+        return self.size if self.size is None or self.left_out is None else self.size - len(self.left_out)
 
     def line(self, name: str) -> str:
         """What the user reads where some are left out."""
-        seen = f"{self.looked:,} prompts" if self.left_out is not None else f"a sample of {self.looked:,} prompts"
+        whole = self.left_out is not None if self.whole is None else self.whole
+        seen = f"{self.looked:,} prompts" if whole else f"a sample of {self.looked:,} prompts"
+        done = "left out" if self.cut is None else f"cut ({self.cut})"
         return (
-            f"task.max_prompt_tokens: {self.too_long:,} of {seen} of {name} are left out: above {self.limit:,} tokens, "
+            f"task.max_prompt_tokens: {self.too_long:,} of {seen} of {name} are {done}: above {self.limit:,} tokens, "
             f"the longest has {self.longest:,}"
         )
 
@@ -90,8 +100,7 @@ class Fitting:
     @property
     def size(self) -> int | None:
         """Prompts of one epoch; None: no end."""
-        found = self._found
-        return found.size if found.size is None or found.left_out is None else found.size - len(found.left_out)
+        return self._found.fitting
 
     async def prompt(self, task: Environment, index: int, tokenise: Tokenise) -> Prompt:
         """The prompt of `index`, as `Environment.fetch`: the same one on any machine. Raises ValueError for none."""
@@ -111,10 +120,14 @@ class Fitting:
 
 
 def apply(tasks: Mapping[str, Environment], found: Mapping[str, OfTask], seed: int) -> None:
-    """Leave prompts out of tasks, by their labels. `seed`: of the order of further epochs."""
+    """Leave prompts out of tasks, or cut them, by their labels. `seed`: of the order of further epochs."""
     for name, task in tasks.items():
         of_task = found.get(name)
-        if of_task is not None and (of_task.left_out is None or of_task.left_out):
+        if of_task is None:
+            continue
+        if of_task.cut is not None:
+            task.cut = Cut(of_task.cut, of_task.limit)
+        elif of_task.left_out is None or of_task.left_out:
             task.fitting = Fitting(of_task, seed)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamrl.algo.families.base import CLIPPED
-from streamrl.choices import AGGREGATIONS, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
+from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
 from streamrl.config.learner import AlgoConfig
 from streamrl.testing.declarations import Conformance
 
@@ -49,6 +49,7 @@ def token_batch(seed: int = 0, spread: float = 0.5) -> TokenBatch:
         covariant=torch.rand(TOKENS, generator=draw) < 0.2,
         outliers=torch.rand(TOKENS, generator=draw) < 0.2,
         proximal=behaviour,
+        reference=behaviour.roll(1),
     )
 
 
@@ -289,3 +290,39 @@ class AggregationConformance(_OfTheLoss):
         from streamrl.algo.aggregations.base import Denominators
 
         return aggregation_of(self.config).shares(batch, self.config, Denominators(tokens=TOKENS, samples=5))
+
+
+class DivergenceConformance(_OfTheLoss):
+    """An estimator of a divergence: nothing between equal policies, finite and of the right gradient elsewhere."""
+
+    kind = DIVERGENCES
+
+    @property
+    def config(self) -> AlgoConfig:
+        return super().config.model_copy(update={"kl": 0.1})
+
+    def test_equal_policies_have_none(self) -> None:
+        import torch
+
+        assert torch.equal(self._estimate(torch.zeros(3)), torch.zeros(3))
+
+    def test_it_is_finite_up_to_the_largest_difference(self) -> None:
+        import torch
+
+        difference = torch.linspace(-20, 20, TOKENS).requires_grad_()
+        estimate = self._estimate(difference)
+        assert estimate.shape == difference.shape
+        assert estimate.isfinite().all()
+        (gradient,) = torch.autograd.grad(estimate.sum(), difference)
+        assert gradient.isfinite().all()
+
+    def test_it_looks_at_each_token_by_itself(self) -> None:
+        import torch
+
+        difference = torch.linspace(-1, 1, TOKENS)
+        assert torch.equal(self._estimate(difference.flip(0)).flip(0), self._estimate(difference))
+
+    def _estimate(self, difference: Tensor) -> Tensor:
+        from streamrl.algo.divergences import divergence_of
+
+        return divergence_of(self.config).estimate(difference)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.losses import LIMITS
 from streamrl.algo.aggregations.token_mean import TokenMean
 from streamrl.algo.families.clip import Clip
 from streamrl.algo.proximals.interpolate import Interpolate
 from streamrl.algo.weights.token import TokenWeight
 from streamrl.testing.losses import (
     AggregationConformance,
+    DivergenceConformance,
     FamilyConformance,
     MaskConformance,
     ProximalConformance,
@@ -18,10 +20,11 @@ from streamrl.testing.losses import (
 )
 
 TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
-SETTINGS = {"second_moment": {"proximal": "recompute"}, "sequence_sum_norm": {"norm_length": 20}}
+SETTINGS = {name: {"mask_high": high} for name, high in LIMITS.items()}
+SETTINGS |= {"second_moment": {"proximal": "recompute"}, "sequence_sum_norm": {"norm_length": 20}}
 KITS = (
     FamilyConformance, WeightConformance, MaskConformance, RegulariserConformance, ProximalConformance,
-    AggregationConformance,
+    AggregationConformance, DivergenceConformance,
 )  # fmt: skip
 
 for _kit in KITS:

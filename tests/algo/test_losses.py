@@ -12,31 +12,36 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.losses import LIMITS
 from benchmarks.losses_reference import slow_loss
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.clipping import clipped_surrogate
 from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.losses import policy_loss, reference_kl
 from streamrl.algo.tokens import TokenBatch
-from streamrl.choices import AGGREGATIONS, LOSSES, PROXIMALS
+from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES, PROXIMALS
 from streamrl.config.learner import AlgoConfig
 
 COVARIANCES = ("none", "clip_cov", "kl_cov")
 MASKS = ("none", "token", "sequence", "geometric", "second_moment")
+IN_TURN = (AGGREGATIONS.names, COVARIANCES, DIVERGENCES.names, tuple(LIMITS))
 COMBINATIONS = [
-    (*choice, AGGREGATIONS.names[index % 3], COVARIANCES[index // 3 % 3])
+    (*choice, *(names[(index + index // 60 * place) % len(names)] for place, names in enumerate(IN_TURN)))
     for index, choice in enumerate(
         itertools.product(LOSSES.names, PROXIMALS.names, ("none", "token", "sequence"), MASKS)
     )
     if choice[1] == "recompute" or choice[3] != "second_moment"
 ]
-"""Every family with every proximal policy, weight and mask; aggregations and covariance rules in turn."""
-EVERYTHING = ("loss", "proximal", "weight", "mask", "aggregation", "covariance")
+"""Every family with every proximal policy, weight and mask; aggregations, covariance rules, estimators and further
+masks in turn."""
+EVERYTHING = ("loss", "proximal", "weight", "mask", "aggregation", "covariance", "kl_estimator", "more_masks")
 
 
 def config_of(choice=None, **keys) -> AlgoConfig:
     """choice: one of COMBINATIONS; further keys beside it."""
     keys = dict(zip(EVERYTHING, choice or (), strict=False)) | {"norm_length": 20} | keys
+    if isinstance(further := keys.get("more_masks"), str):
+        keys["more_masks"] = [{"mask": further, "mask_high": LIMITS[further]}]
     if keys.get("mask") == "geometric":
         keys = {"mask_low": 0.8, "mask_high": 1.2} | keys
     if keys.get("loss", "clip") not in ("clip", "gspo"):
@@ -75,13 +80,15 @@ def test_value_and_gradients_equal_the_loop(token_batch, choice):
 def test_on_policy_the_gradient_is_that_of_reinforce_with_a_baseline(token_batch, proximal, weight, loss, aggregation):
     batch = token_batch(1, spread=0.0)
     config = config_of((loss, proximal, weight, "geometric", aggregation), kl=0.7)
-    if loss == "gspo":  # its gradient is an answer's as a whole: the same where every token counts the same
+    if loss in ("gmpo", "gspo"):  # its gradient is an answer's as a whole: the same where every token counts the same
         batch = dataclasses.replace(batch, mask=torch.ones_like(batch.mask))
     _, gradient, _ = loss_and_gradient(batch, config)
     per_token = torch.where(batch.mask, batch.advantages * batch.logprobs, 0.0)
     rows = [(per_token[batch.sample == i], batch.mask[batch.sample == i].sum()) for i in range(batch.samples)]
     reinforce = {
         "token_mean": -per_token.sum() / batch.mask.sum(),
+        "token_sum": -per_token.sum(),
+        "sequence_sum": -per_token.sum() / batch.samples,
         "sequence_mean": -sum(row.sum() / max(length, 1) for row, length in rows) / batch.samples,
         "sequence_sum_norm": -per_token.sum() / (20 * batch.samples),
     }[aggregation]
@@ -164,10 +171,70 @@ def test_gspo_clips_all_tokens_of_an_answer_or_none(token_batch):
 def test_the_kl_term_pulls_towards_the_reference_and_never_the_wrong_way():
     logprobs = torch.tensor([-1.0, -1.0, -1.0, -40.0, -1.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-1.0, -0.5, -2.0, -1.0, -40.0], dtype=torch.float64)
-    kl = reference_kl(logprobs, reference)
+    kl = reference_kl(logprobs, reference, AlgoConfig())
     assert kl[:3].tolist() == pytest.approx([0, math.exp(0.5) - 1.5, math.exp(-1)])
     (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
     assert gradient.sign().tolist() == [0, -1, 1, 0, 0]  # beyond the bound of 20 nothing pulls
+
+
+@pytest.mark.parametrize("name", DIVERGENCES.names)
+def test_straight_through_keeps_the_value_of_an_estimator_and_takes_the_gradient_of_k2(name):
+    logprobs = torch.tensor([-1.0, -1.5, -6.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-1.0, -0.5, -1.0], dtype=torch.float64)
+    if DIVERGENCES.load(name).follows_k2:
+        with pytest.raises(ValueError, match="kl_straight_through: true does nothing with kl_estimator=k2"):
+            AlgoConfig(kl_estimator=name, kl_straight_through=True)
+        return
+    plain, through = (
+        reference_kl(logprobs, reference, AlgoConfig(kl_estimator=name, kl_straight_through=given))
+        for given in (False, True)
+    )
+    assert torch.equal(plain, through)
+    (gradient,) = torch.autograd.grad(through.sum(), logprobs)
+    assert gradient.tolist() == [0.0, -1.0, -5.0]
+
+
+def test_the_limit_of_the_clamped_estimator_is_ten_nats_and_stops_its_gradient():
+    logprobs = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    kl = reference_kl(logprobs, reference, AlgoConfig(kl_estimator="k3_clamped"))
+    assert kl.tolist() == [pytest.approx(math.exp(2) - 3), 10.0]
+    assert torch.autograd.grad(kl.sum(), logprobs)[0].tolist() == [pytest.approx(1 - math.exp(2)), 0.0]
+
+
+def test_gmpo_clips_each_log_ratio_before_the_mean(token_batch):
+    batch = token_batch(
+        4, lengths=(3,), mask=torch.ones(3, dtype=torch.bool), advantages=torch.full((3,), 2.0).double()
+    )
+    batch = dataclasses.replace(batch, behaviour=batch.logprobs.detach() - torch.tensor([0.9, 0.1, -0.9]).double())
+    config = AlgoConfig(loss="gmpo", weight="none", eps_low=0.4, eps_high=0.4, aggregation="sequence_mean")
+    loss, gradient, sums = loss_and_gradient(batch, config)
+    assert loss.item() == pytest.approx(-2 * math.exp((0.4 + 0.1 - 0.9) / 3))
+    assert gradient.tolist() == pytest.approx([0.0, loss.item() / 3, loss.item() / 3])
+    assert finish(sums)["loss/clip_high"] == pytest.approx(1 / 3)
+
+
+def test_a_token_stays_where_every_mask_of_a_chain_keeps_it(token_batch):
+    batch = token_batch(4)
+    alone = [
+        {"mask": "token", "mask_high": 1.5},
+        {"mask": "sequence_mean_k3", "mask_high": 0.1},
+        {"mask": "token_k2", "mask_high": 0.1},
+    ]
+    taken = [masked_by(batch, AlgoConfig(**keys)) for keys in alone]
+    chain = masked_by(batch, AlgoConfig(**alone[0], more_masks=alone[1:]))
+    expected = {name: share for each in taken for name, share in each.items() if name != "weights/masked"}
+    assert {name: chain[name] for name in expected} == expected
+    assert max(expected.values()) < chain["weights/masked"] < sum(expected.values())
+    twice = masked_by(batch, AlgoConfig(mask="token_k2", mask_high=0.02, more_masks=[alone[2]]))
+    assert twice == masked_by(batch, AlgoConfig(mask="token_k2", mask_high=0.02))
+
+
+def masked_by(batch: TokenBatch, config: AlgoConfig) -> dict[str, float]:
+    metrics = finish(policy_loss(batch, config, denominators_of(batch))[1])
+    return {
+        name: value for name, value in metrics.items() if name.startswith("weights/masked") and name.count("/") == 1
+    }
 
 
 def test_without_dual_clip_a_negative_advantage_is_not_bounded():
@@ -200,7 +267,13 @@ def test_masked_and_dropped_tokens_stay_in_the_denominator_and_untrained_ones_ar
     batch.behaviour[0] = -math.inf  # dropped
     batch.behaviour[4] -= 3.0  # rho = e^3 is outside the mask's 0.5..5
     _, gradient, sums = loss_and_gradient(batch, config_of(mask="token", aggregation=aggregation))
-    share = {"token_mean": [1 / 5] * 6, "sequence_mean": [1 / 6] * 4 + [1 / 4] * 2, "sequence_sum_norm": [1 / 40] * 6}
+    share = {
+        "token_mean": [1 / 5] * 6,
+        "token_sum": [1.0] * 6,
+        "sequence_mean": [1 / 6] * 4 + [1 / 4] * 2,
+        "sequence_sum": [1 / 2] * 6,
+        "sequence_sum_norm": [1 / 40] * 6,
+    }
     expected = [-batch.advantages[t].item() * share[aggregation][t] if t in (1, 2, 5) else 0.0 for t in range(6)]
     assert gradient.tolist() == pytest.approx(expected)
     metrics = finish(sums)
@@ -301,6 +374,8 @@ def test_a_field_that_does_not_fit_is_refused_by_name(token_batch, field, value,
     [
         ("proximal", {"proximal": "recompute"}, r"algo\.proximal=recompute"),
         ("reference", {"kl": 0.01}, r"algo\.kl=0\.01"),
+        ("reference", {"kl": 0.01, "kl_estimator": "k1"}, r"algo\.kl=0\.01"),
+        ("mean_weight", {"proximal": "recompute", "weight_normalise": True}, r"algo\.weight_normalise=true"),
         ("outliers", {"proximal": "recompute", "mask": "second_moment"}, r"algo\.mask=second_moment"),
         ("covariant", {"covariance": "clip_cov"}, r"algo\.covariance=clip_cov"),
         ("covariant", {"covariance": "kl_cov"}, r"algo\.covariance=kl_cov"),

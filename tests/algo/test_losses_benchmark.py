@@ -11,7 +11,9 @@ from benchmarks.losses import SETTINGS, TRL_SETTINGS, Row, against_reference, ag
 from streamrl.config.learner import AlgoConfig
 
 
-@pytest.mark.parametrize("name", ["loss=gspo dual_clip", "mask=second_moment", "several at once"])
+@pytest.mark.parametrize(
+    "name", ["loss=gspo dual_clip", "mask=second_moment", "kl_reward recompute", "several at once"]
+)
 def test_a_setting_equals_the_loop_and_takes_every_branch(name):
     row = Row(name, "loop")
     against_reference(row, make_batch(0, samples=40, longest=40), AlgoConfig(**SETTINGS[name]))

@@ -18,8 +18,12 @@ EVERYTHING = AlgoConfig(
     covariance_low=0.05,
     kl=0.05,
     entropy=0.01,
+    weight_normalise=True,
+    kl_reward=20.0,
+    kl_reward_estimator="k3",
+    more_masks=[{"mask": "sequence_mean_k3", "mask_high": 0.8}],
 )
-PREFIXES = ("loss/", "offpolicy/", "weights/", "tokens/")
+PREFIXES = ("reward/kl", "loss/", "offpolicy/", "weights/", "tokens/")
 
 
 def config_of(folder, algo=EVERYTHING, **learner):
@@ -43,8 +47,11 @@ def test_every_rule_acts_and_the_reference_is_left(alone):
     for row in alone:
         assert 0 < row["weights/masked_second_moment"] < 1
         assert 0 < row["weights/masked_clip_cov"] < 0.5
+        assert 0 < row["weights/masked_sequence_mean_k3"] < 1
         assert row["loss/kl"] > 0  # also in the first step: its later updates have left the reference
     assert alone[0]["steps/updates"] == 4
+    assert alone[0]["reward/kl"] == pytest.approx(0, abs=1e-6)  # the step starts at the reference
+    assert alone[1]["reward/kl"] > 0
 
 
 def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
@@ -57,7 +64,7 @@ def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
 @pytest.mark.parametrize(
     "learner",
     [
-        pytest.param({"overlap": True}, id="data parallel, overlapped", marks=pytest.mark.slow),
+        pytest.param({"overlap": True, "share_prompts": False}, id="data parallel, overlapped", marks=pytest.mark.slow),
         pytest.param({"layout": {"tensor": 2}}, id="tensor parallel"),
         pytest.param({"layout": {"pipeline": 2}}, id="pipeline parallel", marks=pytest.mark.slow),
         pytest.param({"layout": {"context": 2}}, id="context parallel", marks=pytest.mark.slow),

@@ -32,6 +32,16 @@ def of_groups(batch: Batch, *indices: int) -> Batch:
         {"loss": "cispo", "mask": "geometric", "proximal": "interpolate"},
         {"loss": "sapo", "weight": "sequence"},
         {"loss": "reinforce", "weight": "none"},
+        {"loss": "gmpo", "kl_reward": 0.1, "mask": "sequence_max_k3", "mask_high": 5.0, "aggregation": "sequence_sum"},
+        {
+            "proximal": "recompute",
+            "weight_normalise": True,
+            "kl": 0.1,
+            "kl_estimator": "k1",
+            "kl_straight_through": True,
+            "aggregation": "token_sum",
+            "more_masks": [{"mask": "token_k2", "mask_high": 2.0}],
+        },
     ],
 )
 def test_every_choice_trains_and_tells_metrics_that_have_a_name(model_folder, trainer_of, algo):

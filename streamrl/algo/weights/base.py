@@ -23,6 +23,9 @@ class ImportanceWeight(Choice, ABC):
     corrects = True
     """The weight counts how far mu, which drew the token, is from the proximal policy."""
 
+    of_sample = False
+    """All tokens of a sample have one weight, which counts once in the mean of `algo.weight_normalise`."""
+
     def __init__(self, options: Options) -> None:
         """`options`: those of `algo.weight_options`, of the class's own Options."""
         self.options = options

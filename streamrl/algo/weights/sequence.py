@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class SequenceWeight(ImportanceWeight):
     """The product of the ratios of the token's sample, at most `C(s)` of its oldest token."""
 
+    of_sample = True
     uses = frozenset({"weight_cap", "weight_gamma"})
 
     def factors(

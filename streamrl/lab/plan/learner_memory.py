@@ -14,7 +14,7 @@ x expert_tensor x pipeline)).
     offloaded    the share `learner.optimizer.offload` of it; on the host 16 n of the share, with gradients
     log-probs    one chunk of 256 MiB of logits (1 + e/4 of it), 3 e hidden a token, the output layer's gradient: 4
                  bytes a weight, in bfloat16 e more for a product
-    reference    e n on the host, with `algo.kl` above 0 and no adapters
+    reference    e n on the host, with a reference policy and no adapters
 
 Activations of one token in one layer on a rank of t tensor-parallel ranks, with q and k columns of queries and of keys,
 h hidden and f MLP columns, in values of e bytes:
@@ -69,7 +69,7 @@ class RankMemory:
     logprobs: int  # logits of a chunk and the output layer's gradient
     export: int  # the largest tensor, put together for publishing
     host_optimizer: int  # `learner.optimizer.offload`
-    host_reference: int  # `algo.kl`
+    host_reference: int  # `algo.kl`, `algo.kl_reward`
 
     @property
     def held(self) -> int:
@@ -102,7 +102,7 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
     last = stage == layout.pipeline - 1
     trained = counted.adapters if learner.lora.rank else counted.all
     optimizer, on_host = _optimizer(config, machines, stage, shape)
-    references = config.algo.kl > 0 and not (learner.lora.rank and config.algo.reference is None)
+    references = config.algo.needs_reference and not (learner.lora.rank and config.algo.reference is None)
     return RankMemory(
         stage=stage,
         parameters=counted.all,

@@ -58,6 +58,8 @@ def _check(jobs: Sequence[Job]) -> None:
     """Every point, before the first one runs: seeds change nothing of what is checked. Raises ConfigError."""
     for job in {job.point.name: job for job in reversed(jobs)}.values():
         try:
+            if job.config.run.epochs is not None:
+                raise ConfigError(f"run.epochs: {job.config.run.epochs:g} in a sweep; allowed: run.steps")
             preflight.check_start(with_local_model(job.config))
         except ConfigError as error:
             raise ConfigError("\n".join(f"point {job.point.name}: {line}" for line in error.lines)) from None

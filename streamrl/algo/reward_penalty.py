@@ -1,0 +1,53 @@
+"""KL in the reward: what an answer loses for its distance to the reference policy, and the advantages that follow.
+
+    log pi_old, log pi_ref ──estimator──▶ d of each token ──sum──▶ of each answer ──R - beta d──▶ advantages
+
+Decided once a step, before its first update, for all answers of the step: a group's answers may be on several ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from streamrl.algo.advantages import group_advantages
+from streamrl.algo.divergences import divergence_of
+from streamrl.algo.ratios import bounded
+from streamrl.config.learner import AlgoConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Outcomes:
+    """The answers of a whole step, group by group, in the batch's order.
+
+    Example: two groups of 2 answers with 3, 5, 0 (a placeholder) and 2 trained tokens have `sizes=(2, 2)`,
+    `valid=[True, True, False, True]` and `first_place=[0, 3, 8, 8]`.
+    """
+
+    rewards: Tensor  # float64 [S]
+    valid: Tensor  # bool [S], False for placeholders
+    first_place: Tensor  # int64 [S], `place` of the first trained token: those of the answer and of all after it
+    sizes: tuple[int, ...]  # answers of each group
+
+    def answer_of(self, place: Tensor) -> Tensor:
+        """Which answer a trained token is of: int64 [n] in 0..S-1. place: int64 [n]."""
+        return torch.searchsorted(self.first_place.to(place.device), place, right=True) - 1
+
+
+def reward_kl(old: Tensor, reference: Tensor, behaviour: Tensor, config: AlgoConfig) -> Tensor:
+    """The estimate of KL(pi_old || pi_ref) of every token by `algo.kl_reward_estimator`: [n], without gradient.
+
+    old, reference, behaviour: float [n], log pi_old, log pi_ref, log mu; a token that is dropped, as log mu is not
+    finite, has 0.
+    """
+    difference = torch.where(behaviour.isfinite(), bounded(reference - old), 0.0)
+    return divergence_of(config, "kl_reward_estimator").estimate(difference).detach()
+
+
+def penalised_advantages(outcomes: Outcomes, penalty: Tensor, config: AlgoConfig) -> Tensor:
+    """The group-relative advantages of `R - kl_reward penalty`: float64 [S]. penalty: float64 [S], nats an answer."""
+    rewards = outcomes.rewards - config.kl_reward * penalty
+    groups = zip(rewards.split(outcomes.sizes), outcomes.valid.split(outcomes.sizes), strict=True)
+    return torch.cat([group_advantages(of_group, valid, config.advantage) for of_group, valid in groups])
