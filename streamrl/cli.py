@@ -21,6 +21,7 @@ from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, load_run, run_folder_of
 from streamrl.recorded.formats import recorded_run
 from streamrl.replay.segments import JournalDamaged
+from streamrl.sft import parsers as sft
 from streamrl.starter import parsers as starter
 from streamrl.tasks import left_out
 
@@ -55,13 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _tell(error: ConfigError, options: argparse.Namespace) -> None:
-    """Print a line for each mistake, with the place of its key in the configuration or behind the command."""
-    config, overrides = (vars(options).get(name) for name in ("config", "override"))
-    for line in config_file.located(error.lines, config, overrides or ()):
-        print(f"streamrl: {line}", file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -293,6 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would start, start nothing")
     train.add_argument("--gpus", type=flags.index, metavar="N", help="with --dry-run: as on a machine with N GPUs")
 
+    sft.add_command(commands, _command, _add_config)
+
     for name, function, text in (
         ("replay", _replay, "the replay service of a run"),
         ("generator", _generator, "one generator worker of a run, with its SGLang server"),
@@ -343,8 +339,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     sweep.set_defaults(part="all")
 
-    _add_records(commands)
-
     trace = _command(commands, "trace", _trace, "write what every process did: a trace, or a line a second")
     trace.add_argument("run", type=Path, help="run folder")
     trace.add_argument(
@@ -370,7 +364,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
     )
 
-    for add in (_add_simulate, _add_plan, _add_convert, _add_doctor):
+    for add in (_add_records, _add_simulate, _add_plan, _add_convert, _add_doctor):
         add(commands)
     starter.add_commands(commands, _command)
     return parser
