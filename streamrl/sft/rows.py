@@ -106,8 +106,8 @@ class _Made:
         left_out = len(self.rows) - self.kept
         done = "left out" if left_out == self.long else f"cut, {left_out:,} of them left out, cut before an answer"
         yield (
-            f"sft.max_tokens: {self.long:,} of {len(self.rows):,} rows{_of(self.split)} are {done}: above {self.limit:,} "
-            f"tokens, the longest has {self.longest:,}"
+            f"sft.max_tokens: {self.long:,} of {len(self.rows):,} rows{_of(self.split)} are {done}: "
+            f"above {self.limit:,} tokens, the longest has {self.longest:,}"
         )
 
     def _tokens(self, place: int) -> tuple[np.ndarray, np.ndarray]:
