@@ -122,8 +122,7 @@ class Live:
         if math.isinf(self._window) and rows:  # of a whole run: its steps, without its start
             begin, time = rows[0]["time"], rows[-1]["time"]
         doing = {role: track.seconds(begin, time) for role, track in sorted(self.timeline.tracks.items())}
-        held = held_up(self.timeline, begin, time) if self.timeline.generators else {}
-        limits = roofline(self.timeline, rows)
+        held, limits = held_up(self.timeline, begin, time), roofline(self.timeline, rows)
         return Glance(begin, time, doing, held, limits, self.hints.active, dict(self.places))
 
     @property

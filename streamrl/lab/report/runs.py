@@ -123,7 +123,10 @@ def _status(folder: Path, notes: Notes) -> tuple[str, bool]:
     """How the run stands, in words, and whether that is well."""
     if (stop := notes.stop) is not None:
         return str(stop["reason"]), stop["code"] == 0
-    if any(_is_held(folder / "locks" / role) for role in ("replay-0", "learner-0")):
+    locks = folder / "locks"
+    if _is_held(
+        locks / ("replay-0" if (locks / "replay-0").exists() else "learner-0")
+    ):  # `streamrl sft` has no service
         return "going on", True
     return ("not begun", True) if notes.begin is None else ("ended without a last word", False)
 
