@@ -19,7 +19,7 @@ from streamrl.engine.hardware import has_cuda
 from streamrl.hub.model import with_local_model
 from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, load_run, run_folder_of
-from streamrl.recorded.formats import recorded_run
+from streamrl.recorded.formats import answered_run, recorded_run
 from streamrl.replay.segments import JournalDamaged
 from streamrl.sft import parsers as sft
 from streamrl.starter import parsers as starter
@@ -138,14 +138,14 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    run_folder = recorded_run(options.run)
+    run_folder = answered_run(options.run)
     from streamrl.lab import audit
 
     return audit.main(run_folder, options.tolerance)
 
 
 def _retrain(options: argparse.Namespace) -> int:
-    run_folder = recorded_run(options.run)
+    run_folder = answered_run(options.run)
     from streamrl.lab import retrain
 
     return retrain.main(run_folder, options.output, options.steps, options.set)
@@ -208,7 +208,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.validate is not None:
         config = options.run if options.run.is_file() else recorded_run(options.run) / RECORD
         return command.main_validate(config, options.override, options.validate, options.steps, options.json)
-    run_folder = recorded_run(options.run)
+    run_folder = answered_run(options.run)
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 
