@@ -44,7 +44,7 @@ def tokenise(config: Config, tokenizer: Tokenizer, limit: int, folder: Path) -> 
 
     Raises ConfigError for a data set that cannot be had, a row that cannot be trained, and a split without a row.
     """
-    lines = []
+    lines: list[str] = []
     for split in (TRAINED, HELD_OUT) if config.sft.evaluate_every else (TRAINED,):
         rows = _rows(config.sft, split)
         made = _Made(config.sft, RowTokens(tokenizer, config.sft), rows, limit, split)
