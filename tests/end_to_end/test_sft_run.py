@@ -20,7 +20,7 @@ from streamrl.observe.ending import saved_model, saved_steps
 from streamrl.observe.metrics import read_metrics
 from streamrl.tasks.registry import build_task
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 
 DEADLINE = 600.0  # seconds of one command; a start of SGLang on two busy cores may take a hundred
 STEPS = 30
