@@ -98,9 +98,9 @@ def _figures_of_rows(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="Figures", title_justify="left", show_header=False)
     table.add_column(style="dim")
     table.add_column()
-    for title, name in (("loss", "loss/total"), ("held-out loss", "loss/held_out")):
+    for title, name, ends in (("loss", "loss/total", _ENDS), ("held-out loss", "loss/held_out", 1)):
         if having := [row for row in rows if row.get(name) is not None]:
-            first, last = (_mean(each, name) for each in (having[:_ENDS], having[-_ENDS:]))
+            first, last = (_mean(each, name) for each in (having[:ends], having[-ends:]))
             table.add_row(title, f"{first:.4f} at the start, {last:.4f} at the end, nats/token")
     table.add_row("steps", f"{len(rows)} in {seconds:.0f} s, {rows[-1].get('rows/epoch') or 0.0:.2f} epochs")
     table.add_row("tokens", f"{trained:,.0f} trained ({trained / max(seconds, 1e-9):,.0f}/s)")
