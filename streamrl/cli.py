@@ -19,8 +19,9 @@ from streamrl.engine.hardware import has_cuda
 from streamrl.hub.model import with_local_model
 from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, load_run, run_folder_of
-from streamrl.recorded.formats import recorded_run
+from streamrl.recorded.formats import answered_run, recorded_run
 from streamrl.replay.segments import JournalDamaged
+from streamrl.sft import parsers as sft
 from streamrl.starter import parsers as starter
 from streamrl.tasks import left_out
 
@@ -55,13 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def _tell(error: ConfigError, options: argparse.Namespace) -> None:
-    """Print a line for each mistake, with the place of its key in the configuration or behind the command."""
-    config, overrides = (vars(options).get(name) for name in ("config", "override"))
-    for line in config_file.located(error.lines, config, overrides or ()):
-        print(f"streamrl: {line}", file=sys.stderr)
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -144,14 +138,14 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    run_folder = recorded_run(options.run)
+    run_folder = answered_run(options.run)
     from streamrl.lab import audit
 
     return audit.main(run_folder, options.tolerance)
 
 
 def _retrain(options: argparse.Namespace) -> int:
-    run_folder = recorded_run(options.run)
+    run_folder = answered_run(options.run)
     from streamrl.lab import retrain
 
     return retrain.main(run_folder, options.output, options.steps, options.set)
@@ -214,7 +208,7 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.validate is not None:
         config = options.run if options.run.is_file() else recorded_run(options.run) / RECORD
         return command.main_validate(config, options.override, options.validate, options.steps, options.json)
-    run_folder = recorded_run(options.run)
+    run_folder = answered_run(options.run)
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 
@@ -295,6 +289,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would start, start nothing")
     train.add_argument("--gpus", type=flags.index, metavar="N", help="with --dry-run: as on a machine with N GPUs")
 
+    sft.add_command(commands, _command, _add_config)
+
     for name, function, text in (
         ("replay", _replay, "the replay service of a run"),
         ("generator", _generator, "one generator worker of a run, with its SGLang server"),
@@ -345,8 +341,6 @@ def _parser() -> argparse.ArgumentParser:
         )
     sweep.set_defaults(part="all")
 
-    _add_records(commands)
-
     trace = _command(commands, "trace", _trace, "write what every process did: a trace, or a line a second")
     trace.add_argument("run", type=Path, help="run folder")
     trace.add_argument(
@@ -372,7 +366,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
     )
 
-    for add in (_add_simulate, _add_plan, _add_convert, _add_doctor):
+    for add in (_add_records, _add_simulate, _add_plan, _add_convert, _add_doctor):
         add(commands)
     starter.add_commands(commands, _command)
     return parser

@@ -31,7 +31,7 @@ def closing_lines(config: Config, run_folder: Path) -> list[str]:
     version, model = saved_model(run_folder), run_folder / MODEL
     run = _here(run_folder)
     commands = [(f"streamrl report {run}", "what happened, as one page")]
-    if config.publish.keep_every > 0 and config.journal.keep == "all":
+    if config.publish.keep_every > 0 and config.journal.keep == "all" and not config.trains_rows:
         commands.append((f"streamrl audit {run}", "check the record, each log-prob by the Hugging Face model"))
     commands.append(_go_on(config, run_folder))
     if version is not None and version.step >= config.run.steps:
@@ -42,6 +42,18 @@ def closing_lines(config: Config, run_folder: Path) -> list[str]:
         head = "The trained model is in the last checkpoint:"
         commands[:0] = [(command, "make a Hugging Face folder of it") for command in _convert(run_folder)]
     return [head, *(f"  {_called(command)}  # {purpose}" for command, purpose in commands)]
+
+
+def train_line(config: Config, run_folder: Path, given: Path) -> str | None:
+    """The command that goes on from a run of `streamrl sft` with reinforcement learning, by its configuration `given`.
+
+    None for the record of a run, whose `algo` is not that of answers, and where there is no model.
+    """
+    if given.resolve() == (run_folder / RECORD).resolve() or saved_model(run_folder) is None:
+        return None
+    model = shlex.quote(f"model.path={_relative(run_folder / MODEL)}")
+    command = f"streamrl train {_here(given)} run.name={_free_name(config, run_folder)} {model}"
+    return f"{_called(command)}  # reinforcement learning from it"
 
 
 def interrupted_line(run_folder: Path) -> str | None:
@@ -79,14 +91,21 @@ def _transformers(model: Path) -> str:
 
 def _go_on(config: Config, run_folder: Path) -> tuple[str, str]:
     """Further steps of this run, or, where the schedule ends with it, a run that begins with its model."""
-    command = f"streamrl train {_here(run_folder / RECORD)}"
+    command = f"streamrl {'sft' if config.trains_rows else 'train'} {_here(run_folder / RECORD)}"
     if config.learner.optimizer.decay == "constant":
-        return f"{command} run.steps={2 * config.run.steps}", "train as long again"
-    names = (f"{config.run.name}-{number}" for number in itertools.count(2))
-    name = next(name for name in names if not run_folder.with_name(name).exists())
+        epochs = config.sft.epochs if config.trains_rows else None
+        longer = f"run.steps={2 * config.run.steps}" if epochs is None else f"sft.epochs={2 * epochs}"
+        return f"{command} {longer}", "train as long again"
+    name = _free_name(config, run_folder)
     key, folder = ("learner.lora.adapter", ADAPTER) if config.learner.lora.by_adapter else ("model.path", MODEL)
     command = f"{command} run.name={name} {shlex.quote(f'{key}={_relative(run_folder / folder)}')}"
     return command, "a new run from its model: the learning rate's decay ends with run.steps"
+
+
+def _free_name(config: Config, run_folder: Path) -> str:
+    """A name that no run has yet."""
+    names = (f"{config.run.name}-{number}" for number in itertools.count(2))
+    return next(name for name in names if not run_folder.with_name(name).exists())
 
 
 def _called(command: str) -> str:

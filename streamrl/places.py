@@ -21,8 +21,9 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.section import Section
+from streamrl.config.sft import SftDataConfig
 from streamrl.config.task import TaskConfig, TaskShare
-from streamrl.tasks.arguments import Place, placed
+from streamrl.tasks.arguments import OnDisk, Place, placed
 from streamrl.tasks.registry import placed_arguments, placed_name
 
 # In a run folder: its whole configuration.
@@ -52,7 +53,8 @@ def load_run(run_folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 def train_again(config: Config, run_folder: Path) -> str:
     """The command line that resumes a run, from any folder; the user's own modules are found from this one alone."""
-    command = shlex.join([program(), "train", str(Path(os.path.abspath(run_folder)) / RECORD)])
+    name = "sft" if config.trains_rows else "train"
+    command = shlex.join([program(), name, str(Path(os.path.abspath(run_folder)) / RECORD)])
     return f"{from_here()}{command}" if _has_own_modules(config) else command
 
 
@@ -98,6 +100,9 @@ def _of_section(section: Section, place: Place, *, tasks: bool) -> Section:
     for name, _ in section.choices():
         changes[name] = placed_name(getattr(section, name), place)
         changes[f"{name}_options"] = placed(section.chosen(name).Options, getattr(section, f"{name}_options"), place)
+    if isinstance(section, SftDataConfig):
+        named = {key: getattr(section, key) for key in ("path", "test_path")}
+        changes |= {key: OnDisk("data").placed(text, place) for key, text in named.items() if text is not None}
     if tasks and isinstance(section, TaskConfig | TaskShare):
         changes |= _of_task(section, place)
     return section.model_copy(update=changes)
@@ -129,7 +134,8 @@ def chosen(section: Section) -> Iterator[str]:
 def _is_module(name: str) -> bool:
     """Example: `my_tasks.sums:Sums`, and not `/home/me/my_tasks.py:Sums`."""
     module, separator, attribute = name.partition(":")
-    return bool(separator) and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    own = bool(separator) and not name.startswith("streamrl.")
+    return own and attribute.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
 def run_folder_of(path: Path) -> Path:

@@ -45,7 +45,7 @@ RESUMABLE = (
     "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
     "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "model.cache",
-    "model.hub_timeout", "task.scoring.",
+    "model.hub_timeout", "task.scoring.", "sft.epochs",
 )  # fmt: skip
 
 
@@ -100,6 +100,12 @@ def check(config: Config, *, fresh: bool) -> None:
 
 def _check_resumable(recorded: Config, config: Config) -> None:
     """Refuse changed keys that would alter what the recorded data means. Raises ConfigError, a line for each."""
+    if recorded.trains_rows != config.trains_rows:
+        command = "sft" if recorded.trains_rows else "train"
+        raise ConfigError(
+            f"run.name: {config.run.name} is a run of `streamrl {command}`, in {config.run_folder}; allowed: another "
+            "run.name, or --fresh"
+        )
     same_model = _is_same_model(recorded, config)
     decays = config.learner.optimizer.decay != "constant"  # over run.steps, which then are part of the data's meaning
     refusals = Refusals()

@@ -245,7 +245,7 @@ class Supervisor:
             return
         done = max((row["step"] for row in read_metrics(self.run_folder)), default=0)
         if done < self.config.run.steps:
-            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._log_tail(self.replay)}")
+            raise RoleFailed(f"ended at step {done} of {self.config.run.steps}; {self._log_tail(self.roles[0])}")
 
     def _stop(self, *, ask: bool) -> None:
         """Wait, `run.stop_timeout` at most, until all roles have ended.

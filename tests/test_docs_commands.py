@@ -71,6 +71,8 @@ ELSEWHERE = (
      "tests/benchmarks/test_suite.py::test_a_benchmark_runs_through_the_suite_and_its_figures_are_in_one_file"),
     (r"python -m pytest tests/launch/test_four_hosts.py", "tests/launch/test_four_hosts.py"),
     (r"streamrl train .* --dry-run .*", "tests/test_dry_run.py"),
+    (r"streamrl sft .*|streamrl train .* model\.path=runs/warm/model",
+     "tests/end_to_end/test_sft_run.py::test_reinforcement_learning_goes_on_from_its_model_far_above_a_random_one"),
     (r"streamrl train RUN/config.yaml",
      "tests/test_places.py::test_the_printed_command_resumes_the_run_from_another_folder_also_after_fresh"),
     (r"streamrl eval --run-folder runs/quickstart",

@@ -31,7 +31,7 @@ LAYERS = [
     {"places", "preflight"},
     {"testing", "recorded", "next_commands"},
     {"role_process", "run_folder", "supervisor", "lab"},
-    {"dry_run", "api", "starter"},
+    {"dry_run", "api", "starter", "sft"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -65,7 +65,7 @@ WITHOUT_TORCH = (
     "stream",
 )
 WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "recorded")
-WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api")
+WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api", "sft")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "places", "observe", "recorded", "lab"}

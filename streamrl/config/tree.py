@@ -18,6 +18,7 @@ from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
 from streamrl.config.publish import PublishConfig
 from streamrl.config.replay import JournalConfig, ReplayConfig, StreamConfig
 from streamrl.config.section import Section, rule
+from streamrl.config.sft import SftConfig
 from streamrl.config.task import TaskConfig
 
 
@@ -132,10 +133,16 @@ class Config(Section):
     publish: PublishConfig = Field(default_factory=PublishConfig, description="publishing")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="evaluation")
     observe: ObserveConfig = Field(default_factory=ObserveConfig, description="observation")
+    sft: SftConfig = Field(default_factory=SftConfig, description="supervised fine-tuning")
 
     @property
     def run_folder(self) -> Path:
         return self.run.folder / self.run.name
+
+    @property
+    def trains_rows(self) -> bool:
+        """Is it of `streamrl sft`: rows of a data set instead of answers of generators?"""
+        return bool(self.algo.chosen("loss").of_rows)
 
     @property
     def workers(self) -> int:
@@ -335,6 +342,15 @@ class Config(Section):
             raise ValueError(
                 f"learner.mini_batches: {self.learner.mini_batches} cannot share replay.groups_per_step="
                 f"{self.replay.groups_per_step} groups; allowed: up to {self.replay.groups_per_step}"
+            )
+
+    @rule
+    def _a_row_fits_a_micro_batch(self) -> None:
+        budget = self.learner.tokens_per_micro_batch
+        if self.sft.max_tokens is not None and self.sft.max_tokens > budget:
+            raise ValueError(
+                f"sft.max_tokens: {self.sft.max_tokens} is above learner.tokens_per_micro_batch={budget}; "
+                f"allowed: up to {budget}"
             )
 
     @rule

@@ -50,6 +50,12 @@ class Tokenizer:
         special = {place for place, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return max(set(self._tokenizer.get_vocab().values()) - special, default=-1)
 
+    @property
+    def end_id(self) -> int:
+        """What ends a text: the tokenizer's `eos_token`, else the first of `end_ids`, which must have one."""
+        own = self._tokenizer.token_to_id(self._special_tokens().get("eos_token", ""))
+        return self.end_ids[0] if own is None else own
+
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """int32 [P]. Text is tokenised as it is; a conversation by the chat template, up to where the answer begins.
 

@@ -93,7 +93,9 @@ def frame(live: Live, config: Config) -> RenderableType:
     parts: list[RenderableType] = [_title(live, config, glance)]
     if live.is_over:
         parts.append(_end(live))
-    parts += [_roles(live, glance), bottleneck(glance.held_up)]
+    parts.append(_roles(live, glance))
+    if not config.trains_rows:
+        parts.append(bottleneck(glance.held_up))
     if live.rows:
         figures = Table(show_header=False, box=None, pad_edge=False)
         figures.add_column(style="dim", no_wrap=True)

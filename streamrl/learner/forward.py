@@ -107,6 +107,16 @@ class Passes:
             logprobs = self._run(micro_batches, _logprobs, forward_only=True)
         return logprobs or [torch.zeros(0, device=self._ranks.device.torch_device) for _ in micro_batches]
 
+    def mean_logprob(self, micro_batches: Sequence[MicroBatch]) -> float:
+        """The mean log-prob of all targets of all ranks, the same on every rank; as `score` otherwise."""
+        scores = self.score(micro_batches)
+        sums: dict[str, Tensor] = {}
+        if parallel_state.is_pipeline_last_stage():
+            total = torch.stack([each.double().sum() for each in scores]).sum()
+            sums = {"logprob": total, "targets": torch.full_like(total, sum(len(each) for each in scores))}
+        sums = self._reduced(sums)
+        return float(sums["logprob"] / sums["targets"].clamp(min=1))
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         for chunk in self._chunks:

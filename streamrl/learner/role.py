@@ -3,6 +3,8 @@
     wait for a batch ──▶ train ──▶ every k steps: offer to the publisher ──▶ checkpoint when due ──▶ again
                                                                                 behind the last step: RUN/model
 
+A run of `streamrl sft` is the same loop over rows, with no service and no publisher.
+
 After a restart the steps behind the checkpoint come again, with the same groups; the weights are offered again
 from the step on that some server had before.
 
@@ -32,6 +34,7 @@ from streamrl.learner.batches import BatchSource, Delivery, RecordedBatches, Ser
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.empty_steps import EmptySteps
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
+from streamrl.learner.row_batches import RowBatches, held_out
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
 from streamrl.observe import ending
@@ -116,8 +119,13 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
     events.start()
     for line in trainer.damage:
         events.emit("checkpoint.damaged", told=line)
-    source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
-    publisher = Publisher(config, run_folder, trainer.version, events)
+    source: RowBatches | ServiceBatches
+    publisher: Publisher | None = None
+    if config.trains_rows:
+        source = RowBatches(config, run_folder)
+    else:
+        source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
+        publisher = Publisher(config, run_folder, trainer.version, events)
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder), patience=config.run.silence_timeout)
     for name, where in metrics.places.items():
         events.emit("sink", name=name, where=where)
@@ -136,7 +144,8 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
         raise
     finally:
         metrics.close()
-        publisher.close()
+        if publisher is not None:
+            publisher.close()
         source.close()
         events.close()
 
@@ -170,6 +179,7 @@ class LeadLoop:
         self._batch_metrics = BatchMetrics(config, read_metrics(run_folder))
         self._hints = Hints(read_metrics(run_folder))
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
+        self._held_out = held_out(run_folder) if config.trains_rows else None
 
     def run(self) -> None:
         """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish, save, write RUN/model.
@@ -177,9 +187,10 @@ class LeadLoop:
         Raises one of FOR_GOOD where the run is given up.
         """
         failure: str | None = None
-        begin_part(self.events, "greets the replay service")
+        if not self.config.trains_rows:
+            begin_part(self.events, "greets the replay service")
         self._begin()
-        if self._publish_is_due():
+        if self.publisher is not None and self._publish_is_due():
             begin_part(self.events, "publishes its weights")
             self._publish()
         self.events.emit("ready", version=str(self.trainer.version))
@@ -194,6 +205,8 @@ class LeadLoop:
             row = self._train(delivery, began)
             if self._publish_is_due():
                 row["time/publish"] = self._publish()
+            if self._held_out is not None and (self._due(self.config.sft.evaluate_every) or self._is_last()):
+                row["loss/held_out"] = self._evaluate(self._held_out)
             row["time/step"] = time.monotonic() - began
             self._write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
             self._report_saved()
@@ -206,7 +219,8 @@ class LeadLoop:
         if self.trainer.version.step > saved:
             self._save()
         failure = failure or self._empty.verdict(complete=self._is_last())
-        if failure is None and self._is_last() and self.publisher is not None and self.config.checkpoint.export:
+        is_run = self.publisher is not None or self.config.trains_rows  # and no training again from a record
+        if failure is None and self._is_last() and is_run and self.config.checkpoint.export:
             with self.events.span("learner.export", step=self.trainer.version.step):
                 trained_model.write(self.trainer, self.run_folder, self.config.learner.tick, self._report_saved)
         self._end(failed=failure is not None)
@@ -246,7 +260,9 @@ class LeadLoop:
         self._quarantine.trained(batch.step)
         self._empty.add(batch)
         self.source.trained(self.trainer.version, trained.get("offpolicy/ess"))
-        self.metrics.write_batch(self.trainer.version.step, batch)
+        if not self.config.trains_rows:  # rows have no rewards, no lengths that say anything
+            trained |= self._batch_metrics.of(batch)
+            self.metrics.write_batch(self.trainer.version.step, batch)
         return {
             "step": self.trainer.version.step,
             "version": str(self.trainer.version),
@@ -254,7 +270,6 @@ class LeadLoop:
             "time/wait": waited,
             "time/publish": 0.0,
             **trained,
-            **self._batch_metrics.of(batch),
             **delivery.stats,
         }
 
@@ -274,6 +289,12 @@ class LeadLoop:
         except BadStepsError as error:
             path = bad_batch.save(batch, self.run_folder / f"bad_batch_{batch.step}.bin")
             raise BadStepsError(f"{error}; the batch is in {path}") from error
+
+    def _evaluate(self, held_out: Batch) -> float:
+        """The loss of the held-out rows."""
+        self.trainer.broadcast("evaluate")
+        with self.events.span("learner.evaluate", step=self.trainer.version.step):
+            return self.trainer.evaluate(held_out)
 
     def _publish(self) -> float:
         """Hand the weights to the publisher. Returns the seconds that training stood still for it."""
@@ -321,6 +342,10 @@ class LeadLoop:
         if failed:
             return
         complete = self._is_last()
+        if self.config.trains_rows:  # there is no service to say so
+            step, event = self.trainer.version.step, "learner.finished" if complete else "learner.stopped"
+            reason = "all steps are done" if complete else f"stopped at step {step}"
+            self.events.emit(event, version=str(self.trainer.version), code=0, reason=reason)
         if complete and self.publisher is not None:
             self.publisher.wait(self.config.publish.timeout + self.config.evaluate.longest)
         for late in self.source.end(self.trainer.version if complete else None):
@@ -401,6 +426,8 @@ def _follow(trainer: Trainer) -> None:
         elif command == "export":
             for _ in trainer.export():
                 continue
+        elif command == "evaluate":
+            trainer.evaluate(None)
         elif command == "save":
             trainer.save()
         elif command == "model":
@@ -410,9 +437,6 @@ def _follow(trainer: Trainer) -> None:
 def _with_rates(row: dict[str, Any]) -> dict[str, Any]:
     """Add what follows from the totals of a step: tokens a second and the idle fractions."""
     seconds = max(row["time/step"], 1e-9)
-    return {
-        **row,
-        "tokens/generated_per_s": row["tokens/generated"] / seconds,
-        "tokens/trained_per_s": row["tokens/trained"] / seconds,
-        "idle/learner": row["time/wait"] / seconds,
-    }
+    counted = [name for name in ("tokens/generated", "tokens/trained") if name in row]  # rows were not generated
+    rates = {f"{name}_per_s": row[name] / seconds for name in counted}
+    return {**row, **rates, "idle/learner": row["time/wait"] / seconds}

@@ -48,6 +48,9 @@ log = logging.getLogger(__name__)
 # More steps than a run has, so that no two runs with different seeds share a step's draw.
 _SEEDS_APART = 1_000_003
 
+# What the loss says of rows of a data set: they are of no policy, and of no age.
+_OF_ROWS = ("loss/total", "loss/entropy", "tokens/trained")
+
 
 @dataclass(frozen=True, slots=True)
 class MiniBatch:
@@ -139,8 +142,11 @@ class LearnerStep:
                 clock.lap("optimizer")
         self._optimizer.end_step()
         self.phases = clock.phases
+        measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
+        if self._config.trains_rows:
+            measured = {name: measured[name] for name in _OF_ROWS if name in measured}
         return {
-            **finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates)),
+            **measured,
             **self._device.memory(),
             **self._optimizer.metrics(),
             "grad_norm": _largest([update.grad_norm for update in updates]),
@@ -148,6 +154,10 @@ class LearnerStep:
             "micro_batches": len(share.micro_batches),
             **clock.metrics(),
         }
+
+    def evaluate(self, share: Share) -> float:
+        """The cross entropy of a share's targets under the present weights, nats a token; the same on every rank."""
+        return -self._passes.mean_logprob(share.micro_batches)
 
     def rehearse(self, share: Share) -> None:
         """Pass a share forward and do nothing with it. Raises what the passes raise."""

@@ -169,6 +169,12 @@ class Trainer:
             self._step.rehearse(share)
         self._ranks.barrier()  # nobody has passed before all have
 
+    def evaluate(self, batch: Batch | None) -> float:
+        """The cross entropy of the trained tokens of a batch, in nats a token; rank 0 passes it, the others None."""
+        assert self._step is not None, "restore_or_start comes first"
+        shares = None if batch is None else plan_shares(batch, self._config, self._packing, 1)
+        return self._step.evaluate(self._ranks.scatter(shares))
+
     @contextmanager
     def _blaming(self, step: int) -> Iterator[None]:
         """A failure that data may have brought about leaves the names of the groups behind."""

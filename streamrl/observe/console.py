@@ -176,6 +176,9 @@ def sparkline(values: list[float], width: int = _WIDTH) -> str:
 def one_line(rows: list[dict[str, Any]], config: Config, glance: Glance) -> str:
     """The state of a run as one line of text."""
     known = dict(fields(rows, config, glance))
+    if config.trains_rows:
+        words = [f"{name} {known[name]}" for name in ("step", "loss", "held out") if name in known]
+        return " | ".join([*words, known["tokens/s"]])
     reward = f"reward {_latest(rows, 'reward/mean'):.3f}"
     words = [f"step {known['step']}", reward, known["tokens/s"], f"staleness {known['staleness']}", known["waiting"]]
     if (limits := glance.roofline) is not None:
@@ -190,6 +193,10 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
     last = rows[-1]
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     yield "step", f"{last['step']} of {config.run.steps}, {_latest(rows, 'time/step'):.2f} s each"
+    if config.trains_rows:
+        yield from _of_rows(rows)
+        yield from _remarks(glance)
+        return
     yield "reward", f"{_latest(rows, 'reward/mean'):.3f}  {sparkline(rewards)}"
     yield "pass rate", f"{_latest(rows, 'pass_rate'):.2f}, groups with signal {_latest(rows, 'signal_rate'):.2f}"
     for name, begin, end in (("reward parts", "reward/part/", ""), ("tasks", "task/", "/reward/mean")):
@@ -212,6 +219,23 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
         yield "time", sentence(glance)
     if glance.roofline is not None:
         yield "roofline", str(glance.roofline)
+    yield from _remarks(glance)
+
+
+def _of_rows(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What a run of `streamrl sft` learns."""
+    losses = {
+        name: [row[name] for row in rows if row.get(name) is not None] for name in ("loss/total", "loss/held_out")
+    }
+    yield "loss", f"{_latest(rows, 'loss/total'):.4f} nats/token  {sparkline(losses['loss/total'])}"
+    if held_out := losses["loss/held_out"]:
+        yield "held out", f"{held_out[-1]:.4f} nats/token, {held_out[0]:.4f} at first"
+    yield "epochs", f"{rows[-1].get('rows/epoch') or 0.0:.2f}"
+    yield "tokens/s", f"trained {_latest(rows, 'tokens/trained_per_s'):,.0f}/s"
+    yield "optimizer", f"gradient norm {_latest(rows, 'grad_norm'):.3g}, learning rate {_latest(rows, 'lr'):.3g}"
+
+
+def _remarks(glance: Glance) -> Iterator[tuple[str, str]]:
     yield from ((sink.lower(), where) for sink, where in glance.places.items())
     yield from (("hint", hint.advice) for hint in glance.hints)
 

@@ -1,4 +1,7 @@
-"""How a run ended, by what its replay service has recorded, what it has saved, and where it would go on."""
+"""How a run ended, by what its replay service has recorded, what it has saved, and where it would go on.
+
+A run of `streamrl sft` has no service: its learner says itself that it has finished.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def saved_model(run_folder: Path) -> PolicyVersion | None:
 
 
 def is_last_step(event: dict[str, Any], steps: int) -> bool:
-    """Does this event of the replay service say that the learner has finished a run of so many steps?
+    """Does this event say that the learner has finished a run of so many steps?
 
     The learner says so when its last checkpoint is complete on disk: nothing of the run depends on it any more.
     """
@@ -42,9 +45,12 @@ def is_last_step(event: dict[str, Any], steps: int) -> bool:
 
 
 def is_over(run_folder: Path, steps: int) -> bool:
-    """Has the replay service recorded the end of a complete run, and nothing since?"""
+    """Has the replay service, or a learner without one, recorded the end of a complete run, and nothing since?"""
     path = event_path(run_folder, "replay")
-    return path.exists() and _is_over(read_events(path), steps)
+    if path.exists():
+        return _is_over(read_events(path), steps)
+    path = event_path(run_folder, "learner")
+    return path.exists() and _has_finished(read_events(path), steps)
 
 
 def resume_line(run_folder: Path, steps: int) -> str | None:
@@ -52,7 +58,7 @@ def resume_line(run_folder: Path, steps: int) -> str | None:
 
     Example: `resumes runs/quick at step 40 of 100`.
     """
-    if not event_path(run_folder, "replay").exists():
+    if not any(event_path(run_folder, role).exists() for role in ("replay", "learner")):
         return None
     saved = max(saved_steps(run_folder), default=0)
     if saved >= steps:
@@ -62,6 +68,13 @@ def resume_line(run_folder: Path, steps: int) -> str | None:
     if is_over(run_folder, saved):
         return f"{run_folder} was done at step {saved}, and goes on to step {steps}"
     return f"resumes {run_folder} at step {saved} of {steps}"
+
+
+def _has_finished(events: Iterable[dict[str, Any]], steps: int) -> bool:
+    finished = False
+    for event in events:
+        finished = event["event"] != "process.start" and (finished or is_last_step(event, steps))
+    return finished
 
 
 def _is_over(events: Iterable[dict[str, Any]], steps: int) -> bool:

@@ -36,7 +36,7 @@ _ORDINARY = frozenset(
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
         "learner.export", "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
-        "learner.finished", "publish.complete", "replay.end", "sink",
+        "learner.finished", "learner.stopped", "learner.evaluate", "publish.complete", "replay.end", "sink",
     }
 )  # fmt: skip
 
@@ -72,7 +72,7 @@ class Live:
         """`window`: seconds that a glance is about; `math.inf` for the whole run. `clock`: the run's; None: ours."""
         self.clock = clock or RunClock(is_ours=True)
         self.heard = monotonic()  # when something new was read last, on this host's monotonic clock
-        self.stop: dict[str, Any] | None = None  # the replay service's last word, if it did not start again
+        self.stop: dict[str, Any] | None = None  # the last word of the service, or of a lone learner
         self.timeline = Timeline()
         self.seconds: dict[tuple[str, str], float] = defaultdict(float)  # of (role, phase), since the run's start
         self.notes: deque[dict[str, Any]] = deque(maxlen=_NOTED)  # events of note, newest last
@@ -166,6 +166,11 @@ class Live:
             self.places[record["name"]] = record["where"]
         if record["event"] not in _ORDINARY or "error" in record:
             self.notes.append(record)
+        if record["role"].startswith("learner"):  # what a run of `streamrl sft` says, which has no service
+            if record["event"] in ("learner.finished", "learner.stopped"):
+                self.stop = record
+            elif record["event"] == "process.start" and self.stop is not None and self.stop["role"] == record["role"]:
+                self.stop = None
         if record["role"].startswith("replay"):
             if record["event"] == "process.start":
                 self.stop, self._service_ended = None, False

@@ -80,10 +80,10 @@ class Roofline:
 def roofline(timeline: Timeline, rows: Sequence[dict[str, Any]]) -> Roofline | None:
     """Over the metrics rows of steps that follow one another, from the end of the first to that of the last.
 
-    None where they do not span any time: two steps are needed.
+    None where they do not span any time, as two steps are needed, and where nothing is generated.
     """
     learner = timeline.learner
-    if len(rows) < 2 or learner is None or rows[-1]["time"] <= rows[0]["time"]:
+    if len(rows) < 2 or learner is None or not timeline.generators or rows[-1]["time"] <= rows[0]["time"]:
         return None
     begin, end = rows[0]["time"], rows[-1]["time"]
     trained = sum(row.get("tokens/trained") or 0.0 for row in rows[1:])

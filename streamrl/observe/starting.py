@@ -62,6 +62,8 @@ class Starting:
         self._groups = 0
         self._others = [*(f"generator-{index}" for index in range(config.workers)), "learner-0"]
         self._roles = {"replay-0": _Role(IMPORTS, now())} | {name: _Role(WAITS, now()) for name in self._others}
+        if config.trains_rows:
+            self._roles = {"learner-0": _Role(IMPORTS, now())}
 
     def read(self) -> None:
         """Take in what was written."""
@@ -79,7 +81,7 @@ class Starting:
             seconds = max(self._now() - self._roles[name].since for name in names)
             lasts = "" if doing in (READY, WAITS) else f", {clock(seconds)}"
             lines.append((names[0] if len(names) == 1 else f"{kind} ({len(names)})", doing + lasts))
-        if all(role.doing == READY for role in self._roles.values()):
+        if len(self._roles) > 1 and all(role.doing == READY for role in self._roles.values()):
             lines.append(("first step", f"{min(self._groups, self._needed)} of {self._needed} groups"))
         return lines
 

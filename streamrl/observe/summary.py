@@ -33,7 +33,7 @@ def print_summary(config: Config, run_folder: Path, terminal: Terminal | None = 
     if answers:
         terminal.print(_answers(answers))
     if rows:
-        terminal.print(_figures(rows))
+        terminal.print(_figures_of_rows(rows) if config.trains_rows else _figures(rows))
         terminal.print(where_time_went(run_folder, rows))
     print_remarks(run_folder, rows, terminal)
 
@@ -92,6 +92,21 @@ def _figures(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _figures_of_rows(rows: list[dict[str, Any]]) -> Table:
+    """Of a run of `streamrl sft`."""
+    seconds, trained = _total(rows, "time/step"), _total(rows, "tokens/trained")
+    table = Table(title="Figures", title_justify="left", show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for title, name, ends in (("loss", "loss/total", _ENDS), ("held-out loss", "loss/held_out", 1)):
+        if having := [row for row in rows if row.get(name) is not None]:
+            first, last = (_mean(each, name) for each in (having[:ends], having[-ends:]))
+            table.add_row(title, f"{first:.4f} at the start, {last:.4f} at the end, nats/token")
+    table.add_row("steps", f"{len(rows)} in {seconds:.0f} s, {rows[-1].get('rows/epoch') or 0.0:.2f} epochs")
+    table.add_row("tokens", f"{trained:,.0f} trained ({trained / max(seconds, 1e-9):,.0f}/s)")
+    return table
+
+
 def where_time_went(run_folder: Path, rows: list[dict[str, Any]]) -> Table:
     """What each role did, from the end of the first step to that of the last, and how fast each side alone is."""
     timeline = Timeline.read(run_folder)
@@ -103,7 +118,8 @@ def where_time_went(run_folder: Path, rows: list[dict[str, Any]]) -> Table:
     for role, track in sorted(timeline.tracks.items()):
         if phases := track.seconds(begin, end):
             table.add_row(role, shares(phases))
-    if held := {holder: part for holder, part in held_up(timeline, begin, end).items() if part > 0}:
+    held = {holder: part for holder, part in held_up(timeline, begin, end).items() if part > 0}
+    if held and timeline.generators:
         table.add_row("held up by", shares({str(holder): part for holder, part in held.items()}))
     if (limits := roofline(timeline, rows)) is not None:
         table.add_row("roofline", str(limits))

@@ -44,9 +44,10 @@ KINDS = {
             "learner.offer": "publish",
             "learner.save": "save",
             "learner.export": "export",
+            "learner.evaluate": "evaluate",
         },
         # The parts of a step come in one record at its end; "train" is what none of them covers.
-        order=("save", "export", "publish", "wait", "scores", "forward", "backward", "optimizer", "train"),
+        order=("save", "export", "evaluate", "publish", "wait", "scores", "forward", "backward", "optimizer", "train"),
         rest="other",
     ),
     "publisher": Kind(spans={"publish": "send", "publish.keep": "keep"}, order=("send", "keep"), rest="idle"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+from streamrl.choices import LOSSES
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.refused import Refusals
@@ -52,6 +53,11 @@ def check(config: Config, *, fresh: bool = False, weights: bool = True) -> LeftO
     `fresh`: what an existing run folder says of its prompts is not of this run. `weights`: are they there, too?
     Raises ConfigError, with one line for each mistake of the first stage that finds one.
     """
+    if config.trains_rows:
+        raise ConfigError(
+            f"algo.loss: {config.algo.loss} trains the rows of `streamrl sft`, and no answers of generators; "
+            f"allowed: {LOSSES.allowed}"
+        )
     shape, tokenizer = _readable(config, weights=weights)
     recorded = LeftOut() if fresh else left_out.load(config.run_folder)
     return asyncio.run(_check(config, shape, tokenizer, recorded))

@@ -48,6 +48,15 @@ def check_learner() -> None:
         )
 
 
+def check_learner_alone(config: Config) -> None:
+    """Refuse a run of `streamrl sft` whose ranks this machine cannot hold. Raises ConfigError."""
+    check_learner()
+    if has_cuda() and config.learner.ranks > (gpus := len(visible_gpus())):
+        raise ConfigError(
+            f"learner.ranks: {config.learner.ranks} need a GPU each, and this machine has {gpus}; allowed: up to {gpus}"
+        )
+
+
 def check_machine(config: Config) -> None:
     """Refuse a run whose processes this machine cannot hold. Raises ConfigError."""
     if (nodes := config.generate.most_nodes) > 1:

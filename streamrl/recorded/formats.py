@@ -10,7 +10,7 @@ from pathlib import Path
 
 from streamrl.config.file import ConfigError
 from streamrl.observe import events, metrics
-from streamrl.places import run_folder_of
+from streamrl.places import load_run, run_folder_of
 
 FORMATS = {"events": events.FORMAT, "metrics": metrics.FORMAT}
 
@@ -26,4 +26,12 @@ def recorded_run(path: Path) -> Path:
     for name, known in FORMATS.items():
         if (given := written.get(name, 1)) != known:
             raise ConfigError(f"{folder}: {name} of format {given} cannot be read; allowed: {known}")
+    return folder
+
+
+def answered_run(path: Path) -> Path:
+    """As `recorded_run`, of a run with groups. Raises ConfigError for one of `streamrl sft`, too."""
+    folder = recorded_run(path)
+    if load_run(folder).trains_rows:
+        raise ConfigError(f"{folder}: a run of `streamrl sft` has no groups; allowed: a run of `streamrl train`")
     return folder

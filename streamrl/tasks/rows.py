@@ -65,30 +65,33 @@ class Rows:
         columns: dict[str, str],
         asked: list[str],
         *,
-        held_out: bool,
+        held_out: bool | None,
         also: Sequence[str] = (),
         needed: Sequence[str] = (),
     ) -> None:
         """`columns`: those that must be there, by the argument's key; a dot leads into a mapping (`a.b`).
 
         asked: the columns that make a question what it is; `also`: those too, where the data has them. held_out: the
-        split that only evaluation and probes see. needed: columns that no line of a .jsonl file may lack.
+        split that only evaluation and probes see; None: every row. needed: columns that no line of a .jsonl file may
+        lack.
         Raises ValueError, with lines that name the argument.
         """
-        if arguments.evaluation_only and not held_out:
+        if arguments.evaluation_only and held_out is False:
             raise ValueError(
                 f"{ARGUMENTS}.evaluation_only: {arguments.path} is for evaluation and is never trained; "
                 f"allowed: the task in a list for evaluation; nearest known key: {ARGUMENTS}.evaluation_only"
             )
         self._data = load_split(arguments, "path", arguments.path, arguments.split)
-        test = _test_rows(arguments)
+        test = None if held_out is None else _test_rows(arguments)
         for data in (self._data, test):
             if data is not None:
                 _check_columns(data, columns)
         _check_lines(arguments, self._data, needed)
         asked = list(dict.fromkeys(column.partition(".")[0] for column in asked))
         asked += [column for column in also if column in self._data.column_names]
-        if test is None:
+        if held_out is None:
+            self._numbers = np.arange(len(self._data))
+        elif test is None:
             self._numbers = _parted(_digests(self._data, asked), arguments, held_out)
         elif held_out:
             self._data, self._numbers = test, _once(_digests(test, asked), arguments)

@@ -28,6 +28,9 @@ class Family(Choice, ABC):
     # importance weight divides that out again (w = f / q). Without, the weight is all the correction there is (w = f).
     has_ratio = True
 
+    # It trains rows of a data set as they are: no reward and no generator is asked (`streamrl sft`).
+    of_rows = False
+
     def __init__(self, options: Options) -> None:
         """`options`: those of `algo.loss_options`, of the class's own Options."""
         self.options = options

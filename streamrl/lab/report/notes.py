@@ -30,6 +30,7 @@ EVENTS: dict[str, tuple[Grade, str]] = {
     "journal.room": ("plain", "the journal has room again"),
     "learner.saved": ("plain", "checkpoint of version {version}"),
     "learner.finished": ("good", "the learner finished with version {version}"),
+    "learner.stopped": ("plain", "{reason}"),
     "learner.unreachable": ("warning", "the learner could not be reached at step {step}"),
     "replay.missed": ("bad", "{messages} messages of {peer} were missed"),
     "replay.malformed": ("bad", "a malformed message of {peer}: {reason}"),
@@ -89,6 +90,8 @@ class Notes:
             self._ended[role] = True
         elif event in EVENTS:
             grade, text = EVENTS[event]
+            if event == "learner.stopped" or (event == "learner.finished" and "reason" in record):
+                self.stop = record  # of a run of `streamrl sft`, which has no service
             if event == "replay.stop":
                 self.stop = record
                 grade = "good" if record.get("code") == 0 else "bad"
@@ -105,7 +108,7 @@ class Notes:
         number = self._processes[role] = self._processes.get(role, 0) + 1
         ended = self._ended.get(role, True)
         self._ended[role] = False
-        if role.startswith("replay"):
+        if role.startswith("replay") or (self.stop is not None and self.stop["role"] == role):
             self.stop = None
         if number == 1:
             self._add(record, "process.start", "plain", "started")

@@ -55,6 +55,16 @@ class Run:
         later = tokens - (rows[0].get("tokens/trained") or 0)
         oldest = max((row.get("staleness/max") or 0 for row in rows), default=0)
         ends = f"mean of the first and of the last {min(ENDS, len(rows))} steps"
+        if self.config.trains_rows:
+            found = [
+                ("steps", f"{len(rows):,}", f"of {self.config.run.steps:,}"),
+                ("loss", self._ends("loss/total"), ends),
+                ("held-out loss", self._ends("loss/held_out"), ends),
+                ("trained tokens", _short(tokens), "that entered the loss"),
+                ("trained tokens/s", _short(later / seconds) if seconds else "–", "after the first step"),
+                ("time", _duration(self.end - self.begin), "from the first process's start to the newest record"),
+            ]
+            return [{"name": name, "value": value, "hint": hint} for name, value, hint in found]
         found = [
             ("steps", f"{len(rows):,}", f"of {self.config.run.steps:,}"),
             ("reward", self._ends("reward/mean"), ends),
@@ -113,7 +123,10 @@ def _status(folder: Path, notes: Notes) -> tuple[str, bool]:
     """How the run stands, in words, and whether that is well."""
     if (stop := notes.stop) is not None:
         return str(stop["reason"]), stop["code"] == 0
-    if _is_held(folder / "locks" / "replay-0"):
+    locks = folder / "locks"
+    if _is_held(
+        locks / ("replay-0" if (locks / "replay-0").exists() else "learner-0")
+    ):  # `streamrl sft` has no service
         return "going on", True
     return ("not begun", True) if notes.begin is None else ("ended without a last word", False)
 

@@ -30,11 +30,13 @@ def describe(run: Run) -> dict[str, Any] | None:
         lines += [_line(track.role, [track], begin, end) for track in workers]
     else:
         lines.append(_line(f"{len(workers)} generators, mean", workers, begin, end))
-    held = (
+    held = [
         (since, until, holder, share)
         for since, until, shares in holders(timeline, begin, end)
         for holder, share in shares.items()
-    )
+    ]
+    if not workers:  # a run of `streamrl sft`: nobody waits for another one
+        held = [(begin, end, "nobody", 1.0)]
     line = roofline(timeline, run.rows)
     return {
         "seconds": end - begin,
