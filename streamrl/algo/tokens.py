@@ -26,6 +26,7 @@ class TokenBatch:
     samples: int
     proximal: Tensor | None = None  # like logprobs, log pi_old of the weights that the step starts from
     reference: Tensor | None = None  # like logprobs, log pi_ref
+    teacher: Tensor | None = None  # like logprobs, log pi_T
     outliers: Tensor | None = None  # bool [N], tokens that `mask: second_moment` zeroes (`whole_step.Selection`)
     covariant: Tensor | None = None  # bool [N], tokens that `algo.covariance` acts on (`whole_step.Selection`)
 
@@ -35,7 +36,7 @@ class TokenBatch:
             raise ValueError(f"logprobs is {dtype} {list(self.logprobs.shape)}, float32 or float64 [N] is needed")
         expected = {"behaviour": dtype, "advantages": dtype, "mask": torch.bool}
         expected |= {"staleness": torch.int64, "sample": torch.int64}
-        optional = {"entropy": dtype, "proximal": dtype, "reference": dtype}
+        optional = {"entropy": dtype, "proximal": dtype, "reference": dtype, "teacher": dtype}
         optional |= {"outliers": torch.bool, "covariant": torch.bool}
         expected |= {name: needed for name, needed in optional.items() if getattr(self, name) is not None}
         for name, needed in expected.items():
@@ -62,6 +63,7 @@ class TokenBatch:
             samples=self.samples,
             proximal=at(self.proximal),
             reference=at(self.reference),
+            teacher=at(self.teacher),
             outliers=at(self.outliers),
             covariant=at(self.covariant),
         )

@@ -40,6 +40,16 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "learner.optimizer.spike_factor",
         lambda c: c.learner.optimizer.spike_factor is not None,
     ),
+    (
+        (
+            "algo.distillation.revision",
+            "algo.distillation.family",
+            "algo.distillation.coefficient",
+            "algo.distillation.rewards",
+        ),
+        "algo.distillation.teacher",
+        lambda c: c.algo.distils,
+    ),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
 )
 

@@ -21,14 +21,18 @@ from streamrl.learner.packing import MicroBatch
 
 
 def select(
-    micro_batches: Sequence[MicroBatch], scores: Sequence[Tensor], seed: int, config: AlgoConfig
+    micro_batches: Sequence[MicroBatch],
+    scores: Sequence[Tensor],
+    taught: Sequence[Tensor | None],
+    seed: int,
+    config: AlgoConfig,
 ) -> list[Selection]:
     """What the rules of `config` take of each micro batch.
 
     micro_batches: all of this rank and step, of every mini batch; scores: float32 [N] of each, log-probs under
-    the weights that the step starts from; seed: of this step's draw. Collective over the data-parallel group, on
-    the ranks that have the scores: those of the last pipeline stage. Every rank sees all tokens, about 32 bytes
-    each, and decides alike.
+    the weights that the step starts from; taught: those under the teacher, None without one; seed: of this step's
+    draw. Collective over the data-parallel group, on the ranks that have the scores: those of the last pipeline
+    stage. Every rank sees all tokens, about 32 bytes each, and decides alike.
     """
     group = parallel_state.get_data_parallel_group()
     device = scores[0].device
@@ -45,6 +49,8 @@ def select(
         "staleness": joined([micro.staleness for micro in micro_batches]),
         "place": joined([micro.place for micro in micro_batches]),
     }
+    if config.distils:
+        fields["teacher"] = torch.cat([word for word in taught if word is not None])
     tokens = StepTokens(**{name: _gathered(field, counts, group) for name, field in fields.items()})
     selection = whole_step.select(tokens, seed, config)
     start = sum(counts[: group.rank()])
