@@ -42,6 +42,7 @@ BAR = 1e-9
 STEP = 5  # seeds the draw of clip_cov
 SMALL_CLIP = {"eps_low": 0.03, "eps_high": 0.05}  # a sample's ratio moves less than a token's
 COVARIANCE = {"covariance_share": 0.1, "covariance_low": 0.1, "covariance_high": 1.0}
+TEACHER = "teacher"  # any name will do: its log-probs are drawn
 WIDE = {"mask_low": 0.9, "mask_high": 1.15}
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -67,6 +68,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "covariance=kl_cov": {"covariance": "kl_cov", **COVARIANCE},
     "discount": {"discount": 0.8},
     "kl": {"kl": 0.1},
+    "distillation": {"distillation": {"teacher": TEACHER, "coefficient": 0.7}},
+    "distillation alone": {"distillation": {"teacher": TEACHER, "rewards": False}},
+    "distillation covariance=clip_cov": {
+        "distillation": {"teacher": TEACHER},
+        "covariance": "clip_cov",
+        **COVARIANCE,
+    },
     "entropy": {"entropy": 0.01},
     "aggregation=sequence_mean": {"aggregation": "sequence_mean"},
     "aggregation=sequence_sum_norm": {"aggregation": "sequence_sum_norm", "norm_length": 40},
@@ -136,6 +144,7 @@ def make_batch(seed: int, samples: int, longest: int) -> TokenBatch:
         samples=samples,
         proximal=behaviour + drift + 0.4 * normal(),
         reference=behaviour + 0.4 * normal(),
+        teacher=behaviour + 0.8 * normal(),
     )
 
 
@@ -179,6 +188,7 @@ def with_selection(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Toke
             advantages=tokens.advantages,
             staleness=tokens.staleness,
             place=place,
+            teacher=tokens.teacher,
         )
         picked = select(step, STEP, config)
         outliers = outliers if picked.outliers is None else picked.outliers
@@ -193,7 +203,7 @@ def with_selection(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Toke
 
 def with_dtype(batch: TokenBatch, dtype: torch.dtype) -> TokenBatch:
     """The batch with its floats in another dtype, log-probs and entropies as new leaves."""
-    floats = ("logprobs", "entropy", "behaviour", "advantages", "proximal", "reference")
+    floats = ("logprobs", "entropy", "behaviour", "advantages", "proximal", "reference", "teacher")
     cast = {name: getattr(batch, name).detach().to(dtype) for name in floats}
     for name in ("logprobs", "entropy"):
         cast[name].requires_grad_()

@@ -7,7 +7,7 @@ import torch
 from learner_parts import make_config
 from losses_at_work import two_steps
 
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig, DistillationConfig
 
 EVERYTHING = AlgoConfig(
     proximal="recompute",
@@ -19,10 +19,12 @@ EVERYTHING = AlgoConfig(
     kl=0.05,
     entropy=0.01,
 )
-PREFIXES = ("loss/", "offpolicy/", "weights/", "tokens/")
+PREFIXES = ("loss/", "offpolicy/", "weights/", "tokens/", "distillation/")
 
 
-def config_of(folder, algo=EVERYTHING, **learner):
+def config_of(folder, algo=EVERYTHING, teacher=None, **learner):
+    if teacher is not None:
+        algo = algo.model_copy(update={"distillation": DistillationConfig(teacher=teacher)})
     learner = {"passes": 2, "mini_batches": 2, "optimizer": {"lr": 1e-4, "distributed": True}, **learner}
     return make_config(folder, **learner).model_copy(update={"algo": algo})
 
@@ -36,19 +38,21 @@ def assert_same_steps(ours: list[dict[str, float]], theirs: list[dict[str, float
 @pytest.fixture(scope="module")
 def alone(model_folder, tmp_path_factory) -> list[dict[str, float]]:
     """The steps of one rank in one micro batch a mini batch."""
-    return two_steps(config_of(model_folder(), tokens_per_micro_batch=4096), tmp_path_factory.mktemp("alone"))
+    config = config_of(model_folder(), teacher=model_folder("qwen3"), tokens_per_micro_batch=4096)
+    return two_steps(config, tmp_path_factory.mktemp("alone"))
 
 
-def test_every_rule_acts_and_the_reference_is_left(alone):
+def test_every_rule_acts_a_teacher_is_heard_and_the_reference_is_left(alone):
     for row in alone:
         assert 0 < row["weights/masked_second_moment"] < 1
         assert 0 < row["weights/masked_clip_cov"] < 0.5
+        assert abs(row["distillation/kl"]) > 0.1
         assert row["loss/kl"] > 0  # also in the first step: its later updates have left the reference
     assert alone[0]["steps/updates"] == 4
 
 
 def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
-    config = config_of(model_folder(), tokens_per_micro_batch=30)
+    config = config_of(model_folder(), teacher=model_folder("qwen3"), tokens_per_micro_batch=30)
     metrics = two_steps(config, tmp_path)
     assert metrics[0]["micro_batches"] > 2 * alone[0]["micro_batches"]
     assert_same_steps(metrics, alone)
@@ -64,7 +68,7 @@ def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
     ],
 )
 def test_the_layout_does_not_change_the_step(learner, alone, model_folder, on_ranks, tmp_path):
-    config = config_of(model_folder(), ranks=2, tokens_per_micro_batch=30, **learner)
+    config = config_of(model_folder(), teacher=model_folder("qwen3"), ranks=2, tokens_per_micro_batch=30, **learner)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     on_ranks(2, "losses_at_work.py", tmp_path / "config.json", tmp_path / "run", tmp_path / "out.pt")
     assert_same_steps(torch.load(tmp_path / "out.pt"), alone)
