@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -55,16 +56,19 @@ def test_a_teacher_of_another_family_and_size_scores_as_it_would_alone_whatever_
     assert not any(name.startswith("teacher") for name in weights(trainer))
 
 
-def test_the_policy_comes_nearer_to_its_teacher_and_with_rewards_alike(model_folder, teacher_folder, trainer_of):
-    for rewards in (False, True):
-        trainer = trainer_of(config_of(model_folder(), teacher_folder, rewards=rewards, passes=4))
-        distances = [trainer.train_step(make_batch(step))["distillation/kl"] for step in range(4)]
-        assert distances[-1] < distances[0] - 0.1, distances
+def test_the_policy_comes_nearer_to_its_teacher_on_the_tokens_that_it_is_given(
+    model_folder, teacher_folder, trainer_of
+):
+    config = config_of(model_folder(), teacher_folder, passes=30)
+    algo = config.algo.model_copy(update={"loss": "reinforce"})  # no clip: the tokens are nobody's
+    trainer = trainer_of(config.model_copy(update={"algo": algo}))
+    taught = teacher_scores(trainer)
+    before = np.abs(own_scores(trainer) - taught).mean()
+    trainer.train_step(make_batch())
+    assert np.abs(own_scores(trainer) - taught).mean() < 0.7 * before
 
 
 def test_a_group_with_equal_rewards_is_trained_by_the_teacher(model_folder, teacher_folder, trainer_of):
-    import msgspec
-
     batch = make_batch()
     groups = [
         msgspec.structs.replace(
