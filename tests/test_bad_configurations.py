@@ -155,7 +155,7 @@ MODEL: list[tuple[str, str]] = [
     ("model.path=wordless", "wordless: no tokenizer ("),
     ("algo.distillation.teacher=nowhere", "algo.distillation.teacher: nowhere is no model; allowed: a Hugging Face"),
     ("algo.distillation.teacher=foreign", "architecture GPT2LMHeadModel is not supported; allowed: LlamaForCausalLM"),
-    ("algo.distillation.teacher=torn", "torn/model-00002-of-00002.safetensors is missing, model.safetensors.index.json"),
+    ("algo.distillation.teacher=torn", "torn/model-00002-of-00002.safetensors is missing, model.safetensors.index"),
     ("algo.distillation.teacher=wordless", "wordless: no tokenizer ("),
     ("learner.ranks=3 learner.layout.tensor=3", "learner.layout.tensor: 3 does not divide 4 attention heads"),
     ("learner.ranks=4 learner.layout.tensor=4", "learner.layout.tensor: 4 does not divide 2 key and value heads"),

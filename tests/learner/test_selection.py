@@ -46,7 +46,7 @@ def test_every_rule_acts_a_teacher_is_heard_and_the_reference_is_left(alone):
     for row in alone:
         assert 0 < row["weights/masked_second_moment"] < 1
         assert 0 < row["weights/masked_clip_cov"] < 0.5
-        assert abs(row["distillation/kl"]) > 0.1
+        assert abs(row["distillation/kl"]) > 0.01
         assert row["loss/kl"] > 0  # also in the first step: its later updates have left the reference
     assert alone[0]["steps/updates"] == 4
 
