@@ -82,7 +82,9 @@ def _seen(circle: Circle, member: Member, patience: float = WAIT) -> str:
         for event in circle.events_of():
             about = event.get("peer") == member.identity or member.name in (event.get("name"), event.get("worker"))
             if event["event"] in NOTED and about:
-                return f"{event['event']}: {event['reason']}"
+                # The service notes first and answers then.
+                late = None if event["event"] == "replay.malformed" else member.receive(patience)
+                return f"{event['event']}: {event['reason']}" if late is None else _described(late)
     return SILENCE
 
 

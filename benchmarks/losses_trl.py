@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
 
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import finish
@@ -90,6 +89,8 @@ def trl_loss(
         "num_items_in_batch": data["mask"].sum(),
         "importance_sampling_ratio": weight,
     }
+    from trl import GRPOTrainer  # imported here because it takes seconds
+
     return GRPOTrainer._compute_loss(stub, None, inputs), stub._metrics["train"]
 
 

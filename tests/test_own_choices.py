@@ -31,6 +31,8 @@ from tests.lab.plan_recipes import H100, QWEN, planned
 from tests.lab.test_simulate_circle import model
 from tests.own_choices import OWN, PAGES, path_of, write_files
 
+LONG = ("howto-transport.md", "howto-model.md")  # pages whose tests start servers or ranks
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, model_folders):
@@ -42,7 +44,10 @@ def folder(tmp_path, monkeypatch, model_folders):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in PAGES],
+)
 def test_what_a_page_shows_passes_the_tests_that_it_shows(page, folder):
     written = [text for language, text in blocks(ROOT / "docs" / page) if language == "bash"]
     (command,) = [line for text in written for line in text.splitlines() if "pytest" in line]

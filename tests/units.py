@@ -9,6 +9,8 @@ from xdist.scheduler import LoadFileScheduling
 UNITS = {
     "tests/benchmarks": None,
     "tests/test_docs_commands": None,
+    "tests/end_to_end/test_run.py": "run",
+    "tests/end_to_end/test_trained_model.py": "run",
     "tests/end_to_end": None,
     "tests/launch": None,
     "tests/engine": "server",

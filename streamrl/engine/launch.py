@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from streamrl.engine import model_modules, quantised_loading, stand_ins
 from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda
@@ -39,6 +40,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(quantised_loading.FLAG, action="store_true", dest="quantised")
     own, sglang_arguments = parser.parse_known_args(arguments)
     if not has_cuda():
+        _compile_nothing()
         _skip_unneeded_imports(sglang_arguments)
 
     def end(pid: int) -> None:
@@ -64,6 +66,18 @@ def main(arguments: list[str]) -> None:
         run_server(prepare_server_args([*sglang_arguments, *take_keys(os.environ)]))
     finally:
         end_server(os.getpid(), 0.0, own.scratch, include_root=False)
+
+
+def _compile_nothing() -> None:
+    """torch loads its compiler for each function that is decorated, also where the environment switches it off."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") != "1":
+        return
+    import torch
+
+    def compile_nothing(model: Any = None, **options: Any) -> Any:
+        return model if model is not None else lambda function: function
+
+    torch.compile = compile_nothing
 
 
 def _skip_unneeded_imports(arguments: Sequence[str]) -> None:

@@ -85,24 +85,37 @@ def _base(folder: Path, found: list[tuple[int, Path]], recovery: Recovery) -> in
 def _follow(folder: Path, number: int, path: Path, recovery: Recovery) -> Unreadable | None:
     """Add a segment's records to `recovery`. Returns what cannot be read, if it does not end whole."""
     size = path.stat().st_size
+    spoilt: list[Unreadable] = []  # the groups directly before whose frames are damaged
     for entry in scan(number, path):
         if isinstance(entry, Unreadable):
-            return entry
+            return _with(spoilt, entry, recovery)
         if isinstance(entry.record, Opening):
             continue
         if not isinstance(entry.record, Completed):
             recovery.records.append(entry.record)
+            spoilt = []
             continue
         try:
             load_frames(folder, entry.place)
         except JournalDamaged as error:
+            damage = Unreadable(entry.place, size - entry.place.offset, str(error), torn=True)
             if entry.end == size:
-                return Unreadable(entry.place, size - entry.place.offset, str(error), torn=True)
+                return _with(spoilt, damage, recovery)
             recovery.repairs.append(f"{error}: group {entry.record.group_id} is generated again")
             recovery.records.append(entry.record)
+            spoilt.append(damage)
         else:
             recovery.records.append((entry.record, entry.place))
+            spoilt = []
     return None
+
+
+def _with(spoilt: list[Unreadable], cut: Unreadable, recovery: Recovery) -> Unreadable:
+    """The cut, or an earlier one: damaged groups that would be the end of the segment behind the cut go with it."""
+    if not spoilt:
+        return cut
+    del recovery.repairs[-len(spoilt) :], recovery.records[-len(spoilt) :]
+    return spoilt[0]
 
 
 def _cut(path: Path, cut: Unreadable) -> None:

@@ -14,6 +14,7 @@ as a disk writes, where zlib's CRC-32 takes a third of the journal's bandwidth. 
 
 from __future__ import annotations
 
+import mmap
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ MAGIC = b"streamrl journal 2\n"
 _HEAD = struct.Struct("<QQIIQ")
 _CHECKED = struct.Struct("<QIIQ")  # the head behind its own checksum, which covers this and the record
 _NAME = re.compile(r"(\d{6,})\.journal")
+
+_BEGINNING = re.compile(rb"[\x80-\x8f]\xa4type")  # of a record in msgpack: its tag comes first
 
 Chunk = bytes | memoryview
 Frames = tuple[bytes, bytes]
@@ -173,10 +176,12 @@ def _read_entry(file: BinaryIO, place: Place, end: int) -> Entry | Unreadable:
     checksum, _, length, first, second = _HEAD.unpack(head)
     whole = _HEAD.size + length + first + second
     if whole > size and length > size:  # not worth reading, the length alone may be the damage
-        return Unreadable(place, size, "the file ends inside a record", torn=True)
+        torn = not _goes_on(file, place.offset + 1)
+        return Unreadable(place, size, "the file ends inside a record, as its head says", torn=torn)
     body = file.read(length)
     if _checksum(head[8:], body) != checksum:
-        return Unreadable(place, size, "it does not match its checksum", torn=whole >= size)
+        torn = whole >= size and not _goes_on(file, place.offset + 1)
+        return Unreadable(place, size, "it does not match its checksum", torn=torn)
     if whole > size:
         return Unreadable(place, size, "the file ends inside the frames of a record", torn=True)
     try:
@@ -184,6 +189,18 @@ def _read_entry(file: BinaryIO, place: Place, end: int) -> Entry | Unreadable:
     except msgspec.DecodeError as error:
         return Unreadable(place, size, f"it is of another version: {error}", torn=False)
     return Entry(place, record, place.offset + whole, first + second)
+
+
+def _goes_on(file: BinaryIO, offset: int) -> bool:
+    """Whether a whole record stands behind `offset`: no interrupted write leaves one behind what it interrupted."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        for match in _BEGINNING.finditer(content, offset + _HEAD.size):
+            head = content[match.start() - _HEAD.size : match.start()]
+            checksum, _, length, _, _ = _HEAD.unpack(head)
+            body = content[match.start() : match.start() + length]
+            if len(body) == length and _checksum(head[8:], body) == checksum:
+                return True
+    return False
 
 
 def _read_frames(file: BinaryIO, entry: Entry, path: Path) -> Frames:

@@ -39,6 +39,7 @@ def by_torchrun(folder: Path, restarts: int = 0) -> list[str]:
     return [*command, f"--max-restarts={restarts}", "-m", "streamrl.cli", "learner", "--run-folder", str(folder)]
 
 
+@pytest.mark.slow
 def test_a_missing_shard_is_one_line_of_the_learners_and_exit_code_2(make_run: Callable, tiny_model: Path, tmp_path):
     """`train` says it before anything starts; a rank that is started by itself says it above torchrun's frame."""
     model = tmp_path / "model"
@@ -65,6 +66,7 @@ def test_a_missing_shard_is_one_line_of_the_learners_and_exit_code_2(make_run: C
     assert (word.code, word.reason.startswith(f"model.path: {model / last} is missing")) == (2, True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_servers_and_ranks_start_ends_with_130_long_before_the_time_that_a_stop_may_take(make_run):
     run = make_run().start("run.stop_timeout=3600", "generate.workers=2", "replay.max_staleness=4")
 

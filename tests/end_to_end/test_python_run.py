@@ -64,8 +64,11 @@ def test_the_script_of_the_readme_trains_and_ends_with_a_model(beside_models):
 def test_the_notebook_runs_from_its_first_cell_to_its_last(beside_models):
     notebook = nbformat.read(ROOT / "docs" / "first-run.ipynb", as_version=4)
     NotebookClient(notebook, timeout=DEADLINE, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
+    printed = "".join(output["text"] for output in notebook.cells[-3].outputs if output.get("name") == "stdout")
+    rows = re.findall(r"^(\d+) [\d.]+ [\d.]+$", printed, re.MULTILINE)
+    assert [int(step) for step in rows] == [1, 2, 3, 4, 5, 6]
     last = notebook.cells[-1].outputs[-1]
-    assert last["data"]["text/plain"] == "8"
+    assert "runs/notebook/model" in last["data"]["text/plain"]
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ def test_training_again_from_the_record_gives_the_same_weights_bit_for_bit(finis
     assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one_given_the_same_groups(resumed_run, tmp_path, capsys):
     _equals_the_uninterrupted_one(resumed_run, tmp_path, capsys)
 
@@ -182,6 +183,7 @@ def test_the_trace_of_a_run_has_an_arrow_for_every_ticket_every_trained_group_an
     assert arrows == {"ticket": groups, "group": 8 * 4, "batch": 8}
 
 
+@pytest.mark.slow
 def test_between_the_two_lives_of_a_resumed_run_there_is_nothing(resumed_run):
     timeline = Timeline.read(resumed_run.folder)
     phases = timeline.tracks["learner-0"].phases(timeline.begin, timeline.end)

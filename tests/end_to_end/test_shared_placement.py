@@ -17,6 +17,8 @@ from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.history import recorded_batches
 
+pytestmark = pytest.mark.slow
+
 SHARED = ("run.placement=shared", "generate.threads=2", "learner.threads=2")
 STEPS = 45  # enough that the kills come before the end on a fast machine
 DEADLINE = 120.0  # seconds for a turn to come
@@ -69,7 +71,6 @@ def test_the_learner_of_a_separate_placement_makes_the_same_weights_of_the_same_
     assert cli.main(["audit", str(synchronous.folder)]) == 0
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_whoever_is_killed_in_whose_turn_the_run_goes_on_and_trains_every_group_once(make_run) -> None:
     run = make_run(steps=STEPS).start(*SHARED)

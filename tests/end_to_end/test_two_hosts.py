@@ -116,6 +116,7 @@ def _cut_and_restore(run: Run, seconds: float) -> None:
     assert verdict.placeholders == 0
 
 
+@pytest.mark.slow
 def test_a_cut_link_loses_nothing_and_repeats_nothing(make_run: Callable[[float], Run]) -> None:
     _cut_and_restore(make_run(1.0), seconds=4.0)  # every ticket is issued again meanwhile, to nobody
 

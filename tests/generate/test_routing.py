@@ -131,6 +131,7 @@ def routed_group(mixture, tmp_path_factory):
         asyncio.run(server.stop())
 
 
+@pytest.mark.slow
 def test_the_servers_routing_reaches_the_learners_row_and_is_the_models(mixture, routed_group):
     batch = Batch(step=0, groups=(routed_group,))
     packing = Packing(ranks=1, budget=4096, share_prompts=False, routing=(LAYERS, TOP_K))

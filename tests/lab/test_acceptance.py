@@ -128,14 +128,8 @@ command.main(quick=True, only=(), output=None, model=None)
 """
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGKILL,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_an_acceptance_run_that_is_ended_leaves_no_process(number, tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
     process = subprocess.Popen([sys.executable, "-c", ENDLESS], env=environment, stderr=subprocess.DEVNULL)
@@ -162,13 +156,8 @@ def test_what_looks_at_a_check_that_has_not_passed_is_skipped(bench):
     assert found["probe.two"] == ("skipped", "probe.skips has been skipped")
 
 
-@pytest.mark.parametrize(
-    ("checks", "code"),
-    [
-        pytest.param(["passes", "skips"], 0, marks=pytest.mark.slow),
-        (["passes", "fails"], 1),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("checks", "code"), [(["passes", "skips"], 0), (["passes", "fails"], 1)])
 def test_the_exit_code_is_1_where_a_check_has_failed_and_the_json_has_every_row(
     checks, code, bench, monkeypatch, capfd
 ):

@@ -57,7 +57,7 @@ def run(tmp_path: Path, model_folder: Callable[..., Path], on_ranks: Callable[..
 @pytest.mark.parametrize(
     ("family", "dtype", "learner"),
     [
-        ("llama", "float32", {"optimizer": {"distributed": True}}),
+        pytest.param("llama", "float32", {"optimizer": {"distributed": True}}, marks=pytest.mark.slow),
         pytest.param("qwen2", "bfloat16", {"layout": {"tensor": 2}}, marks=pytest.mark.slow),
         pytest.param("qwen3", "float32", {"layout": {"pipeline": 2}}, marks=pytest.mark.slow),
     ],

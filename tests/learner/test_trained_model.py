@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from learner_parts import make_batch, make_config
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from streamrl.config import Config
@@ -47,8 +48,17 @@ def converted(config: Config, run: Path) -> Path:
     return run / "converted"
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def files(folder: Path) -> dict[str, object]:
+    """The bytes of each file; of weights what is in them: the library writes the metadata in no certain order."""
+    return {
+        path.name: weights_in(path) if path.suffix == ".safetensors" else path.read_bytes() for path in folder.iterdir()
+    }
+
+
+def weights_in(path: Path) -> object:
+    with safe_open(path, "pt") as file:
+        tensors = [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118  it is no mapping
+        return file.metadata(), [(name, each.dtype, each.view(torch.uint8).numpy().tobytes()) for name, each in tensors]
 
 
 @pytest.mark.parametrize(("dtype", "learner"), [("bfloat16", {}), ("float32", LORA)], ids=["bfloat16", "adapters"])

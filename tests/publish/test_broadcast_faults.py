@@ -96,7 +96,9 @@ def test_a_server_that_never_comes_costs_the_source_no_longer_than_it_waits(
     "bucket",
     [pytest.param(0, marks=pytest.mark.slow, id="before the first bucket"), pytest.param(1, id="between two buckets")],
 )
-@pytest.mark.parametrize("killed", [False, True], ids=["silent", "killed"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(False, marks=pytest.mark.slow, id="silent"), pytest.param(True, id="killed")]
+)
 def test_a_server_that_is_lost_in_a_broadcast_holds_nobody_and_the_others_are_served(
     *,
     backend: Backend,

@@ -16,11 +16,12 @@ from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal, recover
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Saved
 from streamrl.replay.recovery import SET_ASIDE, Recovery
-from streamrl.replay.segments import MAGIC, JournalDamaged, load_frames, segment_path, segments
+from streamrl.replay.segments import MAGIC, JournalDamaged, Unreadable, load_frames, scan, segment_path, segments
 from tests.operations_table import GOES_ON, documented
 
 CONFIG = JournalConfig.model_validate({})
 FRAMES = (b"header", b"arena" * 4)
+HEAD = 32  # bytes of a record's head
 
 
 def completed(group_id: int) -> Completed:
@@ -50,9 +51,9 @@ def plain(recovery: Recovery) -> list[AnyRecord]:
     return [record[0] if isinstance(record, tuple) else record for record in recovery.records]
 
 
-def flip(path: Path, position: int) -> None:
+def flip(path: Path, position: int, bits: int = 1) -> None:
     content = bytearray(path.read_bytes())
-    content[position] ^= 1
+    content[position] ^= bits
     path.write_bytes(content)
 
 
@@ -97,6 +98,21 @@ def test_whichever_byte_of_a_segment_is_flipped_what_stood_before_it_comes_back(
         tmp_path.mkdir()
 
 
+def test_only_what_nothing_whole_follows_is_called_a_torn_tail(tmp_path: Path) -> None:
+    """Whichever bit of a head is flipped: an interrupted write is the last one."""
+    sizes = write(tmp_path, b"s", completed(0), consumed(0, 0), completed(1))
+    path = segment_path(tmp_path, 0)
+    content = path.read_bytes()
+    for number, begin in enumerate(sizes[:-1]):
+        for bit in range(8 * HEAD):
+            path.write_bytes(content)
+            flip(path, begin + bit // 8, 1 << bit % 8)
+            last = list(scan(0, path))[-1]
+            assert isinstance(last, Unreadable)
+            assert last.place.offset == begin
+            assert number == 2 or not last.torn, (number, bit)
+
+
 def test_a_group_whose_numbers_are_damaged_is_lost_alone(tmp_path: Path) -> None:
     sizes = write(tmp_path, b"s", completed(0), completed(1), consumed(0, 0))
     flip(segment_path(tmp_path, 0), sizes[1] - 1)  # the last byte of group 0's arena
@@ -111,6 +127,18 @@ def test_a_last_group_whose_numbers_never_reached_the_disk_is_cut(tmp_path: Path
     flip(segment_path(tmp_path, 0), sizes[2] - 1)
     assert plain(recover(tmp_path)) == [completed(0)]
     assert segment_path(tmp_path, 0).stat().st_size == sizes[1]
+
+
+def test_groups_whose_numbers_are_damaged_before_a_torn_tail_are_cut_with_it(tmp_path: Path) -> None:
+    sizes = write(tmp_path, b"s", completed(0), completed(1), completed(2), completed(3))
+    path = segment_path(tmp_path, 0)
+    flip(path, sizes[2] - 1)
+    flip(path, sizes[3] - 1)
+    path.write_bytes(path.read_bytes()[: sizes[3] + 5])
+    recovery = recover(tmp_path)
+    assert (plain(recovery), len(recovery.repairs)) == ([completed(0)], 1)
+    assert path.stat().st_size == sizes[1]
+    assert recover(tmp_path).repairs == []
 
 
 def test_a_tail_of_zeros_that_a_power_failure_leaves_is_cut(tmp_path: Path) -> None:
