@@ -176,6 +176,8 @@ def test_a_teacher_is_on_the_device_while_it_scores_and_else_in_the_hosts_memory
     assert taught.host_teacher == taught.host == 2 * counted.all
     assert taught.teacher > taught.host_teacher
     assert taught.peak == taught.held + taught.teacher > plain.peak  # four times as large, it is the most
+    on_cpus = fullest_rank(config, shape, Machines(gpus_per_host=0))
+    assert on_cpus.host_teacher == taught.host_teacher > on_cpus.teacher  # one copy, which stays
 
 
 def test_activations_shrink_with_recomputation_context_and_tensor_parallel_ranks():

@@ -75,7 +75,7 @@ class RankMemory:
     host_optimizer: int  # `learner.optimizer.offload`
     host_reference: int  # `algo.kl`
     teacher: int  # `algo.distillation`, on the device while it scores; no activations are kept then
-    host_teacher: int  # its weights, for the rest of the time
+    host_teacher: int  # its weights
 
     @property
     def held(self) -> int:
@@ -123,12 +123,12 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
         host_optimizer=on_host,
         host_reference=(counted.dense + counted.expert) * item if references else 0,
         teacher=teacher,
-        host_teacher=teacher_weights if machines.has_gpus else 0,  # without GPUs there is one copy
+        host_teacher=teacher_weights,
     )
 
 
 def _teacher(config: Config, shape: ModelShape, machines: Machines, stage: int) -> tuple[int, int]:
-    """(bytes while it scores, bytes of its weights)."""
+    """(bytes that it adds while it scores, bytes of its weights on the host, which without GPUs are the only copy)."""
     teacher = teacher_shape(config, shape)
     if teacher is None:
         return 0, 0
@@ -139,7 +139,8 @@ def _teacher(config: Config, shape: ModelShape, machines: Machines, stage: int) 
     tokens = math.ceil(learner.tokens_per_micro_batch / layout.context)
     layer = max(token_bytes(config, teacher, machines, each) for each in layers_of(teacher, layout, stage))
     logits = _logprobs(config, teacher, backward=False) if stage == layout.pipeline - 1 else 0
-    return weights + tokens * layer + logits, weights
+    copied = weights if machines.has_gpus else 0
+    return copied + tokens * layer + logits, weights
 
 
 def is_distributed(config: Config, machines: Machines) -> bool:
