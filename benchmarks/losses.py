@@ -51,6 +51,7 @@ GROUP = 4  # answers of one, for what depends on it
 STEP = 5  # seeds the draw of clip_cov
 SMALL_CLIP = {"eps_low": 0.03, "eps_high": 0.05}  # a sample's ratio moves less than a token's
 COVARIANCE = {"covariance_share": 0.1, "covariance_low": 0.1, "covariance_high": 1.0}
+TEACHER = "teacher"  # any name will do: its log-probs are drawn
 WIDE = {"mask_low": 0.9, "mask_high": 1.15}
 # Of the masks by a divergence: about half of the tokens are further away.
 LIMITS = {
@@ -106,6 +107,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     **{f"kl_reward {name}": {"kl_reward": 0.2, "kl_reward_estimator": name} for name in DIVERGENCES.names},
     "kl_reward recompute": {"kl_reward": 0.2, "proximal": "recompute", "covariance": "kl_cov", **COVARIANCE},
+    "distillation": {"distillation": {"teacher": TEACHER, "coefficient": 0.7}},
+    "distillation alone": {"distillation": {"teacher": TEACHER, "rewards": False}},
+    "distillation covariance=clip_cov": {
+        "distillation": {"teacher": TEACHER},
+        "covariance": "clip_cov",
+        **COVARIANCE,
+    },
     "entropy": {"entropy": 0.01},
     "aggregation=sequence_mean": {"aggregation": "sequence_mean"},
     "aggregation=sequence_sum": {"aggregation": "sequence_sum"},
@@ -177,6 +185,7 @@ def make_batch(seed: int, samples: int, longest: int) -> TokenBatch:
         samples=samples,
         proximal=behaviour + drift + 0.4 * normal(),
         reference=behaviour + 0.4 * normal() + 3.5 * (torch.rand(count, generator=random) < 0.03),
+        teacher=behaviour + 0.8 * normal(),
     )
 
 
@@ -222,6 +231,7 @@ def with_selection(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Toke
             advantages=tokens.advantages,
             staleness=tokens.staleness,
             place=place,
+            teacher=tokens.teacher,
         )
         picked = select(step, STEP, config)
         outliers = outliers if picked.outliers is None else picked.outliers
@@ -269,7 +279,7 @@ def _mean_weight(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> float:
 
 def with_dtype(batch: TokenBatch, dtype: torch.dtype) -> TokenBatch:
     """The batch with its floats in another dtype, log-probs and entropies as new leaves."""
-    floats = ("logprobs", "entropy", "behaviour", "advantages", "proximal", "reference")
+    floats = ("logprobs", "entropy", "behaviour", "advantages", "proximal", "reference", "teacher")
     cast = {name: getattr(batch, name).detach().to(dtype) for name in floats}
     for name in ("logprobs", "entropy"):
         cast[name].requires_grad_()

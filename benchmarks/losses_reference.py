@@ -35,6 +35,7 @@ class Token:
     staleness: int
     sample: int
     reference: float | None
+    teacher: float | None
     outlier: bool
     covariant: bool
 
@@ -61,6 +62,8 @@ def slow_loss(batch: TokenBatch, c: AlgoConfig, tokens: int, samples: int) -> tu
     sample_ratio = {sample: of_sample(of) for sample, of in siblings.items()} if of_sample else {}
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
+        if row.teacher is not None and c.distillation.teacher is not None:
+            counts["pi above teacher" if row.pi > row.teacher else "pi below teacher"] += 1
         w = _weight(row, siblings[row.sample], c, counts, batch.mean_weight)
         surrogate = _surrogate(row, sample_ratio.get(row.sample), c, counts)
         loss = -w * surrogate + _further(row, c, counts)
@@ -92,6 +95,8 @@ def branches(c: AlgoConfig) -> list[str]:
         names = [*names, "pi above ref", "pi below ref"]
         if c.kl_estimator == "k3_clamped":
             names = [*names, "at the limit"]
+    if c.distillation.teacher is not None:
+        names = [*names, "pi above teacher", "pi below teacher"]
     return [*names, "dropped"]
 
 
@@ -147,9 +152,10 @@ def slow_outliers(log_rho: Sequence[float], limit: float) -> list[bool]:
 def slow_covariant(scores: Tensor, batch: TokenBatch, place: Tensor, step: int, c: AlgoConfig) -> list[bool]:
     """`covariance`: which of all N tokens of a step `c` acts on. scores, place: [N]; every token is trained."""
     measured = [t for t in range(len(scores)) if math.isfinite(batch.behaviour[t])]
-    mean_a = sum(batch.advantages[t].item() for t in measured) / len(measured)
+    advantages = {t: _advantage(batch, t, scores[t].item(), c) for t in measured}
+    mean_a = sum(advantages.values()) / len(measured)
     mean_l = sum(scores[t].item() for t in measured) / len(measured)
-    covariance = {t: (batch.advantages[t].item() - mean_a) * (scores[t].item() - mean_l) for t in measured}
+    covariance = {t: (advantages[t] - mean_a) * (scores[t].item() - mean_l) for t in measured}
     count = max(int(c.covariance_share * len(measured)), 1)
     if c.covariance == "kl_cov":
         chosen = sorted(measured, key=lambda t: -covariance[t])[:count]
@@ -163,12 +169,22 @@ def slow_covariant(scores: Tensor, batch: TokenBatch, place: Tensor, step: int, 
 
 def _stopped(score: float, batch: TokenBatch, t: int, c: AlgoConfig) -> bool:
     """Whether the clip has taken the token's gradient already at the start of the step."""
-    mu, a = batch.behaviour[t].item(), batch.advantages[t].item()
+    mu, a = batch.behaviour[t].item(), _advantage(batch, t, score, c)
     r = _exp(score - _old(mu, score, score, int(batch.staleness[t]), c))
     high = c.dual_clip is not None and a < 0 and r > c.dual_clip
     if c.loss == "gmpo":
         return (a > 0 and math.log(r) > c.eps_high) or (a < 0 and math.log(r) < -c.eps_low)
     return c.loss == "clip" and ((a > 0 and r > 1 + c.eps_high) or (a < 0 and r < 1 - c.eps_low) or high)
+
+
+def _advantage(batch: TokenBatch, t: int, pi: float, c: AlgoConfig) -> float:
+    """A of one token: of its group, of the teacher, or of both."""
+    of_group = batch.advantages[t].item()
+    if c.distillation.teacher is None:
+        return of_group
+    assert batch.teacher is not None
+    divergence = min(max(pi - batch.teacher[t].item(), -20.0), 20.0)
+    return (of_group if c.distillation.rewards else 0.0) - c.distillation.coefficient * divergence
 
 
 def _exp(log_ratio: float) -> float:
@@ -203,10 +219,11 @@ def _tokens(batch: TokenBatch, measured: list[int], c: AlgoConfig) -> list[Token
                 int(batch.staleness[t]),
                 c,
             ),
-            advantage=batch.advantages[t].item(),
+            advantage=_advantage(batch, t, batch.logprobs[t].item(), c),
             staleness=int(batch.staleness[t]),
             sample=int(batch.sample[t]),
             reference=at(batch.reference, t, None),
+            teacher=at(batch.teacher, t, None),
             outlier=at(batch.outliers, t, False),
             covariant=at(batch.covariant, t, False),
         )

@@ -16,7 +16,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import config_path
 from streamrl.engine.hardware import has_cuda
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_model, with_local_models, with_local_teacher
 from streamrl.learner_environment import learner_environment
 from streamrl.places import RECORD, load_run, run_folder_of
 from streamrl.recorded.formats import answered_run, recorded_run
@@ -116,7 +116,7 @@ def _learner(options: argparse.Namespace) -> int:
         os.environ.update(learner_environment(config, os.environ))
     from streamrl.learner import role
 
-    return role.main(config, folder)
+    return role.main(with_local_teacher(config), folder)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -253,7 +253,7 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     if (options.config is None) == (options.run_folder is None):
         raise ConfigError("a role takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
     if options.run_folder is None:
-        config = with_local_model(config_file.load(options.config, options.override))
+        config = with_local_models(config_file.load(options.config, options.override))
         folder = run_folder.prepare(config, fresh=False)
         if config.run.epochs is not None:
             config = with_local_model(load_run(folder))  # has them as steps

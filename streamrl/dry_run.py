@@ -19,7 +19,7 @@ from streamrl.config.refused import Refusals
 from streamrl.device_map import DeviceMap, device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.hub.files import lacking
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_models
 from streamrl.hub.repository import model_of
 from streamrl.lab.plan.command import model_shape
 from streamrl.observe.ending import resume_line
@@ -38,7 +38,7 @@ NO_MODEL = "; weights, tokenizer, prompts and the wire, as {} is not here"
 def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     """Check, print, return 0. `gpus`: of a machine that is made up; None: this one's. Raises ConfigError."""
     by_shape = gpus is not None and _is_known_by_shape(config)
-    config = absolute(config if by_shape else with_local_model(config, "description"))
+    config = absolute(config if by_shape else with_local_models(config, "description"))
     names = _names(gpus)
     placed = device_map(config, len(names)) if names else None
     unchecked = _check(config, made_up=gpus is not None, fresh=fresh)
@@ -95,10 +95,10 @@ def _is_known_by_shape(config: Config) -> bool:
 
 def _preflight(config: Config, *, fresh: bool) -> str:
     """Of a model of the hub the weights are not fetched for a dry run. Returns what could not be checked."""
-    model = model_of(config.model.path)
-    fetched = model is None or not lacking(config.model.path, "whole")
-    senseless.warn(preflight.check(config, fresh=fresh, weights=fetched).lines())
-    return "" if fetched or model is None else NO_WEIGHTS.format(model.name, model.root)
+    folders = [folder for folder in (config.model.path, config.algo.distillation.teacher) if folder is not None]
+    models = [model for folder in folders if (model := model_of(folder)) is not None and lacking(folder, "whole")]
+    senseless.warn(preflight.check(config, fresh=fresh, weights=not models).lines())
+    return "; ".join(NO_WEIGHTS.format(model.name, model.root) for model in models)
 
 
 def _rows(config: Config, placed: DeviceMap | None, names: Sequence[str]) -> Iterator[tuple[str, str, str]]:

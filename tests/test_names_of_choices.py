@@ -30,6 +30,7 @@ OTHER_MEANINGS = {
     "streamrl/learner/megatron_imports.py": {"wandb"},  # a package
     "streamrl/learner/packing.py": {"behaviour"},  # a field
     "streamrl/learner/selection.py": {"behaviour"},  # a field
+    "streamrl/learner/teacher.py": {"recompute"},  # learner.recompute
     "streamrl/observe/timeline.py": {"ready"},  # an event
     "streamrl/replay/durable.py": {"none"},  # journal.keep
     "streamrl/run_folder.py": {"python"},  # a version

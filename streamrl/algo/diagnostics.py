@@ -109,6 +109,7 @@ def finish(
     - `loss/kl`: mean KL(pi || pi_ref) by `algo.kl_estimator`, 0 without a reference policy. Not `offpolicy/kl`: to
       mu.
     - `reward/kl`: mean of what `algo.kl_reward` multiplies and takes off the reward; absent without it.
+    - `distillation/kl`: mean of log pi - log pi_T (k1); absent without a teacher.
     - `loss/entropy`: mean entropy of pi, nats, the term itself without its weight; absent if not measured.
     - `loss/clip_low`, `/clip_high`, `/clip_dual`: share of n with r < 1 - eps_low and A < 0, with
       r > 1 + eps_high and A > 0, with the dual clip's bound active; r of the sample in gspo, and whatever the
@@ -163,7 +164,8 @@ def _applied_metrics(total: Mapping[str, float], updates: int) -> dict[str, floa
         "loss/kl": _share(total.get("kl", 0.0), n),
         "weights/ess": _effective_sample_size(total["weight"], total["weight_squared"], n),
     }
-    names = {"masked": "weights/masked"} | {name: f"loss/{name}" for name in _LOSS_SHARES}
+    names = {"masked": "weights/masked", "distillation_kl": "distillation/kl"}
+    names |= {name: f"loss/{name}" for name in _LOSS_SHARES}
     names |= {key: f"weights/masked_{key.removeprefix(_MASKED_BY)}" for key in total if key.startswith(_MASKED_BY)}
     names |= {key: f"loss/{key.removeprefix(PENALISED_BY)}" for key in total if key.startswith(PENALISED_BY)}
     return metrics | {name: _share(total[key], n) for key, name in names.items() if key in total}

@@ -6,12 +6,15 @@ the loss of the update, whatever the packing and the layout.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from streamrl.algo.aggregations import aggregation_of
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import PENALISED_BY, REWARD_KL, bucket_sums, off_policy_values, weight_values
+from streamrl.algo.distillation import distilled_advantages, reverse_kl
 from streamrl.algo.divergences import divergence_of
 from streamrl.algo.families import family_of
 from streamrl.algo.importance import importance_weights
@@ -26,16 +29,17 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     """The micro batch's part of the loss, a scalar to call backward on, and its sums for `diagnostics.finish`.
 
     `L_t = -w S + beta D(pi || pi_ref) + R - lambda H`, S of the family `config.loss`, D by `config.kl_estimator`, R of
-    the regulariser `config.covariance`, summed with each token's share of the mean. A token that a mask zeroes keeps
-    its other terms; a token whose mu is not finite has none. Parts of one update are added, never averaged. A batch
-    without a trained token gives 0 with zero gradients, so that no rank falls out of step.
+    the regulariser `config.covariance`, summed with each token's share of the mean. A teacher has its part in the
+    advantages of S. A token that a mask zeroes keeps its other terms; a token whose mu is not finite has none. Parts
+    of one update are added, never averaged. A batch without a trained token gives 0 with zero gradients, so that no
+    rank falls out of step.
 
     Raises ValueError if a setting needs a field that the batch does not have, naming both.
     """
     usable = batch.mask & batch.behaviour.isfinite()
     # Selecting, rather than multiplying by 0, keeps whatever the other tokens hold out of the gradient.
     index = usable.nonzero().squeeze(-1)
-    tokens = batch.select(index)
+    tokens, taught = _taught(batch.select(index), config)
     share = aggregation_of(config).shares(batch, config, denominators)[index]
     family = family_of(config)
 
@@ -48,7 +52,7 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     further, values = _further_terms(tokens, log_r, config)
     loss = share * (-applied.weight * surrogate + further)
 
-    values |= {"measured": tokens.mask, "loss": loss.detach(), **clipped}
+    values |= {"measured": tokens.mask, "loss": loss.detach(), **clipped, **taught}
     values |= off_policy_values(log_rho) | weight_values(applied)
     sums = bucket_sums(values, tokens.staleness)
     sums |= bucket_sums({"trained": batch.mask, "dropped": batch.mask & ~usable}, batch.staleness)
@@ -67,6 +71,16 @@ def reference_kl(logprobs: Tensor, reference: Tensor, config: AlgoConfig) -> Ten
         return estimate
     squares = difference.square() / 2
     return squares - squares.detach() + estimate.detach()
+
+
+def _taught(tokens: TokenBatch, config: AlgoConfig) -> tuple[TokenBatch, dict[str, Tensor]]:
+    """The tokens with the teacher's part in their advantages, and the per-token values of it."""
+    if not config.distils:
+        return tokens, {}
+    setting = f"algo.distillation.teacher={config.distillation.teacher}"
+    divergence = reverse_kl(tokens.logprobs, needed(tokens.teacher, "teacher", setting))
+    advantages = distilled_advantages(tokens.advantages, divergence, config)
+    return replace(tokens, advantages=advantages), {"distillation_kl": divergence}
 
 
 def _further_terms(tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:

@@ -29,6 +29,7 @@ class TokenBatch:
     samples: int
     proximal: Tensor | None = None  # like logprobs, log pi_old of the weights that the step starts from
     reference: Tensor | None = None  # like logprobs, log pi_ref
+    teacher: Tensor | None = None  # like logprobs, log pi_T
     outliers: Tensor | None = None  # bool [N], tokens that `mask: second_moment` zeroes (`whole_step.Selection`)
     covariant: Tensor | None = None  # bool [N], tokens that `algo.covariance` acts on (`whole_step.Selection`)
     reward_kl: Tensor | None = None  # like logprobs, what `algo.kl_reward` has taken off the reward, for the metric
@@ -40,7 +41,7 @@ class TokenBatch:
             raise ValueError(f"logprobs is {dtype} {list(self.logprobs.shape)}, float32 or float64 [N] is needed")
         expected = {"behaviour": dtype, "advantages": dtype, "mask": torch.bool}
         expected |= {"staleness": torch.int64, "sample": torch.int64}
-        optional = {"entropy": dtype, "proximal": dtype, "reference": dtype, "reward_kl": dtype}
+        optional = {name: dtype for name in ("entropy", "proximal", "reference", "teacher", "reward_kl")}
         optional |= {"outliers": torch.bool, "covariant": torch.bool}
         expected |= {name: needed for name, needed in optional.items() if getattr(self, name) is not None}
         for name, needed in expected.items():
@@ -67,6 +68,7 @@ class TokenBatch:
             samples=self.samples,
             proximal=at(self.proximal),
             reference=at(self.reference),
+            teacher=at(self.teacher),
             outliers=at(self.outliers),
             covariant=at(self.covariant),
             reward_kl=at(self.reward_kl),

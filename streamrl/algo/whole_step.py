@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from streamrl.algo.distillation import distilled_advantages, reverse_kl
 from streamrl.algo.families import family_of
 from streamrl.algo.masks import mask_of
 from streamrl.algo.proximals import proximal_of
 from streamrl.algo.ratios import log_ratio
 from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.regularisers.base import Measured
+from streamrl.algo.tokens import needed
 from streamrl.config.learner import AlgoConfig
 
 
@@ -31,6 +33,7 @@ class StepTokens:
     advantages: Tensor  # like scores
     staleness: Tensor  # int64 [n], learner steps
     place: Tensor  # int64 [n], >= 0, number of the token in the step, the same for every packing
+    teacher: Tensor | None = None  # like scores, log pi_T
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,7 +70,7 @@ def select(tokens: StepTokens, seed: int, config: AlgoConfig) -> Selection:
         outliers = over_all(mask.outliers(log_rho, config))
     regulariser = regulariser_of(config)
     if regulariser.acts:
-        advantages = tokens.advantages.double()[measured]
+        advantages = _advantages(tokens, config)[measured]
         proximal = proximal_of(config).logprobs(behaviour, log_rho, tokens.staleness[measured], scores)
         seen = Measured(
             covariance=_centred(advantages) * _centred(scores),
@@ -76,6 +79,16 @@ def select(tokens: StepTokens, seed: int, config: AlgoConfig) -> Selection:
         )
         covariant = over_all(regulariser.pick(seen, config))
     return Selection(outliers=outliers, covariant=covariant)
+
+
+def _advantages(tokens: StepTokens, config: AlgoConfig) -> Tensor:
+    """float64 [n], with the teacher's part, as the first update will have them."""
+    advantages = tokens.advantages.double()
+    if not config.distils:
+        return advantages
+    setting = f"algo.distillation.teacher={config.distillation.teacher}"
+    teacher = needed(tokens.teacher, "teacher", setting).double()
+    return distilled_advantages(advantages, reverse_kl(tokens.scores.double(), teacher), config)
 
 
 def second_moment_outliers(log_rho: Tensor, limit: float) -> Tensor:

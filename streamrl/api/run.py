@@ -17,7 +17,7 @@ from streamrl.api.following import POLL, Callbacks, Caller, Metrics
 from streamrl.api.inputs import Inputs
 from streamrl.api.launching import launched
 from streamrl.config import Config
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_models
 from streamrl.machine import Machine
 from streamrl.observe.ending import MODEL, saved_steps
 from streamrl.places import absolute
@@ -86,7 +86,7 @@ class Run:
 
     def __init__(self, config: Config, inputs: Inputs | None, callbacks: Callbacks) -> None:
         """Raises ConfigError for a model of the hub that cannot be had."""
-        self.config = absolute(with_local_model(config))
+        self.config = absolute(with_local_models(config))
         self._inputs = inputs
         self._callbacks = callbacks
         self._lock = threading.Lock()  # of all below

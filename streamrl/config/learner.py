@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from streamrl.choices import (
     AGGREGATIONS,
     DIVERGENCES,
+    FAMILIES,
     LOSSES,
     MASKS,
     PROXIMALS,
@@ -51,10 +52,30 @@ class MaskRule(Section):
         return iter(())
 
 
+class DistillationConfig(Section):
+    """On-policy distillation: a frozen teacher scores the tokens that the policy drew."""
+
+    teacher: Path | None = Field(
+        None, description="Hugging Face folder of the teacher, or else a name of the hub (`org/name`); null: none"
+    )
+    revision: str | None = Field(
+        None, min_length=1, description="branch, tag or commit of a teacher of the hub; null: its main branch"
+    )
+    family: Annotated[str | None, FAMILIES] = Field(
+        None, description="how the teacher is built, as model.family; null: by the architecture in its config.json"
+    )
+    family_options: dict[str, Any] = Field(default_factory=dict, description="options of a family of your own")
+    coefficient: float = Field(1.0, gt=0, description="delta, weight of the reverse KL in the advantage of a token")
+    rewards: bool = Field(True, description="the group's advantage counts beside it; false: the teacher alone")
+
+
 class AlgoConfig(Section):
     """The loss and the importance weights; equations in docs/algorithm.md."""
 
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="group-relative advantages")
+    distillation: DistillationConfig = Field(
+        default_factory=DistillationConfig, description="a teacher's part in the advantages"
+    )
     loss: Annotated[str, LOSSES] = Field("clip", description="family of the policy loss")
     loss_options: dict[str, Any] = Field(default_factory=dict, description="options of a family of your own")
     proximal: Annotated[str, PROXIMALS] = Field(
@@ -118,6 +139,16 @@ class AlgoConfig(Section):
         default_factory=dict, description="options of an aggregation of your own"
     )
     norm_length: int | None = Field(None, ge=1, description="tokens by which sequence_sum_norm divides")
+
+    @property
+    def distils(self) -> bool:
+        """Does a teacher score the tokens?"""
+        return self.distillation.teacher is not None
+
+    @property
+    def least_samples(self) -> int:
+        """Samples of a group that has something to teach: a teacher's word needs no siblings."""
+        return 1 if self.distils else self.advantage.least_samples
 
     @rule
     def _mask_keeps_something(self) -> None:

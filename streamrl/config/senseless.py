@@ -43,6 +43,16 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
     ),
     (("algo.kl_estimator", "algo.kl_straight_through"), "algo.kl above 0", lambda c: c.algo.kl > 0),
     (("algo.kl_reward_estimator",), "algo.kl_reward above 0", lambda c: c.algo.kl_reward > 0),
+    (
+        (
+            "algo.distillation.revision",
+            "algo.distillation.family",
+            "algo.distillation.coefficient",
+            "algo.distillation.rewards",
+        ),
+        "algo.distillation.teacher",
+        lambda c: c.algo.distils,
+    ),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
 )
 

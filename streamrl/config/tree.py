@@ -226,11 +226,19 @@ class Config(Section):
 
     @rule
     def _a_group_teaches_something(self) -> None:
-        least = self.algo.advantage.least_samples
+        least = self.algo.least_samples
         if self.generate.group_size < least:
             raise ValueError(
                 f"generate.group_size: {self.generate.group_size} has advantage 0 in every group, with "
                 f"algo.advantage.baseline={self.algo.advantage.baseline}, and trains nothing; allowed: at least {least}"
+            )
+
+    @rule
+    def _a_teacher_gets_every_group(self) -> None:
+        if self.algo.distils and self.replay.filter.signal:
+            raise ValueError(
+                "replay.filter.signal: true drops groups with equal rewards, which algo.distillation.teacher trains; "
+                "allowed: false"
             )
 
     @rule

@@ -45,6 +45,11 @@ class Tokenizer:
         self.end_ids = self._end_ids(model)  # any of them ends an answer
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, special ones among them, and its id."""
+        return dict(self._tokenizer.get_vocab())
+
+    @property
     def largest_id(self) -> int:
         """Of the tokens that a text can have: special ones are left out."""
         special = {place for place, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}

@@ -29,8 +29,8 @@ MISSES = 3
 # Metrics that are shown where the endpoint has them; the evaluations of all tasks, too.
 FIGURES = (
     "step", "reward/mean", "pass_rate", "signal_rate", "tokens/generated_per_s", "tokens/trained_per_s",
-    "staleness/mean", "staleness/max", "buffer/groups", "samples/failed", "loss/total", "grad_norm", "length/mean",
-    "time/step", "idle/learner", "idle/generator",
+    "staleness/mean", "staleness/max", "buffer/groups", "samples/failed", "loss/total", "distillation/kl", "grad_norm",
+    "length/mean", "time/step", "idle/learner", "idle/generator",
 )  # fmt: skip
 
 

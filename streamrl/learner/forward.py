@@ -52,13 +52,18 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Di
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and distributed,
         )
-        module = Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+        module = in_dtype(chunk)
         # Only the first chunk's gradients come last in the backward pass, so the others are cut into no buckets.
         wrapped.append(DistributedDataParallel(chunk.config, ddp_config, module, disable_bucketing=index > 0))
     if overlap:
         contexts = [chunk.no_sync for chunk in wrapped]
         chunks[0].config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
     return wrapped
+
+
+def in_dtype(chunk: PolicyModel) -> torch.nn.Module:
+    """A model chunk that takes and gives float32, whatever the dtype of its weights."""
+    return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
@@ -75,8 +80,9 @@ class Passes:
     that share a data-parallel rank give the same micro batches.
     """
 
-    def __init__(self, chunks: list[DistributedDataParallel], ranks: Ranks, config: Config) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: Sequence[torch.nn.Module], ranks: Ranks, config: Config) -> None:
+        """`chunks`: of this rank, wrapped as `wrap` does, or `in_dtype` alone for a model that only scores."""
+        self._chunks = list(chunks)
         self._ranks = ranks
         model = policy_of(chunks[0])
         model.config.finalize_model_grads_func = self._finalize
@@ -95,6 +101,7 @@ class Passes:
         """
         self._began = time.perf_counter()
         for chunk in self._chunks:
+            assert isinstance(chunk, DistributedDataParallel), "a model that only scores has no gradients"
             chunk.zero_grad_buffer()
         return self._reduced(merge(self._run(micro_batches, partial(self._part, loss), forward_only=False)))
 

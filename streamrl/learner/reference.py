@@ -44,7 +44,7 @@ class Reference:
         """Hold these parameters of the chunks as they are now; with none, the reference is the model that the
         chunks are without their adapters."""
         self._wrapped = list(wrapped)
-        self._held = [(parameter, _host_copy(parameter.detach())) for parameter in dict.fromkeys(parameters)]
+        self._held = [(parameter, host_copy(parameter.detach())) for parameter in dict.fromkeys(parameters)]
 
     @classmethod
     def of(cls, config: Config, wrapped: Sequence[DistributedDataParallel]) -> Reference | None:
@@ -96,7 +96,7 @@ class Reference:
     def _exchange(self) -> None:
         """What is in the model goes to the host, what is on the host into the model."""
         for parameter, held in self._held:
-            leaving = _host_copy(parameter)
+            leaving = host_copy(parameter)
             parameter.copy_(held)
             held.copy_(leaving)
 
@@ -115,6 +115,7 @@ def _refuse_another_shape(config: Config, folder: Path, policy: ModelShape) -> N
             )
 
 
-def _host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor) -> Tensor:
+    """The tensor in the host's memory, pinned where it comes from a GPU."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return copy.copy_(tensor)

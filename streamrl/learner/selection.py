@@ -23,6 +23,7 @@ from streamrl.learner.packing import MicroBatch
 def select(
     micro_batches: Sequence[MicroBatch],
     scores: Sequence[Tensor],
+    taught: Sequence[Tensor | None],
     seed: int,
     config: AlgoConfig,
     advantages: Sequence[Tensor] | None = None,
@@ -30,9 +31,9 @@ def select(
     """What the rules of `config` take of each micro batch.
 
     micro_batches: all of this rank and step, of every mini batch; scores: float32 [N] of each, log-probs under
-    the weights that the step starts from; seed: of this step's draw; advantages: float32 [N] of each, in place of the
-    micro batch's own. Collective over the data-parallel group, on
-    the ranks that have the scores: those of the last pipeline stage. Every rank sees all tokens, about 32 bytes
+    the weights that the step starts from; taught: those under the teacher, None without one; seed: of this step's
+    draw; advantages: float32 [N] of each, in place of the micro batch's own. Collective over the data-parallel group,
+    on the ranks that have the scores: those of the last pipeline stage. Every rank sees all tokens, about 32 bytes
     each, and decides alike.
     """
     group = parallel_state.get_data_parallel_group()
@@ -52,6 +53,8 @@ def select(
         "staleness": joined([micro.staleness for micro in micro_batches]),
         "place": joined([micro.place for micro in micro_batches]),
     }
+    if config.distils:
+        fields["teacher"] = torch.cat([word for word in taught if word is not None])
     tokens = StepTokens(**{name: _gathered(field, counts, group) for name, field in fields.items()})
     selection = whole_step.select(tokens, seed, config)
     start = sum(counts[: group.rank()])

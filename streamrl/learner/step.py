@@ -1,7 +1,7 @@
 """One learner step as an algorithm: what is scored first, then passes over mini batches with an update each.
 
     rank 0: batch ──advantages, plan──▶ a share for each data-parallel rank
-    every rank: share ──scores, reference, selections──▶ passes x mini batches: forward, loss, backward, update
+    every rank: share ──scores, teacher, reference, selections──▶ passes x mini batches: forward, loss, backward, update
 
 The loss of a micro batch is divided by the counts of its whole mini batch before its backward pass, so that
 neither packing, nor the split into micro batches, nor the number of ranks changes the gradient.
@@ -40,6 +40,7 @@ from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
 from streamrl.learner.reference import Reference
 from streamrl.learner.reward_penalty import Penalised, outcomes_of, penalise
 from streamrl.learner.selection import select
+from streamrl.learner.teacher import Teacher
 from streamrl.observe.events import now
 from streamrl.types import Batch
 
@@ -79,6 +80,7 @@ class Signals:
 
     proximal: Tensor | None = None
     reference: Tensor | None = None
+    teacher: Tensor | None = None
     outliers: Tensor | None = None
     covariant: Tensor | None = None
     penalised: Penalised | None = None  # what `algo.kl_reward` puts in place of the micro batch's advantages
@@ -110,12 +112,20 @@ class LearnerStep:
     """Trains one share after another. Every method is collective."""
 
     def __init__(
-        self, config: Config, passes: Passes, optimizer: PolicyOptimizer, reference: Reference | None, device: Device
+        self,
+        config: Config,
+        passes: Passes,
+        optimizer: PolicyOptimizer,
+        *,
+        reference: Reference | None,
+        teacher: Teacher | None,
+        device: Device,
     ) -> None:
         self._config = config
         self._passes = passes
         self._optimizer = optimizer
         self._reference = reference
+        self._teacher = teacher
         self._device = device
         self.copied: Copied = DONE  # a copy that still reads the weights, which must not change before its end
         self.busy = 0.0  # seconds of this rank's passes in the last step, without its waits for the other ranks
@@ -162,6 +172,8 @@ class LearnerStep:
     def rehearse(self, share: Share) -> None:
         """Pass a share forward and do nothing with it. Raises what the passes raise."""
         self._passes.score(share.micro_batches)
+        if self._teacher:
+            self._teacher.score(share.micro_batches)
 
     def differentiate(self, mini: MiniBatch, known: Sequence[Signals]) -> dict[str, Tensor]:
         """Gradients of a mini batch into the buffers; returns the diagnostic sums over micro batches and ranks."""
@@ -190,18 +202,19 @@ class LearnerStep:
         needed = {"scores": needs_scores(algo), "reference": self._reference is not None}
         nothing: list[Any] = [None] * len(rows)
         scores = self._passes.score(rows) if needed["scores"] else nothing
+        taught = self._teacher.score(rows) if self._teacher else nothing
         if needed["reference"]:
             self._await_copy()
         with self._reference.swapped() if self._reference else nullcontext():
             reference = self._passes.score(rows) if needed["reference"] else nothing
         known = [Signals() for _ in rows]
         if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
-            known = self._known(share, scores, reference)
+            known = self._known(share, scores, reference, taught)
         left = iter(known)
         return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
 
-    def _known(self, share: Share, scores: list[Any], reference: list[Any]) -> list[Signals]:
-        """Of each micro batch, from its log-probs under the policy and under the reference; None: not scored."""
+    def _known(self, share: Share, scores: list[Any], reference: list[Any], taught: list[Any]) -> list[Signals]:
+        """Of each micro batch, from its log-probs under policy, reference and teacher; None: not scored."""
         algo, rows = self._config.algo, share.micro_batches
         nothing: list[Any] = [None] * len(rows)
         proximal = scores if algo.chosen("proximal").scored else nothing
@@ -213,18 +226,19 @@ class LearnerStep:
         picked = nothing
         if needs_selection(algo):
             advantages = [made.advantages for made in penalised] if share.outcomes is not None else None
-            picked = select(rows, scores, seed, algo, advantages)
+            picked = select(rows, scores, taught, seed, algo, advantages)
         mean_weight = _mean_weight(rows, proximal, algo) if algo.weight_normalise else None
         return [
             Signals(
                 proximal=score,
                 reference=other,
+                teacher=word,
                 outliers=choice and choice.outliers,
                 covariant=choice and choice.covariant,
                 penalised=made,
                 mean_weight=mean_weight,
             )
-            for score, other, choice, made in zip(proximal, reference, picked, penalised, strict=True)
+            for score, other, word, choice, made in zip(proximal, reference, taught, picked, penalised, strict=True)
         ]
 
     def _loss(
@@ -258,6 +272,7 @@ def tokens_of(
         samples=micro.samples,
         proximal=signals.proximal,
         reference=signals.reference,
+        teacher=signals.teacher,
         outliers=signals.outliers,
         covariant=signals.covariant,
         reward_kl=None if made is None else made.reward_kl,

@@ -35,6 +35,7 @@ from streamrl.learner.rows import sequence_multiple
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
+from streamrl.learner.teacher import Teacher
 from streamrl.observe.bars import Report, silent
 from streamrl.observe.ending import ADAPTER, MODEL
 from streamrl.stream.identity import run_identity
@@ -60,7 +61,7 @@ class Trainer:
 
         Raises ConfigError, also for a wrong number of ranks, and UnsupportedAcceleratorError.
         """
-        shape = read_shape(config.model.path, family=config.model.family)
+        self._shape = shape = read_shape(config.model.path, family=config.model.family)
         self._config = config
         self._run_folder = run_folder
         self._checkpoints = run_folder / "checkpoints"
@@ -113,6 +114,7 @@ class Trainer:
         this rank's weights that are read from the Hugging Face folder, of all. Raises ConfigError where checkpoints are
         there and none can be resumed from.
         """
+        teacher = Teacher.of(self._config, self._shape, self._ranks)
         reference = Reference.of(self._config, self._wrapped)
         incarnation = checkpoint.next_incarnation(self._checkpoints, self._ranks)
         found = newest_whole(self._checkpoints, self._ranks, self._identity, self._report_damage)
@@ -128,7 +130,14 @@ class Trainer:
             self.ledger = found.ledger
         log.info("starting as version %s from %s", self._version, found.folder if found else self._config.model.path)
         passes = Passes(self._wrapped, self._ranks, self._config)
-        self._step = LearnerStep(self._config, passes, self._optimizer, reference, self._ranks.device)
+        self._step = LearnerStep(
+            self._config,
+            passes,
+            self._optimizer,
+            reference=reference,
+            teacher=teacher,
+            device=self._ranks.device,
+        )
 
     def train_step(self, batch: Batch | None) -> dict[str, float]:
         """Train on the batch of step `version.step`; rank 0 passes it, the others None.

@@ -199,6 +199,8 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
         return
     yield "reward", f"{_latest(rows, 'reward/mean'):.3f}  {sparkline(rewards)}"
     yield "pass rate", f"{_latest(rows, 'pass_rate'):.2f}, groups with signal {_latest(rows, 'signal_rate'):.2f}"
+    if last.get("distillation/kl") is not None:
+        yield "teacher", f"reverse KL {_latest(rows, 'distillation/kl'):.3f} nats/token"
     for name, begin, end in (("reward parts", "reward/part/", ""), ("tasks", "task/", "/reward/mean")):
         if means := _named(rows, begin, end):
             yield name, means

@@ -20,12 +20,13 @@ from streamrl.config.file import ConfigError
 from streamrl.config.refused import Refusals
 from streamrl.evaluate.evaluator import host_evaluated
 from streamrl.generate.tokenizer import Tokenizer
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_models
 from streamrl.learner.shape import ModelShape, read_shape, weight_files
 from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_folder, check_model
 from streamrl.preflight.prompts import Seen, look_at, tokenizer_of
+from streamrl.preflight.teacher import check_teacher, check_teacher_length
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.preflight.wire import check_wire, group_bytes
 from streamrl.tasks import left_out
@@ -82,7 +83,7 @@ def local_model(config: Config) -> Config:
     """
     refusals = Refusals()
     with refusals:
-        return with_local_model(config)
+        return with_local_models(config)
     _check_tasks(config, refusals)
     refusals.tell()
     return config
@@ -139,6 +140,8 @@ async def _check_sizes(
     held_out: Seen | None = None
     with refusals:
         check_lengths(config, shape, trained.longest)
+    with refusals:
+        check_teacher_length(config, shape, trained.longest)
     if evaluated:
         held_out = await look_at(evaluated, sizes.tokenizer, max(1, evaluated_limit(config, shape)), {}, cut)
         _check_key(config, held_out)
@@ -178,4 +181,5 @@ def check_layout(config: Config, *, weights: bool = True) -> ModelShape:
     if weights:
         weight_files(config.model.path)
     check_model(config, shape)
+    check_teacher(config, shape, weights=weights)
     return shape

@@ -1,4 +1,4 @@
-"""Whether model.path is a model's folder, and whether the model can be cut as the layout, adapters and servers say."""
+"""Whether model.path is a model's folder, and models can be cut as the layout, adapters and servers say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from streamrl.config.generate import GenerateConfig
 from streamrl.config.refused import Refusals
 from streamrl.engine.block_fp8 import BLOCK
 from streamrl.learner.shape import ModelShape, check_fit
+from streamrl.learner.teacher_shape import teacher_shape
 
 
 def check_folder(config: Config) -> None:
@@ -20,10 +21,12 @@ def check_folder(config: Config) -> None:
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
-    """Refuse a layout, adapters or servers that the model cannot be cut into. Raises ConfigError."""
+    """Refuse a layout, adapters or servers that the model, or its teacher, cannot be cut into. Raises ConfigError."""
     refusals = Refusals()
     with refusals:
         check_fit(shape, config.learner.layout)
+    with refusals:
+        teacher_shape(config, shape)
     if config.learner.moe_permute_fusion and shape.moe is None:
         refusals.add(
             f"learner.moe_permute_fusion: true needs a mixture of experts, not {shape.architecture}; allowed: false"

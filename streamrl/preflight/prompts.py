@@ -52,13 +52,13 @@ class Seen:
     of_tasks: dict[str, OfTask]
 
 
-def tokenizer_of(folder: Path) -> Tokenizer:
-    """That of the model. Raises ConfigError where the folder has none."""
+def tokenizer_of(folder: Path, key: str = "model.path") -> Tokenizer:
+    """That of a model; `key`: of the configuration that names it. Raises ConfigError where the folder has none."""
     try:
         return Tokenizer(folder)
     except Exception as error:  # the tokenizers library raises Exception itself for a file that it cannot read
         reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path: {folder}: no tokenizer ({reason}); allowed: with tokenizer.json") from None
+        raise ConfigError(f"{key}: {folder}: no tokenizer ({reason}); allowed: with tokenizer.json") from None
 
 
 async def look_at(

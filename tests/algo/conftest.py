@@ -46,4 +46,5 @@ def _token_batch(
         "outliers": torch.rand(count, generator=random) < 0.3,
         "covariant": torch.rand(count, generator=random) < 0.3,
     }
+    fields["teacher"] = (behaviour + spread * normal()).to(dtype)
     return TokenBatch(**(fields | replaced))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.hub import child
-from streamrl.hub.model import _snapshot, with_local_model
+from streamrl.hub.model import _snapshot, with_local_model, with_local_models
 from streamrl.hub.repository import Repository
 from streamrl.places import absolute, load_run
 from tests.hub.cached import FIRST, SECOND, cache, files_of
@@ -74,6 +74,21 @@ def test_a_cached_model_is_its_snapshot_and_a_folder_of_that_name_wins(place, fi
     assert with_local_model(configured(place, revision="fast")).model.path.name == SECOND
     (place / NAME).mkdir(parents=True)
     assert with_local_model(configured(place)).model.path == Path(NAME)
+
+
+def test_a_teacher_of_the_hub_is_its_snapshot_too_for_who_trains_and_refused_by_its_own_key(place, files):
+    snapshot, teacher = cache(place / "hub", NAME, files), cache(place / "hub", "org/large", files, SECOND)
+    algo = {"distillation": {"teacher": "org/large"}}
+    config = configured(place).model_validate(configured(place).model_dump() | {"algo": algo})
+    found = with_local_models(config)
+    assert (found.model.path, found.algo.distillation.teacher) == (snapshot, teacher)
+    assert found.algo.distillation.revision == SECOND
+    assert with_local_models(found) == found
+    assert with_local_model(config).algo == config.algo
+    (place / "hub" / "models--org--large" / "refs" / "main").unlink()
+    as_a_new_process()
+    with pytest.raises(ConfigError, match=r"algo\.distillation\.teacher: org/large is no model; allowed: a Hugging"):
+        with_local_models(config)
 
 
 def test_a_model_that_is_nowhere_is_one_line_with_the_place_and_the_command_that_fetches_it(place, files, capsys):

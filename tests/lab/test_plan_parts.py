@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -163,6 +164,20 @@ def test_the_reference_policy_is_in_the_hosts_memory():
     config, shape = recipe("verl/qwen3-8b-gsm8k")
     rank = fullest_rank(config, shape, H100)
     assert rank.host_reference == rank.weights
+
+
+def test_a_teacher_is_on_the_device_while_it_scores_and_else_in_the_hosts_memory(tmp_path):
+    shutil.copyfile(SHAPES / "qwen3-32b.json", tmp_path / "config.json")
+    small, shape = recipe("verl/qwen3-8b-gsm8k", "algo.kl=0")
+    config, _ = recipe("verl/qwen3-8b-gsm8k", "algo.kl=0", f"algo.distillation.teacher={tmp_path}")
+    plain, taught = fullest_rank(small, shape, H100), fullest_rank(config, shape, H100)
+    assert (plain.teacher, plain.host_teacher) == (0, 0)
+    counted = of_stage(read_shape(tmp_path), config.learner.layout, taught.stage, config.learner.lora)
+    assert taught.host_teacher == taught.host == 2 * counted.all
+    assert taught.teacher > taught.host_teacher
+    assert taught.peak == taught.held + taught.teacher > plain.peak  # four times as large, it is the most
+    on_cpus = fullest_rank(config, shape, Machines(gpus_per_host=0))
+    assert on_cpus.host_teacher == taught.host_teacher > on_cpus.teacher  # one copy, which stays
 
 
 def test_activations_shrink_with_recomputation_context_and_tensor_parallel_ranks():

@@ -7,7 +7,7 @@ import torch
 from learner_parts import make_config
 from losses_at_work import two_steps
 
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.learner import AlgoConfig, DistillationConfig
 
 EVERYTHING = AlgoConfig(
     proximal="recompute",
@@ -23,10 +23,12 @@ EVERYTHING = AlgoConfig(
     kl_reward_estimator="k3",
     more_masks=[{"mask": "sequence_mean_k3", "mask_high": 0.8}],
 )
-PREFIXES = ("reward/kl", "loss/", "offpolicy/", "weights/", "tokens/")
+PREFIXES = ("reward/kl", "loss/", "offpolicy/", "weights/", "tokens/", "distillation/")
 
 
-def config_of(folder, algo=EVERYTHING, **learner):
+def config_of(folder, algo=EVERYTHING, teacher=None, **learner):
+    if teacher is not None:
+        algo = algo.model_copy(update={"distillation": DistillationConfig(teacher=teacher)})
     learner = {"passes": 2, "mini_batches": 2, "optimizer": {"lr": 1e-4, "distributed": True}, **learner}
     return make_config(folder, **learner).model_copy(update={"algo": algo})
 
@@ -40,14 +42,16 @@ def assert_same_steps(ours: list[dict[str, float]], theirs: list[dict[str, float
 @pytest.fixture(scope="module")
 def alone(model_folder, tmp_path_factory) -> list[dict[str, float]]:
     """The steps of one rank in one micro batch a mini batch."""
-    return two_steps(config_of(model_folder(), tokens_per_micro_batch=4096), tmp_path_factory.mktemp("alone"))
+    config = config_of(model_folder(), teacher=model_folder("qwen3"), tokens_per_micro_batch=4096)
+    return two_steps(config, tmp_path_factory.mktemp("alone"))
 
 
-def test_every_rule_acts_and_the_reference_is_left(alone):
+def test_every_rule_acts_a_teacher_is_heard_and_the_reference_is_left(alone):
     for row in alone:
         assert 0 < row["weights/masked_second_moment"] < 1
         assert 0 < row["weights/masked_clip_cov"] < 0.5
         assert 0 < row["weights/masked_sequence_mean_k3"] < 1
+        assert abs(row["distillation/kl"]) > 0.01
         assert row["loss/kl"] > 0  # also in the first step: its later updates have left the reference
     assert alone[0]["steps/updates"] == 4
     assert alone[0]["reward/kl"] == pytest.approx(0, abs=1e-6)  # the step starts at the reference
@@ -55,7 +59,7 @@ def test_every_rule_acts_and_the_reference_is_left(alone):
 
 
 def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
-    config = config_of(model_folder(), tokens_per_micro_batch=30)
+    config = config_of(model_folder(), teacher=model_folder("qwen3"), tokens_per_micro_batch=30)
     metrics = two_steps(config, tmp_path)
     assert metrics[0]["micro_batches"] > 2 * alone[0]["micro_batches"]
     assert_same_steps(metrics, alone)
@@ -71,7 +75,7 @@ def test_the_packing_does_not_change_the_step(alone, model_folder, tmp_path):
     ],
 )
 def test_the_layout_does_not_change_the_step(learner, alone, model_folder, on_ranks, tmp_path):
-    config = config_of(model_folder(), ranks=2, tokens_per_micro_batch=30, **learner)
+    config = config_of(model_folder(), teacher=model_folder("qwen3"), ranks=2, tokens_per_micro_batch=30, **learner)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     on_ranks(2, "losses_at_work.py", tmp_path / "config.json", tmp_path / "run", tmp_path / "out.pt")
     assert_same_steps(torch.load(tmp_path / "out.pt"), alone)

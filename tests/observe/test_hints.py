@@ -81,6 +81,10 @@ def test_groups_without_signal_are_told_and_why() -> None:
     documented("the answers to a prompt are all right or all wrong...", split, GOES_ON)
 
 
+def test_groups_without_signal_are_no_matter_where_a_teacher_trains_them() -> None:
+    assert hints_of(course({}, {"signal_rate": 0.0, "distillation/kl": 0.3})) == []
+
+
 def test_an_entropy_that_collapses_is_told_but_not_that_of_a_solved_task() -> None:
     documented("the entropy has collapsed: ...", told("entropy", loss__entropy=0.01), GOES_ON)
     assert hints_of(course({}, {"loss/entropy": 0.01, "pass_rate": 0.95})) == []

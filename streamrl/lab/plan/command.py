@@ -15,7 +15,7 @@ from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import shipped
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_model, with_local_teacher
 from streamrl.hub.repository import label
 from streamrl.lab.output import check_file
 from streamrl.lab.plan.generators import Pool
@@ -41,6 +41,7 @@ def main(
     """Plan and print. Returns 0. Raises ConfigError for what cannot run."""
     check_file("--json", output)
     config = config_file.load(source, overrides)
+    config = with_local_teacher(config, "shape")
     plan = make_plan(config, model_shape(config, shape), machines, figures)
     show(plan, config, machines, Console(width=WIDTH))
     senseless.warn(senseless.warnings(config))
@@ -143,6 +144,7 @@ def _rank(plan: Plan, machines: Machines) -> Rows:
         ("optimizer", rank.optimizer),
         ("activations", rank.activations),
         ("log-probs", rank.logprobs),
+        *([("the teacher, while it scores", rank.teacher)] if rank.teacher else []),
         ("at most", rank.peak),
         ("may take", machines.device_bytes),
         ("in the host's memory", rank.host),

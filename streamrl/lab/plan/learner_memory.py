@@ -1,6 +1,6 @@
 """Memory of one rank of the learner: what it holds all the time, and the most that a step adds to it.
 
-    weights + gradients + optimizer  +  the larger of  (activations + log-probs)  and  (one gathered tensor)
+    weights + gradients + optimizer  +  the largest of  (activations + log-probs), (one gathered tensor), (a teacher)
 
 n: parameters of the rank (its layers, cut over `tensor`, experts over `expert` and `expert_tensor`; the embedding on
 the first stage, the output layer on the last one; rows padded as `learner/shape.py` pads them). e: bytes of a weight (2
@@ -15,6 +15,8 @@ x expert_tensor x pipeline)).
     log-probs    one chunk of 256 MiB of logits (1 + e/4 of it), 3 e hidden a token, the output layer's gradient: 4
                  bytes a weight, in bfloat16 e more for a product
     reference    e n on the host, with a reference policy and no adapters
+    teacher      e times its own n on the host, and on the device while it scores, with one row in one of its layers and
+                 a chunk of its logits
 
 Activations of one token in one layer on a rank of t tensor-parallel ranks, with q and k columns of queries and of keys,
 h hidden and f MLP columns, in values of e bytes:
@@ -44,9 +46,11 @@ import math
 from dataclasses import asdict, dataclass
 
 from streamrl.config import Config
+from streamrl.config.learner import LoraConfig
 from streamrl.lab.plan.machines import Machines
 from streamrl.lab.plan.parameters import has_experts, layers_of, of_stage
 from streamrl.learner.shape import CHUNK_BYTES, ModelShape
+from streamrl.learner.teacher_shape import teacher_shape
 
 # Bytes of one weight.
 ITEM = {"float32": 4, "bfloat16": 2}
@@ -57,7 +61,7 @@ MASTER, MOMENTS, GRADIENT = 4, 8, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMemory:
-    """Bytes of one rank of the learner. The last two are in the host's memory."""
+    """Bytes of one rank of the learner. `host_...` are in the host's memory."""
 
     stage: int  # pipeline stage
     parameters: int  # number of them
@@ -70,6 +74,8 @@ class RankMemory:
     export: int  # the largest tensor, put together for publishing
     host_optimizer: int  # `learner.optimizer.offload`
     host_reference: int  # `algo.kl`, `algo.kl_reward`
+    teacher: int  # `algo.distillation`, on the device while it scores; no activations are kept then
+    host_teacher: int  # its weights
 
     @property
     def held(self) -> int:
@@ -79,11 +85,11 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """At the most, on the device."""
-        return self.held + max(self.activations + self.logprobs, self.export)
+        return self.held + max(self.activations + self.logprobs, self.export, self.teacher)
 
     @property
     def host(self) -> int:
-        return self.host_optimizer + self.host_reference
+        return self.host_optimizer + self.host_reference + self.host_teacher
 
     def as_json(self) -> dict[str, int]:
         return {**asdict(self), "held": self.held, "peak": self.peak}
@@ -102,6 +108,7 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
     last = stage == layout.pipeline - 1
     trained = counted.adapters if learner.lora.rank else counted.all
     optimizer, on_host = _optimizer(config, machines, stage, shape)
+    teacher, teacher_weights = _teacher(config, shape, machines, stage)
     references = config.algo.needs_reference and not (learner.lora.rank and config.algo.reference is None)
     return RankMemory(
         stage=stage,
@@ -115,7 +122,25 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
         export=shape.vocabulary * shape.hidden * item,
         host_optimizer=on_host,
         host_reference=(counted.dense + counted.expert) * item if references else 0,
+        teacher=teacher,
+        host_teacher=teacher_weights,
     )
+
+
+def _teacher(config: Config, shape: ModelShape, machines: Machines, stage: int) -> tuple[int, int]:
+    """(bytes that it adds while it scores, bytes of its weights on the host, which without GPUs are the only copy)."""
+    teacher = teacher_shape(config, shape)
+    if teacher is None:
+        return 0, 0
+    learner, layout = config.learner, config.learner.layout
+    own = learner.model_copy(update={"recompute": "none", "lora": LoraConfig()})
+    config = config.model_copy(update={"learner": own})
+    weights = of_stage(teacher, layout, stage, own.lora).all * ITEM[config.model.dtype]
+    tokens = math.ceil(learner.tokens_per_micro_batch / layout.context)
+    layer = max(token_bytes(config, teacher, machines, each) for each in layers_of(teacher, layout, stage))
+    logits = _logprobs(config, teacher, backward=False) if stage == layout.pipeline - 1 else 0
+    copied = weights if machines.has_gpus else 0
+    return copied + tokens * layer + logits, weights
 
 
 def is_distributed(config: Config, machines: Machines) -> bool:
@@ -196,8 +221,8 @@ def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: in
     return int((residual + attention + experts) * item + router) + norms
 
 
-def _logprobs(config: Config, shape: ModelShape) -> int:
-    """What the log-probs of a micro batch take at the most, in their backward pass (`learner/logprobs.py`)."""
+def _logprobs(config: Config, shape: ModelShape, *, backward: bool = True) -> int:
+    """What the log-probs of a micro batch take at the most: in their backward pass (`learner/logprobs.py`), if any."""
     learner, layout, item = config.learner, config.learner.layout, ITEM[config.model.dtype]
     rows = shape.padded_vocabulary(layout.tensor) // layout.tensor
     tokens = math.ceil(learner.tokens_per_micro_batch / layout.context)
@@ -205,6 +230,6 @@ def _logprobs(config: Config, shape: ModelShape) -> int:
     copies = 1 + item / 4 + (2 if config.algo.entropy else 0)
     states = 3 * tokens * shape.hidden * item  # gathered, chosen, and their gradient
     weight_gradient = 0
-    if not learner.lora.rank:
+    if backward and not learner.lora.rank:
         weight_gradient = rows * shape.hidden * (4 if item == 4 else 4 + item)
     return int(logits * copies) + states + weight_gradient

@@ -45,6 +45,7 @@ PANELS = (
     Panel("Off-policy", "Clipped tokens", "share", ("loss/clip_low", "loss/clip_high", "loss/clip_dual")),
     Panel("Off-policy", "Tokens with weight 0", "share", ("weights/masked",)),
     Panel("Off-policy", "KL to the reference", "nats/token", ("loss/kl",)),
+    Panel("Off-policy", "Reverse KL to the teacher", "nats/token", ("distillation/kl",)),
     Panel("Optimiser", "Loss", "", ("loss/total", "loss/held_out")),
     Panel("Optimiser", "Gradient norm", "", ("grad_norm",)),
     Panel("Optimiser", "Learning rate", "", ("lr",)),

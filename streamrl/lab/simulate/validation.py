@@ -25,7 +25,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.server import serving
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_models
 from streamrl.lab.simulate.calibration import calibrate
 from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
@@ -111,7 +111,7 @@ def validate(
     halves = set(cores[: len(cores) // 2]), set(cores[len(cores) // 2 :])
     with tempfile.TemporaryDirectory(prefix="streamrl-validate-") as name:
         folder = Path(name)
-        config = with_local_model(config_file.load(config_path, overrides))
+        config = with_local_models(config_file.load(config_path, overrides))
         preflight.check(config)
         others = settings(config)[:count]
         with Bar("validate", "runs", 2 + 2 * len(others)) as bar, serving(config, folder) as server:  # one for all runs

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from streamrl import preflight
 from streamrl.config.file import ConfigError
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_models
 from streamrl.lab.sweep import plots, results
 from streamrl.lab.sweep.plan import Job, Sweep, read
 from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs
@@ -60,7 +60,7 @@ def _check(jobs: Sequence[Job]) -> None:
         try:
             if job.config.run.epochs is not None:
                 raise ConfigError(f"run.epochs: {job.config.run.epochs:g} in a sweep; allowed: run.steps")
-            preflight.check_start(with_local_model(job.config))
+            preflight.check_start(with_local_models(job.config))
         except ConfigError as error:
             raise ConfigError("\n".join(f"point {job.point.name}: {line}" for line in error.lines)) from None
 

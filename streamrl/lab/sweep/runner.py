@@ -12,7 +12,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.server import ServerFailed
-from streamrl.hub.model import with_local_model
+from streamrl.hub.model import with_local_models
 from streamrl.lab.sweep.plan import Job, Sweep, override
 from streamrl.lab.sweep.servers import SharedServers
 from streamrl.observe.bars import Bar
@@ -67,7 +67,7 @@ def is_done(job: Job) -> bool:
     folder = job.config.run_folder
     if not (folder / RECORD).exists() or steps_of(job) < job.config.run.steps:
         return False
-    return set(config_file.changed(load_run(folder), absolute(with_local_model(job.config)))) <= set(OF_THE_SWEEP)
+    return set(config_file.changed(load_run(folder), absolute(with_local_models(job.config)))) <= set(OF_THE_SWEEP)
 
 
 def steps_of(job: Job) -> int:
@@ -99,7 +99,7 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
 def _attached(sweep: Sweep, job: Job, servers: SharedServers) -> Config:
     """The job's configuration with the addresses of the servers that it shares, if it can share any."""
     keys = [override("stream.keys", str(sweep.folder / "keys"))] if job.config.stream.keys is None else []
-    config = with_local_model(config_file.load(sweep.base, [*job.overrides, *keys, "observe.console=false"]))
+    config = with_local_models(config_file.load(sweep.base, [*job.overrides, *keys, "observe.console=false"]))
     addresses = servers.addresses(config)
     attach = {"attach": tuple(addresses)} if addresses else {}
     return config.model_copy(update={"generate": config.generate.model_copy(update=attach)})

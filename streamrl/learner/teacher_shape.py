@@ -1,0 +1,35 @@
+"""What a teacher's folder says of its model, and whether it can score this policy's tokens on this layout.
+
+Pure, as `shape.py`: a plan and the checks before a start ask it without Megatron.
+"""
+
+from __future__ import annotations
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.learner.shape import ModelShape, check_fit, read_shape
+
+KEY = "algo.distillation.teacher"
+
+
+def teacher_shape(config: Config, policy: ModelShape) -> ModelShape | None:
+    """The shape of the teacher; None without one.
+
+    It may be of any family and size that the layout of the learner divides. An embedding with more rows than the
+    policy's is padded further, as those of one family's sizes are; one with fewer would lack tokens that the policy
+    may draw. Raises ConfigError, a line for each mistake.
+    """
+    settings = config.algo.distillation
+    if settings.teacher is None:
+        return None
+    shape = read_shape(settings.teacher, KEY, settings.family)
+    if shape.vocabulary < policy.vocabulary:
+        raise ConfigError(
+            f"{KEY}: {settings.teacher} has {shape.vocabulary} tokens, and the policy draws from {policy.vocabulary}; "
+            "allowed: a model with the policy's vocabulary"
+        )
+    try:
+        check_fit(shape, config.learner.layout)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({KEY}={settings.teacher})") from None
+    return shape
