@@ -41,7 +41,7 @@ RESUMABLE = (
     "replay.host", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
     "learner.gradient_accumulation_fusion", "learner.moe_permute_fusion", "learner.tp_comm_overlap",
-    "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "checkpoint.",
+    "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "learner.peak_tflops", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
     "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "model.cache",
     "model.hub_timeout", "task.scoring.",

@@ -268,6 +268,12 @@ class LearnerConfig(Section):
         8, ge=0, description="steps in a row without a trained token after which the run stops; 0: never"
     )
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="peak TFLOP/s of a rank's device, dense, for learner/mfu; null: the GPU's data sheet's, on a CPU "
+        "measured at the start",
+    )
     tick: float = Field(1.0, gt=0, description="seconds between the ranks' looks at the stop signal while they wait")
     collective_timeout: float = Field(600.0, gt=0, description="seconds that one collective may take")
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="Adam and its schedule")

@@ -116,6 +116,8 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
     events.start()
     for line in trainer.damage:
         events.emit("checkpoint.damaged", told=line)
+    if (peak := trainer.peak) is not None:
+        events.emit("learner.peak", tflops=round(peak.tflops, 6), source=peak.source)
     source = ServiceBatches(config, run_folder, trainer.version, trainer.ledger, trainer.limits)
     publisher = Publisher(config, run_folder, trainer.version, events)
     metrics = MetricsWriter(run_folder, open_sinks(config, run_folder), patience=config.run.silence_timeout)

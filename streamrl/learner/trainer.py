@@ -29,12 +29,14 @@ from streamrl.learner.model import LayerChoice, build
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.peak import Peak
 from streamrl.learner.reference import Reference
 from streamrl.learner.resume import newest_whole
 from streamrl.learner.rows import sequence_multiple
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
+from streamrl.learner.utilisation import Utilisation
 from streamrl.observe.bars import Report, silent
 from streamrl.observe.ending import ADAPTER, MODEL
 from streamrl.stream.identity import run_identity
@@ -80,6 +82,7 @@ class Trainer:
             )
             self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
             self._stragglers = Stragglers(self._ranks)
+            self._utilisation = Utilisation(shape, config, self._ranks) if self.rank == 0 else None
             on_failure.pop_all()
         self._step: LearnerStep | None = None  # from `restore_or_start` on
         self._planned: tuple[Batch, list[Share]] | None = None  # on rank 0
@@ -100,6 +103,11 @@ class Trainer:
     def rank_seconds(self) -> list[float]:
         """Seconds of every rank's passes in the last step, without its waits for the other data-parallel ranks."""
         return self._stragglers.seconds
+
+    @property
+    def peak(self) -> Peak | None:
+        """Of a rank, for `learner/mfu`; only rank 0 knows."""
+        return self._utilisation.peak if self._utilisation else None
 
     @property
     def phases(self) -> list[tuple[str, float, float]]:
@@ -133,14 +141,17 @@ class Trainer:
     def train_step(self, batch: Batch | None) -> dict[str, float]:
         """Train on the batch of step `version.step`; rank 0 passes it, the others None.
 
-        Returns the metrics of the step, reduced over ranks. A step whose gradient is not finite changes no weight;
+        Returns the metrics of the step, reduced over ranks; `learner/` ones on rank 0 alone. A step whose gradient is not finite changes no weight;
         it counts as a step and in `steps/skipped`. Raises ValueError for the batch of another step,
         SequenceTooLongError for one that cannot be packed, BadStepsError after too many steps without an update.
         """
         assert self._step is not None, "restore_or_start comes first"
-        share: Share = self._ranks.scatter(self._shares(batch) if self.rank == 0 else None)
+        shares = self._shares(batch) if self.rank == 0 else None
+        share: Share = self._ranks.scatter(shares)
         with self._blaming(share.step):
             metrics = self._step.train(share)
+        if self._utilisation is not None and shares is not None:
+            metrics |= self._utilisation.metrics(shares, metrics)
         if self._config.run.shares_devices:
             self._ranks.device.release_memory()
         self._version = PolicyVersion(self._version.step + 1, self._version.incarnation)

@@ -36,7 +36,7 @@ _ORDINARY = frozenset(
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
         "learner.export", "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
-        "learner.finished", "publish.complete", "replay.end", "sink",
+        "learner.finished", "learner.peak", "publish.complete", "replay.end", "sink",
     }
 )  # fmt: skip
 

@@ -50,6 +50,8 @@ PANELS = (
     Panel("Optimiser", "Learning rate", "", ("lr",)),
     Panel("Optimiser", "Updates not made", "updates", ("steps/skipped", "steps/spikes")),
     Panel("Throughput", "Tokens per second", "tokens/s", ("tokens/trained_per_s", "tokens/generated_per_s")),
+    Panel("Throughput", "Model FLOPs of a learner rank", "TFLOP/s", ("learner/tflops",)),
+    Panel("Throughput", "Model FLOPs utilisation", "share", ("learner/mfu",)),
     Panel("Throughput", "Idle", "share", ("idle/learner", "idle/generator")),
     Panel("Throughput", "Seconds of a step", "s", ("time/step", "time/wait", "time/forward_backward")),
     Panel("Throughput", "Groups waiting in the buffer", "groups", ("buffer/groups",)),
