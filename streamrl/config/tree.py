@@ -33,6 +33,14 @@ class RunConfig(Section):
     )
     seed: int = Field(1, ge=0, description="seed of prompts, initialisation and dropout")
     steps: int = Field(100, ge=1, description="learner steps of the whole run")
+    exit_interval: int | None = Field(
+        None,
+        ge=1,
+        description="save and end, to be gone on with, behind each learner step that it divides; null: never",
+    )
+    exit_duration: float | None = Field(
+        None, gt=0, description="minutes of training after which the same is done behind a step; null: never"
+    )
     placement: Literal["separate", "shared"] = Field(
         "separate",
         description="shared: learner and servers take turns on the same devices: the servers sleep while it trains",

@@ -13,7 +13,7 @@ from streamrl.config import Config
 from streamrl.device import Device
 
 # Dense peaks by words of torch's name of a GPU, the first that is in it: TFLOP/s in bfloat16 and in float32, without
-# TF32, which torch does not use by itself. Source: NVIDIA's data sheets of each; what they print with sparsity is halved.
+# TF32, which torch does not use by itself. Source: NVIDIA's data sheet of each; figures with sparsity are halved.
 GPUS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
     (("GB200",), {"bfloat16": 2500, "float32": 80}),
     (("B200",), {"bfloat16": 2250, "float32": 75}),

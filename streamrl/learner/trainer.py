@@ -30,6 +30,7 @@ from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.peak import Peak
+from streamrl.learner.profiler import Profiler
 from streamrl.learner.reference import Reference
 from streamrl.learner.resume import newest_whole
 from streamrl.learner.rows import sequence_multiple
@@ -78,10 +79,16 @@ class Trainer:
                 lora.freeze(self._chunks)
             self._wrapped = wrap(self._chunks, config, self._ranks)
             self._optimizer = PolicyOptimizer(
-                self._wrapped, config.learner.optimizer, dtype, config.run.steps, config.learner.bad_steps
+                self._wrapped,
+                config.learner.optimizer,
+                dtype,
+                config.run.steps,
+                config.learner.bad_steps,
+                megatron=config.learner.megatron,
             )
             self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
             self._stragglers = Stragglers(self._ranks)
+            self._profiler = Profiler(config.learner.profile, run_folder / "profile", self._ranks.rank, device)
             self._utilisation = Utilisation(shape, config, self._ranks) if self.rank == 0 else None
             on_failure.pop_all()
         self._step: LearnerStep | None = None  # from `restore_or_start` on
@@ -141,15 +148,17 @@ class Trainer:
     def train_step(self, batch: Batch | None) -> dict[str, float]:
         """Train on the batch of step `version.step`; rank 0 passes it, the others None.
 
-        Returns the metrics of the step, reduced over ranks; `learner/` ones on rank 0 alone. A step whose gradient is not finite changes no weight;
-        it counts as a step and in `steps/skipped`. Raises ValueError for the batch of another step,
-        SequenceTooLongError for one that cannot be packed, BadStepsError after too many steps without an update.
+        Returns the metrics of the step, reduced over ranks; `learner/` ones on rank 0 alone. A step whose gradient is
+        not finite changes no weight; it counts as a step and in `steps/skipped`. Raises ValueError for the batch of
+        another step, SequenceTooLongError for one that cannot be packed, BadStepsError after too many steps without an
+        update.
         """
         assert self._step is not None, "restore_or_start comes first"
         shares = self._shares(batch) if self.rank == 0 else None
-        share: Share = self._ranks.scatter(shares)
-        with self._blaming(share.step):
-            metrics = self._step.train(share)
+        with self._profiler.step(self._version.step + 1):
+            share: Share = self._ranks.scatter(shares)
+            with self._blaming(share.step):
+                metrics = self._step.train(share)
         if self._utilisation is not None and shares is not None:
             metrics |= self._utilisation.metrics(shares, metrics)
         if self._config.run.shares_devices:
@@ -249,7 +258,8 @@ class Trainer:
         return self._ranks.broadcast(value)
 
     def close(self) -> None:
-        """Let a checkpoint that is being written come to its end, and leave the process groups."""
+        """Let a checkpoint and a profile that are being written come to their end, and leave the process groups."""
+        self._profiler.close()
         self._saver.close()
         self._ranks.stop()
 
