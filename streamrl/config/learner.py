@@ -296,6 +296,9 @@ class LearnerConfig(Section):
         8, ge=0, description="steps in a row without a trained token after which the run stops; 0: never"
     )
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
+    params_metrics: bool = Field(
+        False, description="params_norm and grad_zeros: one more pass over parameters and gradients in each step"
+    )
     peak_tflops: float | None = Field(
         None,
         gt=0,

@@ -25,6 +25,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
 from streamrl.learner.megatron_fields import refused, values_of
+from streamrl.learner.params_metrics import ParamsMetrics
 from streamrl.learner.safety import UpdateGuard, Verdict
 from streamrl.learner.te import te_problem
 
@@ -71,6 +72,7 @@ class PolicyOptimizer:
         self.skipped = 0  # updates that were not made, for a spike or for what is not finite
         self.spikes = 0  # those of a spike
         self._guard = UpdateGuard(settings, bad_steps)
+        self.observer: ParamsMetrics | None = None  # of `learner.params_metrics`
         self._device = next(chunks[0].parameters()).device
 
     def torch_adams(self) -> list[torch.optim.AdamW]:
@@ -102,6 +104,8 @@ class PolicyOptimizer:
         lr = float(self.megatron.param_groups[0]["lr"])
         found_inf = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
+        if self.observer is not None:
+            self.observer.observe_gradients()
         verdict = self._guard.judge(*self._agreed(math.inf if found_inf else loss, grad_norm))
         if verdict == "ok":
             self._clip(grad_norm)
@@ -117,8 +121,9 @@ class PolicyOptimizer:
         self._guard.end_step()
 
     def metrics(self) -> dict[str, float]:
-        """The `steps/` metrics: counts of updates since the run began."""
-        return {"steps/updates": self.updates, "steps/skipped": self.skipped, "steps/spikes": self.spikes}
+        """The `steps/` metrics, counts of updates since the run began, and the observer's; then it is collective."""
+        observed = {} if self.observer is None else self.observer.metrics()
+        return {"steps/updates": self.updates, "steps/skipped": self.skipped, "steps/spikes": self.spikes, **observed}
 
     def counts(self) -> dict[str, Any]:
         """What a checkpoint holds beside Megatron's states."""

@@ -1,4 +1,4 @@
-"""torch's profiler over a range of learner steps, on chosen ranks: RUN/profile/rank_0_steps_3-5.json for a trace viewer."""
+"""torch's profiler over a range of learner steps, on chosen ranks: RUN/profile/rank_0_steps_3-5.json."""
 
 from __future__ import annotations
 

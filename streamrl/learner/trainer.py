@@ -29,6 +29,7 @@ from streamrl.learner.model import LayerChoice, build
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.params_metrics import ParamsMetrics, pads
 from streamrl.learner.peak import Peak
 from streamrl.learner.profiler import Profiler
 from streamrl.learner.reference import Reference
@@ -86,6 +87,9 @@ class Trainer:
                 config.learner.bad_steps,
                 megatron=config.learner.megatron,
             )
+            if config.learner.params_metrics:
+                padding = 0 if config.learner.lora.rank else pads(shape, config.learner.layout.tensor)
+                self._optimizer.observer = ParamsMetrics(self._optimizer.megatron, padding, device.torch_device)
             self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
             self._stragglers = Stragglers(self._ranks)
             self._profiler = Profiler(config.learner.profile, run_folder / "profile", self._ranks.rank, device)

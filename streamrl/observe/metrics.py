@@ -88,6 +88,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/masked_own", "share", "tokens that a regulariser of your own removed"),
     Metric("weights/masked_second_moment", "share", "tokens that the second-moment mask removed"),
     Metric("grad_norm", "", "gradient norm before clipping, of several updates the largest; null where not finite"),
+    Metric("params_norm", "", "norm of the trained parameters after the step; only with learner.params_metrics"),
+    Metric(
+        "grad_zeros", "share", "gradient entries of the last update that are zero; only with learner.params_metrics"
+    ),
     Metric("lr", "", "learning rate of the step"),
     Metric("steps/updates", "updates", "optimizer updates so far"),
     Metric("steps/skipped", "updates", "updates so far that were not made: loss or gradient not finite, or a spike"),

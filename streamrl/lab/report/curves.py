@@ -47,6 +47,8 @@ PANELS = (
     Panel("Off-policy", "KL to the reference", "nats/token", ("loss/kl",)),
     Panel("Optimiser", "Loss", "", ("loss/total",)),
     Panel("Optimiser", "Gradient norm", "", ("grad_norm",)),
+    Panel("Optimiser", "Norm of the parameters", "", ("params_norm",)),
+    Panel("Optimiser", "Gradient entries that are zero", "share", ("grad_zeros",)),
     Panel("Optimiser", "Learning rate", "", ("lr",)),
     Panel("Optimiser", "Updates not made", "updates", ("steps/skipped", "steps/spikes")),
     Panel("Throughput", "Tokens per second", "tokens/s", ("tokens/trained_per_s", "tokens/generated_per_s")),
