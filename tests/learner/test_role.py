@@ -165,6 +165,7 @@ def run(
     start: PolicyVersion,
     steps: int,
     every: int = 1,
+    *,
     exits: dict[str, float] | None = None,
     **checkpoint: Any,
 ) -> tuple[Trainer, list[str]]:
