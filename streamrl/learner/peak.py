@@ -36,8 +36,10 @@ GPUS: tuple[tuple[tuple[str, ...], dict[str, float]], ...] = (
 # Rows and columns of the measured product: large beside its overhead, 5 ms on a core of 50 GFLOP/s.
 SIZE = 512
 
-# Seconds of products, of which the fastest counts: others that start meanwhile cannot slow down every one of them.
-MEASURED = 0.1
+# Seconds of products at least and at most, and their number in between: the fastest counts, and processes that start
+# meanwhile do not slow down every one of so many.
+LEAST, MOST = 0.1, 0.5
+PRODUCTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +74,10 @@ def data_sheet(name: str, dtype: str) -> float | None:
 def measured(dtype: str, threads: int) -> float:
     """FLOP/s of square products of `threads` threads, the present number, on this CPU. Once a process."""
     factor = torch.full((SIZE, SIZE), 0.5, dtype=getattr(torch, dtype))  # draws nothing from torch's generator
-    best, end = float("inf"), time.perf_counter() + MEASURED
     factor @ factor  # allocates, and picks a kernel
-    while best == float("inf") or time.perf_counter() < end:
+    taken: list[float] = []
+    while not taken or sum(taken) < LEAST or (len(taken) < PRODUCTS and sum(taken) < MOST):
         began = time.perf_counter()
         factor @ factor
-        best = min(best, time.perf_counter() - began)
-    return 2 * SIZE**3 / best
+        taken.append(time.perf_counter() - began)
+    return 2 * SIZE**3 / min(taken)

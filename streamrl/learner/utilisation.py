@@ -19,7 +19,7 @@ class Utilisation:
     """Of rank 0, which has the shares of all ranks."""
 
     def __init__(self, shape: ModelShape, config: Config, ranks: Ranks) -> None:
-        """Find the peak of a rank; on a CPU that takes 0.1 s, and every start measures again: its machine may be
+        """Find the peak of a rank; on a CPU that takes 0.1 to 0.5 s, and every start measures again: its machine may be
         another."""
         self._shape = shape
         self._learner = config.learner

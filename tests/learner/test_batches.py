@@ -189,7 +189,8 @@ def test_an_exit_is_said_until_the_service_has_heard_it(service, source):
     ending = threading.Thread(target=source.exit, args=(PolicyVersion(5, 1), "half an hour is over"))
     ending.start()
     service.wait_for(Exited)
-    service.send(Introduce())
+    time.sleep(2 * TICK)
+    service.send(Introduce())  # it was killed before it could note that
     assert service.wait_for(Hello, Exited)[-1] == Exited(version=PolicyVersion(5, 1), reason="half an hour is over")
     service.send(Stop(reason="half an hour is over"))
     ending.join(WAIT)

@@ -90,11 +90,17 @@ def test_types_are_read_as_they_are_written():
 
 
 def test_fields_reach_the_configuration_that_has_them(model_folder, trainer_of):
-    fields = {"qk_clip_alpha": 0.25, "decoupled_weight_decay": True, "bucket_size": 123_456, "config_logger_dir": ""}
+    fields = {
+        "qk_clip_alpha": 0.25,
+        "decoupled_weight_decay": False,
+        "gradient_reduce_div_fusion": False,
+        "config_logger_dir": "",
+    }
     trainer = trainer_of(make_config(model_folder(), megatron=fields))
     chunk = trainer._wrapped[0]
     assert chunk.config.qk_clip_alpha == 0.25
-    assert chunk.ddp_config.bucket_size == 123_456
+    assert not chunk.ddp_config.gradient_reduce_div_fusion
+    assert trainer._optimizer.megatron.config.decoupled_weight_decay is False
     given = megatron_fields.values_of({"fp8_recipe": "tensorwise"}, "OptimizerConfig")
     assert given == megatron_fields.values_of({"fp8_recipe": "tensorwise"}, "TransformerConfig")  # as one argument is
 
@@ -120,7 +126,7 @@ def test_fields_that_do_not_fit_together_are_one_line_of_megatrons(model_folder,
 def test_fp8_is_refused_on_a_cpu_and_pads_rows_where_it_is_not(model_folder, monkeypatch):
     config = make_config(model_folder(), "bfloat16", megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"})
     check_model(config, read_shape(config.model.path))
-    with pytest.raises(ConfigError, match=r"^learner\.megatron\.fp8: hybrid needs Transformer Engine on GPUs"):
+    with pytest.raises(ConfigError, match=r"^learner\.megatron\.fp8: hybrid needs Transformer Engine's layers on GPUs"):
         check_machine(config)
     with pytest.raises(
         ConfigError, match=r"^learner\.megatron\.fp8: hybrid needs Transformer Engine's layers, not local"
