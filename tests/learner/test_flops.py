@@ -62,6 +62,8 @@ def test_a_token_meets_top_k_experts_and_frozen_weights_cost_a_third_less(model_
     assert training_flops(more, LoraConfig(), work) - training_flops(shape, LoraConfig(), work) == router
     adapters = training_flops(shape, LoraConfig(rank=1, targets=("linear_proj",)), work)
     own = 3 * 2 * shape.layers * (shape.heads * shape.head_dim + shape.hidden)
+    pair = training_flops(shape, LoraConfig(), Work(pairs=1))  # products of head_dim for a score and for a value
+    assert pair == 3 * (2 + 2) * shape.head_dim * shape.heads * shape.layers
     assert adapters - own == training_flops(shape, LoraConfig(), work) * 2 / 3
 
 
