@@ -54,7 +54,7 @@ def test_every_layout_has_the_gradient_loss_norms_zeros_and_scores_of_one_proces
     entries = sum(tensor.numel() for tensor in alone.tensors.values())
     zeros = sum(int((tensor == 0).sum()) for tensor in alone.tensors.values())
     assert alone.zeros == pytest.approx(zeros / entries)
-    assert 0 < alone.zeros < 1
+    assert (0 < alone.zeros < 1) is not tied  # a softmax over all tokens leaves no row of a tied embedding untouched
 
 
 @pytest.fixture
