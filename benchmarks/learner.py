@@ -12,8 +12,8 @@ is (max - min) / median. Tokens are those of prompts and answers, once each wher
 Answers have log-normal lengths (sigma 0.8). Weights are random: no figure here depends on them.
 
 Besides: seconds of each part, the share of log-probs and loss in a step, and the peak memory of log-probs in chunks
-against the whole logits, forward and backward. On a GPU the model FLOPs utilisation too: six FLOPs a weight and
-token, over the GPU's peak. Exits with 1 where the passes reach less than 0.9 of the bare ones' tokens a second.
+against the whole logits, forward and backward. The utilisation of the device too, by the model FLOPs of the step
+(`learner/flops.py`). Exits with 1 where the passes reach less than 0.9 of the bare ones' tokens a second.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from benchmarks.random_models import write_model
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
-from streamrl.device import Device
+from streamrl.config.learner import LoraConfig
+from streamrl.learner.flops import training_flops, work_of
 from streamrl.learner.logprobs import Targets, token_logprobs
 from streamrl.learner.rows import RowMaker
 from streamrl.learner.step import Share, tokens_of
@@ -50,7 +51,6 @@ from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 BAR = 0.9  # of the bare passes' tokens a second that the step's must reach
 SIGMA = 0.8
 PEAK_ROWS = 4096  # tokens whose log-probs the peak memory is measured with
-GPU_PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bfloat16 FLOP/s, by NVIDIA
 TEMPERATURE = 1.0
 
 
@@ -147,12 +147,17 @@ def make_batch(shape: Shape) -> Batch:
 class Bench:
     """One model, one batch, and the ways to put the one through the other."""
 
-    def __init__(self, shape: Shape, folder: Path, threads: int) -> None:
+    def __init__(self, shape: Shape, folder: Path, threads: int, peak: float | None) -> None:
         model = write_model(folder / "model", shape.family, **shape.model)
         config = {
             "model": {"path": model, "dtype": shape.dtype},
             "generate": {"sampling": {"temperature": TEMPERATURE}},
-            "learner": {"tokens_per_micro_batch": shape.budget, "threads": threads, "share_prompts": False},
+            "learner": {
+                "tokens_per_micro_batch": shape.budget,
+                "threads": threads,
+                "share_prompts": False,
+                "peak_tflops": peak,
+            },
         }
         self.shape = shape
         self.batch = make_batch(shape)
@@ -167,6 +172,11 @@ class Bench:
     @property
     def weights(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of a step."""
+        return training_flops(self.model.shape, LoraConfig(), work_of(self.share.micro_batches))
 
     def step(self) -> None:
         """A whole step. The version goes back, so that the batch is always that of the next step."""
@@ -263,7 +273,7 @@ def measure(name: str, repeats: int, threads: int, peak: float | None) -> dict[s
     """The figures of one shape."""
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(shape, Path(folder), threads)
+        bench = Bench(shape, Path(folder), threads, peak)
         ways = {"step": bench.step, "passes": bench.passes, "bare": bench.bare, "padded": bench.padded}
         parts = {"logprobs": bench.logprobs, "loss": bench.loss}
         for action in (*ways.values(), *parts.values()):  # warm
@@ -284,10 +294,9 @@ def measure(name: str, repeats: int, threads: int, peak: float | None) -> dict[s
             key: figures([each[key] / each["step"] for each in times]) for key in ("forward_backward", "optimizer")
         }
         row["seconds"] = {key: figures([each[key] for each in times]) for key in times[0]}
-        peak = peak or known_peak(bench.device)
-        if peak:
-            flops = 6 * bench.weights * bench.tokens
-            row["mfu"] = {key: figures([flops / each[key] / peak for each in times]) for key in ("step", "bare")}
+        if found := bench.trainer.peak:
+            at_best = bench.flops / found.tflops / 1e12  # seconds
+            row["mfu"] = {key: figures([at_best / each[key] for each in times]) for key in ("step", "bare")}
         bench.trainer.close()
     return row
 
@@ -299,14 +308,6 @@ def measure_peaks(name: str) -> dict[str, int]:
     return {
         way.__name__: peak_bytes(partial(way, PEAK_ROWS, model["hidden_size"], model["vocab_size"])) for way in ways
     }
-
-
-def known_peak(device: Device) -> float | None:
-    """The peak FLOP/s of the GPU, None where it is not in the table."""
-    if device.kind != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device.index)
-    return next((peak for key, peak in GPU_PEAKS.items() if key in name), None)
 
 
 def figures(values: Sequence[float]) -> dict[str, float]:
@@ -342,7 +343,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), help="default: tiny and 135m, on a GPU 0.5b too")
     parser.add_argument("--quick", action="store_true", help="the tiny shape alone")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--peak", type=float, help="FLOP/s of the GPU, for the model FLOPs utilisation")
+    parser.add_argument("--peak", type=float, help="peak TFLOP/s of the device, as learner.peak_tflops")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     shapes = ["tiny"] if options.quick else ["tiny", "135m", *(["0.5b"] if torch.cuda.is_available() else [])]

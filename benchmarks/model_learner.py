@@ -148,8 +148,8 @@ class LearnerModel:
 
     def _finish(self) -> None:
         self.finished = True
-        self._source._complete = self.version  # as `end` does, which waits
-        self._source._peer.send(Finished(version=self.version))
+        self._source._last = Finished(version=self.version)  # as `end` does, which waits
+        self._source._peer.send(self._source._last)
 
     def _hear_the_end(self) -> None:
         self._source._peer.beat()

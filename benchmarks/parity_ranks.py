@@ -29,6 +29,7 @@ from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import MicroBatch, Packing, plan_batch
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.params_metrics import ParamsMetrics, pads
 from streamrl.learner.shape import read_shape
 from streamrl.learner.step import tokens_of
 from streamrl.types import Batch
@@ -51,6 +52,8 @@ class Gradient:
 
     loss: float
     norm: float  # as the optimizer clips by it
+    params_norm: float
+    zeros: float  # share of the gradient's entries
     scores: float  # largest difference of the log-probs that `score` gives to those that the loss saw, nats
     tensors: dict[str, Tensor]
 
@@ -96,7 +99,18 @@ def gradient_of(case: Case) -> Gradient:
         optimizer = PolicyOptimizer(wrapped, config.learner.optimizer, getattr(torch, config.model.dtype), 1, 0)
         optimizer.megatron.prepare_grads()
         norm = float(optimizer.megatron.get_grad_norm())
-        return Gradient(float(sums["loss"].sum()), norm, scores, _whole_gradient(chunks, wrapped))
+        padding = pads(chunks[0].shape, config.learner.layout.tensor)
+        seen = ParamsMetrics(optimizer.megatron, padding, ranks.device.torch_device)
+        seen.observe_gradients()
+        params_norm, zeros = seen.metrics().values()
+        return Gradient(
+            loss=float(sums["loss"].sum()),
+            norm=norm,
+            params_norm=params_norm,
+            zeros=zeros,
+            scores=scores,
+            tensors=_whole_gradient(chunks, wrapped),
+        )
     finally:
         ranks.stop()
 

@@ -33,8 +33,8 @@ CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
-    "run.id", "run.folder", "run.steps", "run.placement", "run.restarts", "run.start_timeout", "run.stop_timeout",
-    "run.silence_timeout", "run.progress_timeout", "replay.address",
+    "run.id", "run.folder", "run.steps", "run.exit_interval", "run.exit_duration", "run.placement", "run.restarts",
+    "run.start_timeout", "run.stop_timeout", "run.silence_timeout", "run.progress_timeout", "replay.address",
     "generate.workers", "generate.attach", "generate.groups_in_flight", "generate.request_timeout",
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
     "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
@@ -42,7 +42,8 @@ RESUMABLE = (
     "replay.host", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
     "learner.gradient_accumulation_fusion", "learner.moe_permute_fusion", "learner.tp_comm_overlap",
-    "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "checkpoint.",
+    "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "learner.peak_tflops",
+    "learner.params_metrics", "learner.profile.", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
     "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "model.cache",
     "model.hub_timeout", "task.scoring.", "sft.epochs",

@@ -77,6 +77,7 @@ class Supervisor:
         if gpus:
             self._hand_out(gpus)
         self.interrupts = 0
+        self.exited: str | None = None  # why the learner has ended before its last step, in good order
         self.failure: str | None = None  # why `run` has returned another code than 0 and 130
         self._blamed: set[tuple[str, bytes]] = set()  # what the learners before have found out of groups that fail
         self._finished = False
@@ -86,7 +87,7 @@ class Supervisor:
         return [self.replay, *self.generators, self.learner]
 
     def run(self) -> int:
-        """Run to the end. Returns the exit code: 0 done, 1 failed, 130 interrupted after a clean checkpoint."""
+        """Run to the end. Returns the exit code: 0 done, or `exited`, 1 failed, 130 interrupted after a checkpoint."""
         if self.is_complete():
             print_summary(self.config, self.run_folder)
             self._print_closing_lines()
@@ -121,12 +122,9 @@ class Supervisor:
             for number, handler in former.items():
                 signal.signal(number, handler)
             events.merge(self.run_folder)
-        if self.interrupts:
-            again = train_again(self.config, self.run_folder)
-            if (line := interrupted_line(self.run_folder)) is not None:
-                print(f"streamrl: {line}", file=sys.stderr)
-            print(f"streamrl: interrupted; this resumes the run: {again}", file=sys.stderr)
-            return 130
+        if self.interrupts or self.exited is not None:
+            self._print_how_to_go_on()
+            return 130 if self.interrupts else 0
         console.summary()
         self._print_closing_lines()
         return 0
@@ -135,6 +133,13 @@ class Supervisor:
         """Whether the run has come to its end before, and its last checkpoint is there: then nothing is started."""
         steps = self.config.run.steps
         return max(saved_steps(self.run_folder), default=0) >= steps and is_over(self.run_folder, steps)
+
+    def _print_how_to_go_on(self) -> None:
+        if (line := interrupted_line(self.run_folder)) is not None:
+            print(f"streamrl: {line}", file=sys.stderr)
+        why = "interrupted" if self.interrupts else f"not complete: {self.exited}"
+        again = train_again(self.config, self.run_folder)
+        print(f"streamrl: {why}; this resumes the run: {again}", file=sys.stderr)
 
     def _print_closing_lines(self) -> None:
         print("\n" + "\n".join(closing_lines(self.config, self.run_folder)), flush=True)
@@ -170,9 +175,12 @@ class Supervisor:
         return self.learner.exit_code is not None and self._has_finished() and self.replay.exit_code is not None
 
     def _has_finished(self) -> bool:
-        event = self.replay.event("learner.finished")
+        """Has the service heard that the learner has come to the end of the run, or to an exit that was asked for?"""
+        event, exited = self.replay.event("learner.finished"), self.replay.event("learner.exited")
+        if exited is not None:
+            self.exited = str(exited["reason"])
         self._finished = self._finished or (event is not None and is_last_step(event, self.config.run.steps))
-        return self._finished
+        return self._finished or self.exited is not None
 
     def _check(self, role: Role) -> None:
         """Raise RoleFailed for a role that has failed or is late; start one again that may be."""
@@ -242,6 +250,8 @@ class Supervisor:
         if self.interrupts:
             if self.learner.is_ready() and self.learner.exit_code != 0:
                 raise RoleFailed(f"interrupted before a checkpoint was saved; {self._log_tail(self.learner)}")
+            return
+        if self._has_finished() and self.exited is not None:
             return
         done = max((row["step"] for row in read_metrics(self.run_folder)), default=0)
         if done < self.config.run.steps:

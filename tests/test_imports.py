@@ -74,7 +74,6 @@ BESIDE_RECORDS = {
         "device_map",
         "engine.hardware",
         "engine.stand_ins",
-        "learner.shape",
         "learner.te",
         "lifeline",
         "stream.contiguous",

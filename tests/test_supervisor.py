@@ -267,6 +267,19 @@ def test_a_service_that_dies_when_the_learner_has_finished_and_gone_does_not_fai
     assert (code, starts(folder, "replay-0"), starts(folder, "learner-0")) == (0, 1, 1)
 
 
+def test_an_exit_that_was_asked_for_ends_with_0_and_says_how_to_go_on(supervise, capsys):
+    reason = "run.exit_interval=2 divides step 2"
+    told = {"learner.exited": {"version": "2.0", "reason": reason}, "replay.stop": {"code": 0}}
+    replay = {"end": "well", "tells": told, "seconds": 2}
+    code, folder = supervise(replay=[replay], learner=[{"end": "done", "steps": 2}])
+    said = capsys.readouterr().err
+    documented("not complete: ...; this resumes the run: ...", said, code)
+    assert f"streamrl: not complete: {reason}; this resumes the run: " in said
+    assert starts(folder, "learner-0") == 1
+    code, _ = supervise(replay=[WAITS], learner=[{"end": "done", "steps": 2}])
+    assert code == 1, "nobody asked the next start to end there"
+
+
 def test_ctrl_c_is_answered_while_hundreds_of_roles_are_being_started(supervise, monkeypatch, capsys):
     """The third start is interrupted: none of the others comes."""
     start, started = Role.start, []

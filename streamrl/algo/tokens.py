@@ -41,7 +41,7 @@ class TokenBatch:
             raise ValueError(f"logprobs is {dtype} {list(self.logprobs.shape)}, float32 or float64 [N] is needed")
         expected = {"behaviour": dtype, "advantages": dtype, "mask": torch.bool}
         expected |= {"staleness": torch.int64, "sample": torch.int64}
-        optional = {name: dtype for name in ("entropy", "proximal", "reference", "teacher", "reward_kl")}
+        optional = dict.fromkeys(("entropy", "proximal", "reference", "teacher", "reward_kl"), dtype)
         optional |= {"outliers": torch.bool, "covariant": torch.bool}
         expected |= {name: needed for name, needed in optional.items() if getattr(self, name) is not None}
         for name, needed in expected.items():

@@ -40,7 +40,7 @@ class Event(Enum):
     REFUSED = auto()  # by a check
     STOP = auto()
     COMPLETE = auto()  # exit code 0
-    SAVED = auto()  # 130
+    SAVED = auto()  # 130, or 0 where the run ended before its last step as it was asked to
     BROKE = auto()  # any other
     RESUME = auto()
 
@@ -50,7 +50,7 @@ TRANSITIONS = {
     (State.CHECKING, Event.REFUSED): State.FAILED,
     (State.RUNNING, Event.STOP): State.STOPPING,
     (State.RUNNING, Event.COMPLETE): State.DONE,
-    (State.RUNNING, Event.SAVED): State.INTERRUPTED,  # by a signal
+    (State.RUNNING, Event.SAVED): State.INTERRUPTED,  # by a signal, or run.exit_interval, run.exit_duration
     (State.RUNNING, Event.BROKE): State.FAILED,
     (State.STOPPING, Event.STOP): State.STOPPING,  # harder
     (State.STOPPING, Event.COMPLETE): State.DONE,
@@ -64,7 +64,8 @@ TRANSITIONS = {
 RUN = Machine("A run that was started from Python", TRANSITIONS, State.CHECKING)
 
 OVER = (State.DONE, State.INTERRUPTED, State.FAILED)
-ENDINGS = {0: Event.COMPLETE, 130: Event.SAVED}  # by the exit code
+SAVED = 130  # the exit code of a run that was interrupted, its checkpoint saved
+ENDINGS = {0: Event.COMPLETE, SAVED: Event.SAVED}  # by the exit code
 
 
 class RunFailed(RuntimeError):
@@ -229,6 +230,7 @@ class Run:
         self._calls.start()
         try:
             code = supervisor.run()
+            code = SAVED if code == 0 and supervisor.exited is not None else code
         finally:
             ended.set()
         self._calls.join(self.config.run.stop_timeout)

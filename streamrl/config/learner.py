@@ -346,6 +346,29 @@ class LoraConfig(Section):
             )
 
 
+class ProfileConfig(Section):
+    """torch's profiler, into RUN/profile."""
+
+    first_step: int | None = Field(
+        None, ge=1, description="first learner step, counted as in the metrics, that is recorded; null: none is"
+    )
+    last_step: int | None = Field(None, ge=1, description="last one; null: the first alone")
+    ranks: tuple[int, ...] = Field((0,), description="ranks of the learner that record")
+
+    @property
+    def last(self) -> int:
+        """The last recorded step; 0 where none is."""
+        return self.last_step or self.first_step or 0
+
+    @rule
+    def _last_is_not_before_first(self) -> None:
+        if self.last_step is not None and self.last_step < (self.first_step or self.last_step + 1):
+            first = "null" if self.first_step is None else self.first_step
+            raise ValueError(
+                f"last_step: {self.last_step} with first_step={first}; allowed: null, or first_step and above"
+            )
+
+
 class LearnerConfig(Section):
     """The torchrun ranks of the learner."""
 
@@ -375,6 +398,11 @@ class LearnerConfig(Section):
     router_replay: bool = Field(
         False, description="mixture of experts: the learner routes tokens to the experts that the generator took"
     )
+    megatron: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further fields of Megatron-Core's TransformerConfig, OptimizerConfig and "
+        "DistributedDataParallelConfig, by their names; fp8 is never run",
+    )
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
     bad_steps: int = Field(
         8, ge=0, description="steps in a row without an update after which the run stops, its batch saved; 0: never"
@@ -386,8 +414,18 @@ class LearnerConfig(Section):
         8, ge=0, description="steps in a row without a trained token after which the run stops; 0: never"
     )
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
+    params_metrics: bool = Field(
+        False, description="params_norm and grad_zeros: one more pass over parameters and gradients in each step"
+    )
+    peak_tflops: float | None = Field(
+        None,
+        gt=0,
+        description="peak TFLOP/s of a rank's device, dense, for learner/mfu; null: the GPU's data sheet's, on a CPU "
+        "measured at the start",
+    )
     tick: float = Field(1.0, gt=0, description="seconds between the ranks' looks at the stop signal while they wait")
     collective_timeout: float = Field(600.0, gt=0, description="seconds that one collective may take")
+    profile: ProfileConfig = Field(default_factory=ProfileConfig, description="torch's profiler")
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="Adam and its schedule")
 
     @rule
@@ -406,6 +444,10 @@ class LearnerConfig(Section):
             raise ValueError(
                 f"tick: {self.tick:g} s is as long as the ranks wait for it, learner.collective_timeout="
                 f"{self.collective_timeout:g} s; allowed: below {self.collective_timeout:g}"
+            )
+        if strangers := [rank for rank in self.profile.ranks if not 0 <= rank < self.ranks]:
+            raise ValueError(
+                f"profile.ranks: {strangers[0]} is none of learner.ranks={self.ranks}; allowed: 0 to {self.ranks - 1}"
             )
         expert_ranks = self.layout.expert * self.layout.expert_tensor * self.layout.pipeline
         if self.ranks % expert_ranks:

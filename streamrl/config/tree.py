@@ -37,6 +37,14 @@ class RunConfig(Section):
     epochs: float | None = Field(
         None, gt=0, description="times that the task's prompts are asked, instead of steps; the run's record has steps"
     )
+    exit_interval: int | None = Field(
+        None,
+        ge=1,
+        description="save and end, to be gone on with, behind each learner step that it divides; null: never",
+    )
+    exit_duration: float | None = Field(
+        None, gt=0, description="minutes of training after which the same is done behind a step; null: never"
+    )
     placement: Literal["separate", "shared"] = Field(
         "separate",
         description="shared: learner and servers take turns on the same devices: the servers sleep while it trains",

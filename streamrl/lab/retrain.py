@@ -40,7 +40,7 @@ FREE = ("algo.", "learner.", "checkpoint.", "observe.", "run.placement")
 # Those of them that change no bit of the weights.
 NO_EFFECT = (
     "checkpoint.", "observe.", "learner.tick", "learner.collective_timeout", "learner.bad_steps", "learner.bad_groups",
-    "run.placement",
+    "learner.peak_tflops", "learner.params_metrics", "learner.profile.", "run.placement",
 )  # fmt: skip
 
 # Those that take the same sums in another order.

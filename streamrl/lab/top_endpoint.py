@@ -30,7 +30,7 @@ MISSES = 3
 FIGURES = (
     "step", "reward/mean", "pass_rate", "signal_rate", "tokens/generated_per_s", "tokens/trained_per_s",
     "staleness/mean", "staleness/max", "buffer/groups", "samples/failed", "loss/total", "distillation/kl", "grad_norm",
-    "length/mean", "time/step", "idle/learner", "idle/generator",
+    "length/mean", "time/step", "learner/tflops", "learner/mfu", "idle/learner", "idle/generator",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from streamrl.stream.messages import (
     MAX_REASON,
     Bye,
     Evaluated,
+    Exited,
     Finished,
     GaveUp,
     Hello,
@@ -86,6 +87,10 @@ class BatchSource(Protocol):
         """
         ...
 
+    def exit(self, version: PolicyVersion, reason: str) -> None:
+        """Hear that the run ends at `version`, which is saved, though it is not complete: everyone ends."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -123,7 +128,7 @@ class ServiceBatches:
         self._failure: str | None = None  # why the run was given up, if it was
         self._asked: int | None = None
         self._since = time.monotonic()  # that it was asked, or of the greeting
-        self._complete: PolicyVersion | None = None
+        self._last: Finished | Exited | None = None  # what was said of the end, for a service that was started again
         self._late: list[Evaluated] = []  # that came without a batch
         self._peer = Peer(config, run_folder, "learner", self._opening)
 
@@ -183,17 +188,27 @@ class ServiceBatches:
 
         That takes `stream.reply_timeout` at most, and `evaluate.longest` more where the last version is evaluated.
         """
-        self._complete, self._asked = complete, None
-        self._peer.answered(Next)
-        if complete is None:
-            self._peer.send(Bye())
+        if complete is not None:
+            self._say_last(Finished(version=complete), self._config.evaluate.longest)
             return self._late
-        self._peer.send(Finished(version=complete))
-        deadline = time.monotonic() + self._config.stream.reply_timeout + self._config.evaluate.longest
+        self._asked = None
+        self._peer.answered(Next)
+        self._peer.send(Bye())
+        return self._late
+
+    def exit(self, version: PolicyVersion, reason: str) -> None:
+        """Say so, and wait until the service says Stop, `stream.reply_timeout` at most."""
+        self._say_last(Exited(version=version, reason=reason))
+
+    def _say_last(self, word: Finished | Exited, longer: float = 0.0) -> None:
+        """Wait until the service says Stop: `stream.reply_timeout` and so much `longer` at most."""
+        self._last, self._asked = word, None
+        self._peer.answered(Next)
+        self._peer.send(word)
+        deadline = time.monotonic() + self._config.stream.reply_timeout + longer
         while not self._stopped and time.monotonic() < deadline:
             self._peer.beat()
             self._handle(self._config.learner.tick)
-        return self._late
 
     def gave_up(self, reason: str) -> None:
         """Tell the service, if it is there, that the run ends with an error: everyone else then ends too."""
@@ -209,8 +224,8 @@ class ServiceBatches:
         hello = Hello(run=self._run, role="learner", name="learner-0", version=self._version, limits=self._limits)
         yield replace(hello, ledger=self.ledger)
         yield from self._quarantined
-        if self._complete is not None:
-            yield Finished(version=self._complete)
+        if self._last is not None:
+            yield self._last
 
     def _handle(self, timeout: float) -> Message | ReceivedBatch | None:
         """One message, noted."""
@@ -261,6 +276,9 @@ class RecordedBatches:
 
     def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
         return ()
+
+    def exit(self, version: PolicyVersion, reason: str) -> None:
+        return None
 
     def close(self) -> None:
         return None

@@ -25,6 +25,7 @@ from torch import Tensor
 from streamrl.algo.diagnostics import MAX, merge
 from streamrl.config import Config
 from streamrl.learner.blame import DATA_ERRORS, MicroBatchFailed
+from streamrl.learner.megatron_fields import values_of
 from streamrl.learner.model import PolicyModel, policy_of
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
@@ -36,7 +37,8 @@ Loss = Callable[[Tensor, Tensor, int], tuple[Tensor, dict[str, Tensor]]]
 
 
 def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[DistributedDataParallel]:
-    """Megatron's mixed precision and data parallelism around each model chunk, gradients reduced in float32.
+    """Megatron's mixed precision and data parallelism around each model chunk, gradients reduced in float32
+    unless `learner.megatron` says otherwise.
 
     With `learner.overlap` gradients are reduced while the backward pass still runs, and the distributed optimizer's
     parameters are gathered while the next forward pass does: see `gather_parameters`.
@@ -44,14 +46,16 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Di
     distributed, overlap = config.learner.optimizer.distributed, config.learner.overlap
     distributed = ranks.device.distributed_optimizer if distributed is None else distributed
     overlap = ranks.device.kind == "cuda" if overlap is None else overlap
+    fields: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": distributed,
+        "overlap_grad_reduce": overlap,
+        "overlap_param_gather": overlap and distributed,
+        **values_of(config.learner.megatron, "DistributedDataParallelConfig"),
+    }
     wrapped = []
     for index, chunk in enumerate(chunks):
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=distributed,
-            overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap and distributed,
-        )
+        ddp_config = DistributedDataParallelConfig(**fields)
         module = in_dtype(chunk)
         # Only the first chunk's gradients come last in the backward pass, so the others are cut into no buckets.
         wrapped.append(DistributedDataParallel(chunk.config, ddp_config, module, disable_bucketing=index > 0))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -35,7 +36,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
-from streamrl.learner import lora, router_replay
+from streamrl.learner import lora, megatron_fields, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.shape import ModelShape, check_fit
@@ -124,6 +125,8 @@ def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel
     layers = choose_layers(device, dtype)
     log.info("%s on %s", layers, device)
     _check_kernels(config.learner, layers)
+    if (asked := megatron_fields.fp8(config)) is not None and layers.kind != "transformer_engine":
+        raise ConfigError(f"{asked} needs Transformer Engine's layers, not {layers}; allowed: null")
     _do_without_engine()
     transformer = _transformer_config(shape, config.learner, dtype, layers, device)
     if config.learner.tp_comm_overlap:
@@ -142,6 +145,7 @@ def row_multiple(config: TransformerConfig) -> int:
     """What the length of a padded row is a multiple of: the layout divides it."""
     ranks = config.context_parallel_size
     pieces = 2 * ranks if ranks > 1 else 1
+    pieces *= get_fp8_align_size(config.fp8_recipe) if config.fp8 else 1  # what its products take, on every rank
     return pieces * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
@@ -273,7 +277,11 @@ def _transformer_config(
         **_recomputed(learner),
         **_experts(shape, learner, choice),
     )
-    return TransformerConfig(**{**fields, **shape.family.megatron(shape)})
+    given = megatron_fields.values_of(learner.megatron, "TransformerConfig")
+    try:
+        return TransformerConfig(**{**fields, **shape.family.megatron(shape), **given})
+    except (ValueError, AssertionError, ImportError) as error:
+        raise megatron_fields.refused(given, error) if given else error from None
 
 
 def _recomputed(learner: LearnerConfig) -> dict[str, Any]:

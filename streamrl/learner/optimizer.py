@@ -8,8 +8,9 @@ A learner step has one place on the schedule and one update for each mini batch:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
+from streamrl.learner.megatron_fields import refused, values_of
+from streamrl.learner.params_metrics import ParamsMetrics
 from streamrl.learner.safety import UpdateGuard, Verdict
 from streamrl.learner.te import te_problem
 
@@ -50,12 +53,14 @@ class PolicyOptimizer:
         dtype: torch.dtype,
         run_steps: int,
         bad_steps: int,
+        *,
+        megatron: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """chunks: this rank's model chunks; bad_steps: see UpdateGuard.
+        """chunks: this rank's model chunks; bad_steps: see UpdateGuard; megatron: `learner.megatron`.
 
-        Raises ConfigError where the machine cannot offload what the settings ask for.
+        Raises ConfigError where the machine cannot offload what the settings ask for, or Megatron refuses a field.
         """
-        config = _config(chunks[0], settings, dtype)
+        config = _config(chunks[0], settings, dtype, values_of(megatron, "OptimizerConfig"))
         with cuda_type_names():
             self.megatron: MegatronOptimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
         for adam in self.torch_adams():
@@ -67,6 +72,7 @@ class PolicyOptimizer:
         self.skipped = 0  # updates that were not made, for a spike or for what is not finite
         self.spikes = 0  # those of a spike
         self._guard = UpdateGuard(settings, bad_steps)
+        self.observer: ParamsMetrics | None = None  # of `learner.params_metrics`
         self._device = next(chunks[0].parameters()).device
 
     def torch_adams(self) -> list[torch.optim.AdamW]:
@@ -98,6 +104,8 @@ class PolicyOptimizer:
         lr = float(self.megatron.param_groups[0]["lr"])
         found_inf = self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
+        if self.observer is not None:
+            self.observer.observe_gradients()
         verdict = self._guard.judge(*self._agreed(math.inf if found_inf else loss, grad_norm))
         if verdict == "ok":
             self._clip(grad_norm)
@@ -113,8 +121,9 @@ class PolicyOptimizer:
         self._guard.end_step()
 
     def metrics(self) -> dict[str, float]:
-        """The `steps/` metrics: counts of updates since the run began."""
-        return {"steps/updates": self.updates, "steps/skipped": self.skipped, "steps/spikes": self.spikes}
+        """The `steps/` metrics, counts of updates since the run began, and the observer's; then it is collective."""
+        observed = {} if self.observer is None else self.observer.metrics()
+        return {"steps/updates": self.updates, "steps/skipped": self.skipped, "steps/spikes": self.spikes, **observed}
 
     def counts(self) -> dict[str, Any]:
         """What a checkpoint holds beside Megatron's states."""
@@ -212,7 +221,9 @@ def offload_problem() -> str | None:
     return None if problem is None else f"Transformer Engine {problem}"
 
 
-def _config(chunk: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype) -> OptimizerConfig:
+def _config(
+    chunk: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype, given: dict[str, Any]
+) -> OptimizerConfig:
     distributed = chunk.ddp_config.use_distributed_optimizer
     problem = offload_problem() if settings.offload else None
     if problem is not None:
@@ -224,25 +235,29 @@ def _config(chunk: DistributedDataParallel, settings: OptimizerSettings, dtype: 
         raise ConfigError(
             f"learner.optimizer.offload: {settings.offload:g} needs learner.optimizer.distributed=true; allowed: 0"
         )
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.eps,
-        clip_grad=settings.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=distributed,
-        overlap_param_gather=chunk.ddp_config.overlap_param_gather,
-        optimizer_cpu_offload=settings.offload > 0,
-        optimizer_offload_fraction=settings.offload,
-        overlap_cpu_optimizer_d2h_h2d=settings.offload > 0,
+    fields: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "min_lr": settings.min_lr,
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.beta1,
+        "adam_beta2": settings.beta2,
+        "adam_eps": settings.eps,
+        "clip_grad": settings.clip_grad,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": distributed,
+        "overlap_param_gather": chunk.ddp_config.overlap_param_gather,
+        "optimizer_cpu_offload": settings.offload > 0,
+        "optimizer_offload_fraction": settings.offload,
+        "overlap_cpu_optimizer_d2h_h2d": settings.offload > 0,
         # Megatron offloads along the paths of this option alone.
-        use_precision_aware_optimizer=settings.offload > 0,
-    )
+        "use_precision_aware_optimizer": settings.offload > 0,
+    }
+    try:
+        return OptimizerConfig(**{**fields, **given})
+    except (ValueError, AssertionError, ImportError) as error:
+        raise refused(given, error) if given else error from None
 
 
 def _schedule(optimizer: MegatronOptimizer, settings: OptimizerSettings, run_steps: int) -> OptimizerParamScheduler:

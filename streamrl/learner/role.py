@@ -33,6 +33,7 @@ from streamrl.learner.batch_metrics import BatchMetrics
 from streamrl.learner.batches import BatchSource, Delivery, RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.empty_steps import EmptySteps
+from streamrl.learner.exits import Exits
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.row_batches import RowBatches, held_out
 from streamrl.learner.safety import BadStepsError
@@ -119,6 +120,8 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
     events.start()
     for line in trainer.damage:
         events.emit("checkpoint.damaged", told=line)
+    if (peak := trainer.peak) is not None:
+        events.emit("learner.peak", tflops=round(peak.tflops, 6), source=peak.source)
     source: RowBatches | ServiceBatches
     publisher: Publisher | None = None
     if config.trains_rows:
@@ -175,6 +178,8 @@ class LeadLoop:
         self.stop = stop
         self._offered: PolicyVersion | None = None  # the version that was published last
         self._quarantine = Quarantine(trainer, source, run_folder, events, config.learner.bad_groups)
+        # A record is trained again to its end.
+        self._exits = Exits(config.run if publisher is not None else None, time.monotonic())
         self._empty = EmptySteps(config.learner.empty_steps, _trained_before(run_folder))
         self._batch_metrics = BatchMetrics(config, read_metrics(run_folder))
         self._hints = Hints(read_metrics(run_folder))
@@ -182,11 +187,13 @@ class LeadLoop:
         self._held_out = held_out(run_folder) if config.trains_rows else None
 
     def run(self) -> None:
-        """Train until `run.steps`, a stop signal, or the source's wish to stop; then publish, save, write RUN/model.
+        """Train until `run.steps`, a stop signal, the source's wish to stop, or a configured exit; then publish, save,
+        write RUN/model.
 
         Raises one of FOR_GOOD where the run is given up.
         """
         failure: str | None = None
+        exits: str | None = None
         if not self.config.trains_rows:
             begin_part(self.events, "greets the replay service")
         self._begin()
@@ -216,6 +223,8 @@ class LeadLoop:
             if self.config.checkpoint.every and self._due(self.config.checkpoint.every):
                 self._save()
                 saved = self.trainer.version.step
+            if (exits := self._exits.reason(self.trainer.version.step, time.monotonic())) is not None:
+                break
         if self.trainer.version.step > saved:
             self._save()
         failure = failure or self._empty.verdict(complete=self._is_last())
@@ -223,7 +232,7 @@ class LeadLoop:
         if failure is None and self._is_last() and is_run and self.config.checkpoint.export:
             with self.events.span("learner.export", step=self.trainer.version.step):
                 trained_model.write(self.trainer, self.run_folder, self.config.learner.tick, self._report_saved)
-        self._end(failed=failure is not None)
+        self._end(failed=failure is not None, exits=exits)
         if failure is not None:
             raise RunFailedError(failure)
 
@@ -331,8 +340,8 @@ class LeadLoop:
             assert oldest is not None  # the one that was just saved, at the latest
             self.source.saved(saved.version, oldest)
 
-    def _end(self, *, failed: bool) -> None:
-        """Tell the ranks, let the last version arrive, tell the service whether the run is complete.
+    def _end(self, *, failed: bool, exits: str | None) -> None:
+        """Tell the ranks, let the last version arrive, tell the service whether the run is complete, or why it `exits`.
 
         What evaluations tell after the last step is added to the rows of their versions. That the run has `failed`
         is reported by who opened the source.
@@ -341,10 +350,13 @@ class LeadLoop:
         self._report_saved(wait=True)  # after "end": the other ranks wait for nothing but their part of it
         if failed:
             return
+        if exits is not None and not self.config.trains_rows:
+            self.source.exit(self.trainer.version, exits)
+            return
         complete = self._is_last()
         if self.config.trains_rows:  # there is no service to say so
             step, event = self.trainer.version.step, "learner.finished" if complete else "learner.stopped"
-            reason = "all steps are done" if complete else f"stopped at step {step}"
+            reason = "all steps are done" if complete else exits or f"stopped at step {step}"
             self.events.emit(event, version=str(self.trainer.version), code=0, reason=reason)
         if complete and self.publisher is not None:
             self.publisher.wait(self.config.publish.timeout + self.config.evaluate.longest)
@@ -387,9 +399,11 @@ def _former_end(run_folder: Path) -> str | None:
 
 
 def _is_over(config: Config, run_folder: Path, trainer: Trainer) -> bool:
-    """The learner before this one had finished, and died on its way out: the service is gone, and rightly so."""
+    """The learner before this one had ended well, and died on its way out: the service is gone, and rightly so."""
     steps = config.run.steps
-    return _was_restarted() and trainer.version.step >= steps and ending.is_over(run_folder, steps)
+    if not _was_restarted():
+        return False
+    return ending.has_exited(run_folder) or (trainer.version.step >= steps and ending.is_over(run_folder, steps))
 
 
 def _trained_before(run_folder: Path) -> int:

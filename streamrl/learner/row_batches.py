@@ -55,6 +55,9 @@ class RowBatches:
     def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
         return ()
 
+    def exit(self, version: PolicyVersion, reason: str) -> None:
+        return None
+
     def gave_up(self, reason: str) -> None:
         return None
 

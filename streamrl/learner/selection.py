@@ -24,17 +24,18 @@ def select(
     micro_batches: Sequence[MicroBatch],
     scores: Sequence[Tensor],
     taught: Sequence[Tensor | None],
+    advantages: Sequence[Tensor] | None,
+    *,
     seed: int,
     config: AlgoConfig,
-    advantages: Sequence[Tensor] | None = None,
 ) -> list[Selection]:
     """What the rules of `config` take of each micro batch.
 
     micro_batches: all of this rank and step, of every mini batch; scores: float32 [N] of each, log-probs under
-    the weights that the step starts from; taught: those under the teacher, None without one; seed: of this step's
-    draw; advantages: float32 [N] of each, in place of the micro batch's own. Collective over the data-parallel group,
-    on the ranks that have the scores: those of the last pipeline stage. Every rank sees all tokens, about 32 bytes
-    each, and decides alike.
+    the weights that the step starts from; taught: those under the teacher, None without one; advantages:
+    float32 [N] of each, in place of the micro batch's own; seed: of this step's draw. Collective over the data-parallel
+    group, on the ranks that have the scores: those of the last pipeline stage. Every rank sees all tokens, about 32
+    bytes each, and decides alike.
     """
     group = parallel_state.get_data_parallel_group()
     device = scores[0].device

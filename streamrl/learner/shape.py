@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
-from streamrl.config.learner import LayoutConfig
+from streamrl.config.learner import LayoutConfig, LoraTarget
 from streamrl.learner.rope import Rope
 
 if TYPE_CHECKING:
@@ -97,6 +97,17 @@ class ModelShape:
         """Rows of the embedding in Megatron."""
         multiple = VOCABULARY_MULTIPLE * tensor_parallel
         return math.ceil(self.vocabulary / multiple) * multiple
+
+
+def adapter_sizes(shape: ModelShape) -> dict[LoraTarget, tuple[int, int, int]]:
+    """Of each target of adapters in one layer: its projections, their inputs, all their outputs (learner/lora.py)."""
+    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    return {
+        "linear_qkv": (3, shape.hidden, heads + 2 * groups),
+        "linear_proj": (1, heads, shape.hidden),
+        "linear_fc1": (2, shape.hidden, 2 * shape.ffn),
+        "linear_fc2": (1, shape.ffn, shape.hidden),
+    }
 
 
 def read_shape(folder: Path, key: str = "model.path", family: str | None = None) -> ModelShape:

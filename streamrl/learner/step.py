@@ -226,7 +226,7 @@ class LearnerStep:
         picked = nothing
         if needs_selection(algo):
             advantages = [made.advantages for made in penalised] if share.outcomes is not None else None
-            picked = select(rows, scores, taught, seed, algo, advantages)
+            picked = select(rows, scores, taught, advantages, seed=seed, config=algo)
         mean_weight = _mean_weight(rows, proximal, algo) if algo.weight_normalise else None
         return [
             Signals(

@@ -29,6 +29,9 @@ from streamrl.learner.model import LayerChoice, build
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.params_metrics import ParamsMetrics, pads
+from streamrl.learner.peak import Peak
+from streamrl.learner.profiler import Profiler
 from streamrl.learner.reference import Reference
 from streamrl.learner.resume import newest_whole
 from streamrl.learner.rows import sequence_multiple
@@ -36,6 +39,7 @@ from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
 from streamrl.learner.teacher import Teacher
+from streamrl.learner.utilisation import Utilisation
 from streamrl.observe.bars import Report, silent
 from streamrl.observe.ending import ADAPTER, MODEL
 from streamrl.stream.identity import run_identity
@@ -77,10 +81,20 @@ class Trainer:
                 lora.freeze(self._chunks)
             self._wrapped = wrap(self._chunks, config, self._ranks)
             self._optimizer = PolicyOptimizer(
-                self._wrapped, config.learner.optimizer, dtype, config.run.steps, config.learner.bad_steps
+                self._wrapped,
+                config.learner.optimizer,
+                dtype,
+                config.run.steps,
+                config.learner.bad_steps,
+                megatron=config.learner.megatron,
             )
+            if config.learner.params_metrics:
+                padding = 0 if config.learner.lora.rank else pads(shape, config.learner.layout.tensor)
+                self._optimizer.observer = ParamsMetrics(self._optimizer.megatron, padding, device.torch_device)
             self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
             self._stragglers = Stragglers(self._ranks)
+            self._profiler = Profiler(config.learner.profile, run_folder / "profile", self._ranks.rank, device)
+            self._utilisation = Utilisation(shape, config, self._ranks) if self.rank == 0 else None
             on_failure.pop_all()
         self._step: LearnerStep | None = None  # from `restore_or_start` on
         self._planned: tuple[Batch, list[Share]] | None = None  # on rank 0
@@ -101,6 +115,11 @@ class Trainer:
     def rank_seconds(self) -> list[float]:
         """Seconds of every rank's passes in the last step, without its waits for the other data-parallel ranks."""
         return self._stragglers.seconds
+
+    @property
+    def peak(self) -> Peak | None:
+        """Of a rank, for `learner/mfu`; only rank 0 knows."""
+        return self._utilisation.peak if self._utilisation else None
 
     @property
     def phases(self) -> list[tuple[str, float, float]]:
@@ -142,14 +161,19 @@ class Trainer:
     def train_step(self, batch: Batch | None) -> dict[str, float]:
         """Train on the batch of step `version.step`; rank 0 passes it, the others None.
 
-        Returns the metrics of the step, reduced over ranks. A step whose gradient is not finite changes no weight;
-        it counts as a step and in `steps/skipped`. Raises ValueError for the batch of another step,
-        SequenceTooLongError for one that cannot be packed, BadStepsError after too many steps without an update.
+        Returns the metrics of the step, reduced over ranks; `learner/` ones on rank 0 alone. A step whose gradient is
+        not finite changes no weight; it counts as a step and in `steps/skipped`. Raises ValueError for the batch of
+        another step, SequenceTooLongError for one that cannot be packed, BadStepsError after too many steps without an
+        update.
         """
         assert self._step is not None, "restore_or_start comes first"
-        share: Share = self._ranks.scatter(self._shares(batch) if self.rank == 0 else None)
-        with self._blaming(share.step):
-            metrics = self._step.train(share)
+        shares = self._shares(batch) if self.rank == 0 else None
+        with self._profiler.step(self._version.step + 1):
+            share: Share = self._ranks.scatter(shares)
+            with self._blaming(share.step):
+                metrics = self._step.train(share)
+        if self._utilisation is not None and shares is not None:
+            metrics |= self._utilisation.metrics(shares, metrics)
         if self._config.run.shares_devices:
             self._ranks.device.release_memory()
         self._version = PolicyVersion(self._version.step + 1, self._version.incarnation)
@@ -253,7 +277,8 @@ class Trainer:
         return self._ranks.broadcast(value)
 
     def close(self) -> None:
-        """Let a checkpoint that is being written come to its end, and leave the process groups."""
+        """Let a checkpoint and a profile that are being written come to their end, and leave the process groups."""
+        self._profiler.close()
         self._saver.close()
         self._ranks.stop()
 

@@ -208,6 +208,8 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
         yield "cut", f"{cut:.0%} of the answers at the length limit"
     generated, trained = _latest(rows, "tokens/generated_per_s"), _latest(rows, "tokens/trained_per_s")
     yield "tokens/s", f"generated {generated:,.0f}/s, trained {trained:,.0f}/s"
+    if last.get("learner/mfu") is not None:
+        yield "learner", f"{_latest(rows, 'learner/tflops'):.3g} TFLOP/s a rank, MFU {_latest(rows, 'learner/mfu'):.1%}"
     if (failed := failed_samples(rows[-_WINDOW:])) is not None:
         yield "failed", failed
     largest = max(row.get("staleness/max") or 0 for row in rows)

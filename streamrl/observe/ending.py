@@ -53,6 +53,15 @@ def is_over(run_folder: Path, steps: int) -> bool:
     return path.exists() and _has_finished(read_events(path), steps)
 
 
+def has_exited(run_folder: Path) -> bool:
+    """Has the replay service recorded, since its start, that the learner ended before its last step, in good order?"""
+    path = event_path(run_folder, "replay")
+    exited = False
+    for event in read_events(path) if path.exists() else ():
+        exited = event["event"] == "learner.exited" or (exited and event["event"] != "process.start")
+    return exited
+
+
 def resume_line(run_folder: Path, steps: int) -> str | None:
     """What `train` does with a run folder, in one line; None for one in which no run has begun.
 

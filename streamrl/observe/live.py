@@ -36,7 +36,8 @@ _ORDINARY = frozenset(
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
         "learner.export", "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
-        "learner.finished", "learner.stopped", "learner.evaluate", "publish.complete", "replay.end", "sink",
+        "learner.finished", "learner.stopped", "learner.evaluate", "learner.peak", "publish.complete", "replay.end",
+        "sink",
     }
 )  # fmt: skip
 

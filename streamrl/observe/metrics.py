@@ -99,6 +99,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/masked_own", "share", "tokens that a regulariser of your own removed"),
     Metric("weights/masked_second_moment", "share", "tokens that the second-moment mask removed"),
     Metric("grad_norm", "", "gradient norm before clipping, of several updates the largest; null where not finite"),
+    Metric("params_norm", "", "norm of the trained parameters after the step; only with learner.params_metrics"),
+    Metric(
+        "grad_zeros", "share", "gradient entries of the last update that are zero; only with learner.params_metrics"
+    ),
     Metric("lr", "", "learning rate of the step"),
     Metric("steps/updates", "updates", "optimizer updates so far"),
     Metric("steps/skipped", "updates", "updates so far that were not made: loss or gradient not finite, or a spike"),
@@ -106,6 +110,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("micro_batches", "", "packed micro batches of the step on rank 0"),
     Metric("straggler/rank", "", "the rank with the longest passes; all ranks' seconds are in the event learner.ranks"),
     Metric("straggler/max_over_median", "", "longest time of a rank's passes over the median of the ranks"),
+    Metric(
+        "learner/tflops",
+        "TFLOP/s",
+        "model FLOPs of forward and backward passes a rank, over time/forward_backward and time/optimizer; no pads, "
+        "no activation computed again, a shared prompt once",
+    ),
+    Metric("learner/mfu", "share", "model FLOPs utilisation: learner/tflops over the peak of a rank's device"),
     Metric("length/mean", "tokens", "mean output length of a sample"),
     Metric("length/p95", "tokens", "95th percentile of the output length"),
     Metric("length/cut", "share", "answers that ended at the length limit"),

@@ -82,6 +82,9 @@ def _figures(rows: list[dict[str, Any]]) -> Table:
         "tokens",
         f"{generated:,.0f} generated ({generated / rate:,.0f}/s), {trained:,.0f} trained ({trained / rate:,.0f}/s)",
     )
+    if any(row.get("learner/mfu") is not None for row in rows):
+        mean, share = _mean(rows, "learner/tflops"), _mean(rows, "learner/mfu")
+        table.add_row("learner", f"{mean:.3g} TFLOP/s a rank, MFU {share:.1%}")
     oldest = max(row.get("staleness/max") or 0 for row in rows)
     table.add_row("staleness", f"mean {_mean(rows, 'staleness/mean'):.2f}, max {oldest:g} learner steps")
     if (failed := failed_samples(rows)) is not None:

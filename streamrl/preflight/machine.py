@@ -17,6 +17,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
 from streamrl.device_map import device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
+from streamrl.learner.megatron_fields import fp8
 from streamrl.learner.shape import read_shape
 
 GIB = 1 << 30
@@ -67,6 +68,10 @@ def check_machine(config: Config) -> None:
     check_generator(config.generate.each_pool)
     check_learner()
     servers, workers, ranks = _processes(config)
+    if (asked := fp8(config)) is not None and not has_cuda():
+        raise ConfigError(
+            f"{asked} needs Transformer Engine's layers on GPUs, and this machine has none; allowed: null"
+        )
     if has_cuda():
         device_map(config, len(visible_gpus()))
     elif config.generate.quantization is not None and read_shape(config.model.path, family=config.model.family).moe:

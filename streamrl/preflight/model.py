@@ -7,6 +7,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.refused import Refusals
 from streamrl.engine.block_fp8 import BLOCK
+from streamrl.learner import megatron_fields
 from streamrl.learner.shape import ModelShape, check_fit
 from streamrl.learner.teacher_shape import teacher_shape
 
@@ -21,8 +22,14 @@ def check_folder(config: Config) -> None:
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
-    """Refuse a layout, adapters or servers that the model, or its teacher, cannot be cut into. Raises ConfigError."""
+    """Refuse a layout, adapters or servers that the model, or its teacher, cannot be cut into, and fields that Megatron
+    has not.
+
+    Raises ConfigError.
+    """
     refusals = Refusals()
+    with refusals:
+        megatron_fields.check(config)
     with refusals:
         check_fit(shape, config.learner.layout)
     with refusals:

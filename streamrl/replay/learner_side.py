@@ -5,10 +5,12 @@ from __future__ import annotations
 from streamrl.progress import ProgressWatch
 from streamrl.replay.admission import impossible
 from streamrl.replay.device_sharing import Owner
+from streamrl.replay.phases import Phase
 from streamrl.replay.run_parts import RunParts
 from streamrl.replay.standstill import Herald, why_no_step
 from streamrl.stream.messages import (
     Bye,
+    Exited,
     Finished,
     GaveUp,
     Heartbeat,
@@ -75,6 +77,11 @@ class LearnerSide:
             case Finished(version=version):
                 run.events.emit("learner.finished", version=version)
                 run.phases.finished(version, now)
+            case Exited(version=version, reason=reason):
+                if run.phases.phase is Phase.SERVING:
+                    run.events.emit("learner.exited", version=version, reason=reason)
+                    run.phases.exited(now)
+                    run.send_stop(reason)
             case GaveUp(reason=reason):
                 run.give_up(reason)
             case Bye():

@@ -21,6 +21,7 @@ class Phase(Enum):
 class Event(Enum):
     LEARNER_BEGAN = auto()
     FINISHED = auto()  # the learner says so
+    EXITED = auto()  # the learner has saved a checkpoint and ends before its last step, to be gone on with
     COMPLETE = auto()  # every server has the last version, or publish.timeout is over
     FAILED = auto()  # given up, by whichever role
     INTERRUPTED = auto()  # by a signal
@@ -30,6 +31,7 @@ class Event(Enum):
 TRANSITIONS = {
     (Phase.SERVING, Event.LEARNER_BEGAN): Phase.SERVING,
     (Phase.SERVING, Event.FINISHED): Phase.FINISHING,
+    (Phase.SERVING, Event.EXITED): Phase.STOPPING,
     (Phase.SERVING, Event.FAILED): Phase.STOPPING,
     (Phase.SERVING, Event.INTERRUPTED): Phase.ENDED,
     # A learner that was killed after its last step begins at its checkpoint.
@@ -103,6 +105,11 @@ class Phases:
     def complete(self, now: float) -> None:
         """The run has succeeded."""
         self._move(Event.COMPLETE)
+        self.code, self._deadline = 0, now + self._stop_timeout
+
+    def exited(self, now: float) -> None:
+        """The learner ends here, in good order, before its last step."""
+        self._move(Event.EXITED)
         self.code, self._deadline = 0, now + self._stop_timeout
 
     def fail(self) -> None:

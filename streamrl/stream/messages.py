@@ -6,7 +6,7 @@ type of every field, so that whatever it returns can be used without a second lo
 
     worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Asleep GaveUp Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Progress Sleep Wake Introduce Stop
-    learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished GaveUp Bye
+    learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished Exited GaveUp Bye
     service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
     service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
@@ -291,6 +291,12 @@ class Finished(Versioned, frozen=True, kw_only=True):
     """The run is complete with `version`: the last step is trained."""
 
 
+class Exited(Versioned, frozen=True, kw_only=True):
+    """The run ends here in good order, its checkpoint of `version` saved, and not complete: it may be resumed."""
+
+    reason: Reason
+
+
 class GaveUp(Message, frozen=True, kw_only=True):
     """The learner, or a worker, ends the run for a reason that a restart would not mend."""
 
@@ -299,8 +305,12 @@ class GaveUp(Message, frozen=True, kw_only=True):
 
 _EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
 _WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated, Sleep, Asleep, Wake)
-_LEARNER = (Welcome, Next, Quarantined, Progress, Saved, Finished, GaveUp, BatchHeader, Announce, Publish, Roster)
-_DECODERS = {_kind(message.__name__): msgspec.msgpack.Decoder(message) for message in (*_EVERYONE, *_WORKER, *_LEARNER)}
+_LEARNER = (Welcome, Next, Quarantined, Progress, Saved, Finished, Exited, GaveUp, BatchHeader)
+_PUBLISHER = (Announce, Publish, Roster)
+_DECODERS = {
+    _kind(message.__name__): msgspec.msgpack.Decoder(message)
+    for message in (*_EVERYONE, *_WORKER, *_LEARNER, *_PUBLISHER)
+}
 _ENCODER = msgspec.msgpack.Encoder()
 
 

@@ -115,6 +115,20 @@ def test_a_real_learner_whose_generators_are_all_gone_ends_with_one_line_and_cod
 
 
 @pytest.mark.slow
+def test_a_run_with_an_exit_interval_comes_to_its_end_in_as_many_starts(make_run):
+    run = make_run(steps=4)
+    for done in (2, 4):
+        code, output = run.start("run.exit_interval=2").finish()
+        assert code == 0, output
+        assert [row["step"] for row in read_metrics(run.folder)] == list(range(1, done + 1))
+        assert (run.folder / "checkpoints" / f"step_{done}").is_dir()
+        assert ("not complete: run.exit_interval=2 divides step 2; this resumes the run: " in output) == (done == 2)
+    assert [event["version"] for event in told(run.folder, "replay", "learner.exited")] == ["2.0"]
+    assert (run.folder / "model" / "config.json").is_file()
+    assert all(0 < row["learner/mfu"] < 1 for row in read_metrics(run.folder))
+
+
+@pytest.mark.slow
 def test_a_run_of_which_no_answer_can_be_trained_ends_with_1_and_says_what_became_of_the_samples(make_run):
     """Each answer ends by the group's time: a run of placeholders is no run that is complete."""
     run = make_run(steps=3).start("replay.group_timeout=0.001", "replay.max_staleness=0")

@@ -25,6 +25,7 @@ from streamrl.learner.huggingface import export_folder, load_weights
 from streamrl.learner.lora_engine import AdaptedEngineColumn, AdaptedEngineRow
 from streamrl.learner.lora_folder import export_adapters, load_adapters
 from streamrl.learner.mapping import place, tensor_names
+from streamrl.learner.model import padded
 from streamrl.publish.peft import write_adapter
 
 ON_ATTENTION = ["linear_qkv", "linear_proj"]
@@ -144,3 +145,10 @@ def test_a_layer_without_an_adapter_keeps_its_norm_inside(model_folder, learner)
         assert type(layer.self_attention.linear_qkv) is TELayerNormColumnParallelLinear
         assert list(layer.input_layernorm.parameters()) == []
         assert [tuple(each.shape) for each in layer.pre_mlp_layernorm.parameters()] == [(64,)]
+
+
+def test_fp8_and_other_fields_of_megatrons_are_taken_by_its_configurations(model_folder, learner):
+    fields = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "moe_router_dtype": "fp32"}
+    model = learner(model_folder("qwen3_moe"), megatron=fields).model
+    assert {name: getattr(model.config, name) for name in fields} == fields
+    assert padded(61, model.config) == 64

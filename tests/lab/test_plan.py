@@ -260,10 +260,12 @@ def test_a_full_cache_and_a_cap_on_requests_are_told_apart():
 
 def test_the_command_prints_the_plan_writes_it_and_starts_nothing(tmp_path, monkeypatch, capsys):
     words = ["plan", str(RECIPES / f"{QWEN}.yaml"), f"run.folder={tmp_path / 'runs'}"]
+    words += ["learner.megatron={moe_router_dtype: fp32, fp8: hybrid}"]
     words += ["--json", str(tmp_path / "plan.json"), "--hosts", "8"]  # its model is not there, its shape is
     assert cli.main(words) == 0
     printed = capsys.readouterr().out
     assert "learner ranks 24-31" in printed
+    assert "further fields of Megatron-Core: moe_router_dtype=fp32, fp8=hybrid" in printed
     assert "│ 0-3   │  106.81 GiB │            106.81 GiB │" in printed
     assert "a checkpoint: 458.8 GB, 229.4 s at the file system's speed" in printed
     assert "the model at the end: 65.5 GB; on disk, with checkpoint.keep=2: up to 1.4 TB" in printed

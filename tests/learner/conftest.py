@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,11 +18,12 @@ FOLDER = Path(__file__).parent
 RANKS_TIMEOUT = 240.0  # seconds
 sys.path.insert(0, str(FOLDER))  # for learner_parts, which the ranks import too
 
-from learner_parts import write_model  # noqa: E402
+from learner_parts import make_batch, write_model  # noqa: E402
 
 from benchmarks import ready_ranks  # noqa: E402
 from streamrl.config import Config  # noqa: E402
 from streamrl.learner.trainer import Trainer  # noqa: E402
+from streamrl.types import Batch, PolicyVersion, VersionSpan  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +37,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         return made[family, tied]
 
     return get
+
+
+@pytest.fixture
+def two_answers() -> Batch:
+    """Prompt [5, 6] with outputs [7, 8, 2] and [9, 2], by version 3, for step 4."""
+    template = make_batch().groups[1]
+
+    def sample(output: list[int]):
+        return msgspec.structs.replace(
+            template.samples[0],
+            prompt_ids=np.array([5, 6], np.int32),
+            output_ids=np.array(output, np.int32),
+            logprobs=np.zeros(len(output), np.float32),
+            loss_mask=np.ones(len(output), bool),
+            spans=(VersionSpan(PolicyVersion(3), 0, len(output)),),
+        )
+
+    return Batch(
+        step=4, groups=(msgspec.structs.replace(template, group_id=7, samples=(sample([7, 8, 2]), sample([9, 2]))),)
+    )
 
 
 @pytest.fixture

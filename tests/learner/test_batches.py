@@ -16,6 +16,7 @@ from streamrl.stream.messages import (
     BatchStats,
     Bye,
     Evaluated,
+    Exited,
     Finished,
     Hello,
     Introduce,
@@ -178,6 +179,20 @@ def test_the_end_of_a_run_is_said_until_the_service_has_heard_it(service, source
     heard = service.wait_for(Hello, Finished)
     assert heard[-1] == Finished(version=PolicyVersion(5, 1))
     service.send(Stop(reason="complete"))
+    ending.join(WAIT)
+    assert not ending.is_alive()
+
+
+def test_an_exit_is_said_until_the_service_has_heard_it(service, source):
+    begin(source)
+    service.wait_for(Hello)
+    ending = threading.Thread(target=source.exit, args=(PolicyVersion(5, 1), "half an hour is over"))
+    ending.start()
+    service.wait_for(Exited)
+    time.sleep(2 * TICK)
+    service.send(Introduce())  # it was killed before it could note that
+    assert service.wait_for(Hello, Exited)[-1] == Exited(version=PolicyVersion(5, 1), reason="half an hour is over")
+    service.send(Stop(reason="half an hour is over"))
     ending.join(WAIT)
     assert not ending.is_alive()
 

@@ -242,23 +242,3 @@ def _trained(row: MicroBatch) -> list[tuple]:
             )
         )
     return entries
-
-
-@pytest.fixture
-def two_answers() -> Batch:
-    """Prompt [5, 6] with outputs [7, 8, 2] and [9, 2], by version 3, for step 4."""
-    template = make_batch().groups[1]
-
-    def sample(output: list[int]):
-        return msgspec.structs.replace(
-            template.samples[0],
-            prompt_ids=np.array([5, 6], np.int32),
-            output_ids=np.array(output, np.int32),
-            logprobs=np.zeros(len(output), np.float32),
-            loss_mask=np.ones(len(output), bool),
-            spans=(VersionSpan(PolicyVersion(3), 0, len(output)),),
-        )
-
-    return Batch(
-        step=4, groups=(msgspec.structs.replace(template, group_id=7, samples=(sample([7, 8, 2]), sample([9, 2]))),)
-    )

@@ -42,13 +42,19 @@ def gradients(model, layouts) -> tuple[Gradient, dict[str, Gradient]]:
 @pytest.mark.parametrize(
     ("family", "tied", "layouts"), [("qwen2", True, DENSE), ("qwen3_moe", False, PRODUCTS)], ids=["dense", "experts"]
 )
-def test_every_layout_has_the_gradient_loss_norm_and_scores_of_one_process(family, tied, layouts, tmp_path):
+def test_every_layout_has_the_gradient_loss_norms_zeros_and_scores_of_one_process(family, tied, layouts, tmp_path):
     alone, given = gradients(write_model(tmp_path / "model", family, tied, layers=4), layouts)
     for name, gradient in given.items():
         assert largest_difference(gradient.tensors, alone.tensors) < BAR, name
         assert gradient.loss == pytest.approx(alone.loss, rel=BAR), name
         assert gradient.norm == pytest.approx(alone.norm, rel=BAR), name
         assert gradient.scores < 1e-5, name
+        assert gradient.params_norm == pytest.approx(alone.params_norm, rel=1e-6), name
+        assert gradient.zeros == pytest.approx(alone.zeros, abs=1e-5), name
+    entries = sum(tensor.numel() for tensor in alone.tensors.values())
+    zeros = sum(int((tensor == 0).sum()) for tensor in alone.tensors.values())
+    assert alone.zeros == pytest.approx(zeros / entries)
+    assert (0 < alone.zeros < 1) is not tied  # a softmax over all tokens leaves no row of a tied embedding untouched
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ class Trainer:
     ledger = None
     rank_seconds = (0.1,)
     phases = (("scores", 1.0, 2.0),)
+    peak = None
 
     def __init__(self, version: PolicyVersion) -> None:
         self.version = version
@@ -130,6 +131,9 @@ class Source:
         self.told.append(("end", complete))
         return self.evaluated
 
+    def exit(self, version: PolicyVersion, reason: str) -> None:
+        self.told.append(("exit", version, reason))
+
     def close(self) -> None: ...
 
 
@@ -156,11 +160,18 @@ class Stop:
 
 
 def run(
-    folder: Path, source: Source, start: PolicyVersion, steps: int, every: int = 1, **checkpoint: Any
+    folder: Path,
+    source: Source,
+    start: PolicyVersion,
+    steps: int,
+    every: int = 1,
+    *,
+    exits: dict[str, float] | None = None,
+    **checkpoint: Any,
 ) -> tuple[Trainer, list[str]]:
     config = Config.model_validate(
         {
-            "run": {"steps": steps},
+            "run": {"steps": steps, **(exits or {})},
             "replay": {"max_staleness": every},
             "publish": {"every": every},
             "checkpoint": {"every": 2, **checkpoint},
@@ -361,3 +372,38 @@ def test_a_learner_that_was_killed_when_everything_was_done_has_nothing_to_do(tm
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         config = Config.model_validate({"run": {"steps": 3, "start_timeout": 0.1}})
         assert role.main(config, tmp_path) == code
+
+
+def test_a_configured_exit_saves_tells_everyone_and_leaves_the_rest_to_the_next_start(tmp_path):
+    source = Source(None)
+    trainer, offered = run(tmp_path, source, PolicyVersion(0), steps=10, exits={"exit_interval": 5})
+    assert [step for step, _ in trainer.begun] == [2, 4, 5]
+    assert source.told[-2:] == [("saved", 5, 2), ("exit", PolicyVersion(5), "run.exit_interval=5 divides step 5")]
+    assert (trainer.exported, offered[-1]) == ([], "5.0")
+    source = Source(PolicyVersion(5))
+    trainer, _ = run(tmp_path, source, PolicyVersion(5, 1), steps=10, exits={"exit_interval": 5})
+    assert source.told[-1] == ("end", PolicyVersion(10, 1))  # its last step is no exit
+
+
+def test_the_time_of_a_learner_is_looked_at_behind_each_step(tmp_path):
+    source = Source(None)
+    trainer, _ = run(tmp_path, source, PolicyVersion(3), steps=10, exits={"exit_duration": 1e-9})
+    assert (trainer.version.step, source.told[-1][0]) == (4, "exit")
+
+
+def test_a_learner_that_was_killed_behind_an_exit_has_nothing_to_do(tmp_path, monkeypatch):
+    events = EventLog(event_path(tmp_path, "replay"), "replay-0")
+    events.emit("learner.exited", version=PolicyVersion(2), reason="run.exit_interval=2 divides step 2")
+    events.emit("replay.stop", reason="run.exit_interval=2 divides step 2", code=0)
+
+    class Restored(Broken):
+        def restore_or_start(self, report) -> None:
+            self.version = PolicyVersion(2, 1)
+
+    monkeypatch.setattr(role, "Trainer", Restored)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    config = Config.model_validate({"run": {"steps": 3, "start_timeout": 0.1}})
+    assert role.main(config, tmp_path) == 0
+    events.emit("process.start")  # the service of the next start
+    events.close()
+    assert role.main(config, tmp_path) == 1

@@ -64,6 +64,21 @@ def test_stale_groups_train_end_to_end(dtype, distributed, model_folder, trainer
     assert {tensor.dtype for tensor in after.values()} == {getattr(torch, dtype)}
 
 
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_norm_of_parameters_and_the_zeros_of_gradients_are_there_where_they_are_asked_for(
+    distributed, model_folder, trainer_of
+):
+    plain = trainer_of(make_config(model_folder())).train_step(make_batch())
+    assert not {"params_norm", "grad_zeros"} & plain.keys()
+    config = make_config(model_folder(), optimizer={"distributed": distributed}, params_metrics=True)
+    trainer = trainer_of(config)
+    row = trainer.train_step(make_batch())
+    assert row["params_norm"] == pytest.approx(
+        math.sqrt(sum(float(w.square().sum()) for w in weights(trainer).values()))
+    )
+    assert 0 < row["grad_zeros"] < 1
+
+
 def test_bfloat16_keeps_a_float32_master_that_small_updates_reach(model_folder, trainer_of):
     config = make_config(model_folder(), dtype="bfloat16", optimizer={"lr": 1e-7})
     trainer = trainer_of(config)
@@ -156,5 +171,5 @@ def test_two_data_parallel_ranks_have_the_gradients_and_metrics_of_one(model_fol
     # One bundle: the second rank has nothing to train and still takes part.
     assert largest_difference(small, gradients(trainer, make_batch(groups=1, size=2))) < 2e-5
     alone = trainer.train_step(make_batch())
-    timeless = {key for key in alone if not key.startswith(("time/", "straggler/"))}
+    timeless = {key for key in alone if not key.startswith(("time/", "straggler/", "learner/"))}
     assert {key: metrics[key] for key in timeless} == pytest.approx({key: alone[key] for key in timeless}, rel=1e-4)

@@ -248,7 +248,9 @@ def test_failed_samples_are_shown_by_reason_on_the_screen_in_the_line_and_in_the
 
 def test_parts_tasks_cut_answers_and_hints_have_lines_only_where_there_are_any(tmp_path):
     plain = dict(fields([row(1) | {"reward/part/exact": 0.5}], CONFIG, Glance()))
-    assert not plain.keys() & {"reward parts", "tasks", "cut", "hint"}
+    assert not plain.keys() & {"reward parts", "tasks", "cut", "hint", "learner"}
+    used = dict(fields([row(1) | {"learner/tflops": 123.4, "learner/mfu": 0.125}], CONFIG, Glance()))
+    assert used["learner"] == "123 TFLOP/s a rank, MFU 12.5%"
     parts = {"reward/part/exact": 0.5} | {f"reward/part/p{index}": 0.25 for index in range(8)}
     tasks = {"task/easy/reward/mean": 1.0, "task/easy/groups": 0.5, "task/hard/reward/mean": 0.125}
     said = dict(fields([row(1) | parts | tasks | {"length/cut": 0.5}], CONFIG, Glance()))

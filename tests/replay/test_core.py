@@ -20,6 +20,7 @@ from streamrl.stream.messages import (
     Buffer,
     Bye,
     Credit,
+    Exited,
     Finished,
     GaveUp,
     Heartbeat,
@@ -102,6 +103,17 @@ def test_a_last_version_that_does_not_arrive_is_waited_for_until_publish_timeout
         assert not driven.core.is_over()
         driven.tick(1.0)
     assert driven.core.is_over()
+
+
+def test_a_learner_that_exits_ends_the_run_in_good_order(driven: Driven) -> None:
+    driven.send(LEARNER, Exited(version=PolicyVersion(2), reason="the night is over"))
+    for peer in (LEARNER, PUBLISHER, WORKER):
+        assert driven.got(peer)[-1] == Stop(reason="the night is over", failed=False)
+    assert driven.events_of("learner.exited")[0]["reason"] == "the night is over"
+    driven.send(LEARNER, Exited(version=PolicyVersion(2), reason="again"))
+    driven.send(WORKER, Bye())
+    assert driven.core.is_over()
+    assert (driven.core.code, len(driven.events_of("learner.exited"))) == (0, 1)
 
 
 def test_a_role_that_gives_up_ends_the_run_at_once(driven: Driven) -> None:

@@ -79,6 +79,14 @@ def test_a_learner_that_says_again_that_it_has_finished_does_not_hold_the_end():
     assert (run.phase, run.is_over(1.0 + STOP, anyone=True)) == (Phase.STOPPING, True)
 
 
+def test_an_exit_ends_the_run_with_0_and_waits_for_everybody():
+    run = phases()
+    run.exited(1.0)
+    assert (run.code, run.has_failed, run.goes_on) == (0, False, False)
+    assert not run.is_over(1.0 + STOP - 0.1, anyone=True)
+    assert run.is_over(1.0 + STOP, anyone=True)
+
+
 def test_what_cannot_happen_is_refused():
     with pytest.raises(IllegalTransition, match="COMPLETE is not possible in SERVING"):
         phases().complete(0.0)
@@ -117,6 +125,12 @@ class Machine(RuleBasedStateMachine):
         if self.run.goes_on:
             self.finished_at = self.now
         self.run.finished(FINAL, self.now)
+
+    @precondition(lambda self: self.run.phase is Phase.SERVING)
+    @rule()
+    def learner_exits(self) -> None:
+        self.run.exited(self.now)
+        self.expected, self.stopped_at = 0, self.now
 
     @alive
     @rule()

@@ -18,8 +18,6 @@ from streamrl.lab.acceptance.trial import Trial, command, ended, record_of
 from streamrl.lab.plan.command import model_shape
 from streamrl.lab.plan.learner_memory import fullest_rank
 from streamrl.lab.plan.machines import GIB, Machines
-from streamrl.lab.plan.parameters import whole_model
-from streamrl.learner.shape import ModelShape
 from streamrl.observe.metrics import read_metrics
 
 MIB = 1 << 20
@@ -42,9 +40,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 # Bytes that CUDA's libraries take from torch's allocator, whatever the model: cuBLAS's and Transformer Engine's rooms.
 WORKSPACES = 256 << 20
-
-# Dense FLOP/s of a GPU in bfloat16, as its maker states it, by words of its name.
-PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
 
 
 def experts(bench: Bench) -> Measured:
@@ -87,10 +82,9 @@ def _compared(
     said = f"gradient norm {norm:.1e}, loss {loss:.1e} from one rank's"
     if not (norm <= bars[0] and loss <= bars[1]):
         raise Failed(f"{said}; allowed: {bars[0]:g} and {bars[1]:g}")
-    shape = model_shape(alone, None)
-    planned = fullest_rank(alone, shape, Machines()).peak
+    planned = fullest_rank(alone, model_shape(alone, None), Machines()).peak
     memory = _memory(output, planned) if bench.gpus else f"plan {planned / MIB:.1f} MiB"
-    speed = _utilisation(bench, shape, alone.learner.ranks, output)
+    speed = _utilisation(bench, output)
     return Measured("; ".join([said, memory, *speed]), f"{bars[0]:g}, {bars[1]:g}, no more memory than planned")
 
 
@@ -118,25 +112,13 @@ def _memory(output: Path, planned: int) -> str:
     return f"{peak / GIB:.2f} GiB, plan {planned / GIB:.2f}"
 
 
-def _utilisation(bench: Bench, shape: ModelShape, ranks: int, output: Path) -> list[str]:
-    """Model FLOPs utilisation by six FLOPs an active weight and trained token, at best; nothing on a CPU."""
+def _utilisation(bench: Bench, output: Path) -> list[str]:
+    """Model FLOPs utilisation at best; of a GPU whose peak is not known, TFLOP/s; nothing on a CPU."""
     if not bench.gpus:
         return []
     rows = list(read_metrics(output))
-    rate = max(row["tokens/trained"] / max(row["time/forward_backward"], 1e-9) for row in rows)
-    name = bench.gpus[0].name
-    peak = next((peak for word, peak in PEAKS.items() if word in name), None)
-    if peak is None:
-        return [f"{rate:,.0f} trained tokens/s (no peak is known of {name})"]
-    return [f"MFU {6 * active(shape) * rate / (ranks * peak):.2%}"]
-
-
-def active(shape: ModelShape) -> int:
-    """Parameters that a token meets.
-
-    Example: of Qwen3-30B-A3B those of 8 of the 128 experts of each layer, and all that is no expert.
-    """
-    if shape.moe is None:
-        return whole_model(shape)
-    idle = (shape.moe.experts - shape.moe.top_k) * 3 * shape.hidden * shape.moe.ffn
-    return whole_model(shape) - idle * (shape.layers - len(shape.moe.dense_layers))
+    shares = [row["learner/mfu"] for row in rows if "learner/mfu" in row]
+    if not shares:
+        most = max(row["learner/tflops"] for row in rows)
+        return [f"{most:.1f} TFLOP/s a rank (no peak is known of {bench.gpus[0].name})"]
+    return [f"MFU {max(shares):.2%}"]

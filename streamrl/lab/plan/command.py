@@ -15,6 +15,7 @@ from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import shipped
+from streamrl.config.words import as_text
 from streamrl.hub.model import with_local_model, with_local_teacher
 from streamrl.hub.repository import label
 from streamrl.lab.output import check_file
@@ -93,6 +94,9 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
         f"data {copies}), servers: {plan.servers}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if config.learner.megatron:
+        fields = ", ".join(f"{name}={as_text(value)}" for name, value in config.learner.megatron.items())
+        console.print(f"further fields of Megatron-Core: {fields}", highlight=False, soft_wrap=True)
     hosts: Rows = [(str(number), f"{host.gpus}", host.words) for number, host in enumerate(plan.hosts)]
     console.print(_table("processes", ("host", "GPUs taken", "what runs there"), hosts))
     console.print(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from streamrl.config.learner import LayoutConfig, LoraConfig
-from streamrl.learner.shape import ModelShape, stage_layers
+from streamrl.learner.shape import ModelShape, adapter_sizes, stage_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +121,7 @@ def _adapters(shape: ModelShape, layer: int, layout: LayoutConfig, settings: Lor
     """Adapter parameters of one layer on one rank: A and B of each projection, one of them cut (learner/lora.py)."""
     if settings.rank == 0:
         return 0
-    heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    sizes = {  # projections, their inputs, all their outputs
-        "linear_qkv": (3, shape.hidden, heads + 2 * groups),
-        "linear_proj": (1, heads, shape.hidden),
-        "linear_fc1": (2, shape.hidden, 2 * shape.ffn),
-        "linear_fc2": (1, shape.ffn, shape.hidden),
-    }
+    sizes = adapter_sizes(shape)
     total = 0
     for target in settings.targets:
         if target in ("linear_fc1", "linear_fc2") and has_experts(shape, layer):

@@ -31,6 +31,7 @@ EVENTS: dict[str, tuple[Grade, str]] = {
     "learner.saved": ("plain", "checkpoint of version {version}"),
     "learner.finished": ("good", "the learner finished with version {version}"),
     "learner.stopped": ("plain", "{reason}"),
+    "learner.exited": ("plain", "the run ended at version {version}, to be gone on with: {reason}"),
     "learner.unreachable": ("warning", "the learner could not be reached at step {step}"),
     "replay.missed": ("bad", "{messages} messages of {peer} were missed"),
     "replay.malformed": ("bad", "a malformed message of {peer}: {reason}"),

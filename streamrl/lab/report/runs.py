@@ -74,6 +74,7 @@ class Run:
             ("staleness", f"{self._mean('staleness/mean'):.2f}", f"mean, in learner steps; largest {oldest:g}"),
             ("time", _duration(self.end - self.begin), "from the first process's start to the newest record"),
             ("effective samples", f"{self._mean('offpolicy/ess'):.1%}", "policy over behaviour policy, mean"),
+            ("MFU", self._share("learner/mfu"), "of the learner's passes and updates, mean"),
             ("learner idle", f"{self._mean('idle/learner'):.0%}", "mean share of a step"),
             ("generators idle", f"{self._mean('idle/generator'):.0%}", "mean share of the time"),
         ]
@@ -85,6 +86,9 @@ class Run:
             for rows in (self.rows[:ENDS], self.rows[-ENDS:])
         )
         return "–" if first is None or last is None else f"{first:.3f} → {last:.3f}"
+
+    def _share(self, name: str) -> str:
+        return f"{self._mean(name):.1%}" if _values(self.rows, name) else "–"
 
     def _mean(self, name: str) -> float:
         values = _values(self.rows, name)

@@ -93,6 +93,10 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
         return str(error)
     if code == INTERRUPTED:
         raise Interrupted
+    if code == 0 and (config.run.exit_interval or config.run.exit_duration) and not is_done(job):
+        return (
+            f"ended at step {steps_of(job)} of {config.run.steps}, as it was asked to; the same sweep goes on with it"
+        )
     return None if code == 0 else f"exit code {code}; {_last_line(log)}"
 
 

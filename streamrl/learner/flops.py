@@ -1,0 +1,81 @@
+"""Floating-point operations that training asks of a model, counted from its shape and from what it trains. Pure.
+
+    forward    2 a weight and token, 4 heads x head_dim a layer and pair of a token with one that it sees
+    backward   twice that; of frozen weights once: they need the gradient of their input alone
+
+Model FLOPs, as in PaLM (arXiv 2204.02311, appendix B): activations that are computed again and pads count nothing. A
+token meets `top_k` experts, a shared prompt is one sequence of tokens, and the output layer is at trained tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from streamrl.config.learner import LoraConfig
+from streamrl.learner.packing import MicroBatch
+from streamrl.learner.shape import ModelShape, adapter_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What rows ask of a model.
+
+    Example: a prompt of 2 tokens and an answer of 3, of which 3 are trained, are `Work(tokens=4, pairs=10, targets=3)`:
+    nothing reads the last token.
+    """
+
+    tokens: int = 0
+    pairs: int = 0  # of a token and one that it sees, itself included
+    targets: int = 0  # trained tokens
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.targets + other.targets)
+
+
+def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
+    """Of packed rows; one without a trained token only keeps a rank company."""
+    return sum((_of_row(micro) for micro in micro_batches if len(micro.targets)), Work())
+
+
+def training_flops(shape: ModelShape, lora: LoraConfig, work: Work) -> float:
+    """Of one forward and backward pass over all ranks."""
+    by_token, by_pair = 2 * _weights_met(shape) * work.tokens, 4 * _pair(shape) * work.pairs
+    by_target = 2 * shape.hidden * shape.vocabulary * work.targets
+    if not lora.rank:
+        return 3.0 * (by_token + by_pair + by_target)
+    adapters = 2 * _adapter_weights(shape, lora) * work.tokens
+    return 2.0 * (by_token + by_target) + 3.0 * (by_pair + adapters)
+
+
+def _of_row(micro: MicroBatch) -> Work:
+    length, prefix = micro.segments[:, 1], micro.segments[:, 3]
+    pairs = int(np.sum(length * prefix + length * (length + 1) // 2))
+    return Work(int(length.sum()), pairs, len(micro.targets))
+
+
+def _weights_met(shape: ModelShape) -> int:
+    """Weights of all layers' matrices that one token meets.
+
+    Example: of Qwen3-30B-A3B those of 8 of the 128 experts of each layer, its router and its attention.
+    """
+    attention = (2 * shape.heads + 2 * shape.groups) * shape.head_dim * shape.hidden
+    dense = 3 * shape.hidden * shape.ffn
+    if shape.moe is None:
+        return shape.layers * (attention + dense)
+    experts = shape.hidden * (shape.moe.experts + 3 * shape.moe.top_k * shape.moe.ffn)
+    of_dense = len(shape.moe.dense_layers)
+    return shape.layers * attention + of_dense * dense + (shape.layers - of_dense) * experts
+
+
+def _pair(shape: ModelShape) -> int:
+    """Products of scores, and as many of values, by all heads of all layers for one pair."""
+    return shape.layers * shape.heads * shape.head_dim
+
+
+def _adapter_weights(shape: ModelShape, lora: LoraConfig) -> int:
+    sizes = adapter_sizes(shape)
+    each = (count * inputs + outputs for count, inputs, outputs in (sizes[target] for target in lora.targets))
+    return shape.layers * lora.rank * sum(each)
