@@ -15,6 +15,7 @@ PAGES = (
     "howto-task.md",
     "howto-model.md",
     "tasks.md",
+    "environments.md",
     "watching.md",
 )
 OWN = (

@@ -18,6 +18,7 @@ from streamrl import cli
 from streamrl.evaluate.files import read_questions
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.journal import recorded_batches
+from tests.own_choices import write_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(590)]
 
@@ -53,6 +54,8 @@ def environment_server(tmp_path: Path) -> Iterator[str]:
 
 def test_agents_of_every_kind_train_and_every_promise_holds(make_run, environment_server, tmp_path, capsys):
     entries = [{"agent_type": f"{AGENTS}:{kind}", "agent_args": {}, "weight": 1.0} for kind in KINDS]
+    write_files(tmp_path)
+    entries.append({"agent_type": f"{tmp_path}/vowels.py:Vowels", "agent_args": {}})  # of the page
     entries.append({"agent_type": "RemoteAgent", "agent_args": {"env_server_host_port": environment_server}})
     exam = {"agent_type": f"{AGENTS}:Exam", "agent_args": {"evaluation_prompts": 2}, "evaluation_only": True}
     file = tmp_path / "tasks.yaml"
@@ -61,7 +64,7 @@ def test_agents_of_every_kind_train_and_every_promise_holds(make_run, environmen
     words = (
         f"task.file={file}",
         f"generate.group_size={SAMPLES}",
-        "replay.groups_per_step=8",
+        "replay.groups_per_step=9",
         "task.scoring.processes=1",
     )
     evaluated = ("evaluate.every=10", "evaluate.prompts=2", "evaluate.samples=2", "task.scoring.timeout=120")
@@ -81,7 +84,7 @@ def test_agents_of_every_kind_train_and_every_promise_holds(make_run, environmen
                 answered[group.task] += 1
                 masked[group.task] += int((~sample.loss_mask).sum())
                 assert not np.asarray(sample.logprobs)[~sample.loss_mask].any()
-    assert answered == dict.fromkeys((*KINDS, "RemoteAgent"), STEPS * SAMPLES)
+    assert answered == dict.fromkeys((*KINDS, "Vowels", "RemoteAgent"), STEPS * SAMPLES)
     assert {task for task, tokens in masked.items() if tokens} == {"Twice", "RemoteAgent"}
     folder = max((run.folder / "evaluations").iterdir())
     assert all(question.answers for question in read_questions(folder, "Exam"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ from streamrl.config.task import ScoringConfig, TaskShare
 from streamrl.tasks.environment import EXACT, FAILED, Environment, Rollout
 from streamrl.tasks.episodes import NotPlayed
 from streamrl.tasks.hosted import host_task
-from streamrl.tasks.megatron_rl import LLMChatMessage, RewardOnlyAgent
+from streamrl.tasks.megatron_rl import (
+    GenericGenerationArgs,
+    GroupedRolloutGenerator,
+    LLMChatMessage,
+    RewardOnlyAgent,
+    TokenRollout,
+)
 from streamrl.tasks.megatron_rl.policy import PolicyInterface, Recorder
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.turns import TURNS
@@ -142,6 +149,46 @@ def test_what_an_agent_raises_costs_its_sample_the_reward_and_masks_what_it_mask
     assert unanswered.masked
 
 
+class Lost(RuntimeError):
+    """No server is left."""
+
+
+@pytest.mark.parametrize("name", ["Spelled", "Asking", "Shorter"])
+def test_what_the_policy_raises_is_no_failure_of_a_sample(name, scripted):
+    inference = scripted(said("zz", "yy", "xx"))
+    answer, calls = inference.generate, itertools.count(1)
+
+    async def generate(*prompt: Any, **sampling: Any) -> Any:
+        if next(calls) == 4:
+            raise Lost
+        return await answer(*prompt, **sampling)
+
+    inference.generate = generate
+    with pytest.raises(Lost):
+        play(task(name), inference, 4)
+
+
+class Marked(GroupedRolloutGenerator):
+    """Masks the last of its rollouts, and has lost the first one."""
+
+    async def prepare_group_rollout(self, request):
+        raise NotImplementedError
+
+    async def get_grouped_rollouts(self, request):
+        prompt = request.inference_interface.prepare_request("ab", request.generation_args)
+        answers = [await request.inference_interface.agenerate(prompt) for _ in range(request.rollouts_per_group)]
+        rollouts = [TokenRollout(trajectory=[answer.token_ids], reward=1.0) for answer in answers]
+        rollouts[0].trajectory, rollouts[-1].rollout_status = [], "masked"
+        return [rollouts]
+
+
+def test_each_rollout_has_its_own_answer_whatever_became_of_it(scripted):
+    marked = Marked.as_choice()
+    lost, fine, masked = play(marked(marked.Arguments(), 1, "train"), scripted(said("x", "y", "z")), 3)
+    assert (lost.completion.text, fine.completion.text, masked.completion.text) == ("x", "y", "z")
+    assert (lost.parts, fine.failure, masked.masked) == ({FAILED: 1.0}, None, True)
+
+
 class Silent(RewardOnlyAgent):
     """Asks nothing."""
 
@@ -181,8 +228,6 @@ def test_a_conversation_in_other_words_is_one_of_its_own_and_two_with_the_same_w
 
 
 def interface_args() -> Any:
-    from streamrl.tasks.megatron_rl import GenericGenerationArgs
-
     return GenericGenerationArgs(temperature=0.5)  # the run's own is drawn with
 
 

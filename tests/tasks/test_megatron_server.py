@@ -16,7 +16,10 @@ from aiohttp import web
 from streamrl.config import Config
 from streamrl.config.task import TaskShare
 from streamrl.tasks.environment import Rollout
+from streamrl.tasks.megatron_rl import EvaluationRequest
 from streamrl.tasks.megatron_rl.environment_server import Served, agent_of
+from streamrl.tasks.megatron_rl.policy import PolicyInterface, Recorder
+from streamrl.tasks.megatron_rl.remote_agent import RemoteAgent
 from streamrl.tasks.megatron_rl.wire import InferenceServer
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.serve import application
@@ -113,6 +116,20 @@ def test_a_token_is_asked_for_where_there_is_one(served, scripted, tmp_path):
     assert with_token[0].failure is None
     with pytest.raises(Exception, match="status 401"):
         go(played(served(f"{AGENTS}:Spelled", "secret"), scripted([["zz", END]]), 1))
+
+
+def test_an_evaluation_at_a_server_comes_back_in_its_own_class(served, scripted):
+    async def evaluated() -> Any:
+        async with listening(served(f"{AGENTS}:Spelled", max_k=2)) as address:
+            agent = await asyncio.to_thread(lambda: RemoteAgent(env_server_host_port=address))
+            interface = PolicyInterface(Recorder(scripted([["aa", END]] * 6)))
+            try:
+                return await agent.run_evaluation(EvaluationRequest(inference_interface=interface, num_prompts=2))
+            finally:
+                await agent.close()
+
+    response = go(evaluated())
+    assert response.metrics() == {"pass_at_1": [1.0, 0.0], "pass_at_2": [1.0, 0.0], "greedy_reward": [1.0, 0.5]}
 
 
 async def asked(app: web.Application, route: str, **more: Any) -> tuple[int, Any]:

@@ -66,6 +66,7 @@ class Recorder:
         """`gate`: no answer is drawn before it is set."""
         self.asked: list[Asked] = []
         self.reached = asyncio.Event()  # it has asked something
+        self.lost: Exception | None = None  # why the policy could not be asked, whatever the agent makes of it
         self._inference = inference
         self._gate = gate
 
@@ -81,7 +82,11 @@ class Recorder:
             asked = Asked(Conversation(self._inference, prompt, request.tools or ()))
             self.asked.append(asked)
         longest = request.generation_args.max_tokens
-        turn = await asked.conversation.generate(**({} if longest is None else {"max_new_tokens": longest}))
+        try:
+            turn = await asked.conversation.generate(**({} if longest is None else {"max_new_tokens": longest}))
+        except Exception as error:
+            self.lost = error
+            raise
         if asked.conversation.ended:
             raise NoAnswer("the run's servers gave no answer")
         return _response(asked, turn)

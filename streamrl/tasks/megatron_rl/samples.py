@@ -23,9 +23,15 @@ class Episodes:
         self._recorders = recorders
         self._taken: list[Asked] = []
 
+    def check(self) -> None:
+        """Raise what the policy raised: that is the worker's matter, and no sample's."""
+        for recorder in self._recorders:
+            if recorder.lost is not None:
+                raise recorder.lost
+
     def completion(self, rollout: AnyRollout) -> Completion:
         """The conversation of a rollout, which is no other one's. Raises NotPlayed."""
-        found = [asked for asked in self._free() if _is_of(asked, rollout)]
+        found = [] if rollout.is_placeholder else [asked for asked in self._free() if _is_of(asked, rollout)]
         whole = [asked for asked in found if len(asked.replies) == len(rollout.trajectory)]
         if not found:
             raise NotPlayed("a rollout names no answer of the policy; allowed: its ids, token_ids, or texts")

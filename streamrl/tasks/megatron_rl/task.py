@@ -175,23 +175,25 @@ class AgentTask(Environment):
     def _samples(
         self, inference: Inference, prompt: Prompt, episodes: Episodes, given: list[AnyRollout] | BaseException
     ) -> Iterator[Rollout]:
-        """The samples of one play. Raises what ends the process."""
+        """The samples of one play. Raises what the policy raised, and what ends the process."""
+        episodes.check()
         if isinstance(given, BaseException):
             if not isinstance(given, Exception):
                 raise given
             yield self.unscored(prompt, episodes.unnamed() or unbegun(inference, prompt), given)
             return
-        for rollout in given:
-            completion: Completion | None = None
+        named = [_named(episodes, rollout) for rollout in given]  # all of them, before others take what is left
+        for rollout, found in zip(given, named, strict=True):
             try:
                 score = score_of(rollout)
-                completion = episodes.completion(rollout)
                 check_reward(score)
+                if isinstance(found, Exception):
+                    raise found
             except Exception as error:  # the policy for foreign environments: count, log, go on
-                missing = completion or episodes.unnamed() or unbegun(inference, prompt)
-                yield self.unscored(prompt, missing, error)
+                left = found if isinstance(found, Completion) else episodes.unnamed()
+                yield self.unscored(prompt, left or unbegun(inference, prompt), error)
                 continue
-            yield Rollout(completion=completion, reward=score.reward, parts=score.parts)
+            yield Rollout(completion=found, reward=score.reward, parts=score.parts)
 
     async def _wanted(self, index: int, count: int) -> Wanted:
         if self._given and self._prompts is None:
@@ -244,6 +246,14 @@ def _draws_prompts(agent: Any) -> bool:
     """Whether `get_prompt` is what its groups are asked."""
     kind, base = type(agent), RewardOnlyAgent
     return isinstance(agent, base) and kind.prepare_group_rollout is base.prepare_group_rollout
+
+
+def _named(episodes: Episodes, rollout: AnyRollout) -> Completion | NotPlayed:
+    """The conversation of a rollout, or why there is none."""
+    try:
+        return episodes.completion(rollout)
+    except NotPlayed as error:
+        return error
 
 
 async def _episode(params: GroupRolloutParams) -> list[AnyRollout]:
