@@ -90,9 +90,10 @@ async def _group(agent: Any, interfaces: Sequence[InferenceInterface], wanted: W
         inference_interface=interfaces[0],
         validation=wanted.validation,
     )
-    groups = agent.get_grouped_rollouts(request)
-    if not inspect.isasyncgen(groups):
-        return list((await groups)[0])
+    groups: Any = agent.get_grouped_rollouts(request)
+    if inspect.isawaitable(groups):
+        groups = await groups
+        return list(groups[0])
     async for group in groups:
         return list(group)
     return []

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Registered = TypeVar("Registered", bound="type[TypeLookupable]")
+Registered = TypeVar("Registered", bound="TypeLookupable")
 
 _REGISTERED: dict[type, dict[str, type[TypeLookupable]]] = defaultdict(dict)
 
@@ -29,7 +29,7 @@ class TypeLookupable(BaseModel, extra="allow"):
         return known[self.type_name](**self.model_dump())
 
     @classmethod
-    def register_subclass(cls, register_type: Registered) -> Registered:
+    def register_subclass(cls, register_type: type[Registered]) -> type[Registered]:
         """A decorator: `unwrap` of a `cls` finds the class by the default of its `type_name`."""
         _REGISTERED[cls][register_type.model_fields["type_name"].default] = register_type
         return register_type
