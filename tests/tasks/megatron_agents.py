@@ -118,16 +118,18 @@ class Asking(RolloutGenerator):
 
 
 class Tokens(TokenizedRolloutGenerator):
-    """Gives rollouts of token ids; one that says "h" first is masked, one of "g" is a placeholder."""
+    """Gives rollouts of token ids. With `marks` an answer "h" is masked, and "g" is a placeholder."""
+
+    marks: bool = False
 
     async def get_reward_rollouts(self, request):
         asked = "".join(np.random.choice(list(LETTERS), 2))
         prompt = request.inference_interface.prepare_request(asked, request.generation_args)
         response = await request.inference_interface.agenerate(prompt)
         said = response.response.content
-        if said == "g":
+        if self.marks and said == "g":
             return [TokenRollout(trajectory=[], reward=0.0, rollout_status="placeholder", failure_reason="no g")]
-        status = "masked" if said == "h" else "ok"
+        status = "masked" if self.marks and said == "h" else "ok"
         named = {"completion_ids": [response.completion_id], "rollout_status": status}
         return [TokenRollout(trajectory=[response.token_ids], reward=rightness(said, asked), **named)]
 

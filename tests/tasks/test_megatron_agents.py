@@ -139,7 +139,7 @@ def test_what_an_agent_raises_costs_its_sample_the_reward_and_masks_what_it_mask
     assert "the agent broke" in rollouts[0].failure
     assert rollouts[0].completion.text == "x"
     assert rollouts[1].failure is None
-    masked, placeholder, fine = play(task("Tokens"), scripted(said("h", "g", "zz")), 3)
+    masked, placeholder, fine = play(task("Tokens", marks=True), scripted(said("h", "g", "zz")), 3)
     assert masked.masked
     assert placeholder.parts == {FAILED: 1.0}
     assert "no g" in placeholder.failure
