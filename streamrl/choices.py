@@ -141,6 +141,8 @@ def _own(kind: Kind, path: str) -> type[Any]:
     except Exception as error:  # whatever a module of the user's raises while it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{kind.key}: {path} cannot be loaded: {reason}") from error
+    if isinstance(found, type) and hasattr(found, "as_choice"):  # a class of another interface has its choice
+        found = found.as_choice()
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(f"{kind.key}: {path} is no subclass of {base.__module__}.{base.__qualname__}")
     return found

@@ -17,6 +17,7 @@ PAGES = (
     "tasks.md",
     "watching.md",
 )
+BESIDE = ("environments.md",)  # pages with files, and without a test of them
 OWN = (
     "replay.order=by_age.py:ByAge",
     "replay.order_options.oldest_first=true",
@@ -33,7 +34,7 @@ OWN = (
 
 def write_files(folder: Path) -> None:
     """Every block of the pages that begins with the name of a file."""
-    for page in PAGES:
+    for page in (*PAGES, *BESIDE):
         for language, text in blocks(ROOT / "docs" / page):
             if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
                 (folder / name[1]).write_text(text)

@@ -58,6 +58,8 @@ ELSEWHERE = (
     (r"python3\.11 -m venv envs/\w+ && .*", "tests/foreign_environments.py"),
     (r"streamrl train .* task\.name=(verifiers|gymnasium) .*", "tests/end_to_end/test_foreign_environments.py"),
     (r"python3 streamrl/tasks/foreign/adapter\.py .*", "tests/tasks/test_adapter.py"),
+    (r"streamrl train .*vowels\.py:.*|python -m streamrl\.tasks\.megatron_rl\.environment_server .*",
+     "tests/end_to_end/test_megatron_run.py"),
     (r"streamrl train .*backwards\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_task_of_the_page_trains"),
     (r"streamrl train .*tools\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_tool_of_the_page_trains"),
     (r"streamrl .*\.py:[A-Z].*|streamrl audit runs/own",

@@ -21,6 +21,7 @@ OTHER_MEANINGS = {
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/api/inputs.py": {"tools"},  # an argument
     "streamrl/config/learner.py": {"none"},  # algo.advantage.std, learner.recompute
+    "streamrl/config/megatron_rl.py": {"agent"},  # an argument
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event

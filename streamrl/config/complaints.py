@@ -29,7 +29,7 @@ def _text(error: ErrorDetails) -> str:
     if error["type"] == "rule":  # between keys: its text names them, relative to its section
         return ".".join(filter(None, [path, str(error["ctx"]["line"])]))
     if error["type"] == "value_error":
-        return ".".join(filter(None, [path, str(error["ctx"]["error"])]))
+        return "\n".join(".".join(filter(None, [path, line])) for line in str(error["ctx"]["error"]).splitlines())
     given = as_text(error["input"])
     if error["type"] == "extra_forbidden":
         section, _ = _locate(error["loc"][:-1])

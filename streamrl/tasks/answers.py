@@ -59,6 +59,35 @@ def boxed(text: str) -> str | None:
     return None if found is None else found.answer
 
 
+def last_between(text: str) -> Found | None:
+    """What the last pair of <answer> tags has between them, as it is; anything but space behind it is trailing.
+
+    >>> last_between("<answer> 3 </answer> so <answer>4</answer>.")
+    Found(answer='4', trailing=True)
+    """
+    found, place = None, 0
+    while (start := text.find(_OPEN, place)) >= 0 and (end := text.find(_CLOSE, start)) >= 0:
+        place = end + len(_CLOSE)
+        found = text[start + len(_OPEN) : end].strip()
+    return None if found is None else Found(found, bool(text[place:].strip()))
+
+
+def outermost_box(text: str) -> Found | None:
+    """What the last box has in it that is in no other one; anything but space behind it is trailing.
+
+    >>> outermost_box("\\boxed{1} or \\boxed{\\frac{1}{2}}")
+    Found(answer='\\frac{1}{2}', trailing=False)
+    """
+    opened: list[int] = []  # where the content of each open brace begins; below 0 for one that is no box's
+    found: tuple[int, int] | None = None
+    for place, character in enumerate(text):
+        if character == "{":
+            opened.append(place + 1 if text.endswith(_BOX, 0, place + 1) else -1)
+        elif character == "}" and opened and (start := opened.pop()) >= 0:
+            found = start, place
+    return None if found is None else Found(text[found[0] : found[1]].strip(), bool(text[found[1] + 1 :].strip()))
+
+
 def last_number(text: str) -> str:
     """The last number of `text`, thousands without their commas; empty where there is none.
 

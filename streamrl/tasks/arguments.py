@@ -47,7 +47,7 @@ class OnDisk:
 
 
 # Endings of data files, and what the datasets library calls their formats.
-DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+DATA_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
 
 
 class TaskArguments(BaseModel):

@@ -35,19 +35,25 @@ class MathReward(Judges):
         """Whether the answer in `text` equals `gold`. Raises as `ask` does."""
         return await self.verdict(text, gold) is True
 
-    async def verdict(self, text: str, gold: str) -> bool | None:
-        """As `is_right`; None where `text` holds nothing that can be read as mathematics."""
-        reply = await self.ask({"text": text, "gold": gold})
+    async def verdict(self, text: str, gold: str, *, as_text: bool = False) -> bool | None:
+        """As `is_right`; None where `text` holds nothing that can be read as mathematics.
+
+        as_text: `gold` is compared with the formula that is found in `text`, as the text that both are.
+        """
+        reply = await self.ask({"text": text, "gold": gold, "as_text": as_text})
         return reply["right"] if reply["readable"] else None
 
 
-def prepare(arguments: Sequence[str]) -> Callable[[str, str], dict[str, Any]]:
+def prepare(arguments: Sequence[str]) -> Callable[..., dict[str, Any]]:
     """Load math-verify. Returns the judge of one answer; it raises ValueError for a `gold` that is no mathematics."""
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # its warnings that the timeouts are off
 
-    def judge(text: str, gold: str) -> dict[str, Any]:
+    def judge(text: str, gold: str, as_text: bool = False) -> dict[str, Any]:
+        if as_text:
+            found = parse(text, parsing_timeout=None)
+            return {"right": bool(verify(gold, found, timeout_seconds=None)), "readable": True}
         target = parse(_formula(gold), parsing_timeout=None)
         if not target:
             raise ValueError(f"the right answer {gold[:80]!r} is not mathematics")

@@ -27,7 +27,7 @@ class RowsArguments(TaskArguments):
     """Where the rows come from, and which of them are held out."""
 
     path: Annotated[str, OnDisk("data")] = Field(
-        description="file or pattern of files (.jsonl, .json, .parquet, .csv), or a data set's hub name"
+        description="file or pattern of files (.jsonl, .json, .parquet, .csv, .arrow), or a data set's hub name"
     )
     revision: str | None = Field(None, description="branch, tag or commit of a hub data set; null: its main branch")
     subset: str | None = Field(None, description="configuration of a hub data set; null: its default")
@@ -37,6 +37,11 @@ class RowsArguments(TaskArguments):
     )
     test_split: str | None = Field(None, description="split of a hub data set that is held out, instead of a part")
     held_out_count: int | None = Field(None, ge=1, description="different prompts that are held out; null: held_out")
+    train_count: int | None = Field(
+        None,
+        description="rows that are trained, the first ones; held out are the held_out_count rows behind them; below 0: "
+        "all but so many; null: every prompt decides for itself",
+    )
     evaluation_only: bool = Field(False, description="all rows are held out: for evaluation, never trained")
     distinct: bool = Field(False, description="each question once, however often the data set repeats it")
     cache: Annotated[str | None, OnDisk("folder")] = Field(
@@ -81,7 +86,7 @@ class Rows:
                 f"{ARGUMENTS}.evaluation_only: {arguments.path} is for evaluation and is never trained; "
                 f"allowed: the task in a list for evaluation; nearest known key: {ARGUMENTS}.evaluation_only"
             )
-        self._data = load_split(arguments, "path", arguments.path, arguments.split)
+        self._data = _leading(load_split(arguments, "path", arguments.path, arguments.split), arguments)
         test = None if held_out is None else _test_rows(arguments)
         for data in (self._data, test):
             if data is not None:
@@ -91,6 +96,8 @@ class Rows:
         asked += [column for column in also if column in self._data.column_names]
         if held_out is None:
             self._numbers = np.arange(len(self._data))
+        elif arguments.train_count is not None:
+            self._numbers = _by_place(_digests(self._data, asked), arguments, held_out)
         elif test is None:
             self._numbers = _parted(_digests(self._data, asked), arguments, held_out)
         elif held_out:
@@ -211,6 +218,30 @@ def _parted(digests: np.ndarray, arguments: RowsArguments, held_out: bool) -> np
         )
     probes = count or min(max(1, round(arguments.held_out * len(distinct))), len(distinct) - 1)
     return numbers[(digests[numbers] < distinct[probes]) == held_out]
+
+
+def _leading(data: datasets.Dataset, arguments: RowsArguments) -> datasets.Dataset:
+    """The rows of both splits, where their places decide: no other is looked at."""
+    if arguments.train_count is None or arguments.train_count < 0 or arguments.held_out_count is None:
+        return data
+    return data.select(range(min(len(data), arguments.train_count + arguments.held_out_count)))
+
+
+def _by_place(digests: np.ndarray, arguments: RowsArguments, held_out: bool) -> np.ndarray:
+    """The row numbers of one split, int64 [N]: the first rows, or those behind them. No question is in both.
+
+    Raises ValueError where there are not so many rows.
+    """
+    assert arguments.train_count is not None
+    count = len(digests)
+    end = arguments.train_count + (count if arguments.train_count < 0 else 0)
+    if not 0 < end < count:
+        raise ValueError(
+            f"{ARGUMENTS}.train_count: {arguments.train_count} is not allowed where there are {count} rows; allowed: "
+            f"1 to {count - 1}, or below 0; nearest known key: {ARGUMENTS}.train_count"
+        )
+    probes = np.arange(end, min(count, end + (arguments.held_out_count or count)))
+    return probes if held_out else _without(np.arange(end), digests, digests[probes])
 
 
 def _too_few(arguments: RowsArguments, prompts: int) -> str:

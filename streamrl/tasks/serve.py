@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
+from streamrl.choices import TASKS
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.task import TaskShare
@@ -102,8 +103,9 @@ class ServedTask:
 
 def application(config: Config, token: str | None = None) -> web.Application:
     """The server of all weighted tasks of `config`. Raises ValueError for task arguments that do not fit."""
-    app = web.Application(client_max_size=LARGEST, middlewares=[_guarded(token)])
+    app = web.Application(client_max_size=LARGEST, middlewares=[guarded(token)])
     for share in config.task.shares:
+        _check_served(share)
         check_tasks([share], config.run.seed, "train", config.task.scoring)
         served = ServedTask(share, config)
         app.router.add_get(f"/{share.key}/about", _handler(served.about))
@@ -112,6 +114,18 @@ def application(config: Config, token: str | None = None) -> web.Application:
         app.on_startup.append(_calling(served.start))
         app.on_cleanup.append(_calling(served.close))
     return app
+
+
+def _check_served(share: TaskShare) -> None:
+    """Raises ValueError for a task whose episodes ask the policy by themselves: a caller could only have its texts."""
+    if not TASKS.is_built_in(share.name):
+        return
+    task = TASKS.load(share.name)
+    if task.has_turns and not issubclass(task, TurnByTurn):
+        raise ValueError(
+            f"task.name: {share.name} cannot be served, as its episodes ask the policy by themselves; allowed: a task "
+            "of one turn, or a subclass of TurnByTurn"
+        )
 
 
 def _handler(method: Callable[[bytes], Awaitable[Any]]) -> Handler:
@@ -125,7 +139,9 @@ def _handler(method: Callable[[bytes], Awaitable[Any]]) -> Handler:
     return answer
 
 
-def _guarded(token: str | None) -> Any:
+def guarded(token: str | None) -> Any:
+    """The middleware that asks for a bearer token; None: for none."""
+
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")

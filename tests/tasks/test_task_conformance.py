@@ -43,6 +43,7 @@ for _name in [name for name in HUB if "held_out_count" in TASKS.load(name).defau
 ARGS: dict[str, dict[str, Any]] = {
     **HUB,
     "jsonl": {"path": str(DATA / "big_math.jsonl"), "prompt": "problem"},
+    "megatron_rl": {"hf_dataset_name": str(DATA / "dapo_math.jsonl"), "train_count": 2, "held_out_count": 1},
     "reasoning_gym": {"dataset": "chain_sum", "extract": "last_number"},
     "tools": {"task": {"name": "copy"}},
     "agent": {"task": {"name": "copy"}, "command": shlex.join([sys.executable, "-S", "-c", AGENT]), "timeout": 100},
@@ -62,6 +63,11 @@ def written(conformance: TaskConformance, prompt: Prompt) -> list[str]:
     return [str((prompt.messages or ())[-1]["content"])]
 
 
+def tagged(conformance: TaskConformance, prompt: Prompt) -> list[str]:
+    """The right answer in tags."""
+    return [FORMS["tagged"] % prompt.answer]
+
+
 def lookup(conformance: TaskConformance, prompt: Prompt) -> list[str]:
     """The call, and what the tool answers."""
     return [prompt.metadata["key"], str(prompt.answer)]
@@ -71,12 +77,13 @@ def lookup(conformance: TaskConformance, prompt: Prompt) -> list[str]:
 ELSEWHERE = ("verifiers", "gymnasium", "openenv")
 for _name in [name for name in TASKS.names if name not in ELSEWHERE]:
     _members: dict[str, Any] = {"name": _name, "args": ARGS.get(_name, {}), "right": right, **TOGETHER}
-    if _name in HUB and _name != "gsm8k":
+    if (_name in HUB and _name != "gsm8k") or _name == "megatron_rl":
         _members["test_the_prompts_are_the_same_in_another_process"] = None  # they are made by one class
     if TASKS.load(_name).defaults.get("evaluation_only"):
         _members["splits"] = ("probe",)
     globals()[f"Test_{_name}"] = type(f"Test_{_name}", (TaskConformance,), _members)
 Test_lookup.right = lookup  # noqa: F821
+Test_megatron_rl.right = tagged  # noqa: F821
 Test_harbor.right = written  # noqa: F821
 Test_harbor.test_the_prompts_are_the_same_in_another_process = None  # noqa: F821, they are files
 if missing_walls() is not None:
@@ -87,7 +94,7 @@ if missing_walls() is not None:
 def _given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
     """What a task needs besides: a folder for converted data, a server."""
     test = request.instance
-    if getattr(test, "name", None) in {*HUB, "jsonl"}:
+    if getattr(test, "name", None) in {*HUB, "jsonl", "megatron_rl"}:
         test.args = {**test.args, "cache": str(tmp_path_factory.getbasetemp() / "converted")}
     if getattr(test, "name", None) == "harbor":
         test.args = {"path": str(request.getfixturevalue("harbor_tasks")), "commands": False, "answer": "answer.txt"}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from streamrl.tasks.questions import Questions
 
-_QUESTION = (
+QUESTION = (
     "Using the numbers {nums}, write an expression that equals {target}. Use + - * / and parentheses, and each number "
     "exactly once. Give the expression alone within <answer> and </answer>, such as <answer>(1 + 2) / 3</answer>."
 )
@@ -18,7 +18,7 @@ class Countdown(Questions):
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "path": "Jiayi-Pan/Countdown-Tasks-3to4",
-        "template": _QUESTION,
+        "template": QUESTION,
         "answer": "target",
         "numbers": "nums",
         "judge": "countdown",

@@ -1,0 +1,74 @@
+"""A task of streamrl as an agent: what an environment server needs to have of it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+from pydantic import PrivateAttr
+
+from streamrl.config.task import TaskShare
+from streamrl.tasks.environment import Completion, Environment, Prompt, message_text
+from streamrl.tasks.megatron_rl.inference import LLMChatMessage
+from streamrl.tasks.megatron_rl.reward_only import Prompted, RewardOnlyAgent
+from streamrl.tasks.registry import build_task
+
+ENDLESS = 1 << 30  # prompts of a task without an end
+
+
+class EnvironmentAgent(RewardOnlyAgent):
+    """Draws the prompts of a task of one turn, and judges their answers as the task does."""
+
+    _splits: dict[bool, Environment] = PrivateAttr(default_factory=dict)
+
+    def __init__(self, share: TaskShare, seed: int) -> None:
+        """Raises ValueError for arguments that do not fit, and a task that asks the policy by itself."""
+        super().__init__(env_id=share.key)
+        for validation in (True,) if share.evaluation_only else (False, True):
+            self._splits[validation] = build_task(share, seed, "probe" if validation else "train")
+        if self._splits[True].has_turns:
+            raise ValueError(f"agent_type: {share.name} has several turns; allowed: an agent, or a task of one turn")
+
+    async def get_prompt(self, validation: bool) -> tuple[Prompted, Any]:
+        task = self._task(validation)
+        return await self._prompted(validation, random.randrange(task.size or ENDLESS))
+
+    async def evaluation_prompts(self, num_prompts: int, validation: bool = False) -> list[tuple[Prompted, Any]]:
+        size = self._task(validation).size
+        count = num_prompts if size is None else min(num_prompts, size)
+        return [await self._prompted(validation, index) for index in range(count)]
+
+    async def get_reward(self, response: str, golden: Any, finish_reason: str) -> float:
+        nothing = np.empty(0, np.int32)
+        answer = Completion(
+            text=response,
+            prompt_ids=nothing,
+            output_ids=nothing,
+            logprobs=nothing.astype(np.float32),
+            spans=(),
+            finish_reason=finish_reason,
+        )
+        task, prompt = self._task(golden["validation"]), golden["prompt"]
+        (judged,) = await task.score_all(prompt, [answer])
+        return judged.reward
+
+    async def close(self) -> None:
+        for task in self._splits.values():
+            await task.close()
+
+    async def _prompted(self, validation: bool, index: int) -> tuple[Prompted, Any]:
+        prompt = await self._task(validation).fetch(index)
+        golden = {"prompt": prompt, "validation": validation, "problem_id": str(index)}
+        return _asked(prompt), golden
+
+    def _task(self, validation: bool) -> Environment:
+        if validation not in self._splits:
+            raise ValueError(f"validation: false is not allowed for {self.env_id}; allowed: true, it is for evaluation")
+        return self._splits[validation]
+
+
+def _asked(prompt: Prompt) -> Prompted:
+    if prompt.messages is None:
+        return prompt.text or ""
+    return [LLMChatMessage(role=each["role"], content=message_text(each)) for each in prompt.messages]

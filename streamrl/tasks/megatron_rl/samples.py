@@ -1,0 +1,79 @@
+"""From the rollouts that an agent gives back to samples: which conversation each was, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from streamrl.tasks.environment import EXACT, Completion, Score
+from streamrl.tasks.episodes import NotPlayed
+from streamrl.tasks.failures import ScorerRaised
+from streamrl.tasks.megatron_rl.policy import Asked, Recorder
+from streamrl.tasks.megatron_rl.rollouts import Rollout, TokenRollout
+from streamrl.tasks.turns import TURNS
+
+AnyRollout = Rollout | TokenRollout
+
+MASKED = "masked"  # a rollout's status
+
+
+class Episodes:
+    """The conversations of one call of an agent; each becomes at most one sample."""
+
+    def __init__(self, recorders: Sequence[Recorder]) -> None:
+        self._recorders = recorders
+        self._taken: list[Asked] = []
+
+    def check(self) -> None:
+        """Raise what the policy raised: that is the worker's matter, and no sample's."""
+        for recorder in self._recorders:
+            if recorder.lost is not None:
+                raise recorder.lost
+
+    def completion(self, rollout: AnyRollout) -> Completion:
+        """The conversation of a rollout, which is no other one's. Raises NotPlayed."""
+        found = [] if rollout.is_placeholder else [asked for asked in self._free() if _is_of(asked, rollout)]
+        whole = [asked for asked in found if len(asked.replies) == len(rollout.trajectory)]
+        if not found:
+            raise NotPlayed("a rollout names no answer of the policy; allowed: its ids, token_ids, or texts")
+        if len(rollout.trajectory) > 1 and not whole and isinstance(rollout, TokenRollout):
+            raise NotPlayed("a rollout is of several conversations; allowed: turns that extend one another")
+        asked = (whole or found)[0]
+        self._taken.append(asked)
+        return asked.conversation.completion
+
+    def unnamed(self) -> Completion | None:
+        """A conversation that no rollout has named; None where there is none."""
+        asked = next(self._free(), None)
+        if asked is None:
+            return None
+        self._taken.append(asked)
+        return asked.conversation.completion
+
+    def _free(self) -> Iterator[Asked]:
+        return (each for recorder in self._recorders for each in recorder.asked if each not in self._taken)
+
+
+def score_of(rollout: AnyRollout) -> Score:
+    """The reward, that of all turns added up; a reward of 1 is a wholly right answer.
+
+    Raises NotPlayed for a placeholder and for no reward, ScorerRaised for a rollout that its agent masks.
+    """
+    if rollout.rollout_status == MASKED:
+        raise ScorerRaised(rollout.failure_reason or "masked by its agent", masked=True)
+    if rollout.is_placeholder:
+        raise NotPlayed(rollout.failure_reason or "the agent gave a placeholder")
+    if rollout.reward is None:
+        raise NotPlayed("the agent gave no reward")
+    turns = [float(each) for each in rollout.reward] if isinstance(rollout.reward, list) else []
+    reward = sum(turns) if turns else float(rollout.reward) if not isinstance(rollout.reward, list) else 0.0
+    parts = {f"turn_{place}": each for place, each in enumerate(turns, 1)}
+    return Score(reward=reward, parts={EXACT: float(reward == 1.0), TURNS: float(len(rollout.trajectory)), **parts})
+
+
+def _is_of(asked: Asked, rollout: AnyRollout) -> bool:
+    """Whether the rollout's last turn is an answer of this conversation."""
+    if not isinstance(rollout, TokenRollout):
+        return rollout.trajectory[-1] in asked.texts()
+    if rollout.completion_ids and rollout.completion_ids[-1]:
+        return rollout.completion_ids[-1] in asked.completion_ids
+    return rollout.trajectory[-1] in asked.token_ids()
