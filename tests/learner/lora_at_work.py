@@ -72,10 +72,9 @@ def work(config: Config, run_folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     cases, out = sys.argv[1:]
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # each case has a store of its own
     results = {}
     for name, (config, run_folder, port) in json.loads(Path(cases).read_text()).items():
-        os.environ["MASTER_PORT"] = str(port)
+        os.environ["MASTER_PORT"] = str(port)  # each case has a store of its own
         results[name] = work(Config.model_validate(config), Path(run_folder))
     if int(os.environ["RANK"]) == 0:
         torch.save(results, out)

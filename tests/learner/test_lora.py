@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from learner_parts import largest_difference, make_batch, make_config, write_model
 from lora_at_work import ADVANTAGES, adapter_gradients, frozen_with_gradient, loss_of
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -130,21 +130,14 @@ def test_fresh_adapters_change_nothing_and_are_the_same_in_every_layout(
 
 def at_work(cases: dict[str, Config], on_ranks: Callable[..., None], folder: Path) -> dict[str, dict[str, Any]]:
     """What two ranks found in each case."""
+    stores = {name: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in cases}
     order = {
-        name: (json.loads(config.model_dump_json()), str(folder / f"run {name}"), port)
-        for (name, config), port in zip(cases.items(), free_ports(len(cases)), strict=True)
+        name: (json.loads(config.model_dump_json()), str(folder / f"run {name}"), stores[name].port)
+        for name, config in cases.items()
     }
     (folder / "cases.json").write_text(json.dumps(order))
     on_ranks(2, "lora_at_work.py", folder / "cases.json", folder / "out.pt")
     return torch.load(folder / "out.pt")
-
-
-def free_ports(count: int) -> Iterator[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return iter(ports)
 
 
 @pytest.mark.parametrize("distributed", [False, True])
