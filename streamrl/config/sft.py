@@ -63,7 +63,7 @@ class SftConfig(Section):
     train_on: Literal["answers", "all"] = Field(
         "answers", description="which tokens are trained: the answers with their ends, or all but the first"
     )
-    max_tokens: int | None = Field(
+    max_row_tokens: int | None = Field(
         None, ge=2, description="tokens of a row; null: what a micro batch and the model's positions hold"
     )
     long_rows: Literal["leave_out", "cut"] = Field("leave_out", description="what is done with longer rows")

@@ -363,9 +363,9 @@ class Config(Section):
     @rule
     def _a_row_fits_a_micro_batch(self) -> None:
         budget = self.learner.tokens_per_micro_batch
-        if self.sft.max_tokens is not None and self.sft.max_tokens > budget:
+        if self.sft.max_row_tokens is not None and self.sft.max_row_tokens > budget:
             raise ValueError(
-                f"sft.max_tokens: {self.sft.max_tokens} is above learner.tokens_per_micro_batch={budget}; "
+                f"sft.max_row_tokens: {self.sft.max_row_tokens} is above learner.tokens_per_micro_batch={budget}; "
                 f"allowed: up to {budget}"
             )
 

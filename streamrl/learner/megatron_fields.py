@@ -45,7 +45,7 @@ def check(config: Config) -> None:
 
     Without Megatron-Core on this machine only the second is looked at. Raises ConfigError with a line for each.
     """
-    refusals, known = Refusals(), installed()
+    refusals, known = Refusals(), installed() if config.learner.megatron else {}
     for name, value in config.learner.megatron.items():
         if (reason := owner(name)) is not None:
             refusals.add(f"{KEY}.{name}: {reason}")

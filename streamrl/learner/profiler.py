@@ -38,7 +38,7 @@ class Profiler:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Around the work of learner step `step`, as the metrics count them, from 1."""
-        wanted = self._mine and self._first is not None and True
+        wanted = self._mine and self._first is not None and self._first <= step <= self._last
         if wanted:
             self._start()
             self._recorded.append(step)

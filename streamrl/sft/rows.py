@@ -1,6 +1,6 @@
 """The rows of `sft.data` as files of tokens: read, tokenised, those that are too long left out or cut, and told.
 
-data set ──Rows──▶ split ──RowTokens──▶ (ids, trained) ──max_tokens──▶ FOLDER/trained, FOLDER/held_out
+data set ──Rows──▶ split ──RowTokens──▶ (ids, trained) ──max_row_tokens──▶ FOLDER/trained, FOLDER/held_out
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _SHARED = tuple(set(RowsArguments.model_fields) & set(SftDataConfig.model_fields
 
 def limit_of(config: Config, shape: ModelShape) -> int:
     """Tokens that a row may have. Raises ConfigError for more than the model has positions."""
-    if config.sft.max_tokens is None:
+    if config.sft.max_row_tokens is None:
         return min(config.learner.tokens_per_micro_batch, shape.max_length)
-    if config.sft.max_tokens > shape.max_length:
+    if config.sft.max_row_tokens > shape.max_length:
         raise ConfigError(
-            f"sft.max_tokens: {config.sft.max_tokens} is above the model's max_position_embeddings={shape.max_length}; "
-            f"allowed: up to {shape.max_length}"
+            f"sft.max_row_tokens: {config.sft.max_row_tokens} is above the model's max_position_embeddings="
+            f"{shape.max_length}; allowed: up to {shape.max_length}"
         )
-    return config.sft.max_tokens
+    return config.sft.max_row_tokens
 
 
 def tokenise(config: Config, tokenizer: Tokenizer, limit: int, folder: Path) -> list[str]:
@@ -51,7 +51,7 @@ def tokenise(config: Config, tokenizer: Tokenizer, limit: int, folder: Path) -> 
         write(folder / split, made)
         if not made.kept:
             raise ConfigError(
-                f"sft.max_tokens: {limit} leaves out all {len(rows):,} rows{_of(split)}, the longest of "
+                f"sft.max_row_tokens: {limit} leaves out all {len(rows):,} rows{_of(split)}, the longest of "
                 f"{made.longest:,} tokens; allowed: a larger one, or sft.long_rows=cut"
             )
         lines += made.lines()
@@ -106,7 +106,7 @@ class _Made:
         left_out = len(self.rows) - self.kept
         done = "left out" if left_out == self.long else f"cut, {left_out:,} of them left out, cut before an answer"
         yield (
-            f"sft.max_tokens: {self.long:,} of {len(self.rows):,} rows{_of(self.split)} are {done}: "
+            f"sft.max_row_tokens: {self.long:,} of {len(self.rows):,} rows{_of(self.split)} are {done}: "
             f"above {self.limit:,} tokens, the longest has {self.longest:,}"
         )
 

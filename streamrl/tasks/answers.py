@@ -73,7 +73,7 @@ def last_between(text: str) -> Found | None:
 
 
 def outermost_box(text: str) -> Found | None:
-    """What the last box has in it that is in no other one; anything but space behind it is trailing.
+    r"""What the last box has in it that is in no other one; anything but space behind it is trailing.
 
     >>> outermost_box("\\boxed{1} or \\boxed{\\frac{1}{2}}")
     Found(answer='\\frac{1}{2}', trailing=False)

@@ -229,6 +229,7 @@ def test_a_worker_whose_learner_never_comes_back_ends_with_the_services_reason(
     assert [event["reason"] for event in run.events("replay", "gave_up")] == [line.removeprefix("generator-0: ")]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hears_of_no_step_for_too_long_ends_with_one_line(
     start_run: Callable[..., Any], fresh_server: Server
 ) -> None:

@@ -93,6 +93,15 @@ def megatron(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def checkpoint(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of one rank, by this process."""
+    out = tmp_path_factory.mktemp("checkpoint") / "out"
+    with alone(model) as (config, ranks):
+        to_megatron(config, ranks, out)
+    return out
+
+
 @pytest.mark.slow
 def test_two_ranks_write_what_one_reads_back_bitwise(model, megatron, tmp_path):
     assert (megatron / "latest_checkpointed_iteration.txt").read_text() == "release"
@@ -221,12 +230,10 @@ def trained(model: Path, run_folder: Path, dtype: str, lora: int) -> Config:
     ({"layers": 3}, r"is \[2, \S+.*\], the model needs \[3, "),
     ({"vocab_size": 300}, r"word_embeddings.weight is \[192, 64\], the model needs \[300, 64\]"),
 ])  # fmt: skip
-def test_a_checkpoint_of_another_shape_is_refused(shape, text, model, tmp_path):
-    with alone(model) as (config, ranks):
-        to_megatron(config, ranks, tmp_path / "megatron")
+def test_a_checkpoint_of_another_shape_is_refused(shape, text, checkpoint, tmp_path):
     other = write_model(tmp_path / "model", "qwen2", **shape)
     with alone(other) as (config, ranks), pytest.raises(WeightsMismatchError, match=text):
-        to_huggingface(config, ranks, tmp_path / "megatron/release", tmp_path / "out")
+        to_huggingface(config, ranks, checkpoint / "release", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -327,7 +334,7 @@ def refusal(
     return str(refused.value)
 
 
-def test_what_cannot_be_converted_is_refused_before_anything_starts(model, megatron, tmp_path, monkeypatch):
+def test_what_cannot_be_converted_is_refused_before_anything_starts(model, checkpoint, tmp_path, monkeypatch):
     out = tmp_path / "out"
     assert "is nothing that can be converted; allowed: a Hugging Face folder" in refusal(tmp_path, out)
     other = changed(model, tmp_path / "other", architectures=["GPT2LMHeadModel"])
@@ -338,12 +345,12 @@ def test_what_cannot_be_converted_is_refused_before_anything_starts(model, megat
     assert f"OUT: {model} is not empty; allowed: a new folder" in refusal(model, model)
     assert f"--model: {model} would describe {model}" in refusal(model, out, model=model)
     bare = tmp_path / "release"
-    shutil.copytree(megatron / "release", bare)
+    shutil.copytree(checkpoint / "release", bare)
     assert f"{bare} has no config.json in {tmp_path / 'huggingface'}; allowed: --model" in refusal(bare, out)
-    (megatron.parent / "legacy").mkdir()
-    (megatron.parent / "legacy/latest_checkpointed_iteration.txt").write_text("500")
+    (tmp_path / "legacy").mkdir()
+    (tmp_path / "legacy/latest_checkpointed_iteration.txt").write_text("500")
     assert "iter_0000500 has no metadata.json; allowed: Megatron's format torch_dist" in refusal(
-        megatron.parent / "legacy", out
+        tmp_path / "legacy", out
     )
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))

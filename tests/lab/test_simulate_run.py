@@ -100,6 +100,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return record(config(tmp_path_factory.mktemp("runs"), "known"), truth())
 
 
+@pytest.mark.slow
 def test_a_calibrated_model_predicts_settings_that_were_not_recorded(recorded: Path) -> None:
     model = calibrate([recorded])
     for replay in ({}, {"max_staleness": 0}, {"max_staleness": 1}, {"max_staleness": 4}, {"order": "ready"}):

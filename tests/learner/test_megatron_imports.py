@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from streamrl.learner.megatron_imports import deferred
 
 LOADS = """
@@ -34,6 +36,7 @@ def test_a_function_is_compiled_once_at_its_first_call_and_keeps_its_name():
     assert compiled == ["double"]
 
 
+@pytest.mark.slow
 def test_a_trainer_is_loaded_without_them_and_they_come_when_they_are_asked_for():
     done = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=200)
     assert done.stdout.split() == ["False", "False", "2"], done.stderr

@@ -251,7 +251,8 @@ class Fleet:
                 yield Applied(**told)
 
 
-@pytest.mark.parametrize("backend", ["lazy", pytest.param("gloo", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["lazy", "gloo"], indirect=True)
 def test_a_server_that_is_killed_in_a_broadcast_ends_no_learner_and_the_others_get_every_version(
     backend: Backend, lost: Receiver, other: Receiver, model_folders: tuple[Path, Path], tmp_path: Path
 ):

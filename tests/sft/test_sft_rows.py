@@ -81,15 +81,15 @@ def test_held_out_rows_are_never_trained_and_without_evaluation_every_row_is(row
 
 def test_long_rows_are_left_out_or_cut_and_told(rows, tokenizer, tmp_path):
     lines = tokenise(config_of(rows), tokenizer, 10, tmp_path / "less")
-    assert lines == ["sft.max_tokens: 4 of 8 rows are left out: above 10 tokens, the longest has 18"]
+    assert lines == ["sft.max_row_tokens: 4 of 8 rows are left out: above 10 tokens, the longest has 18"]
     assert TokenRows(tmp_path / "less" / TRAINED).longest == 10
     lines = tokenise(config_of(rows, long_rows="cut"), tokenizer, 8, tmp_path / "cut")
     cut = "5 of 8 rows are cut, 2 of them left out, cut before an answer"
-    assert lines == [f"sft.max_tokens: {cut}: above 8 tokens, the longest has 18"]
+    assert lines == [f"sft.max_row_tokens: {cut}: above 8 tokens, the longest has 18"]
     cut = TokenRows(tmp_path / "cut" / TRAINED)
     assert [len(cut[row][0]) for row in range(len(cut))] == [4, 6, 8, 8, 8, 8]
     with pytest.raises(
-        ConfigError, match=r"^sft.max_tokens: 2 leaves out all 8 rows, the longest of 18 tokens; allowed"
+        ConfigError, match=r"^sft.max_row_tokens: 2 leaves out all 8 rows, the longest of 18 tokens; allowed"
     ):
         tokenise(config_of(rows), tokenizer, 2, tmp_path / "none")
 
@@ -138,7 +138,10 @@ def test_a_row_that_cannot_be_trained_is_named_by_its_number(tmp_path, tokenizer
             "sft.data.messages: 'm' needs the chat",
         ),
         (["sft.data.path=x.jsonl", "sft.data.messages=m", "sft.data.suffix=s"], "sft.data.suffix: 's' is for prompts"),
-        (["sft.data.path=x.jsonl", "sft.max_tokens=5000"], "sft.max_tokens: 5000 is above learner.tokens_per_micro"),
+        (
+            ["sft.data.path=x.jsonl", "sft.max_row_tokens=5000"],
+            "sft.max_row_tokens: 5000 is above learner.tokens_per_micro",
+        ),
         (["sft.data=x.jsonl"], "sft.data: x.jsonl is not allowed; allowed: a mapping of path, "),
     ],
 )
