@@ -31,7 +31,7 @@ from tests.lab.plan_recipes import H100, QWEN, planned
 from tests.lab.test_simulate_circle import model
 from tests.own_choices import OWN, PAGES, path_of, write_files
 
-LONG = ("howto-transport.md", "howto-model.md")  # pages whose tests start servers or ranks
+SHORT = "howto-order.md"  # the page whose tests are done in seconds
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def folder(tmp_path, monkeypatch, model_folders):
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow if page in LONG else ()) for page in PAGES],
+    [pytest.param(page, marks=() if page == SHORT else pytest.mark.slow) for page in PAGES],
 )
 def test_what_a_page_shows_passes_the_tests_that_it_shows(page, folder):
     written = [text for language, text in blocks(ROOT / "docs" / page) if language == "bash"]

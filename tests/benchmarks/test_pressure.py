@@ -57,6 +57,7 @@ def test_one_repeat_beyond_a_bound_breaks_the_row(change):
     assert len(replace(row, courses=(COURSE, replace(COURSE, **change))).broken()) == 1
 
 
+@pytest.mark.slow
 def test_generators_stop_at_the_slots_of_a_slow_learner(tmp_path):
     load = msgspec.structs.replace(FREE, pressed_after=2.0, pressed_step=0.3)
     found = squeeze(tmp_path / "run", seconds=5.0, mark=3.0, load=load)
@@ -65,6 +66,7 @@ def test_generators_stop_at_the_slots_of_a_slow_learner(tmp_path):
     assert found.pressed.busy < found.free.busy
 
 
+@pytest.mark.slow
 def test_a_straggler_in_a_window_is_trained_within_the_bound(tmp_path):
     config, course = straggle(tmp_path / "run", {"order": "windowed", "window": 33, "max_staleness": 6}, steps=16)
     assert course.charged == config.replay.slots == 24

@@ -57,6 +57,7 @@ def test_train_again_after_kill_9_of_the_supervisor_resumes_the_run(make_run):
     _assert_every_group_is_trained_once(run.folder)
 
 
+@pytest.mark.slow
 def test_scripted_processes_are_killed_ten_times_and_nothing_is_lost_or_trained_twice():
     command = [sys.executable, "-m", "benchmarks.faults", "--kills", "10", "--order", "windowed"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -130,6 +130,7 @@ def test_half_a_minute_without_a_link_loses_nothing_and_repeats_nothing(
     _cut_and_restore(make_run(lease), seconds=30.0)
 
 
+@pytest.mark.slow
 def test_a_peer_without_the_key_gets_nothing_from_another_host(
     hosts: Network, make_run: Callable[[float], Run]
 ) -> None:

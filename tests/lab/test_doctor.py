@@ -42,6 +42,7 @@ def test_half_an_installation_of_transformer_engine_is_one_line(tmp_path, part, 
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_whole_installation_says_which_paths_a_run_takes():
     code, output, _ = doctor(Path.cwd())
     assert code == 0

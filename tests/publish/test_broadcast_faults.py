@@ -92,6 +92,7 @@ def test_a_server_that_never_comes_costs_the_source_no_longer_than_it_waits(
         source.send(LOST, staged, until(0.2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bucket",
     [pytest.param(0, marks=pytest.mark.slow, id="before the first bucket"), pytest.param(1, id="between two buckets")],
@@ -167,6 +168,7 @@ def test_nothing_is_read_of_a_version_once_the_process_that_read_it_was_killed(
     assert again.place.token == staged.place.token, "somebody holds the lock of the memory"
 
 
+@pytest.mark.slow
 def test_a_process_that_has_ended_costs_one_publish_and_no_server(
     lazy: Backend, other: Receiver, model_folders: tuple[Path, Path]
 ):

@@ -108,6 +108,7 @@ def wire() -> Iterator[tuple[Router, Dealer]]:
     router.close()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(group=any_group())
 def test_a_group_survives_real_sockets_there_and_back_bit_for_bit(wire: tuple[Router, Dealer], group: Group) -> None:
