@@ -44,7 +44,7 @@ from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
 from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 BAR = 1e-9
 GROUP = 4  # answers of one, for what depends on it

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 SIDES = ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"]

@@ -17,7 +17,7 @@ from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import finish
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 ROWS, COLUMNS, NORM_LENGTH = 6, 9, 12
 TRL_LOSS = {"token_mean": ("dapo", "bnpo"), "sequence_mean": ("grpo",), "sequence_sum_norm": ("dr_grpo",)}

@@ -32,6 +32,7 @@ LAYERS = [
     {"testing", "recorded", "next_commands"},
     {"role_process", "run_folder", "supervisor", "lab"},
     {"dry_run", "api", "starter", "sft"},
+    {"commands"},
     {"cli"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

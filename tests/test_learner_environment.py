@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from streamrl import cli, supervisor
+from streamrl import cli, commands, supervisor
 from streamrl.config.file import load
 from streamrl.lab import retrain
 from streamrl.learner import role
@@ -52,8 +52,8 @@ def test_train_gives_it_to_the_learner_alone_and_only_where_there_are_gpus(gpus,
 
 @pytest.mark.parametrize("gpus", [False, True])
 def test_a_rank_that_a_cluster_starts_sets_its_own(gpus, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "has_cuda", lambda: gpus)
-    monkeypatch.setattr(cli, "_role", lambda options, name: (load(None, CUT), tmp_path))
+    monkeypatch.setattr(commands, "has_cuda", lambda: gpus)
+    monkeypatch.setattr(commands, "_role", lambda options, name: (load(None, CUT), tmp_path))
     seen: list[dict[str, str]] = []
     monkeypatch.setattr(role, "main", lambda config, folder: seen.append(dict(os.environ)) or 0)
     monkeypatch.setattr(os, "environ", dict(os.environ))

@@ -20,7 +20,8 @@ OTHER_MEANINGS = {
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/api/inputs.py": {"tools"},  # an argument
-    "streamrl/config/learner.py": {"none"},  # algo.advantage.std, learner.recompute
+    "streamrl/config/algo.py": {"none"},  # algo.advantage.std
+    "streamrl/config/learner.py": {"none"},  # learner.recompute
     "streamrl/config/megatron_rl.py": {"agent"},  # an argument
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates

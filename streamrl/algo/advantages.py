@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamrl.config.learner import AdvantageConfig
+from streamrl.config.algo import AdvantageConfig
 
 
 def carries_signal(rewards: Tensor, valid: Tensor) -> bool:

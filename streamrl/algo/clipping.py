@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.families.base import CLIPPED
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 # log pi is clamped to +-1e6 nats where it is a factor itself: no model says less, and the product with the largest
 # ratio and advantage stays finite in float32.

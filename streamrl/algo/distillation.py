@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from streamrl.algo.ratios import bounded, log_ratio
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def reverse_kl(logprobs: Tensor, teacher: Tensor) -> Tensor:

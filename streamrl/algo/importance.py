@@ -20,7 +20,7 @@ from streamrl.algo.ratios import log_ratio
 from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.tokens import TokenBatch, needed
 from streamrl.algo.weights import weight_of
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

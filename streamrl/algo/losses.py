@@ -22,7 +22,7 @@ from streamrl.algo.proximals import proximal_of
 from streamrl.algo.ratios import bounded, log_ratio
 from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.tokens import TokenBatch, needed
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> tuple[Tensor, dict[str, Tensor]]:

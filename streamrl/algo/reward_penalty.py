@@ -15,7 +15,7 @@ from torch import Tensor
 from streamrl.algo.advantages import group_advantages
 from streamrl.algo.divergences import divergence_of
 from streamrl.algo.ratios import bounded
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

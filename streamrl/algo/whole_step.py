@@ -21,7 +21,7 @@ from streamrl.algo.ratios import log_ratio
 from streamrl.algo.regularisers import regulariser_of
 from streamrl.algo.regularisers.base import Measured
 from streamrl.algo.tokens import needed
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

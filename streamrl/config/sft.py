@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 from streamrl.config.section import Section, rule
 
 # The loss of rows, whatever `algo` says of answers. Rows have no behaviour policy: with this proximal policy nothing is

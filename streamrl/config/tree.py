@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
+from streamrl.config.algo import AlgoConfig
 from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
-from streamrl.config.learner import AlgoConfig, CheckpointConfig, LearnerConfig
+from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.publish import PublishConfig
 from streamrl.config.replay import JournalConfig, ReplayConfig, StreamConfig
 from streamrl.config.section import Section, rule

@@ -18,17 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-import sys
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from streamrl.config import Config
-from streamrl.config.file import ConfigError
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
 from streamrl.generate.concurrency import Concurrency
@@ -39,14 +33,12 @@ from streamrl.generate.link import ServiceLink
 from streamrl.generate.pinning import MakeEvaluator, Pinning
 from streamrl.generate.probes import answer_probes
 from streamrl.generate.served import INITIAL, ServedModel
+from streamrl.generate.stopping import Stopped, unless
 from streamrl.generate.tokenizer import Tokenizer
-from streamrl.observe.descriptors import raise_limit
-from streamrl.observe.events import EventLog, event_path
+from streamrl.observe.events import EventLog
 from streamrl.observe.starting import begin_part
 from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.transport import PublishError, Sink
-from streamrl.stream.address import replay_address
-from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.messages import (
     MAX_REASON,
     Applied,
@@ -62,11 +54,9 @@ from streamrl.stream.messages import (
     Tickets,
     Wake,
 )
-from streamrl.stream.session import PeerRefused
-from streamrl.tasks import left_out
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerLost, ScorerRaised, ScorerUnready
-from streamrl.tasks.hosted import close_tasks, host_tasks
+from streamrl.tasks.hosted import close_tasks
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import ScorerBroken, Scoring
 from streamrl.types import Ticket
@@ -78,117 +68,6 @@ log = logging.getLogger(__name__)
 DRAIN_SHARE = 0.5
 
 ADAPT_PERIOD = 1.0  # seconds between two looks at how full the servers are
-
-
-REFUSED = 2  # exit code of a configuration that is not the run's
-
-
-class Stopped(Exception):
-    """The run is over, or this worker is to end: not an error."""
-
-
-def main(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator | None = None) -> int:
-    """Run the role until the run is over or a signal comes. Returns the exit code.
-
-    `evaluator` makes what evaluates a server while the run goes on, in the worker that `evaluate.worker` names.
-    Raises ConfigError for a worker without an address where its pool attaches to servers.
-    """
-    try:
-        own = config.of_worker(index)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    raise_limit()
-    return uvloop.run(run_worker(own, run_folder, index, evaluator if index == own.evaluate.worker else None))
-
-
-async def run_worker(config: Config, run_folder: Path, index: int, evaluator: MakeEvaluator | None = None) -> int:
-    """Worker `index` of the run, whose own `config` this is, from its server's start to its end.
-
-    Returns 0, or 1 when the server failed, or the run. Raises PeerRefused where the run is not this worker's.
-    """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
-    fleet: Fleet | None = None
-    code: int | None = 0  # None: it failed, and may be started again
-    try:
-        over_nodes = config.generate.server_nodes > 1  # which meet at this host's address on the way to the service
-        if over_nodes and await _unless(stop, _address(config, run_folder, stop)):
-            return 0
-        fleet = Fleet(config, run_folder, index, events)
-        await _run_worker(config, run_folder, index, fleet, stop=stop, events=events, evaluator=evaluator)
-    except PeerRefused as refusal:
-        code = REFUSED
-        events.emit("worker.failed", reason=str(refusal))
-        raise
-    except (ServerFailed, EngineError, KeysUnusable, RunFailedError, ScorerUnready, TimeoutError) as failure:
-        if not stop.is_set():  # else it was asked to end while it waited
-            code = 1 if isinstance(failure, RunFailedError) else None
-            events.emit("worker.failed" if code is None else "gave_up", reason=str(failure))
-            print(f"generator-{index}: {failure}", file=sys.stderr)
-            return 1
-    except BaseException:
-        code = None
-        raise
-    finally:
-        if fleet is not None:
-            if code is not None:
-                fleet.leave_nodes(code)
-            await fleet.close()
-        events.close()
-    return 0
-
-
-async def _run_worker(
-    config: Config,
-    run_folder: Path,
-    index: int,
-    fleet: Fleet,
-    *,
-    stop: asyncio.Event,
-    events: EventLog,
-    evaluator: MakeEvaluator | None,
-) -> None:
-    """From the start of the servers until the run is over, or `stop` is set."""
-    begin_part(events, "servers load the model")
-    if await _unless(stop, fleet.start()):
-        return
-    address = await _address(config, run_folder, stop)
-    tasks: dict[str, Environment] = {}
-    begin_part(events, "loads the tasks")
-    if await _unless(stop, _load(tasks, config, run_folder)):
-        return
-    worker = Worker(config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator)
-    try:
-        await worker.run(stop)
-    finally:
-        await worker.close()
-
-
-async def _address(config: Config, run_folder: Path, stop: asyncio.Event) -> str:
-    """Of the replay service."""
-    return await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
-
-
-async def _load(tasks: dict[str, Environment], config: Config, run_folder: Path) -> None:
-    """Load the run's tasks. Raises ScorerUnready, and ValueError for arguments that do not fit."""
-    tasks |= await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
-    left_out.apply(tasks, left_out.load(run_folder).trained, config.run.seed)
-
-
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
-    """Do `work` to its end, or until `stop` is set, which cancels it. True when it was stopped."""
-    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
-    await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not working.done():
-        working.cancel()
-        await asyncio.wait((working,))
-        return True
-    working.result()  # raises what it raised
-    return False
 
 
 class Worker:
@@ -225,7 +104,7 @@ class Worker:
     async def run(self, stop: asyncio.Event) -> None:
         """Until `stop` is set or the service says Stop. Raises what `run_worker` catches."""
         begin_part(self._events, "answers the probes")
-        if await _unless(stop, self._probe("start")):
+        if await unless(stop, self._probe("start")):
             return
         begin_part(self._events, "greets the replay service")
         self._pinning.begin(self._fleet.names[0], INITIAL)

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 from streamrl.learner.packing import MicroBatch
 from streamrl.types import Batch
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamrl.algo import whole_step
 from streamrl.algo.whole_step import Selection, StepTokens
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 from streamrl.learner.packing import MicroBatch
 
 

@@ -31,7 +31,7 @@ from streamrl.algo.reward_penalty import Outcomes
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import needs_scores, needs_selection
 from streamrl.config import Config
-from streamrl.config.learner import AdvantageConfig, AlgoConfig
+from streamrl.config.algo import AdvantageConfig, AlgoConfig
 from streamrl.device import Device
 from streamrl.device_copy import DONE, Copied
 from streamrl.learner.forward import Passes

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamrl.algo.families.base import CLIPPED
 from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 from streamrl.testing.declarations import Conformance
 
 if TYPE_CHECKING:

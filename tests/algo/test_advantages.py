@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from streamrl.algo.advantages import carries_signal, group_advantages
-from streamrl.config.learner import AdvantageConfig
+from streamrl.config.algo import AdvantageConfig
 
 STD = ("population", "sample", "none")
 BASELINE = ("mean", "leave_one_out")

@@ -11,7 +11,7 @@ import torch
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import BUCKETS, bucket_sums, finish, merge
 from streamrl.algo.losses import policy_loss
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 CONFIG = AlgoConfig(weight_cap=1.2, mask="token", discount=0.9, entropy=0.02, dual_clip=1.5)
 LOWEST = {"s0": 0, "s1": 1, "s2": 2, "s3_4": 3, "s5_8": 5, "s9+": 9}

@@ -16,7 +16,7 @@ from streamrl.algo.losses import policy_loss
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
 from streamrl.choices import LOSSES, PROXIMALS
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 COUNTS = Denominators(tokens=50, samples=9)
 

@@ -11,7 +11,7 @@ from streamrl.algo.importance import Weights, importance_weights, mask_edges, we
 from streamrl.algo.proximals import proximal_of
 from streamrl.algo.ratios import bounded_exp, geometric_mean, log_ratio, product
 from streamrl.algo.tokens import TokenBatch
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 LOG = math.log
 # Two samples: ratios 4 and 0.5 (product 2, geometric mean sqrt 2), then 0.25, 1 and 2 (product 0.5).

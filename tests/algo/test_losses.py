@@ -20,7 +20,7 @@ from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.losses import policy_loss, reference_kl
 from streamrl.algo.tokens import TokenBatch
 from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES, PROXIMALS
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 COVARIANCES = ("none", "clip_cov", "kl_cov")
 MASKS = ("none", "token", "sequence", "geometric", "second_moment")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.losses_trl import COLUMNS, NORM_LENGTH, ROWS, TRL_LOSS, rectangular, streamrl_loss, trl_loss
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 CASES = [(aggregation, loss_type) for aggregation, loss_types in TRL_LOSS.items() for loss_type in loss_types]
 TOLERANCE = 1e-9

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.losses import SETTINGS, TRL_SETTINGS, Row, against_reference, against_trl, make_batch
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from benchmarks.losses import GROUP, penalised
 from benchmarks.losses_reference import slow_penalised_advantages
 from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
 from streamrl.choices import REWARD_DIVERGENCES
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def outcomes(trained: list[int], rewards: list[float], sizes: tuple[int, ...]) -> Outcomes:

@@ -11,7 +11,7 @@ import torch
 from benchmarks.losses_reference import slow_mean_weight
 from streamrl.algo.importance import importance_weights, weight_sums
 from streamrl.algo.ratios import log_ratio
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 from tests.algo.test_losses import only
 
 

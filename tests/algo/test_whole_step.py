@@ -10,7 +10,7 @@ import torch
 from benchmarks.losses_reference import slow_covariant, slow_outliers
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, needs_scores, needs_selection, second_moment_outliers, select
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 LENGTHS = (40, 25, 60, 35, 40)
 CLIP_COV = {"covariance": "clip_cov", "covariance_share": 0.05, "covariance_low": 0.1, "covariance_high": 0.6}

@@ -11,8 +11,8 @@ import torch
 from learner_parts import make_batch, make_config, weights
 from safetensors.torch import load_file, save_file
 
+from streamrl.config.algo import AlgoConfig
 from streamrl.config.file import ConfigError
-from streamrl.config.learner import AlgoConfig
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.reference import Reference
 

@@ -7,7 +7,7 @@ import torch
 from learner_parts import make_config
 from losses_at_work import two_steps
 
-from streamrl.config.learner import AlgoConfig, DistillationConfig
+from streamrl.config.algo import AlgoConfig, DistillationConfig
 
 EVERYTHING = AlgoConfig(
     proximal="recompute",

@@ -9,8 +9,8 @@ import torch
 from learner_parts import VOCABULARY, make_batch, make_config, weights, write_model
 
 from streamrl.config import Config
+from streamrl.config.algo import AlgoConfig
 from streamrl.config.file import ConfigError
-from streamrl.config.learner import AlgoConfig
 from streamrl.learner.packing import Packing, plan_batch
 
 

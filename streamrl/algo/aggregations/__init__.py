@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.algo.aggregations.base import Aggregation
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def aggregation_of(config: AlgoConfig) -> Aggregation:

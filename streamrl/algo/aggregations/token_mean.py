@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from streamrl.algo.aggregations.base import Denominators
     from streamrl.algo.tokens import TokenBatch
-    from streamrl.config.learner import AlgoConfig
+    from streamrl.config.algo import AlgoConfig
 
 
 class TokenMean(Aggregation):

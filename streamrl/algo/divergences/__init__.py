@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.algo.divergences.base import Divergence
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def divergence_of(config: AlgoConfig, key: str = "kl_estimator") -> Divergence:

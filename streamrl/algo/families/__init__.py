@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.algo.families.base import Family
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def family_of(config: AlgoConfig) -> Family:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from streamrl.algo.tokens import TokenBatch
-    from streamrl.config.learner import AlgoConfig
+    from streamrl.config.algo import AlgoConfig
 
 # The ways in which a token can be clipped, as the metrics have them.
 CLIPPED = ("clip_low", "clip_high", "clip_dual")

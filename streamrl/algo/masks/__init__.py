@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.algo.masks.base import Mask
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def mask_of(config: AlgoConfig) -> Mask:

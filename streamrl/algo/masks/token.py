@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from streamrl.algo.tokens import TokenBatch
-    from streamrl.config.learner import AlgoConfig
+    from streamrl.config.algo import AlgoConfig
 
 
 class TokenMask(Mask):

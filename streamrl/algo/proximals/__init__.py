@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.algo.proximals.base import Proximal
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def proximal_of(config: AlgoConfig) -> Proximal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.algo.regularisers.base import Regulariser
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def regulariser_of(config: AlgoConfig) -> Regulariser:

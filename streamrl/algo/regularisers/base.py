@@ -14,7 +14,7 @@ from streamrl.choices import Choice, Options
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from streamrl.config.learner import AlgoConfig
+    from streamrl.config.algo import AlgoConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

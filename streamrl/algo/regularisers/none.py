@@ -9,7 +9,7 @@ from streamrl.algo.regularisers.base import Measured, Regulariser
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from streamrl.config.learner import AlgoConfig
+    from streamrl.config.algo import AlgoConfig
 
 
 class Nothing(Regulariser):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from streamrl.algo.weights.base import ImportanceWeight
-from streamrl.config.learner import AlgoConfig
+from streamrl.config.algo import AlgoConfig
 
 
 def weight_of(config: AlgoConfig) -> ImportanceWeight:

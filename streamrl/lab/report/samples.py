@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from streamrl.algo.advantages import group_advantages
-from streamrl.config.learner import AdvantageConfig
+from streamrl.config.algo import AdvantageConfig
 from streamrl.lab.report.curves import brief
 from streamrl.lab.report.groups import Groups
 from streamrl.lab.report.runs import Run

@@ -1,0 +1,226 @@
+"""What each command of the command line does: options in, exit code out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from streamrl.config import Config, senseless
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.engine.hardware import has_cuda
+from streamrl.hub.model import with_local_model, with_local_models, with_local_teacher
+from streamrl.learner_environment import learner_environment
+from streamrl.places import RECORD, load_run, run_folder_of
+from streamrl.recorded.formats import answered_run, recorded_run
+from streamrl.tasks import left_out
+
+
+def train(options: argparse.Namespace) -> int:
+    config = config_file.load(options.config, options.override)
+    if options.dry_run:
+        from streamrl import dry_run
+
+        return dry_run.main(config, fresh=options.fresh, gpus=options.gpus)
+    if options.gpus is not None:
+        raise ConfigError(f"--gpus: {options.gpus} is of a machine that is not this one; allowed: with --dry-run")
+    return _run(config, fresh=options.fresh)
+
+
+def _run(config: Config, *, fresh: bool = False) -> int:
+    """One run on this machine, from start or resume to its end."""
+    from streamrl.api.launching import launched
+
+    with launched(config, fresh=fresh) as supervisor:
+        return supervisor.run()
+
+
+def sweep(options: argparse.Namespace) -> int:
+    from streamrl.lab.sweep import command
+
+    return command.main(options.file, options.override, _run, part=options.part, fresh=options.fresh)
+
+
+def replay(options: argparse.Namespace) -> int:
+    from streamrl.replay import service
+
+    return service.main(*_role(options, "replay-0"))
+
+
+def generator(options: argparse.Namespace) -> int:
+    from streamrl.evaluate.in_run import RunEvaluator
+    from streamrl.generate import worker_process
+    from streamrl.preflight import machine
+
+    node = f"-node-{options.node}" if options.node else ""
+    config, folder = _role(options, f"generator-{options.index}{node}")
+    try:
+        machine.check_generator([config.of_worker(options.index).generate])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if options.node:
+        from streamrl.generate import node as further_node
+
+        return further_node.main(config, folder, options.index, options.node)
+    return worker_process.main(config, folder, options.index, RunEvaluator)
+
+
+def learner(options: argparse.Namespace) -> int:
+    from streamrl.preflight import machine
+
+    machine.check_learner()
+    config, folder = _role(options, f"learner-{os.environ.get('RANK', '0')}")
+    if has_cuda():
+        os.environ.update(learner_environment(config, os.environ))
+    from streamrl.learner import role
+
+    return role.main(with_local_teacher(config), folder)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Of a configuration, or of an existing run with its own, which `key=value` may change as well."""
+    if options.run_folder is not None and options.config is not None:
+        options.override.insert(0, str(options.config))  # what stands behind --run-folder is no file
+        options.config = None
+    if (options.config is None) == (options.run_folder is None):
+        raise ConfigError("eval takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
+    if options.version is not None and (options.run_folder is None or options.model is not None):
+        raise ConfigError("--version: names the weights of a run; allowed: with --run-folder and without --model")
+    if options.config is not None:
+        config = config_file.load(options.config, options.override)
+    else:
+        config = load_run(run_folder_of(options.run_folder), options.override)
+    from streamrl.lab import evaluation
+
+    return evaluation.main(with_local_model(config), options.run_folder, options.version, options.model, options.output)
+
+
+def audit(options: argparse.Namespace) -> int:
+    run_folder = answered_run(options.run)
+    from streamrl.lab import audit
+
+    return audit.main(run_folder, options.tolerance)
+
+
+def retrain(options: argparse.Namespace) -> int:
+    run_folder = answered_run(options.run)
+    from streamrl.lab import retrain
+
+    return retrain.main(run_folder, options.output, options.steps, options.set)
+
+
+def journal(options: argparse.Namespace) -> int:
+    run_folder = recorded_run(options.run)
+    from streamrl.lab import journal
+
+    return journal.main(run_folder, options.verify, options.export)
+
+
+def group(options: argparse.Namespace) -> int:
+    run_folder = run_folder_of(options.run)
+    from streamrl.lab import group
+
+    return group.main(run_folder, options.id, options.json)
+
+
+def trace(options: argparse.Namespace) -> int:
+    run_folder = recorded_run(options.run)
+    from streamrl.lab import trace
+
+    return trace.main(run_folder, options.output)
+
+
+def top(options: argparse.Namespace) -> int:
+    if (options.run is None) == (options.url is None):
+        raise ConfigError("top takes either RUN or --url URL; allowed: one of the two")
+    if options.url is not None:
+        if options.port is not None:
+            raise ConfigError(f"--port: {options.port} would serve what {options.url} serves; allowed: with RUN")
+        from streamrl.lab import top_endpoint
+
+        return top_endpoint.main(options.url, once=options.once, every=options.every)
+    run_folder = recorded_run(options.run)
+    from streamrl.lab import top
+
+    return top.main(run_folder, once=options.once, every=options.every, port=options.port)
+
+
+def report(options: argparse.Namespace) -> int:
+    run_folders = [recorded_run(run) for run in options.run]
+    from streamrl.lab.report import command
+
+    return command.main(run_folders, options.output, options.ratios)
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Of a recorded run, or of a fleet that a file describes: then what stands in RUN's place is an override."""
+    if options.fleet is not None:
+        from streamrl.lab.simulate import command
+
+        overrides = ([str(options.run)] if options.run is not None else []) + options.override
+        return command.main_fleet(options.fleet, overrides, options.json)
+    if options.run is None:
+        raise ConfigError("simulate takes either RUN [key=value ...] or --fleet FILE; allowed: one of the two")
+    from streamrl.lab.simulate import command
+
+    if options.validate is not None:
+        config = options.run if options.run.is_file() else recorded_run(options.run) / RECORD
+        return command.main_validate(config, options.override, options.validate, options.steps, options.json)
+    run_folder = answered_run(options.run)
+    return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
+
+
+def plan(options: argparse.Namespace) -> int:
+    from streamrl.lab.plan import command
+    from streamrl.lab.plan.machines import Machines
+
+    machines = Machines.of(options)
+    files = {"shape": options.shape, "figures": options.figures, "output": options.json}
+    return command.main(options.config, options.override, machines, **files)
+
+
+def convert(options: argparse.Namespace) -> int:
+    from streamrl.lab import convert
+
+    sizes = {name: getattr(options, name) for name in ("tensor", "pipeline", "expert")}
+    how = {"dtype": options.dtype, "model": options.model, "family": options.family, "timeout": options.timeout}
+    return convert.main(options.source, options.output, sizes, **how)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    if options.gpu:
+        from streamrl.lab.acceptance import command
+
+        return command.main(quick=options.quick, only=options.only, output=options.json, model=options.model)
+    given = {"--quick": options.quick, "--only": options.only, "--json": options.json, "--model": options.model}
+    for flag in (flag for flag, value in given.items() if value):
+        raise ConfigError(f"{flag}: it is of the acceptance run; allowed: with --gpu")
+    from streamrl.lab import doctor
+
+    return doctor.main()
+
+
+def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
+    """The configuration and run folder of a role: an existing run, or one made from a configuration.
+
+    This process is the only `name` of the run from now on.
+    """
+    from streamrl import run_folder
+    from streamrl.lifeline import end_with
+
+    if (options.config is None) == (options.run_folder is None):
+        raise ConfigError("a role takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
+    if options.run_folder is None:
+        config = with_local_models(config_file.load(options.config, options.override))
+        folder = run_folder.prepare(config, fresh=False)
+        if config.run.epochs is not None:
+            config = with_local_model(load_run(folder))  # has them as steps
+        senseless.warn([*senseless.warnings(config), *left_out.load(folder).lines()])
+    else:
+        folder = run_folder_of(options.run_folder)
+        config = with_local_model(load_run(folder))
+    if options.lifeline:
+        end_with({*options.lifeline, os.getppid()}, grace=config.run.stop_timeout)  # the parent may be torchrun
+    run_folder.claim(folder, name, timeout=config.run.start_timeout)
+    return config, folder
