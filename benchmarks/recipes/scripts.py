@@ -54,6 +54,10 @@ ORIGINS = {
     "verl/deepseek-7b-gsm8k-balance": _verl("deepseek7b_llm_seq_balance"),
     "verl/deepseek-7b-math": _verl("deepseek7b_llm_math"),
     "verl/deepseek-7b-math-megatron": _verl("deepseek7b_llm_math_megatron"),
+    "verl/deepseek-v3-dapo": _verl("deepseek671b_math_megatron_96gb"),
+    "verl/deepseek-v3-gsm8k": _verl("deepseek671b_math_megatron_80gb"),
+    "verl/gpt-oss-20b-gsm8k": _verl("gptoss_20b"),
+    "verl/moonlight-16b-gsm8k": _verl("moonlight16b_math_megatron"),
     "verl/qwen2-7b-gsm8k": _verl("qwen2-7b"),
     "verl/qwen2-7b-gsm8k-balance": _verl("qwen2-7b_seq_balance"),
     "verl/qwen2-7b-math": _verl("qwen2-7b_math"),
@@ -70,6 +74,7 @@ ORIGINS = {
     "verl/qwen3-30b-a3b-dapo": _verl("qwen3moe-30b_megatron_96gb"),
     "verl/qwen3-30b-a3b-gsm8k-lora": _verl("qwen3moe-30b_megatron_lora"),
     "verl/qwen3-8b-gsm8k": _verl("qwen3-8b"),
+    "verl/seed-oss-36b-gsm8k": _verl("seed_oss_36b"),
 }
 
 # Recipes that no script of the sources has; their heads say so.
@@ -84,21 +89,17 @@ OWN = {
 # Scripts whose model no family of streamrl/learner/families builds, by its architecture; [!u] leaves out `npu`.
 NOT_BUILT = {
     "nemotron*.sh": "NemotronHForCausalLM",
-    "run_deepseek671b_*.sh": "DeepseekV3ForCausalLM",
     "run_glm41v_9b.sh": "Glm4vForConditionalGeneration",
-    "run_gptoss_20b.sh": "GptOssForCausalLM",
     "run_minicpmo2_6.sh": "MiniCPMO",
-    "run_moonlight16b_*.sh": "DeepseekV3ForCausalLM",
     "run_qwen2_5_vl*[!u].sh": "Qwen2_5_VLForConditionalGeneration",
     "run_qwen3_vl-8b-*.sh": "Qwen3VLForConditionalGeneration",
     "run_qwen3_vl-*30b-*.sh": "Qwen3VLMoeForConditionalGeneration",
     "run_qwen3_vl-*235b-*.sh": "Qwen3VLMoeForConditionalGeneration",
-    "run_seed_oss_36b.sh": "SeedOssForCausalLM",
 }
 WITHOUT_RECIPE = {pattern: f"no {architecture}" for pattern, architecture in NOT_BUILT.items()} | {
     "common.sh": "no training",
     "*npu.sh": "no Ascend",
-    "run_mistral13b_skyworkrm_hhrlhf.sh": "no reward model",
+    "run_mistral13b_skyworkrm_hhrlhf.sh": "no task of HH-RLHF",
 }
 
 

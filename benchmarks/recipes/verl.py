@@ -47,8 +47,8 @@ def steps(epochs: int, batch: int, train_files: str) -> Any:
 
 
 def model(path: str) -> Any:
-    """The model's own name, in our folder of models."""
-    return f"models/{path.rsplit('/', 1)[-1]}"
+    """The model's own name, in our folder of models; `<...>` is for the user to fill in."""
+    return UNSAID if path.startswith("<") else f"models/{path.rsplit('/', 1)[-1]}"
 
 
 def one_unless_given(size: int | None) -> int:
@@ -67,6 +67,11 @@ RULES = (
     Rule("model.path", (f"{MODEL}.path",), model),
     Rule("task.shares", (f"{DATA}.train_files",), tasks),
     Rule("task.max_prompt_tokens", (f"{DATA}.max_prompt_length",)),
+    Rule(
+        "task.chat_template_kwargs",
+        (f"{DATA}.apply_chat_template_kwargs.reasoning_effort",),
+        lambda effort: {"reasoning_effort": effort},
+    ),
     Rule("task.overlong.buffer", (f"{OVERLONG}.len", f"{OVERLONG}.enable"), lambda size, on: size if on else UNSAID),
     Rule("task.overlong.penalty", (f"{OVERLONG}.penalty_factor",), float),
     Rule("run.steps", (f"{TRAINER}.total_epochs", f"{DATA}.train_batch_size", f"{DATA}.train_files"), steps),
@@ -107,6 +112,8 @@ RULES = (
     Rule("learner.layout.sequence", (f"{LAYOUT}.sequence_parallel",)),
     Rule("learner.layout.pipeline", (f"{LAYOUT}.pipeline_model_parallel_size",)),
     Rule("learner.layout.virtual", (f"{LAYOUT}.virtual_pipeline_model_parallel_size",), one_unless_given),
+    Rule("learner.layout.first_stage", (f"{LAYOUT}.override_transformer_config.num_layers_in_first_pipeline_stage",)),
+    Rule("learner.layout.last_stage", (f"{LAYOUT}.override_transformer_config.num_layers_in_last_pipeline_stage",)),
     Rule("learner.layout.context", (f"{LAYOUT}.context_parallel_size",)),
     Rule("learner.layout.expert", (f"{LAYOUT}.expert_model_parallel_size",)),
     Rule("learner.layout.expert_tensor", (f"{LAYOUT}.expert_tensor_parallel_size",)),
@@ -144,6 +151,11 @@ RULES = (
     Rule("checkpoint.every", (f"{TRAINER}.save_freq",), lambda steps: max(steps, 0)),  # -1: never
     Rule("evaluate.every", (f"{TRAINER}.test_freq",), lambda steps: max(steps, 0)),
     Rule("evaluate.samples", (f"{ROLLOUT}.val_kwargs.n",)),
+    Rule(
+        "evaluate.top_p",
+        (f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.val_kwargs.do_sample"),
+        lambda share, drawn: float(share) if drawn else UNSAID,
+    ),
     Rule("evaluate.tasks", (f"{DATA}.val_files",), evaluated),
 )
 
@@ -177,13 +189,15 @@ WITHOUT_KEY = {
     r"actor_rollout_ref\.model\.override_config\..*": "room for the longest sequence",
     r"actor_rollout_ref\.model\.lora\.lora_A_init_method": "A is drawn as PEFT draws it, which is Kaiming's",
     r"actor_rollout_ref\.model\.lora_adapter_path": "given on the command line: learner.lora.adapter",
-    r"actor_rollout_ref\.actor\.(ppo_micro_batch_size_per_gpu|fsdp_config\..*)": MEMORY,
+    r"actor_rollout_ref\.model\.trust_remote_code": "a family of our own builds it",
+    r"actor_rollout_ref\.actor\.(ppo_micro_batch_size_per_gpu|use_torch_compile|strategy|fsdp_config\..*)": MEMORY,
     r"actor_rollout_ref\.actor\.optim\.override_optimizer_config\..*": MEMORY,
-    r"actor_rollout_ref\.actor\.megatron\.(\w+_offload|use_mbridge|vanilla_mbridge|use_dist_checkpointing)": MEMORY,
+    r"actor_rollout_ref\.actor\.megatron\.(\w+_offload|use_mbridge|vanilla_mbridge)": MEMORY,
+    r"actor_rollout_ref\.actor\.megatron\.(use_dist_checkpointing|dist_checkpointing_path)": MEMORY,
     r"actor_rollout_ref\.actor\.megatron\.override_transformer_config\..*": MEMORY,
     r"actor_rollout_ref\.ref\..*": "how the reference policy is laid out",
     r"actor_rollout_ref\.rollout\.log_prob_.*": MEMORY,
-    r"actor_rollout_ref\.rollout\.val_kwargs\.(temperature|top_p|top_k|do_sample)": "evaluated at temperature 1 and 0",
+    r"actor_rollout_ref\.rollout\.val_kwargs\.(temperature|top_k)": "evaluated at temperature 1 and 0",
     r"actor_rollout_ref\.rollout\.(name|mode|gpu_memory_utilization|max_num_\w+|engine_kwargs\..*)": ENGINE,
     r"actor_rollout_ref\.rollout\.(enable_chunked_prefill|enforce_eager|free_cache_engine|load_format)": ENGINE,
     r"actor_rollout_ref\.rollout\.(layered_summon|multi_turn\..*|checkpoint_engine\..*|calculate_log_probs)": ENGINE,
