@@ -94,6 +94,13 @@ def temperatures(sample: Sample, of_group: float) -> np.ndarray:
     return np.full(len(sample.output_ids), of_group) if own is None else np.where(own == 0, of_group, own)
 
 
+def beginning(sample: Sample, tokens: int) -> dict[str, np.ndarray]:
+    """The columns of the first output tokens of a sample."""
+    sets, own = kept_sets(sample), sample.extras.get(TEMPERATURE)
+    columns = {} if own is None else {TEMPERATURE: own[:tokens]}
+    return columns if sets is None else columns | sets.where(np.arange(len(sets)) < tokens).columns()
+
+
 def joined(parts: Sequence[tuple[int, Mapping[str, np.ndarray]]]) -> dict[str, np.ndarray]:
     """The columns of parts of an output one behind the other, (tokens, `extras`) of each.
 
@@ -128,7 +135,7 @@ def problem(sample: Sample, vocabulary: int = ANY_VOCABULARY) -> str | None:
 
 
 def _wrong_set(sample: Sample, counts: np.ndarray, ids: np.ndarray, vocabulary: int) -> str | None:
-    if len(ids) and not (0 <= ids.min() and ids.max() < vocabulary):
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocabulary):
         return f"{IDS}: an id is not below the vocabulary of {vocabulary}"
     first = np.zeros(len(ids) + 1, np.bool_)
     first[np.cumsum(counts) - counts] = True  # that of an empty set is the next one's, or behind the last

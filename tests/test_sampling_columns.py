@@ -1,4 +1,4 @@
-"""The columns in which a sample carries how it was drawn: folded, unfolded, joined, and refused where they are wrong."""
+"""The columns in which a sample carries how it was drawn: folded, unfolded, joined, and refused where wrong."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl import sampling_columns
-from streamrl.sampling_columns import COUNTS, IDS, TEMPERATURE, KeptSets, joined, kept_columns, kept_sets, temperatures
+from streamrl.sampling_columns import (
+    COUNTS,
+    IDS,
+    TEMPERATURE,
+    KeptSets,
+    beginning,
+    joined,
+    kept_columns,
+    kept_sets,
+    temperatures,
+)
 from streamrl.trainable import Limits, untrainable
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan, all_trained
 
@@ -43,6 +53,7 @@ def test_parts_of_an_output_are_joined_where_only_some_have_columns():
     assert temperatures(whole, 0.9).tolist() == [0.9] * 6 + [0.5]
     assert sampling_columns.problem(whole, vocabulary=10) is None
     assert joined([(4, {}), (2, {})]) == {}
+    assert kept_sets(replace(sample(), extras=beginning(whole, 3))).ids.tolist() == [3, 5, 9, 7]
     assert len(KeptSets.whole(3)) == 3
 
 
