@@ -85,7 +85,7 @@ def temperature_column(tokens: int, temperature: float) -> dict[str, np.ndarray]
 
 def kept_sets(sample: Sample) -> KeptSets | None:
     """Of each output token; None where all were drawn from the whole vocabulary. Of a sample without a `problem`."""
-    return _unfolded(sample.extras)
+    return _unfolded(sample.extras) if COUNTS in sample.extras else None
 
 
 def temperatures(sample: Sample, of_group: float) -> np.ndarray:
@@ -108,8 +108,8 @@ def joined(parts: Sequence[tuple[int, Mapping[str, np.ndarray]]]) -> dict[str, n
     """
     columns: dict[str, np.ndarray] = {}
     if any(COUNTS in extras for _, extras in parts):
-        sets = KeptSets.joined([_unfolded(extras) or KeptSets.whole(tokens) for tokens, extras in parts])
-        columns |= sets.columns()
+        sets = [_unfolded(extras) if COUNTS in extras else KeptSets.whole(tokens) for tokens, extras in parts]
+        columns |= KeptSets.joined(sets).columns()
     if any(TEMPERATURE in extras for _, extras in parts):
         own = [extras.get(TEMPERATURE, np.zeros(tokens, np.float64)) for tokens, extras in parts]
         columns[TEMPERATURE] = np.concatenate(own)
@@ -148,9 +148,7 @@ def _wrong_set(sample: Sample, counts: np.ndarray, ids: np.ndarray, vocabulary: 
     return None
 
 
-def _unfolded(extras: Mapping[str, np.ndarray]) -> KeptSets | None:
-    if COUNTS not in extras:
-        return None
+def _unfolded(extras: Mapping[str, np.ndarray]) -> KeptSets:
     counts = extras[COUNTS].astype(np.int64)
     return KeptSets(counts, extras[IDS].reshape(-1)[: counts.sum()].astype(np.int64))
 

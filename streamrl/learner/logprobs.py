@@ -92,6 +92,10 @@ class _Shard:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
+    def dropped(self, targets: Targets, part: slice, rows: int) -> Tensor | None:
+        """Which of this rank's rows no draw of these targets could give, bool [n, rows]; None: each could."""
+        return None if targets.kept is None else targets.kept.dropped(part, self.first, rows)
+
     def locate(self, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Which tokens have their row on this rank (bool [n]), and where (int64 [n], 0 for the others)."""
         local = tokens - self.first
@@ -113,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
             logits = _logits(hidden[part], weight, targets.divisor(part))
-            dropped = targets.kept and targets.kept.dropped(part, shard.first, len(weight))
+            dropped = shard.dropped(targets, part, len(weight))
             if dropped is not None:
                 logits.masked_fill_(dropped, -torch.inf)
             peak = shard.reduce(_row_peak(logits), dist.ReduceOp.MAX)
@@ -147,7 +151,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
             log_p = _logits(hidden[part], weight, targets.divisor(part)).sub_(log_sums[part, None])
-            if targets.kept and (dropped := targets.kept.dropped(part, shard.first, len(weight))) is not None:
+            if (dropped := shard.dropped(targets, part, len(weight))) is not None:
                 log_p.masked_fill_(dropped, BELOW)
             scale = logprobs_grad[part, None]
             if targets.entropy_gradient and entropy_grad is not None:

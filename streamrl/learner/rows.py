@@ -131,7 +131,7 @@ class RowMaker:
             mine = positions >= 0
             positions, chosen, drawn = positions[mine], micro.tokens[mine], micro.temperature[mine]
             places = self._moved(np.flatnonzero(mine))
-            kept = micro.kept and micro.kept.where(mine)
+            kept = None if micro.kept is None else micro.kept.where(mine)
         return Targets(
             positions=self._moved(positions),
             tokens=self._moved(chosen),
@@ -139,7 +139,7 @@ class RowMaker:
             entropy_gradient=self.entropy_gradient,
             places=places,
             total=len(micro.targets),
-            kept=kept and Kept.of(kept, self.device),
+            kept=None if kept is None else Kept.of(kept, self.device),
         )
 
     def _moved(self, array: np.ndarray) -> Tensor:
