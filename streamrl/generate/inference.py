@@ -223,7 +223,7 @@ class EngineInference:
         self, prompt_ids: np.ndarray, answers: Sequence[Answer | None], drawing: Drawing
     ) -> list[Completion]:
         if (stop := drawing.stop) is not None:
-            answers = [answer and _stopped(answer, stop, len(prompt_ids)) for answer in answers]
+            answers = [None if answer is None else _stopped(answer, stop, len(prompt_ids)) for answer in answers]
         ids = [answer.output_ids if answer else [] for answer in answers]
         prompt_ids, arrays = answer_arrays(prompt_ids, [len(each) for each in ids])
         texts = self._tokenizer.text(ids)

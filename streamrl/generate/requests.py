@@ -90,7 +90,7 @@ class GroupPolicy:
         self._running[name] = request
         if name in self._ended:
             request.end()
-        answers = [Continuation(input_ids, sampling, ends and ends.found) for _ in range(n)]
+        answers = [Continuation(input_ids, sampling, None if ends is None else ends.found) for _ in range(n)]
         try:
             await request.first(answers, input_ids, sampling, floor)
             if rests := [request.rest(answer, floor) for answer in answers if not answer.finished]:
