@@ -79,7 +79,7 @@ class Session:
             else:
                 self._add(_added(self._shown, messages))
             turn = await self._generate(sampling)
-            message = _shown(_text_before(turn.text, sampling.get("stop")), bool(self._tools))
+            message = _shown(turn, bool(self._tools), sampling.get("stop"))
             self._shown = (*messages, message)
             return turn, message
 
@@ -170,8 +170,9 @@ def _text_before(text: str, stop: str | Sequence[str] | None) -> str:
     return text[: min(places)] if places else text
 
 
-def _shown(text: str, with_tools: bool) -> Message:
+def _shown(turn: Completion, with_tools: bool, stop: str | Sequence[str] | None = None) -> Message:
     """The answer as the agent is given it, and as it must come back: its text, and its calls by name."""
+    text = _text_before(turn.text, stop)
     text, calls = split_calls(text) if with_tools else (text, [])
     message = Message(role="assistant", content=text)
     if calls:

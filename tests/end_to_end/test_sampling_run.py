@@ -34,6 +34,9 @@ class TwoTurns(Environment):
     runs_inline = True
     has_turns = True
 
+    def __init__(self, arguments, seed, split):
+        pass
+
     def prompt(self, index):
         return Prompt(index=index, text=chr(97 + index % 26) + "qz=")
 
