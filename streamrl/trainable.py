@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from streamrl import sampling_columns
 from streamrl.types import Group, Sample
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -34,6 +35,8 @@ def untrainable(group: Group, limits: Limits) -> str | None:
     if not _known_ids(group, limits.vocabulary):
         return f"a token id is not below the vocabulary of {limits.vocabulary}"
     for index, sample in enumerate(group.samples):
+        if sample.extras and (problem := sampling_columns.problem(sample, limits.vocabulary)) is not None:
+            return f"sample {index}: {problem}"
         answer = answer_length(sample)
         if answer is None:
             continue

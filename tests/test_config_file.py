@@ -37,7 +37,7 @@ BAD = [
     ("algo={mask: token, mask_low: 6}", ["algo.mask_low: 6 is not below mask_high=5, the default of mask=token"]),
     ("algo={mask: geometric, mask_high: 0.9}", ["algo.mask_high: 0.9 is not above mask_low=0.99, the default"]),
     ("algo.eps_low=1.5", ["algo.eps_low: 1.5", "number >= 0 and <= 1"]),
-    ("generate.sampling.top_p=0.9", ["generate.sampling.top_p: 0.9", "changes the behaviour policy's support"]),
+    ("generate.sampling.top_k=1", ["generate.sampling.top_k: 1 draws nothing", "allowed: -1, 2 to 4096"]),
     ("generate.attach=3", ["generate.attach: 3", "a list of addresses of the form http://HOST:PORT"]),
     ("model.dtype=float16", ["model.dtype: float16", "one of float32, bfloat16"]),
     ("model.trust_remote_code=true", ["model.trust_remote_code: true", "allowed: false"]),

@@ -29,6 +29,9 @@ class EvaluateConfig(Section):
     k: tuple[int, ...] = Field((), description="k of the pass@k that are reported; empty: 1, 2, 4, ... up to samples")
     greedy: bool = Field(True, description="one more answer to each prompt, at temperature 0")
     temperature: float | None = Field(None, gt=0, description="null: that of generate.sampling")
+    top_p: float | None = Field(None, gt=0, le=1, description="null: that of generate.sampling")
+    top_k: int | None = Field(None, ge=-1, description="from 1 on, -1: all tokens; null: that of generate.sampling")
+    min_p: float | None = Field(None, ge=0, lt=1, description="null: that of generate.sampling")
     max_new_tokens: int | None = Field(None, ge=1, description="null: that of generate.sampling")
     in_flight: int = Field(16, ge=1, description="prompts that are answered at once")
     timeout: float = Field(240.0, gt=0, description="seconds of an evaluation; what is not answered then is left out")
@@ -46,7 +49,7 @@ class EvaluateConfig(Section):
 
     def sampling(self, run: SamplingConfig) -> SamplingConfig:
         """How evaluated answers are drawn, where those of the run are drawn as `run` says."""
-        own = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
+        own = {name: getattr(self, name) for name in type(run).model_fields}
         return run.model_copy(update={name: value for name, value in own.items() if value is not None})
 
     def shares(self, task: TaskConfig) -> tuple[TaskShare, ...]:
@@ -63,6 +66,11 @@ class EvaluateConfig(Section):
         for k in self.k:
             if not 1 <= k <= self.samples:
                 raise ValueError(f"k: {k} needs as many answers, samples={self.samples}; allowed: 1 to {self.samples}")
+
+    @rule
+    def _draws_from_some(self) -> None:
+        if self.top_k == 0:
+            raise ValueError("top_k: 0 is not allowed; allowed: -1, 1 and above, null")
 
     @rule
     def _labels_differ(self) -> None:

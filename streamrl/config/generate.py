@@ -36,17 +36,36 @@ OF_RANKS = {
 OF_FORMAT = ("quantization", "json_model_override_args", "load_format", "model_loader_extra_config", "torchao_config")
 
 
+# Tokens of a kept set at most: SGLang's limit (`sampling_mask_max_tokens`).
+LARGEST_TOP_K = 4096
+
+
 class SamplingConfig(Section):
-    """How a token is drawn. The learner divides its logits by the same temperature."""
+    """How a token is drawn: the learner divides by the same temperature, over the same kept set of tokens."""
 
     temperature: float = Field(1.0, gt=0, description="softmax temperature")
     max_new_tokens: int = Field(16, ge=1, description="tokens after which an answer is cut")
     top_p: float = Field(
-        1.0, ge=1, le=1, description="truncated sampling changes the behaviour policy's support: refused"
+        1.0, gt=0, le=1, description="draw from the most probable tokens that have this probability together; 1: all"
     )
     top_k: int = Field(
-        -1, ge=-1, le=-1, description="truncated sampling changes the behaviour policy's support: refused"
+        -1, ge=-1, le=LARGEST_TOP_K, description="draw from so many of the most probable tokens, from 2 on; -1: all"
     )
+    min_p: float = Field(
+        0.0, ge=0, lt=1, description="draw from tokens of at least this share of the largest probability; 0: all"
+    )
+
+    @property
+    def truncates(self) -> bool:
+        """Is a token drawn from a part of the vocabulary? Then the samples carry which."""
+        return self.top_p < 1 or self.top_k != -1 or self.min_p > 0
+
+    @rule
+    def _draws_from_several(self) -> None:
+        if self.top_k in (0, 1):
+            raise ValueError(
+                f"top_k: {self.top_k} draws nothing that could be trained; allowed: -1, 2 to {LARGEST_TOP_K}"
+            )
 
 
 class GenerateConfig(Section):
@@ -135,6 +154,20 @@ class GenerateConfig(Section):
             raise ValueError(
                 f"router: {self.router} passes on no command, so the servers behind it must be known; "
                 "allowed: generate.attach with their addresses"
+            )
+
+    @rule
+    def _kept_sets_come_back(self) -> None:
+        """Of truncated draws the servers must return the kept sets."""
+        if self.sampling.truncates and self.router is not None:
+            raise ValueError(
+                f"router: {self.router} does not pass on that kept sets are asked for, which generate.sampling.top_p, "
+                "top_k and min_p need; allowed: null, or top_p=1, top_k=-1 and min_p=0"
+            )
+        if self.sampling.min_p and self.server_args.get("enable_deterministic_inference"):
+            raise ValueError(
+                f"sampling.min_p: {self.sampling.min_p:g} is nothing that servers with enable_deterministic_inference "
+                "draw by; allowed: 0"
             )
 
     @rule

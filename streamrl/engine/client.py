@@ -66,6 +66,9 @@ class AnswerMeta(msgspec.Struct, frozen=True):
     weight_versions: tuple[WeightVersionSpan, ...] = ()
     output_token_logprobs: list[tuple[float, int, str | None]] = []  # T x (log-prob, token id, text)
     routed_experts: str | None = None  # int32 [P + T - 1, layers, top_k] in base64, where they were asked for
+    # Where kept sets were asked for: of each token the ids from which it was drawn, and its log-prob among them.
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -83,6 +86,8 @@ class PieceMeta(msgspec.Struct, frozen=True):
     weight_versions: tuple[WeightVersionSpan, ...] = ()  # of all tokens of the answer; only with its last piece
     output_token_logprobs: list[tuple[float, int, str | None]] = []  # the last ones are those of the piece's tokens
     routed_experts: str | None = None
+    output_token_sampling_mask: list[list[int]] | None = None  # the last ones, as of the log-probs
+    output_token_sampling_logprobs: list[float] | None = None
     completion_tokens: int = 0  # of the answer up to the end of the piece
     weight_version: str = ""  # of the weights that the server has now
 
@@ -142,6 +147,8 @@ class RequestOptions(TypedDict, total=False):
 
     adapter: str | None  # the name of a loaded one; None: the base weights alone
     routed_experts: bool  # with the experts of each token, from a server that was started to keep them
+    kept_sets: bool  # with the ids from which each token was drawn, for one answer alone
+    ends: object  # for whoever sends a request in parts (generate/requests.py); a server is not asked about it
     cache: str | None  # under which name the server keeps what it computes: only requests of the same name reuse it
     priority: int  # where several wait, lower ones are drawn first, by a server that was started to (engine/server.py)
     images: Sequence[str]  # paths, URLs or data URLs, in the order of their places in the prompt
@@ -381,6 +388,8 @@ def _request(
         body["lora_path"] = adapter
     if options.get("routed_experts"):
         body["return_routed_experts"] = True
+    if options.get("kept_sets"):
+        body["return_sampling_mask"] = True
     if cache := options.get("cache"):
         body["extra_key"] = cache  # not `cache_salt`, which sglang-router does not pass on
     if (priority := options.get("priority")) is not None:

@@ -13,7 +13,7 @@ came to an end, the pieces that came after the update are drawn again, because n
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -21,9 +21,11 @@ from msgspec.structs import replace
 from streamrl.engine.client import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.types import PolicyVersion
 
-LENGTH = FinishReason("length")
+LENGTH, STOP = FinishReason("length"), FinishReason("stop")
 
 Logprobs = list[tuple[float, int, str | None]]  # of each token: log-prob, id, text
+Kept = list[tuple[float, list[int]]]  # of each token: log-prob in the set from which it was drawn, and that set
+Ends = Callable[[Sequence[int], int], bool]  # do these ids have an end of the request's own, searched from a place on?
 
 
 class Continuation:
@@ -37,13 +39,19 @@ class Continuation:
     {'max_new_tokens': 5})`.
     """
 
-    def __init__(self, prompt: Sequence[int], sampling: dict[str, Any]) -> None:
-        """`prompt` ids and SGLang's sampling parameters of the whole answer, `max_new_tokens` among them."""
+    def __init__(self, prompt: Sequence[int], sampling: dict[str, Any], ends: Ends | None = None) -> None:
+        """`prompt` ids and SGLang's sampling parameters of the whole answer, `max_new_tokens` among them.
+
+        `ends`: an answer in which it finds an end is finished, whatever the server says; what is behind it stays.
+        """
         self._prompt = prompt
         self._sampling = sampling
         self._id = ""
         self._ids: list[int] = []
         self._logprobs: Logprobs = []
+        self._kept: Kept | None = None  # where they were asked for
+        self._ends = ends
+        self._searched = 0  # tokens in which no end was found
         self._spans: list[WeightVersionSpan] = []
         self._experts: bytes | None = None  # int32 [tokens read, layers, top_k]
         self._finish: FinishReason | None = None
@@ -52,6 +60,18 @@ class Continuation:
     def __len__(self) -> int:
         """Tokens so far, those of the present part too."""
         return len(self._ids) + (len(self._part.ids) if self._part else 0)
+
+    @property
+    def ended(self) -> bool:
+        """The request's own end is among the tokens, those of the present part too."""
+        if self._ends is None:
+            return False
+        ids = self._ids + (self._part.ids if self._part else [])
+        if self._searched < len(ids):
+            if self._ends(ids, self._searched):
+                return True
+            self._searched = len(ids)
+        return False
 
     @property
     def finished(self) -> bool:
@@ -80,15 +100,17 @@ class Continuation:
             assert self._part is not None, "a piece of no part"
             self._part.add(part)
             if part.meta_info.finish_reason is not None:
-                self._join(part.meta_info, self._part.ids, self._part.logprobs)
+                self._join(part.meta_info, self._part.ids, self._part.logprobs, self._part.kept)
         else:
-            self._join(part.meta_info, part.output_ids, part.meta_info.output_token_logprobs)
+            kept = _kept(part.meta_info, len(part.output_ids))
+            self._join(part.meta_info, part.output_ids, part.meta_info.output_token_logprobs, kept)
 
     def cut(self) -> None:
         """The present part comes to no end: what is known of it stays."""
         if self._part is not None:
             part, known = self._part, self._part.known
-            self._add(part.ids[:known], part.logprobs[:known], (WeightVersionSpan(part.version, 0, known),))
+            kept = None if part.kept is None else part.kept[:known]
+            self._add(part.ids[:known], part.logprobs[:known], kept, (WeightVersionSpan(part.version, 0, known),))
             self._id = self._id or part.id
 
     def rest(self) -> tuple[list[int], dict[str, Any]]:
@@ -104,26 +126,33 @@ class Continuation:
             weight_versions=tuple(self._spans),
             output_token_logprobs=self._logprobs,
             routed_experts=None if self._experts is None else base64.b64encode(self._experts).decode(),
+            output_token_sampling_mask=None if self._kept is None else [ids for _, ids in self._kept],
+            output_token_sampling_logprobs=None if self._kept is None else [logprob for logprob, _ in self._kept],
         )
         return Answer(output_ids=self._ids, meta_info=meta)
 
-    def _join(self, meta: AnswerMeta | PieceMeta, ids: list[int], logprobs: Logprobs) -> None:
+    def _join(self, meta: AnswerMeta | PieceMeta, ids: list[int], logprobs: Logprobs, kept: Kept | None) -> None:
         """A part that came to its end."""
         self._id = self._id or meta.id
         self._finish = meta.finish_reason
         spans = meta.weight_versions if self._part is None else self._part.stamped(meta.weight_versions)
-        self._add(ids, logprobs, spans)
+        self._add(ids, logprobs, kept, spans)
         if meta.routed_experts is not None:
             self._read(base64.b64decode(meta.routed_experts))
 
-    def _add(self, ids: list[int], logprobs: Logprobs, spans: Sequence[WeightVersionSpan]) -> None:
+    def _add(self, ids: list[int], logprobs: Logprobs, kept: Kept | None, spans: Sequence[WeightVersionSpan]) -> None:
         before, self._part = len(self._ids), None
         self._ids += ids
         self._logprobs += logprobs
+        if kept is not None:
+            self._kept = [*(self._kept or ()), *kept]
+        self._searched = min(self._searched, before)
         for span in spans:
             self._append(replace(span, start=before + span.start, end=before + span.end))
         if not self.finished and len(self._ids) >= self._sampling["max_new_tokens"]:
             self._finish = LENGTH  # it was cut behind its last token
+        if not self.finished and self.ended:
+            self._finish = STOP
 
     def _append(self, span: WeightVersionSpan) -> None:
         """A span behind the others; neighbours of one version are one, where both are exact or neither is."""
@@ -151,6 +180,7 @@ class _Part:
         self.id = ""
         self.ids: list[int] = []
         self.logprobs: Logprobs = []
+        self.kept: Kept | None = None
         self.known = 0  # tokens of `version` for certain: while the server still has it, no update came in between
 
     def stamped(self, spans: Sequence[WeightVersionSpan]) -> Sequence[WeightVersionSpan]:
@@ -168,5 +198,17 @@ class _Part:
         self.id = meta.id
         self.ids[start:] = piece.output_ids
         self.logprobs[start:] = meta.output_token_logprobs[-new:] if new else []
+        if (kept := _kept(meta, new)) is not None:
+            self.kept = [*(self.kept or [])[:start], *kept]
         if meta.weight_version == self.version:
             self.known = len(self.ids)
+
+
+def _kept(meta: AnswerMeta | PieceMeta, tokens: int) -> Kept | None:
+    """Of the last tokens of an answer, or of a piece. Raises ValueError where the server gave fewer."""
+    sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if sets is None or logprobs is None:
+        return None
+    if len(sets) != len(logprobs) or len(sets) < tokens:
+        raise ValueError(f"answer {meta.id}: {len(sets)} kept sets and {len(logprobs)} log-probs of {tokens} tokens")
+    return list(zip(logprobs[-tokens:], sets[-tokens:], strict=True)) if tokens else []

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
+from streamrl import sampling_columns
 from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference
 from streamrl.generate.moe_routing import shared_prompt_routing
@@ -143,6 +144,8 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str],
     )
     try:
         sample.check(f"group {ticket.group_id}")
+        if sample.extras and (problem := sampling_columns.problem(sample)) is not None:
+            raise ValueError(f"group {ticket.group_id}: {problem}")
         _check_age(sample, ticket)
     except ValueError as error:
         failures.append(str(error))

@@ -15,15 +15,14 @@ import numpy as np
 from streamrl.config.generate import GenerateConfig
 from streamrl.engine.client import Answer, EngineError
 from streamrl.generate.moe_routing import routing_columns
+from streamrl.generate.sampling import Drawing, Sampling
+from streamrl.generate.stop_strings import StopStrings
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.sampling_columns import kept_columns, temperature_column
 from streamrl.stream.contiguous import answer_arrays
 from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import Completion, Message, Prompt
 from streamrl.types import PolicyVersion, VersionSpan
-
-# What a task may choose for itself. Anything that shapes the distribution (temperature, penalties, truncation) would
-# make the recorded log-probs those of another policy than the learner's.
-OVERRIDES = frozenset({"max_new_tokens", "most_new_tokens", "stop", "stop_token_ids"})
 
 # Seconds that a server has to give what a request reached when it is ended at its deadline: one decoding step and the
 # way back.
@@ -84,16 +83,20 @@ class Policy(Protocol):
         request_id: str | None = None,
         *,
         routed_experts: bool = False,
+        kept_sets: bool = False,
+        ends: StopStrings | None = None,
         priority: int = 0,
         images: Sequence[str] = (),
         at_least: PolicyVersion | None = None,
-    ) -> list[Answer]: ...
+    ) -> list[Answer]:
+        """`ends`: where one of them is found the rest need not be drawn; whoever asks cuts the answer there."""
+        ...
 
     async def abort(self, request_id: str = "") -> None: ...
 
 
 class EngineInference:
-    """`Inference` on one SGLang server, with the configured sampling or greedy.
+    """`Inference` on one SGLang server, with the configured sampling, the task's own, or greedy.
 
     A request that fails costs its own answers: they come back empty, with the finish reason `abort`, and
     the reason in `failures`. Only a server that cannot be reached raises EngineError.
@@ -114,8 +117,10 @@ class EngineInference:
         deadline: float | None = None,
         routed_experts: bool = False,
         priority: int | None = None,
+        trained: bool = True,
     ) -> None:
         """`deadline`: seconds, on the event loop's clock. `routed_experts`: of each token, for the router replay.
+        `trained`: answers carry how they were drawn, and what could not be trained is refused.
 
         `priority`: of the requests that wait in a server, lower ones go first; None: before all that have one.
         """
@@ -129,13 +134,7 @@ class EngineInference:
         self._options |= {"priority": priority} if priority is not None else {}
         self.failures: list[str] = []
         self._cut: tuple[Prompt, Cut] | None = None
-        self._sampling: dict[str, Any] = {
-            "temperature": 0.0 if greedy else config.sampling.temperature,
-            "top_p": config.sampling.top_p,
-            "top_k": config.sampling.top_k,
-            "max_new_tokens": config.sampling.max_new_tokens,
-            "stop_token_ids": list(tokenizer.end_ids),
-        }
+        self._sampling = Sampling(config, tokenizer, greedy=greedy, trained=trained)
 
     async def generate(
         self,
@@ -146,19 +145,18 @@ class EngineInference:
         at_least: PolicyVersion | None = None,
         **sampling: Any,
     ) -> list[Completion]:
-        """`n` completions. Raises ValueError for a prompt that has no ids, or another override than OVERRIDES."""
-        if unknown := sampling.keys() - OVERRIDES:
-            raise ValueError(f"sampling override {min(unknown)!r}; allowed: {', '.join(sorted(OVERRIDES))}")
+        """`n` completions. Raises ValueError for a prompt that has no ids, or `sampling` that is not possible."""
+        drawing = self._sampling.drawing(sampling)
         prompt_ids = prompt if isinstance(prompt, np.ndarray) else self.prompt_ids(prompt)
         ids: list[int] = prompt_ids.tolist()
-        parameters = self._sampling | sampling
-        if (most := parameters.pop("most_new_tokens", None)) is not None:
-            parameters["max_new_tokens"] = min(most, parameters["max_new_tokens"])
         options = self._options | ({"images": list(images)} if images else {})
         options |= {"at_least": at_least} if at_least is not None else {}
-        counts = [1] * n if self._single else [n]
-        answers = await asyncio.gather(*(self._request(ids, parameters, count, options) for count in counts))
-        return self._completions(prompt_ids, [answer for some in answers for answer in some])
+        options |= {"kept_sets": True} if drawing.kept_sets else {}
+        options |= {"ends": drawing.stop} if drawing.stop is not None else {}
+        counts = [1] * n if self._single or drawing.apart else [n]
+        requests = (self._request(ids, drawing.of_answer(i), count, options) for i, count in enumerate(counts))
+        answers = await asyncio.gather(*requests)
+        return self._completions(prompt_ids, [answer for some in answers for answer in some], drawing)
 
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """As `Inference` has it. Raises ValueError, too, for a prompt with images that is cut."""
@@ -221,19 +219,32 @@ class EngineInference:
         """Seconds until the deadline."""
         return None if self.deadline is None else max(0.0, self.deadline - asyncio.get_running_loop().time())
 
-    def _completions(self, prompt_ids: np.ndarray, answers: Sequence[Answer | None]) -> list[Completion]:
+    def _completions(
+        self, prompt_ids: np.ndarray, answers: Sequence[Answer | None], drawing: Drawing
+    ) -> list[Completion]:
+        if (stop := drawing.stop) is not None:
+            answers = [None if answer is None else _stopped(answer, stop, len(prompt_ids)) for answer in answers]
         ids = [answer.output_ids if answer else [] for answer in answers]
         prompt_ids, arrays = answer_arrays(prompt_ids, [len(each) for each in ids])
         texts = self._tokenizer.text(ids)
-        return [self._completion(prompt_ids, *each) for each in zip(answers, texts, arrays, strict=True)]
+        own = drawing.temperature
+        return [self._completion(prompt_ids, *each, own) for each in zip(answers, texts, arrays, strict=True)]
 
     def _completion(
-        self, prompt_ids: np.ndarray, answer: Answer | None, text: str, arrays: tuple[np.ndarray, np.ndarray]
+        self,
+        prompt_ids: np.ndarray,
+        answer: Answer | None,
+        text: str,
+        arrays: tuple[np.ndarray, np.ndarray],
+        temperature: float | None,
     ) -> Completion:
         why = "deadline" if self._remaining() == 0.0 else "server"
         if answer is not None:
             try:
                 made = completion(prompt_ids, answer, text, arrays)
+                if temperature is not None:
+                    column = temperature_column(len(made.output_ids), temperature)
+                    made = replace(made, extras={**made.extras, **column})
                 return replace(made, failure=why) if made.finish_reason == "abort" else made
             except ValueError as error:
                 self.failures.append(str(error))
@@ -258,6 +269,11 @@ def completion(prompt_ids: np.ndarray, answer: Answer, text: str, arrays: tuple[
         raise ValueError(f"answer {meta.id}: weight versions {meta.weight_versions} do not cover its tokens")
     output_ids[:] = answer.output_ids
     logprobs[:] = [entry[0] for entry in meta.output_token_logprobs]
+    sets, among = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
+    if sets is not None and among is not None:
+        if not len(sets) == len(among) == len(output_ids):
+            raise ValueError(f"answer {meta.id}: {len(sets)} kept sets for {len(output_ids)} tokens")
+        logprobs[:] = among
     routed = meta.routed_experts
     return Completion(
         text=text,
@@ -266,5 +282,13 @@ def completion(prompt_ids: np.ndarray, answer: Answer, text: str, arrays: tuple[
         logprobs=logprobs,
         spans=spans,
         finish_reason=meta.finish_reason.type,
-        extras={} if routed is None else routing_columns(routed, len(prompt_ids), len(answer.output_ids)),
+        extras={
+            **({} if routed is None else routing_columns(routed, len(prompt_ids), len(answer.output_ids))),
+            **({} if sets is None else kept_columns(sets)),
+        },
     )
+
+
+def _stopped(answer: Answer, stop: StopStrings, prompt: int) -> Answer:
+    """The answer up to its stop string; what was cut off before one stays as it is."""
+    return answer if answer.meta_info.finish_reason.type == "abort" else stop.cut(answer, prompt)

@@ -122,7 +122,9 @@ class Pinning:
         assert self._evaluator is not None  # else nothing is begun
         with self._events.span("evaluate", server=server, version=str(version)) as outcome:
             try:
-                handles = partial(EngineInference, policy(server), self._tokenizer, self._generate, Load())
+                handles = partial(
+                    EngineInference, policy(server), self._tokenizer, self._generate, Load(), trained=False
+                )
                 metrics = await self._evaluator.run(version, handles)
             except EngineError as error:
                 log.warning("version %s was not evaluated: %s", version, error)

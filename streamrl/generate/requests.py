@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from streamrl.engine.client import Answer, EngineError, Piece
 from streamrl.generate.continuation import Continuation
 from streamrl.generate.inference import Policy
+from streamrl.generate.stop_strings import EVERY, StopStrings
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -73,21 +74,23 @@ class GroupPolicy:
         request_id: str | None = None,
         *,
         at_least: PolicyVersion | None = None,
+        ends: StopStrings | None = None,
         **options: Any,
     ) -> list[Answer]:
         """`n` answers, each whole, or an abort where it was ended by its id or could not go on.
 
-        Raises EngineError where a server refuses the request, or answers too late.
+        Raises EngineError where a server refuses the request, or answers too late. With `ends`, one answer alone.
         """
-        if 0 < self._every < sampling["max_new_tokens"]:
-            options["every"] = self._every
+        every = self._every if ends is None else min(EVERY, self._every or EVERY)
+        if 0 < every < sampling["max_new_tokens"]:
+            options["every"] = every
         request = _Request(self._servers, self._group, request_id if n == 1 else None, options)
         floor = max(self._floor, at_least or self._floor)
         name = request_id or str(id(request))
         self._running[name] = request
         if name in self._ended:
             request.end()
-        answers = [Continuation(input_ids, sampling) for _ in range(n)]
+        answers = [Continuation(input_ids, sampling, None if ends is None else ends.found) for _ in range(n)]
         try:
             await request.first(answers, input_ids, sampling, floor)
             if rests := [request.rest(answer, floor) for answer in answers if not answer.finished]:
@@ -122,6 +125,9 @@ class _Request:
         self._at: Policy | None = None
         self._parts = 0
         self._avoid: str | None = None  # the server that was lost last
+        self._ending: asyncio.Future[None] | None = (
+            None  # of the present part, whose answer has come to its stop string
+        )
 
     @property
     def _name(self) -> str | None:
@@ -181,7 +187,7 @@ class _Request:
         if place.keeps_cache:
             options = options | {"cache": str(place.version)}
         if "every" in options:
-            options = options | {"pieces": _distribute(answers)}
+            options = options | {"pieces": self._distribute(answers)}
         self._at, self._parts = place.policy, self._parts + 1
         asking = asyncio.ensure_future(place.policy.generate(ids, sampling, len(answers), self._name, **options))
         try:
@@ -198,9 +204,28 @@ class _Request:
         finally:
             asking.cancel()
             self._at = None
+            if self._ending is not None:
+                self._ending.cancel()
+                self._ending = None
             for answer in answers:
                 answer.cut()
         return False
+
+    def _distribute(self, answers: list[Continuation]) -> Callable[[Piece], None]:
+        def add(piece: Piece) -> None:
+            answers[piece.index].add(piece)
+            if self._ending is None and not answers[piece.index].finished and answers[piece.index].ended:
+                self._ending = asyncio.ensure_future(self._end_part())
+
+        return add
+
+    async def _end_part(self) -> None:
+        """Nothing more is needed of the present part. Its server tells at its end which token is of which version."""
+        if self._at is not None and self._name is not None:
+            try:
+                await self._at.abort(self._name)
+            except EngineError as error:
+                log.info("request %s was not ended: %s", self._id, error)
 
     async def _wait(self, floor: PolicyVersion) -> Place | None:
         """Until a server can take it, or the request is to end."""
@@ -223,13 +248,6 @@ class _Request:
             for task in both:
                 task.cancel()
             await asyncio.wait(both)
-
-
-def _distribute(answers: list[Continuation]) -> Callable[[Piece], None]:
-    def add(piece: Piece) -> None:
-        answers[piece.index].add(piece)
-
-    return add
 
 
 def _is_loss(error: EngineError) -> bool:

@@ -50,6 +50,12 @@ class Tokenizer:
         return dict(self._tokenizer.get_vocab())
 
     @property
+    def special(self) -> dict[str, int]:
+        """The special tokens, which no text has, and their ids."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: place for place, token in added.items() if token.special}
+
+    @property
     def largest_id(self) -> int:
         """Of the tokens that a text can have: special ones are left out."""
         special = {place for place, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}

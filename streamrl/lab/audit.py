@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from streamrl.config import Config
 from streamrl.hub.model import with_local_model
+from streamrl.lab.as_drawn import as_drawn
 from streamrl.observe.bars import Bar, track
 from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
@@ -139,7 +140,7 @@ class Stamped(NamedTuple):
     sample: Sample
     start: int
     end: int
-    temperature: float
+    temperature: float  # of its group
     exact: bool = True
 
     @property
@@ -329,9 +330,8 @@ def _length(sample: Sample) -> int:
 
 
 def logprobs(model: PreTrainedModel, spans: Sequence[Stamped]) -> list[np.ndarray]:
-    """Log-probs of every output token of the sample of each span: one float32 [T] a span."""
+    """Log-probs of every output token of the sample of each span, as it was drawn: one float32 [T] a span."""
     samples = [span.sample for span in spans]
-    temperatures = torch.tensor([span.temperature for span in spans])
     longest = max(_length(sample) for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     attention = torch.zeros_like(ids)
@@ -339,9 +339,13 @@ def logprobs(model: PreTrainedModel, spans: Sequence[Stamped]) -> list[np.ndarra
         sequence = np.concatenate([sample.prompt_ids, sample.output_ids]).astype(np.int64)
         ids[row, : len(sequence)] = torch.from_numpy(sequence)
         attention[row, : len(sequence)] = 1
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float() / temperatures[:, None, None]
-    taken = torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
-    return [taken[row, len(sample.prompt_ids) - 1 : _length(sample) - 1].numpy() for row, sample in enumerate(samples)]
+    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float()
+    found = []
+    for row, (sample, _, _, temperature, _) in enumerate(spans):
+        output = slice(len(sample.prompt_ids) - 1, _length(sample) - 1)
+        drawn = torch.log_softmax(as_drawn(logits[row, output], sample, temperature), dim=-1)
+        found.append(drawn.gather(-1, ids[row, 1:][output, None])[:, 0].numpy())
+    return found
 
 
 def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits) -> None:

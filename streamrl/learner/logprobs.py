@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.learner.kept import BELOW, Kept
 from streamrl.learner.shape import CHUNK_BYTES
 
 
@@ -31,6 +32,7 @@ class Targets:
     entropy_gradient: bool = False  # whether the loss has an entropy term
     places: Tensor | None = None  # int64 [n], which of the row's targets these are; None: all of them, in order
     total: int = 0  # N, targets of the row; not read without places
+    kept: Kept | None = None  # the sets from which the n tokens were drawn; None: all from the whole vocabulary
 
     def divisor(self, part: slice) -> float | Tensor:
         """What the logits [n, rows] of some targets are divided by: one number, or [n, 1]."""
@@ -43,7 +45,8 @@ def token_logprobs(
     """`log softmax(hidden weight^T / temperature)` at the targets, and the entropy of each distribution.
 
     hidden: [N, hidden], a row for each target; weight: this tensor-parallel rank's rows of the output layer,
-    pads included: only the first `vocabulary` rows over all ranks of `group` are part of the softmax.
+    pads included: only the first `vocabulary` rows over all ranks of `group` are part of the softmax. Of a target with
+    a kept set the softmax and its entropy are over the tokens of that set alone.
     Returns two float32 [N], in nats; the entropies have a gradient only if `targets.entropy_gradient`.
     """
     first = group.rank() * weight.size(0)
@@ -89,6 +92,10 @@ class _Shard:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
+    def dropped(self, targets: Targets, part: slice, rows: int) -> Tensor | None:
+        """Which of this rank's rows no draw of these targets could give, bool [n, rows]; None: each could."""
+        return None if targets.kept is None else targets.kept.dropped(part, self.first, rows)
+
     def locate(self, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Which tokens have their row on this rank (bool [n]), and where (int64 [n], 0 for the others)."""
         local = tokens - self.first
@@ -110,8 +117,13 @@ class _TokenLogprobs(torch.autograd.Function):
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
             logits = _logits(hidden[part], weight, targets.divisor(part))
+            dropped = shard.dropped(targets, part, len(weight))
+            if dropped is not None:
+                logits.masked_fill_(dropped, -torch.inf)
             peak = shard.reduce(_row_peak(logits), dist.ReduceOp.MAX)
             logits -= peak[:, None]
+            if dropped is not None:
+                logits.masked_fill_(dropped, BELOW)
             here, local = shard.locate(targets.tokens[part], len(weight))
             taken = _pick(logits, local).where(here, 0)
             exponents = logits.exp()
@@ -139,6 +151,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
             log_p = _logits(hidden[part], weight, targets.divisor(part)).sub_(log_sums[part, None])
+            if (dropped := shard.dropped(targets, part, len(weight))) is not None:
+                log_p.masked_fill_(dropped, BELOW)
             scale = logprobs_grad[part, None]
             if targets.entropy_gradient and entropy_grad is not None:
                 scale = scale + entropy_grad[part, None] * (log_p + entropy[part, None])

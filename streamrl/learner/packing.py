@@ -20,6 +20,7 @@ import numpy as np
 from streamrl.config.file import ConfigError
 from streamrl.learner.batch_metrics import token_ages
 from streamrl.moe_routing import OUTPUT, UNKNOWN, Alike, routed_alike, unfold
+from streamrl.sampling_columns import KeptSets, kept_sets, temperatures
 from streamrl.trainable import answer_length
 from streamrl.types import Batch, Group, Sample
 
@@ -59,6 +60,7 @@ class MicroBatch:
     samples: int
     groups: tuple[tuple[int, int], ...] = ()  # (id, attempt) of those that it has samples of
     routed_experts: np.ndarray | None = None  # int16 [T, layers, top_k] of the generator, -1 where unknown
+    kept: KeptSets | None = None  # of the N trained tokens; None: all were drawn from the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,6 +316,7 @@ class _Row:
         self._positions: list[np.ndarray] = []
         self._segments: list[tuple[int, int, int, int]] = []
         self._experts: list[np.ndarray] = []
+        self._kept: list[KeptSets] = []
         self._trained: dict[str, list[np.ndarray]] = {
             name: []
             for name in ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place", "temperature")
@@ -363,6 +366,7 @@ class _Row:
             samples=self._samples,
             groups=tuple(self._groups),
             routed_experts=np.concatenate(self._experts) if self._routing else None,
+            kept=KeptSets.joined(self._kept) if any(len(sets.ids) for sets in self._kept) else None,
         )
 
     def _append(self, ids: np.ndarray, first_position: int, prefix: tuple[int, int]) -> int:
@@ -395,8 +399,10 @@ class _Row:
             "staleness": token_ages(sample, self._step)[trained],
             "sample": np.full(len(trained), self._samples),
             "place": answer.first_place + np.arange(len(trained)),
-            "temperature": np.full(len(trained), answer.temperature),
+            "temperature": temperatures(sample, answer.temperature)[trained],
         }
+        sets = kept_sets(sample)
+        self._kept.append(KeptSets.whole(len(trained)) if sets is None else sets.where(sample.loss_mask))
         for name, array in values.items():
             self._trained[name].append(array)
         self._groups[answer.group] = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from streamrl.config import Config
 from streamrl.learner import router_replay
 from streamrl.learner.attention import PackedRow, Slice, describe_row, describe_row_for_engine, is_varlen
+from streamrl.learner.kept import Kept
 from streamrl.learner.logprobs import Targets
 from streamrl.learner.model import LayerChoice, PolicyModel, row_multiple
 from streamrl.learner.packing import MicroBatch
@@ -122,6 +123,7 @@ class RowMaker:
         """targets: int64 [N], places in the row; tokens: places in the row of this rank's tokens."""
         if self.part.ranks == 1:
             positions, chosen, drawn, places = targets, micro.tokens, micro.temperature, None
+            kept = micro.kept
         else:
             place_of = np.full(self.part.ranks * len(tokens), -1)  # in the slice, by the place in the row
             place_of[tokens] = np.arange(len(tokens))
@@ -129,6 +131,7 @@ class RowMaker:
             mine = positions >= 0
             positions, chosen, drawn = positions[mine], micro.tokens[mine], micro.temperature[mine]
             places = self._moved(np.flatnonzero(mine))
+            kept = None if micro.kept is None else micro.kept.where(mine)
         return Targets(
             positions=self._moved(positions),
             tokens=self._moved(chosen),
@@ -136,6 +139,7 @@ class RowMaker:
             entropy_gradient=self.entropy_gradient,
             places=places,
             total=len(micro.targets),
+            kept=None if kept is None else Kept.of(kept, self.device),
         )
 
     def _moved(self, array: np.ndarray) -> Tensor:

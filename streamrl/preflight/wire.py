@@ -42,7 +42,9 @@ def group_bytes(config: Config, shape: ModelShape, prompt: int) -> GroupBytes:
         routing = 2 * shape.layers * shape.moe.top_k  # int16 of each layer's experts (streamrl/moe_routing.py)
     folded = answer * math.ceil(prompt / answer) * routing  # of one sample of the group
     fixed = 4 * prompt + folded
-    token = TOKEN + routing
+    # With top_k the kept sets are no larger (streamrl/sampling_columns.py); by top_p alone they may be of any size.
+    kept = max(min(pool.sampling.top_k, shape.vocabulary) for pool in config.generate.each_pool)
+    token = TOKEN + routing + (2 + 4 * kept if kept > 0 else 0)
     return GroupBytes(len(header), fixed, token, len(header) + fixed + size * answer * token)
 
 

@@ -1,6 +1,6 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 5, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
+    frame 0   {"v": 7, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
     frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns     (8 bytes an output token)
 
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the

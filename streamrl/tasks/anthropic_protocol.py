@@ -90,10 +90,13 @@ class CountCall(msgspec.Struct, frozen=True):
 
 
 class MessagesCall(CountCall, frozen=True, kw_only=True):
-    """A call of /v1/messages. Temperature and its like are the run's, and are passed over."""
+    """A call of /v1/messages."""
 
     max_tokens: Annotated[int, Meta(ge=1)]
     stop_sequences: list[Annotated[str, Meta(min_length=1)]] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     stream: bool | None = False
 
     def conversation(self) -> list[Message]:
@@ -104,8 +107,16 @@ class MessagesCall(CountCall, frozen=True, kw_only=True):
 
     def sampling(self) -> dict[str, Any]:
         """As `Inference.generate` takes it. Every call has to have a `max_tokens`, so it only lowers the run's."""
-        stop = {"stop": self.stop_sequences} if self.stop_sequences else {}
-        return {"most_new_tokens": self.max_tokens, **stop}
+        chosen = {
+            "stop": self.stop_sequences or None,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        return {
+            "most_new_tokens": self.max_tokens,
+            **{name: value for name, value in chosen.items() if value is not None},
+        }
 
 
 def message_reply(call: MessagesCall, turn: Completion, message: Message) -> bytes:
@@ -206,7 +217,7 @@ def _blocks(message: Message) -> list[Block]:
 
 
 def _stop(call: MessagesCall, turn: Completion, message: Message) -> tuple[str, str | None]:
-    """Why the answer ended, and by which of the call's sequences. Its text has the sequence at its end."""
+    """Why the answer ended, and by which of the call's sequences. The turn's text has it, the message not."""
     if "tool_calls" in message:
         return "tool_use", None
     if turn.finish_reason == "length":

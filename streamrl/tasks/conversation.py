@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl import sampling_columns
 from streamrl.moe_routing import OUTPUT, PROMPT, UNKNOWN, fold
 from streamrl.tasks.environment import Completion, Inference, Message, Prompt
 from streamrl.types import PolicyVersion, VersionSpan
@@ -41,6 +42,7 @@ class Conversation:
         self._prompt_ids = inference.prompt_ids(prompt.content, **self._tools)
         self._parts: list[tuple[np.ndarray, Completion | None]] = []  # token ids, and the answer that they are of
         self._text = ""
+        self._before: tuple[int, int, str] | None = None  # parts, messages and text before what was added last
         self.turns: list[Completion] = []  # the policy's, each with the ids before it as its prompt
 
     @property
@@ -84,12 +86,20 @@ class Conversation:
         Text for a prompt of plain text, messages for one of messages. Raises ValueError for the other form, before
         the first turn, and where the chat template refuses the messages.
         """
-        self._parts.append((self.added_ids(added), None))
+        ids = self.added_ids(added)
+        self._before = len(self._parts), len(self._history), self._text
+        self._parts.append((ids, None))
         if isinstance(added, str):
             self._text += added
         else:
             self._history.extend(added)
             self._text += "".join(f"\n[{message['role']}] {message['content']}\n" for message in added)
+
+    def take_back(self) -> None:
+        """Undo the last `add`, which nobody has answered."""
+        if self._before is not None and self._parts[-1][1] is None:
+            parts, messages, self._text = self._before
+            del self._parts[parts:], self._history[messages:]
 
     def added_ids(self, added: str | Sequence[Message]) -> np.ndarray:
         """int32 [A]: the tokens that `add` puts behind the policy's last turn. Raises ValueError as it does."""
@@ -117,7 +127,7 @@ class Conversation:
             logprobs=np.concatenate([_zeros(ids) if of is None else of.logprobs for ids, of in self._parts]),
             spans=self._spans(),
             finish_reason=self.turns[-1].finish_reason,
-            extras=self._routing(),
+            extras={**self._routing(), **self._sampling()},
             loss_mask=np.concatenate([np.full(len(ids), of is not None) for ids, of in self._parts]),
         )
 
@@ -132,6 +142,10 @@ class Conversation:
             if of is None and len(ids) and spans:
                 spans = _joined(spans, replace(spans[-1], start=end - len(ids), end=end))
         return tuple(spans)
+
+    def _sampling(self) -> dict[str, np.ndarray]:
+        """How each turn's tokens were drawn; empty where all were as the run is configured."""
+        return sampling_columns.joined([(len(ids), {} if of is None else of.extras) for ids, of in self._parts])
 
     def _routing(self) -> dict[str, np.ndarray]:
         """The experts of every token as the turn that first reported them has it; empty for a dense model.

@@ -24,6 +24,10 @@ MODEL = "policy"
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
+# Fields of a call that `Inference.generate` takes under the same name.
+_SAMPLING = ("stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "seed")
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     """What a streamed reply has besides the answer."""
 
@@ -31,11 +35,18 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """What calls of both kinds may choose. Temperature and its like are the run's, and are passed over."""
+    """What calls of both kinds may choose. `top_k`, `min_p` and `stop_token_ids` are no part of OpenAI's protocol, and
+    are called so by servers that know them."""
 
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
     n: int | None = 1
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -46,8 +57,8 @@ class Call(msgspec.Struct, frozen=True):
         if self.n not in (None, 1):
             raise CallRefused(400, f"n: {self.n} is not allowed; allowed: 1, a session is one sample")
         longest = self.max_completion_tokens or self.max_tokens
-        chosen: dict[str, Any] = {} if longest is None else {"max_new_tokens": longest}
-        return chosen if self.stop is None else {**chosen, "stop": self.stop}
+        chosen = {"max_new_tokens": longest} | {name: getattr(self, name) for name in _SAMPLING}
+        return {name: value for name, value in chosen.items() if value is not None}
 
     @property
     def with_usage(self) -> bool:

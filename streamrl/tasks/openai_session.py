@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from streamrl.tasks.conversation import Conversation
@@ -78,7 +79,7 @@ class Session:
             else:
                 self._add(_added(self._shown, messages))
             turn = await self._generate(sampling)
-            message = _shown(turn, bool(self._tools))
+            message = _shown(turn, bool(self._tools), sampling.get("stop"))
             self._shown = (*messages, message)
             return turn, message
 
@@ -104,8 +105,21 @@ class Session:
             else:
                 raise CallRefused(409, "the prompt does not extend the session's text: its prompt and answers so far")
             turn = await self._generate(sampling)
-            self._text = text + turn.text
-            return turn
+            shown = _text_before(turn.text, sampling.get("stop"))
+            self._text = text + shown
+            return replace(turn, text=shown)
+
+    @contextlib.contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Of a call whose answer is refused nothing stays: the agent may make it again in another way."""
+        try:
+            yield
+        except CallRefused:
+            if self._conversation is not None and not self._conversation.turns:
+                self._conversation = None
+            elif self._conversation is not None:
+                self._conversation.take_back()
+            raise
 
     def _check_open(self) -> None:
         if not self.open:
@@ -127,7 +141,8 @@ class Session:
 
     async def _generate(self, sampling: dict[str, Any]) -> Completion:
         assert self._conversation is not None
-        turn = await self._conversation.generate(**sampling)
+        with self._undone(), _refused():
+            turn = await self._conversation.generate(**sampling)
         if self._conversation.ended:
             self.open = False
             raise CallRefused(503, "the run's servers gave no answer; the session is over")
@@ -148,9 +163,17 @@ def _extends(history: Sequence[Message], messages: Sequence[Message]) -> bool:
     return len(messages) > len(history) and [*messages[: len(history)]] == [*history]
 
 
-def _shown(turn: Completion, with_tools: bool) -> Message:
+def _text_before(text: str, stop: str | Sequence[str] | None) -> str:
+    """The text up to the first of some stop strings, as both protocols have it; the tokens have the string."""
+    strings = [stop] if isinstance(stop, str) else stop or ()
+    places = [place for each in strings if (place := text.find(each)) >= 0]
+    return text[: min(places)] if places else text
+
+
+def _shown(turn: Completion, with_tools: bool, stop: str | Sequence[str] | None = None) -> Message:
     """The answer as the agent is given it, and as it must come back: its text, and its calls by name."""
-    text, calls = split_calls(turn.text) if with_tools else (turn.text, [])
+    text = _text_before(turn.text, stop)
+    text, calls = split_calls(text) if with_tools else (text, [])
     message = Message(role="assistant", content=text)
     if calls:
         message["tool_calls"] = [

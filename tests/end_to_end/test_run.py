@@ -3,29 +3,26 @@
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from streamrl import cli
-from streamrl.config.replay import JournalConfig
 from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.roofline import held_up, roofline
 from streamrl.observe.timeline import Timeline
 from streamrl.observe.trace import trace
-from streamrl.replay.journal import Journal, read_journal, recorded_batches
+from streamrl.replay.journal import recorded_batches
 from streamrl.replay.records import Completed, Consumed
-from streamrl.replay.segments import Opening, load_frames
 from streamrl.stream.codec import decode_group, encode_group
 from streamrl.types import Group, PolicyVersion
+from tests.rewritten_journal import copy_with_journal
 
 DESIGN_KEYS = {
     "step", "version", "time", "reward/mean", "reward/std", "pass_rate", "signal_rate", "tokens/generated",
@@ -80,7 +77,7 @@ def test_the_audit_fails_when_one_stamp_is_wrong(finished_run, tmp_path, capsys)
             frames = encode_group(_stamped_one_version_back(decode_group(*frames)), 1 << 28)
         return record, frames
 
-    copy = _copy_with_journal(finished_run.folder, tmp_path, forge_one_stamp)
+    copy = copy_with_journal(finished_run.folder, tmp_path, forge_one_stamp)
     assert cli.main(["audit", str(copy)]) == 1
     assert "differ from their stamped version" in capsys.readouterr().out
 
@@ -91,7 +88,7 @@ def test_the_audit_fails_when_a_group_is_trained_twice(finished_run, tmp_path, c
             record = Consumed(step=5, group_ids=(*record.group_ids[:-1], record.group_ids[0]))
         return record, frames
 
-    copy = _copy_with_journal(finished_run.folder, tmp_path, train_one_twice)
+    copy = copy_with_journal(finished_run.folder, tmp_path, train_one_twice)
     assert cli.main(["audit", str(copy)]) == 1
     assert "step 5 trained group 20 a second time" in capsys.readouterr().out
 
@@ -103,7 +100,7 @@ def test_the_audit_fails_when_a_group_is_trained_before_its_turn(finished_run, t
             record = Consumed(step=5, group_ids=(second, first, *rest))
         return record, frames
 
-    copy = _copy_with_journal(finished_run.folder, tmp_path, swap_two)
+    copy = copy_with_journal(finished_run.folder, tmp_path, swap_two)
     assert cli.main(["audit", str(copy)]) == 1
     assert "group 21 before group 20, which fifo with window 1 does not allow" in capsys.readouterr().out
 
@@ -251,25 +248,6 @@ def test_train_on_a_finished_run_starts_nothing_and_changes_no_step(finished_run
     assert "all 8 steps are done, nothing is started" in output
     assert list(read_metrics(finished_run.folder)) == rows
     assert len(_starts(finished_run.folder / "events" / "learner-0.jsonl")) == 1
-
-
-def _copy_with_journal(run_folder: Path, target: Path, change: Callable[..., tuple]) -> Path:
-    """A copy of a run whose journal was written again, each record and its frames as `change` gives them."""
-    copy = target / "run"
-    shutil.copytree(run_folder, copy, ignore=shutil.ignore_patterns("journal"))
-    journal = Journal(copy / "journal", JournalConfig(), snapshot=b"")
-    for entry in read_journal(run_folder / "journal"):
-        if isinstance(entry.record, Opening):
-            continue
-        frames = load_frames(run_folder / "journal", entry.place) if entry.frame_bytes else ()
-        record, frames = change(entry.record, frames)
-        if isinstance(record, Completed):
-            journal.append_group(record, frames)
-        else:
-            journal.append(record)
-    journal.commit()
-    journal.close()
-    return copy
 
 
 def _stamped_one_version_back(group: Group) -> Group:

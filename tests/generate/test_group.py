@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
+from streamrl import sampling_columns
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.task import OverlongConfig, ScoringConfig
 from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
@@ -19,7 +21,7 @@ from streamrl.generate.inference import EngineInference, Load, completion
 from streamrl.generate.requests import GroupPolicy, Place
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, read_events
-from streamrl.stream.codec import encode_group
+from streamrl.stream.codec import decode_group, encode_group
 from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import ScorerBroken, Scoring
@@ -199,7 +201,11 @@ def test_what_is_not_finished_at_the_deadline_is_a_placeholder_and_its_length_is
         async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
             completions = await inference.generate(prompt.content, 2, max_new_tokens=2)
             inference.deadline = asyncio.get_running_loop().time() + 1.0
-            inference._sampling["ignore_eos"] = True  # the tiny model ends an answer after a few tokens
+            drawing = inference._sampling.drawing
+            ignoring = {"ignore_eos": True}  # the tiny model ends an answer after a few tokens
+            inference._sampling.drawing = lambda own: replace(
+                drawing(own), parameters={**drawing(own).parameters, **ignoring}
+            )
             completions += await inference.generate(prompt.content, 2, max_new_tokens=1900, stop_token_ids=[])
             return await self.score_all(prompt, completions)
 
@@ -238,7 +244,7 @@ def test_a_prompt_that_the_server_refuses_becomes_placeholders(run):
     ("task", "reason"),
     [
         (Task(rollouts=SIZE - 1), "3 rollouts, 4 were asked for"),
-        (Task(temperature=0.5), "sampling override 'temperature'"),
+        (Task(frequency_penalty=0.5), "sampling override 'frequency_penalty'"),
     ],
 )
 def test_a_task_that_fails_costs_its_group_not_the_run(run, task, reason):
@@ -246,6 +252,26 @@ def test_a_task_that_fails_costs_its_group_not_the_run(run, task, reason):
     group.check()
     assert [sample.failure for sample in group.samples] == ["task"] * SIZE
     assert any(reason in text for text in end["reasons"])
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_task_draws_in_its_own_way_and_the_samples_carry_how(run, every):
+    own = {"temperature": 0.7, "top_p": 0.8, "max_new_tokens": 12, "stop": ["h", "=a"]}
+    group, _, end = run(Task(**own), cut=True, stream_every=every)
+    assert end["failed"] == 0, end
+    for sample in group.samples:
+        assert sampling_columns.problem(sample, vocabulary=10) is None
+        assert set(sampling_columns.temperatures(sample, 1.0)) == {0.7}
+        sets = sampling_columns.kept_sets(sample)
+        assert (sets.counts > 0).all()
+        assert sets.counts.min() < 10
+        assert (sample.logprobs <= 0).all()
+        end_of_text, ids = sample.finish_reason, sample.output_ids.tolist()
+        stops = [place for place, token in enumerate(ids) if token == 7 or ids[place - 1 : place + 1] == [8, 0]]
+        assert stops in ([], [len(ids) - 1])
+        assert end_of_text == "stop" if stops else end_of_text in ("stop", "length")
+    counts = encode_group(group, 1 << 20)
+    assert decode_group(*counts).samples[0].extras.keys() == group.samples[0].extras.keys()
 
 
 def test_tokens_older_than_the_ticket_allows_are_never_trained(run):

@@ -5,14 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.random_models import VOCABULARY, largest_difference, make_batch, write_model
 from streamrl.config import Config
+from streamrl.learner.kept import Kept
 from streamrl.learner.trainer import Trainer
+from streamrl.sampling_columns import KeptSets
 from streamrl.types import Batch
 
-__all__ = ["VOCABULARY", "gradients", "largest_difference", "make_batch", "make_config", "weights", "write_model"]
+__all__ = [
+    "VOCABULARY",
+    "gradients",
+    "half_kept",
+    "largest_difference",
+    "make_batch",
+    "make_config",
+    "weights",
+    "write_model",
+]
 
 
 def make_config(model: Path, dtype: str = "float32", optimizer: dict[str, Any] | None = None, **learner: Any) -> Config:
@@ -34,6 +46,14 @@ def gradients(trainer: Trainer, batch: Batch) -> dict[str, torch.Tensor]:
     step = trainer._step
     step.differentiate(share.mini_batches[0], step.signals(share)[0])
     return {name: p.main_grad.clone() for name, p in trainer._chunks[0].named_parameters()}
+
+
+def half_kept(tokens: torch.Tensor) -> Kept | None:
+    """Every second token was drawn from a set of its own, with tokens of both halves of the vocabulary."""
+    sets = [sorted({int(token), *range(place, VOCABULARY, 5)}) for place, token in enumerate(tokens)]
+    sets = [each if place % 2 else [] for place, each in enumerate(sets)]
+    counts = np.array([len(each) for each in sets])
+    return Kept.of(KeptSets(counts, np.array([token for each in sets for token in each])), tokens.device)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

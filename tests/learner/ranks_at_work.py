@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner_parts import gradients, make_batch, weights
+from learner_parts import gradients, half_kept, make_batch, weights
 from megatron.core import parallel_state
 
 from streamrl.config import Config
@@ -79,7 +79,7 @@ def tensor_parallel(config: Config, run_folder: Path) -> Any:
     (model,) = build(read_shape(config.model.path), config, ranks.device)
     load_weights([model], config.model.path)
     row = torch.arange(12)
-    targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True)
+    targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True, kept=half_kept(row[1:]))
     packed = describe_row(torch.tensor([[0, 12, 0, 0]]).numpy(), ranks.device.torch_device)
     logprobs, entropy = model(row[None], row[None], None, labels=targets, packed_seq_params=packed)
     (logprobs.sum() + entropy.sum()).backward()

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from learner_parts import VOCABULARY, make_config, write_model
+from learner_parts import VOCABULARY, half_kept, make_config, write_model
 from safetensors.torch import load_file, save_file
 
 from benchmarks.random_models import FAMILIES
@@ -153,11 +153,13 @@ def test_a_model_cut_over_two_ranks_exports_the_same_bits_and_gives_the_same_log
 
     row = torch.arange(12)
     packed = describe_row(torch.tensor([[0, 12, 0, 0]]).numpy(), torch.device("cpu"))
-    targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True)
+    targets = Targets(row[:-1], row[1:], temperature=0.8, entropy_gradient=True, kept=half_kept(row[1:]))
     logprobs, entropy = model(row[None], row[None], None, labels=targets, packed_seq_params=packed)
     (logprobs.sum() + entropy.sum()).backward()
     torch.testing.assert_close(cut["logprobs"], logprobs.detach(), rtol=0, atol=1e-5)
     torch.testing.assert_close(cut["entropy"], entropy.detach(), rtol=0, atol=1e-5)
+    norm = model.decoder.final_layernorm.weight
+    torch.testing.assert_close(cut["norm_grad"], norm.main_grad if norm.grad is None else norm.grad, rtol=0, atol=1e-4)
 
 
 def test_bfloat16_weights_are_exported_as_bfloat16(model_folder, trainer_of):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from streamrl.learner import logprobs
+from streamrl.learner.kept import Kept
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
+from streamrl.sampling_columns import KeptSets
 
 
 def problem(dtype: torch.dtype = torch.float64):
@@ -97,3 +100,34 @@ def test_a_frozen_output_layer_gets_no_gradient_and_the_hidden_states_the_same(a
     hidden.grad = None
     token_logprobs(hidden, weight.detach(), targets, 37, alone)[0].sum().backward()
     assert torch.equal(hidden.grad, expected)
+
+
+def kept_problem(temperature):
+    """Each of some tokens was drawn from a set of its own, the others from the whole vocabulary of 37."""
+    hidden, weight, tokens = problem()
+    sets = [sorted({int(token), *range(row % 5, 36, 9 - row % 7)}) for row, token in enumerate(tokens)]
+    sets = [[] if row % 4 == 3 else each for row, each in enumerate(sets)]
+    counts = np.array([len(each) for each in sets])
+    kept = Kept.of(KeptSets(counts, np.array([token for each in sets for token in each])), torch.device("cpu"))
+    targets = Targets(torch.arange(23), tokens, temperature, entropy_gradient=True, kept=kept)
+    dropped = torch.tensor([[bool(each) and token not in each for token in range(37)] for each in sets])
+    return hidden, weight, targets, dropped
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7 * 4 * 37, 1 << 30])
+def test_over_kept_sets_values_entropies_and_gradients_are_those_of_a_softmax_over_the_sets_alone(
+    alone, monkeypatch, chunk_bytes
+):
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk_bytes)
+    hidden, weight, targets, dropped = kept_problem(torch.linspace(0.5, 1.5, 23, dtype=torch.float64))
+    ours = token_logprobs(hidden, weight, targets, 37, alone)
+    logits = (hidden @ weight[:37].t() / targets.temperature[:, None]).masked_fill(dropped, -torch.inf)
+    log_p = logits.log_softmax(-1)
+    taken = log_p.gather(1, targets.tokens[:, None])[:, 0]
+    theirs = taken, -(log_p.exp() * log_p.masked_fill(dropped, 0.0)).sum(-1)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    scale = torch.randn(2, 23, dtype=torch.float64)
+    loss = [(scale[0] * lp).sum() + (scale[1] * h).sum() for lp, h in (ours, theirs)]
+    gradients = [torch.autograd.grad(x, (hidden, weight)) for x in loss]
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+    assert all(gradient.isfinite().all() for gradient in gradients[0])

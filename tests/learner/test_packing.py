@@ -14,6 +14,7 @@ from learner_parts import make_batch
 from streamrl.config.file import ConfigError
 from streamrl.learner.batch_metrics import batch_metrics
 from streamrl.learner.packing import MicroBatch, Packing, SequenceTooLongError, cut, plan, plan_batch, plan_step
+from streamrl.sampling_columns import TEMPERATURE, kept_columns
 from streamrl.types import Batch, PolicyVersion, VersionSpan
 
 
@@ -242,3 +243,20 @@ def _trained(row: MicroBatch) -> list[tuple]:
             )
         )
     return entries
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_kept_sets_and_temperatures_are_those_of_the_trained_tokens(two_answers, share_prompts):
+    (group,) = two_answers.groups
+    first, second = group.samples
+    own = {**kept_columns([[7, 9], [], [2]]), TEMPERATURE: np.array([0.5, 0.0, 0.0])}
+    first = msgspec.structs.replace(first, extras=own, loss_mask=np.array([True, False, True]))
+    group = msgspec.structs.replace(group, samples=(first, second), temperature=0.9)
+    rows = packing(share_prompts=share_prompts)
+    ((micro,),) = plan_batch(msgspec.structs.replace(two_answers, groups=(group,)), [1.0, 1.0], rows)
+    order = np.argsort(micro.place)
+    assert micro.temperature[order].tolist() == [0.5, 0.9, 0.9, 0.9]
+    assert micro.kept.counts[order].tolist() == [2, 1, 0, 0]
+    assert micro.kept.ids.tolist() == [7, 9, 2]
+    ((plain,),) = plan_batch(two_answers, [1.0, 1.0], rows)
+    assert plain.kept is None

@@ -15,6 +15,7 @@ from streamrl.learner.attention import Slice
 from streamrl.learner.model import LayerChoice
 from streamrl.learner.packing import MicroBatch, Packing, plan_batch
 from streamrl.learner.rows import Row, RowMaker, sequence_multiple
+from streamrl.sampling_columns import KeptSets
 
 BUDGET = 64
 LAYERS, TOP_K, EXPERTS = 2, 2, 5
@@ -30,7 +31,11 @@ def micro_batches(ranks: int) -> list[MicroBatch]:
     random = np.random.default_rng(0)
     shape = (LAYERS, TOP_K)
     return [
-        replace(micro, routed_experts=random.integers(0, EXPERTS, (len(micro.ids), *shape)).astype(np.int16))
+        replace(
+            micro,
+            routed_experts=random.integers(0, EXPERTS, (len(micro.ids), *shape)).astype(np.int16),
+            kept=KeptSets(counts := random.integers(0, 3, len(micro.tokens)), np.arange(counts.sum())),
+        )
         for micro in made
     ]
 
@@ -95,6 +100,11 @@ def test_each_target_is_read_once_at_its_own_token(ranks, tensor):
             assert row.ids[0].numpy()[at].tolist() == micro.ids[micro.targets[mine]].tolist()
             assert (row.packed.routed_experts.numpy()[at] == micro.routed_experts[micro.targets[mine]]).all()
             assert row.targets.tokens.tolist() == micro.tokens[mine].tolist()
+            kept = row.targets.kept
+            ends = np.cumsum(micro.kept.counts)
+            sets = [list(range(end - count, end)) for end, count in zip(ends, micro.kept.counts, strict=True)]
+            bounds = zip(kept.ends, kept.ends[1:], strict=False)
+            assert [kept.ids[start:end].tolist() for start, end in bounds] == [sets[place] for place in mine]
         assert (read == 1).all()
 
 

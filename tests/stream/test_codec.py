@@ -234,7 +234,7 @@ def _span(step: int, start: int, end: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda f: f.update(v=7), "protocol version 7"),
+        (lambda f: f.update(v=8), "protocol version 8"),
         (lambda f: f.update(kind="credit"), "a group is expected"),
         (lambda f: f.update(group_id="x"), "group_id"),
         (lambda f: f.update(worker=1), "worker"),

@@ -248,3 +248,27 @@ def test_a_command_that_fails_costs_its_sample_and_a_missing_function_is_refused
         play(scripted([]), function="no.such:agent")
     with pytest.raises(ValueError, match="either a command or a function"):
         play(scripted([]))
+
+
+def test_a_call_whose_sampling_is_refused_leaves_the_session_as_it_was_and_the_others_choose_theirs(scripted):
+    inference = scripted([["a", "b", ".", END], ["c", END]])
+    asked = []
+
+    async def generate(prompt, n, *, images=(), at_least=None, **sampling):
+        asked.append(sampling)
+        if sampling.get("temperature") == 0:
+            raise ValueError("temperature: 0 draws greedily")
+        return await type(inference).generate(inference, prompt, n, at_least=at_least)
+
+    inference.generate = generate
+    said = {"role": "assistant", "content": "ab"}
+    own = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "seed": 3, "stop": ".", "stop_token_ids": [5]}
+    greedy = {"temperature": 0}
+    calls = [chat(USER, **greedy), chat(USER, **own), chat(USER, said, TOOL, **greedy), chat(USER, said, TOOL)]
+    replies, session = session_calls(inference, calls)
+    assert [status for status, _ in replies] == [400, 200, 400, 200]
+    assert "draws greedily" in replies[0][1]["error"]["message"]
+    assert replies[1][1]["choices"][0]["message"] == said  # without the stop string, which its tokens have
+    assert asked[1] == own
+    assert len(session.turns) == 2
+    assert session.completion.text.count("42") == 1

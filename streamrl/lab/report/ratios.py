@@ -20,6 +20,7 @@ from streamrl.lab.audit import Stamped, load_kept, logprobs
 from streamrl.lab.report.runs import Run
 from streamrl.lab.report.samples import TOKENS, Shown
 from streamrl.recorded.weights import kept_versions
+from streamrl.sampling_columns import beginning
 
 # bytes of a version's weights up to which `auto` computes ratios: a forward pass on the CPU is a matter of seconds
 LARGEST = 2**30
@@ -55,7 +56,7 @@ def _ratios(model: PreTrainedModel, shown: Shown) -> np.ndarray:
     ids, behaviour = sample.output_ids[:TOKENS], sample.logprobs[:TOKENS]
     if not len(ids):
         return behaviour
-    begin = structs.replace(sample, output_ids=ids, logprobs=behaviour)
+    begin = structs.replace(sample, output_ids=ids, logprobs=behaviour, extras=beginning(sample, len(ids)))
     (computed,) = logprobs(model, [Stamped(begin, 0, len(ids), shown.group.temperature)])
     return computed - behaviour
 

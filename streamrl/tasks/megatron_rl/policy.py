@@ -20,6 +20,7 @@ from pydantic import PrivateAttr
 from streamrl.tasks.conversation import Conversation
 from streamrl.tasks.environment import Completion, Inference, Message, Prompt
 from streamrl.tasks.megatron_rl.inference import (
+    GenericGenerationArgs,
     InferenceRequest,
     InferenceResponse,
     LLMChatMessage,
@@ -81,9 +82,8 @@ class Recorder:
             prompt = Prompt(index=0, messages=tuple(messages))
             asked = Asked(Conversation(self._inference, prompt, request.tools or ()))
             self.asked.append(asked)
-        longest = request.generation_args.max_tokens
         try:
-            turn = await asked.conversation.generate(**({} if longest is None else {"max_new_tokens": longest}))
+            turn = await asked.conversation.generate(**_sampling(request.generation_args))
         except Exception as error:
             self.lost = error
             raise
@@ -112,9 +112,7 @@ EPISODE: ContextVar[Recorder | None] = ContextVar("episode", default=None)
 
 
 class PolicyInterface(ReturnsLogProbs, ReturnsRaw):
-    """The inference interface of an agent's request. Of the generation arguments `max_tokens` counts; how answers are
-    drawn is the run's, or the log-probs would be those of another policy.
-    """
+    """The inference interface of an agent's request, whose generation arguments decide how answers are drawn."""
 
     _recorder: Recorder = PrivateAttr()
 
@@ -125,6 +123,17 @@ class PolicyInterface(ReturnsLogProbs, ReturnsRaw):
 
     async def base_generate(self, request: InferenceRequest) -> InferenceResponse:
         return await (EPISODE.get() or self._recorder).answer(request)
+
+
+def _sampling(asked: GenericGenerationArgs) -> dict[str, Any]:
+    """As `Inference.generate` takes it. Megatron's 0 of `top_k` and `top_p` stands for the whole vocabulary."""
+    chosen = {
+        "temperature": asked.temperature,
+        "top_k": -1 if asked.top_k == 0 else asked.top_k,
+        "top_p": 1.0 if asked.top_p == 0 else asked.top_p,
+        "max_new_tokens": asked.max_tokens,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def _goes_on(asked: Asked, messages: Sequence[Message]) -> bool:
