@@ -70,7 +70,7 @@ class GenerateConfig(Section):
     )
     submission: Literal["group", "sample"] = Field(
         "group",
-        description="what a worker's capacity is counted in; sample: requests, so that each answer makes room for another",
+        description="what a worker's capacity is counted in; sample: requests, so that each answer makes room",
     )
     requests_in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         None,

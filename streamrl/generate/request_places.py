@@ -1,10 +1,10 @@
-"""Where requests wait for a place, each for one sample (`generate.submission: sample`): the shell of `submission.py`."""
+"""Where requests wait for a place, each for one sample (`generate.submission: sample`). `submission.py` decides."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from streamrl.config import Config
@@ -96,6 +96,14 @@ class PlacedPolicy:
     async def abort(self, request_id: str = "") -> None:
         await self._policy.abort(request_id)
         self._places.skip(request_id)
+
+
+async def want_tickets(places: RequestPlaces, limit: Callable[[int], Awaitable[None]]) -> None:
+    """As many tickets as keep every place in use, for ever. `limit` tells the service (generate/link.py)."""
+    while True:
+        await places.changed.wait()
+        places.changed.clear()
+        await limit(places.submission.tickets)
 
 
 def submission(config: Config) -> Submission | None:

@@ -32,7 +32,7 @@ from streamrl.generate.inference import EngineInference, Load, Policy
 from streamrl.generate.link import ServiceLink
 from streamrl.generate.pinning import MakeEvaluator, Pinning
 from streamrl.generate.probes import answer_probes
-from streamrl.generate.request_places import PlacedPolicy, RequestPlaces, submission
+from streamrl.generate.request_places import PlacedPolicy, RequestPlaces, submission, want_tickets
 from streamrl.generate.served import INITIAL, ServedModel
 from streamrl.generate.stopping import Stopped, unless
 from streamrl.generate.tokenizer import Tokenizer
@@ -152,7 +152,7 @@ class Worker:
                     self._pinning.serve(lambda name: self._fleet.servers[name].policy, self._states, self._link.send)
                 )
                 if self._places is not None:
-                    together.create_task(self._want_tickets(self._places))
+                    together.create_task(want_tickets(self._places, self._link.limit))
                 if (concurrency := adapting(self._config)) is not None:
                     together.create_task(self._adapt(concurrency))
         except ExceptionGroup as raised:
@@ -226,13 +226,6 @@ class Worker:
             if self._places is not None:
                 self._places.close(key)
         self._link.finish(group)
-
-    async def _want_tickets(self, places: RequestPlaces) -> None:
-        """By sample: as many tickets as keep every place in use."""
-        while True:
-            await places.changed.wait()
-            places.changed.clear()
-            await self._link.limit(places.submission.tickets)
 
     async def _drain(self, stop: asyncio.Event) -> None:
         """After SIGTERM: finish what was begun."""
