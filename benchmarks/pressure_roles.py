@@ -69,9 +69,7 @@ class Slots(msgspec.Struct, frozen=True, kw_only=True):
 
     clock: float
     used: float  # slot-seconds in which a request ran
-    held: (
-        float  # slot-seconds that were taken: by group, those of answers that were done before their group's last, too
-    )
+    held: float  # slot-seconds that were taken: by group, until the last of its answers is done
     tokens: float  # generated
 
 

@@ -138,8 +138,8 @@ def show_forms(rows: Sequence[Submitted]) -> None:
     print(
         f"\nsubmission: log-normal answers (median {LONG_TAIL.median:g}, sigma {LONG_TAIL.sigma:g}, at most "
         f"{LONG_TAIL.longest} tokens), {WORKERS} engines of {SLOTS} slots; {len(rows[0].shares)} repeats\n"
-        f"{'':6}tokens/s                              idle share of slots      staleness\n"
-        f"{'form':6}trained (spread)   to G/B  generated  no request  not taken   most  bound  mean"
+        f"{'':6}tokens/s                              idle share of slots     staleness         slots of\n"
+        f"{'form':6}trained (spread)   to G/B  generated  no request  not taken   most  bound  mean  the bound"
     )
     for row in rows:
         trained = [share.trained_per_s for share in row.shares]
@@ -148,6 +148,7 @@ def show_forms(rows: Sequence[Submitted]) -> None:
             f"{statistics.median(row.ratios):10.2f}{row.middle('generated_per_s'):11.0f}"
             f"{row.middle('idle'):12.0%}{row.middle('untaken'):11.0%}"
             f"{max(share.staleness for share in row.shares):7d}{row.bound:7d}{row.middle('mean_staleness'):6.2f}"
+            f"{max(share.charged for share in row.shares):5d} of {row.slots}"
         )
     group, sample = rows[0], rows[-1]
     generated = sample.middle("generated_per_s") / group.middle("generated_per_s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ from streamrl.types import PolicyVersion, Ticket
 sys.path.insert(0, str(Path(__file__).parents[1] / "replay"))
 
 from replay_schedule import answer
+
+DEADLINE = 300.0  # seconds; a server's end on busy cores
 
 
 def config(**generate: Any) -> Config:
@@ -263,12 +266,17 @@ def test_a_request_waits_for_a_place_and_one_that_is_ended_or_cancelled_leaves_i
 
 @pytest.mark.slow
 @pytest.mark.parametrize("requests", [6, "auto"])
-def test_a_worker_fills_its_places_with_samples_of_several_groups(start_run: Callable[..., Any], requests: Any) -> None:
-    """G = 4 and 6 places: a group of four and half of the next one."""
-    run = start_run(submission="sample", requests_in_flight=requests, groups_in_flight=32, probes=0, stream_every=1)
-    batches = [run.batch(step) for step in range(1)]
-    groups = [group for batch in batches for group in batch.groups]
-    assert [len(group.samples) for group in groups] == [4] * 4
-    assert not any(sample.is_placeholder for group in groups for sample in group.samples)
-    assert [group.group_id for group in groups] == list(range(4))
-    run.end()
+def test_a_worker_by_sample_gives_whole_groups_and_finishes_what_it_has_begun(
+    start_run: Callable[..., Any], requests: Any
+) -> None:
+    """G = 4: six places are those of a group and of half of the next one."""
+    run = start_run(submission="sample", requests_in_flight=requests, probes=0, sampling={"max_new_tokens": 64})
+    batch = run.batch(0)
+    assert [group.group_id for group in batch.groups] == list(range(4))
+    assert [len(group.samples) for group in batch.groups] == [4] * 4
+    assert not any(sample.is_placeholder for sample in batch.samples)
+    run.worker.send_signal(signal.SIGTERM)
+    assert run.worker.wait(DEADLINE) == 0, run.log("generator")
+    assert [event["tickets"] for event in run.events("replay", "worker.gone")] == [0]
+    assert not run.events("generator", "worker.undrained")
+    assert not run.events("generator", "group.refused")
