@@ -265,6 +265,7 @@ def test_a_request_waits_for_a_place_and_one_that_is_ended_or_cancelled_leaves_i
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("requests", [6, "auto"])
 def test_a_worker_by_sample_gives_whole_groups_and_finishes_what_it_has_begun(
     start_run: Callable[..., Any], requests: Any

@@ -222,7 +222,7 @@ def test_a_wrong_fleet_file_is_refused_with_its_key(tmp_path: Path) -> None:
 
 
 def test_by_sample_a_long_answer_keeps_one_place_and_the_bound_holds() -> None:
-    parts = Model(answers(4, 4, 4, 80), ServerSpeed(0.01, 0.0), Line(0.05, 0.0))
+    parts = Model(answers(4, 4, 4, 80), ServerSpeed(0.01, 0.0), Line(0.05, 0.0), FREE)
     given = config(steps=30, max_staleness=4, in_flight=2)
     found = {}
     for submission in ("group", "sample"):
