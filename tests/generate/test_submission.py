@@ -18,6 +18,7 @@ from streamrl.config import Config
 from streamrl.config.in_flight import most_requests, most_tickets, tickets, wanted
 from streamrl.generate.request_places import PlacedPolicy, RequestPlaces, first_credit
 from streamrl.generate.submission import Submission
+from streamrl.observe.events import event_path, read_events
 from streamrl.replay.buffer import make_buffer
 from streamrl.replay.workers import Worker, assign
 from streamrl.stream.messages import ServerState, TicketKey
@@ -281,3 +282,8 @@ def test_a_worker_by_sample_gives_whole_groups_and_finishes_what_it_has_begun(
     assert [event["tickets"] for event in run.events("replay", "worker.gone")] == [0]
     assert not run.events("generator", "worker.undrained")
     assert not run.events("generator", "group.refused")
+    held = most = 0
+    for event in read_events(event_path(run.folder, "replay")):
+        held += len(event["tickets"]) if event["event"] == "tickets" else -(event["event"] == "group.accepted")
+        most = max(most, held)
+    assert 2 < most <= most_tickets(run.config, run.config.generate)  # by group, six requests are one of them
