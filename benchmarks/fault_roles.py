@@ -127,10 +127,12 @@ async def serve_tickets(
     *,
     busy: Callable[[], float] = time.process_time,
     note: Callable[..., None] = lambda **seen: None,
+    beside: Callable[[ServiceLink], Coroutine[None, None, None]] | None = None,
 ) -> None:
     """The real line of a worker whose server needs no weights: every publish is applied at once.
 
     `busy` is what its heartbeats tell, in seconds; `note(group_id=...)` hears of a ticket, `note(step=...)` of weights.
+    `beside` goes on until the service stops.
     """
     events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
     address = await asyncio.to_thread(replay_address, config, run_folder)
@@ -150,6 +152,8 @@ async def serve_tickets(
     async with asyncio.TaskGroup() as together:
         await link.greet()
         running = [together.create_task(link.deliver()), together.create_task(beat())]
+        if beside is not None:
+            running.append(together.create_task(beside(link)))
         while not isinstance(message := await link.receive(), Stop):
             if isinstance(message, Tickets):
                 for ticket in filter(link.open, message.tickets):

@@ -6,10 +6,12 @@
                    at the N slots of the bound, and the memory of service and workers has to stay where it is
     straggler      one group in SLOW_EVERY takes many times as long, in different orders of consumption: which
                    wait, and how old the trained tokens become
+    submission     answers of long-tailed lengths, capacity counted in groups and in requests (G/B and R/B, as
+                   Megatron-RL calls them) of the same engine: what of it stays idle (benchmarks/pressure_submission.py)
 
 The replay service is the real one, with its journal; workers and learner speak the real protocol and only let time
-pass (benchmarks/pressure_roles.py). The orders take turns in every repeat; a speed is a ratio to the first one's in
-the same repeat. Figures are medians over the repeats, with (max - min) / median where a spread is given.
+pass (benchmarks/pressure_roles.py). Orders and forms take turns in every repeat; a speed is a ratio to the first one's
+in the same repeat. Figures are medians over the repeats, with (max - min) / median where a spread is given.
 Exit code 1 where slots, the staleness bound or the memory go beyond what is promised.
 """
 
@@ -17,32 +19,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
-
-import msgspec
-import psutil
+from typing import Any
 
 from benchmarks.fault_roles import make_group
-from benchmarks.faults import Process
-from benchmarks.pressure_roles import Load, Seen, Trained, load_path, seen_path, trained_path
+from benchmarks.pressure_roles import Load, Trained
+from benchmarks.pressure_run import Run
+from benchmarks.pressure_submission import Submitted, forms, show_forms, spread
 from streamrl.config import Config
-from streamrl.config import file as config_file
 from streamrl.replay.orders import make_order
 from streamrl.stream.codec import encode_group
 from streamrl.types import PolicyVersion, Ticket
-
-Line = TypeVar("Line", Seen, Trained)
-
-WORKERS = 2
-PATIENCE = 60.0  # seconds in which a run must get further, or end
 
 # -- slow learner
 FREE = Load(group=0.08, step=0.01, pressed_step=0.5, pressed_after=5.0)
@@ -61,107 +53,6 @@ ORDERS: dict[str, dict[str, Any]] = {
     "fifo, more slots": {"order": "fifo", "max_staleness": 6},
     "ready": {"order": "ready", "max_staleness": 2},
 }
-
-
-class Run:
-    """The processes of one run, from their start to their end."""
-
-    def __init__(self, folder: Path, load: Load, sections: dict[str, dict[str, Any]]) -> None:
-        (folder / "logs").mkdir(parents=True)
-        self.folder = folder
-        self.config = make_config(folder, sections)
-        config_file.save(self.config, folder / "config.yaml")
-        load_path(folder).write_bytes(msgspec.json.encode(load))
-        replay = ["-m", "streamrl.cli", "replay", "--run-folder", str(folder), "--lifeline", str(os.getpid())]
-        roles = ["-m", "benchmarks.pressure_roles"]
-        self.service = self._process("service", replay)
-        self.learner = self._process("learner", [*roles, "learner", str(folder)])
-        self.workers = [
-            self._process(f"worker-{index}", [*roles, "worker", str(folder), str(index)]) for index in range(WORKERS)
-        ]
-
-    def go(self, until: Callable[[list[Trained]], bool], every: float = 0.25) -> list[Trained]:
-        """Run until the learner's record is as it should be. Returns it. Raises TimeoutError, RuntimeError."""
-        processes = [self.service, self.learner, *self.workers]
-        try:
-            for process in processes:
-                process.start()
-            steps, further = 0, time.monotonic()
-            while not until(record := read(trained_path(self.folder), Trained)):
-                if len(record) > steps:
-                    steps, further = len(record), time.monotonic()
-                self._check(processes, further)
-                time.sleep(every)
-            self._end(processes)
-        finally:
-            for process in processes:
-                if process.process is not None and process.process.poll() is None:
-                    process.kill()
-        return record
-
-    def resident(self) -> dict[str, int]:
-        """Bytes of memory of the service and the workers."""
-        found = {}
-        for process in (self.service, *self.workers):
-            assert process.process is not None
-            found[process.name] = psutil.Process(process.process.pid).memory_info().rss
-        return found
-
-    def slots(self) -> int:
-        """The most slots that were ever in use, by what the workers saw."""
-        return largest_charge(
-            (seen for index in range(WORKERS) for seen in read(seen_path(self.folder, index), Seen)),
-            self.config.replay.groups_per_step,
-        )
-
-    def _end(self, processes: Sequence[Process]) -> None:
-        """The service is ended, and tells the others."""
-        assert self.service.process is not None
-        self.service.process.terminate()
-        for process in processes:
-            assert process.process is not None
-            if code := process.process.wait(PATIENCE):
-                raise RuntimeError(f"{process.name} ended with {code}:\n{process.log.read_text()[-2000:]}")
-
-    def _check(self, processes: Iterable[Process], further: float) -> None:
-        for process in processes:
-            assert process.process is not None
-            if process.process.poll() is not None:
-                raise RuntimeError(f"{process.name} ended by itself:\n{process.log.read_text()[-2000:]}")
-        if time.monotonic() - further > PATIENCE:
-            raise TimeoutError(f"no learner step in {PATIENCE:g} s; see {self.folder}")
-
-    def _process(self, name: str, arguments: list[str]) -> Process:
-        return Process(name, [sys.executable, *arguments], self.folder / "logs" / f"{name}.log")
-
-
-def make_config(folder: Path, sections: dict[str, dict[str, Any]]) -> Config:
-    defaults: dict[str, dict[str, Any]] = {
-        "run": {"name": folder.name, "folder": folder.parent, "steps": 1_000_000, "silence_timeout": PATIENCE},
-        "generate": {"workers": WORKERS, "group_size": 8, "groups_in_flight": 32, "heartbeat": 0.2},
-        "replay": {"groups_per_step": 8},
-        "journal": {"segment": 1 << 24},
-        "learner": {"tick": 0.05},
-        "checkpoint": {"every": 10},
-    }
-    return Config.model_validate({name: values | sections.get(name, {}) for name, values in defaults.items()})
-
-
-def read(path: Path, kind: type[Line]) -> list[Line]:
-    """The lines of a record; one that is still being written is left out."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [msgspec.json.decode(line, type=kind) for line in lines if line.endswith(b"\n")]
-
-
-def largest_charge(seen: Iterable[Seen], groups_per_step: int) -> int:
-    """Groups that were out or held and not in weights that a server had, at the worst moment."""
-    newest = largest = 0
-    for line in sorted(seen, key=lambda line: line.clock):
-        if line.step is not None:
-            newest = max(newest, line.step)
-        if line.group_id is not None:
-            largest = max(largest, line.group_id + 1 - newest * groups_per_step)
-    return largest
 
 
 def group_bytes(config: Config) -> int:
@@ -359,10 +250,6 @@ def stragglers(folder: Path, repeats: int, steps: int) -> list[Row]:
     return rows
 
 
-def spread(values: Sequence[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
-
-
 def show_squeeze(found: Squeeze) -> None:
     limit = found.slots * found.group_bytes / 1e6
     print(
@@ -405,7 +292,11 @@ def show_stragglers(rows: Sequence[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20 s of the slow learner, 40 steps of each order")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="20 s of the slow learner, 40 steps of each order, each form once",
+    )
     parser.add_argument("--seconds", type=float, help="of the slow learner's run (default: 60, quick: 20)")
     parser.add_argument("--repeats", type=int, default=5, help="of every order")
     parser.add_argument("--steps", type=int, help="of one run with stragglers (default: 160, quick: 40)")
@@ -417,10 +308,14 @@ def main() -> int:
         show_squeeze(slow)
         rows = stragglers(folder, options.repeats, options.steps or (40 if options.quick else 160))
         show_stragglers(rows)
-    broken = [*slow.broken(), *(line for row in rows for line in row.broken())]
+        repeats, steps = (1, 24) if options.quick else (options.repeats, 120)
+        submitted: list[Submitted] = forms(folder, repeats, steps)
+        show_forms(submitted)
+    broken = [*slow.broken(), *(line for row in (*rows, *submitted) for line in row.broken())]
     print("\nbroken: " + ("; ".join(broken) or "nothing"))
     if options.json:
-        figures = {"slow_learner": asdict(slow), "straggler": [asdict(row) for row in rows], "broken": broken}
+        figures = {"slow_learner": asdict(slow), "straggler": [asdict(row) for row in rows]}
+        figures |= {"submission": [asdict(row) for row in submitted], "broken": broken}
         options.json.write_text(json.dumps({"benchmark": "pressure", **figures}, indent=1) + "\n")
     return 1 if broken else 0
 

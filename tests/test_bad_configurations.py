@@ -64,6 +64,8 @@ KEYS: list[tuple[str, str]] = [
     ("generate.group_size=0", "generate.group_size: 0"),
     ("generate.group_size=1", "generate.group_size: 1 has advantage 0 in every group"),
     ("generate.groups_in_flight=0", "generate.groups_in_flight: 0"),
+    ("generate.requests_in_flight=8", "generate.requests_in_flight: 8 counts requests, and submission=group"),
+    ("generate.lag=-2", "generate.lag: -2 is not allowed"),
     ("generate.least_in_flight=99", "generate.least_in_flight: 99 is above groups_in_flight=32"),
     ("generate.attach=[foo]", "generate.attach: foo is not allowed"),
     ("generate.attach=[http://a]", "addresses of the form http://HOST:PORT"),

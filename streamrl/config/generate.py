@@ -87,6 +87,21 @@ class GenerateConfig(Section):
         ge=0,
         description="groups at once that a full KV cache leaves a worker; 0: groups_in_flight always",
     )
+    submission: Literal["group", "sample"] = Field(
+        "group",
+        description="what a worker's capacity is counted in; sample: requests, so that each answer makes room",
+    )
+    requests_in_flight: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        None,
+        description="requests that a worker runs at once where submission=sample; auto: as the KV cache allows; null: "
+        "groups_in_flight x group_size",
+    )
+    lag: float | None = Field(
+        None,
+        ge=-1,
+        description="Megatron-RL's generation lag L: (L + 1) P groups, or (L + 1) P G requests, at once over all "
+        "workers; null: by the keys beside it",
+    )
     single_requests: bool = Field(False, description="one request a sample (long answers) instead of one with n = G")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how tokens are drawn")
     stream_every: int = Field(
@@ -113,6 +128,11 @@ class GenerateConfig(Section):
     pools: tuple[dict[str, Any], ...] = Field(
         (), description="several pools: each a name and the keys of `generate` in which it differs; empty: one pool"
     )
+
+    @property
+    def by_sample(self) -> bool:
+        """Is a worker's capacity counted in requests, of one sample each?"""
+        return self.submission == "sample"
 
     @property
     def gpus(self) -> int:
@@ -147,6 +167,31 @@ class GenerateConfig(Section):
                 f"least_in_flight: {self.least_in_flight} is above groups_in_flight={self.groups_in_flight}; "
                 f"allowed: up to {self.groups_in_flight}"
             )
+
+    @rule
+    def _capacity_is_counted_in_one_unit(self) -> None:
+        if self.requests_in_flight is not None and not self.by_sample:
+            raise ValueError(
+                f"requests_in_flight: {self.requests_in_flight} counts requests, and submission=group counts groups; "
+                "allowed: null, or submission=sample"
+            )
+        if self.least_in_flight and self.by_sample:
+            raise ValueError(
+                f"least_in_flight: {self.least_in_flight} counts groups, and submission=sample counts requests; "
+                "allowed: 0, and requests_in_flight=auto for what the KV cache allows"
+            )
+
+    @rule
+    def _the_lag_alone_says_how_many(self) -> None:
+        if self.lag is None:
+            return
+        for key in ("groups_in_flight", "least_in_flight", "requests_in_flight"):
+            default = type(self).model_fields[key].default
+            if getattr(self, key) != default:
+                raise ValueError(
+                    f"{key}: {getattr(self, key)} is not possible beside lag={self.lag:g}, which says how many are in "
+                    f"flight; allowed: {'null' if default is None else default}, or lag=null"
+                )
 
     @rule
     def _a_router_has_servers(self) -> None:
@@ -224,8 +269,8 @@ class GenerateConfig(Section):
 
 # Keys in which pools may differ. The others belong to the run: a group has as many samples wherever it is made.
 OF_A_POOL = (
-    "name", "workers", "servers", "attach", "router", "groups_in_flight", "least_in_flight", "single_requests",
-    "sampling", "stream_every", "request_timeout", "tensor_parallel", "server_nodes", "server_args",
+    "name", "workers", "servers", "attach", "router", "groups_in_flight", "least_in_flight", "requests_in_flight",
+    "single_requests", "sampling", "stream_every", "request_timeout", "tensor_parallel", "server_nodes", "server_args",
     "threads",
 )  # fmt: skip
 

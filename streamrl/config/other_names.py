@@ -67,7 +67,12 @@ OTHER_NAMES = {
     "gpu_memory_utilization": "generate.server_args",
     "mem_fraction_static": "generate.server_args",
     "sglang_mem_fraction_static": "generate.server_args",
+    "rl_generation_lag": "generate.lag",
+    "rl_max_inflight_requests": "generate.requests_in_flight",
+    "rl_submission_granularity": "generate.submission",
+    "rollout_submission_granularity": "generate.submission",
     # the buffer
+    "rl_consumption_granularity": "replay.order",
     "batch_size": "replay.groups_per_step",
     "train_batch_size": "replay.groups_per_step",
     "global_batch_size": "replay.groups_per_step",

@@ -6,12 +6,14 @@ machine is looked at in `preflight.py`.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from streamrl.choices import Kind, kind_in
 from streamrl.config.file import fields, value_at
+from streamrl.config.in_flight import most_requests
 from streamrl.config.tree import Config
 
 # Adam moves a weight by about the learning rate in each update, and the weights of a model are about 0.02.
@@ -110,7 +112,8 @@ def _out_of_proportion(config: Config) -> Iterator[str]:
             f"replay.lease: {replay.lease:g} s outlasts fewer than {LEASE_OF_HEARTBEATS} heartbeats "
             f"(generate.heartbeat={config.generate.heartbeat:g} s): one that is late costs its worker's tickets"
         )
-    places = sum(pool.workers * pool.groups_in_flight for pool in config.generate.each_pool)
+    places = sum(pool.workers * most_requests(config, pool) for pool in config.generate.each_pool)
+    places = math.ceil(places / config.generate.group_size)
     if replay.groups_per_step > MANY_ROUNDS * places:
         yield (
             f"replay.groups_per_step: {replay.groups_per_step} groups are {replay.groups_per_step // places} rounds of "

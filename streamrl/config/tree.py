@@ -15,6 +15,7 @@ from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
 from streamrl.config.algo import AlgoConfig
 from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
+from streamrl.config.in_flight import of_lag, without_lag
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.publish import PublishConfig
 from streamrl.config.replay import JournalConfig, ReplayConfig, StreamConfig
@@ -186,7 +187,7 @@ class Config(Section):
                 f"generate.attach: {len(pool.attach)} addresses, none for generator {index}; "
                 f"allowed: {_addresses(pool)}"
             )
-        own = pool.model_copy(update={"workers": 1, "attach": own_addresses})
+        own = without_lag(self, pool, index).model_copy(update={"workers": 1, "attach": own_addresses})
         return self.model_copy(update={"generate": own})
 
     @rule
@@ -198,6 +199,15 @@ class Config(Section):
                     f"generate.attach: {addresses} addresses for generate.workers={pool.workers}; "
                     f"allowed: {_addresses(pool)}"
                 )
+
+    @rule
+    def _every_worker_has_a_part_of_the_lag(self) -> None:
+        if self.generate.lag is not None and (total := of_lag(self)) < self.workers:
+            unit = "request" if self.generate.by_sample else "group"
+            raise ValueError(
+                f"generate.lag: {self.generate.lag:g} lets {total} {unit}{'s' if total > 1 else ''} be in flight, none "
+                f"for some of {self.workers} workers; allowed: a larger lag, or up to {total} workers"
+            )
 
     @rule
     def _shared_devices_are_those_of_own_servers(self) -> None:

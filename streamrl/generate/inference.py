@@ -128,7 +128,7 @@ class EngineInference:
         self._policy = policy
         self._tokenizer = tokenizer
         self._load = load
-        self._single = config.single_requests
+        self._single = config.single_requests or config.by_sample
         # A policy need not know of what a request does not have.
         self._options: dict[str, Any] = {"routed_experts": routed_experts}
         self._options |= {"priority": priority} if priority is not None else {}

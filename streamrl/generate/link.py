@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.generate.request_places import first_credit
 from streamrl.observe.events import EventLog
 from streamrl.stream.identity import run_identity
 from streamrl.stream.messages import (
@@ -62,7 +63,7 @@ class ServiceLink(AsyncPeer):
         self._heartbeat = config.generate.heartbeat
         self._servers = servers
         self._events = events
-        self._capacity = config.generate.least_in_flight or config.generate.groups_in_flight
+        self._capacity = first_credit(config)
         self._draining = False
         self._running: dict[TicketKey, None] = {}
         self._settled = asyncio.Event()  # no ticket is open

@@ -1,6 +1,6 @@
 """The generator worker: takes tickets, keeps that many groups going on its servers, sends them, takes in new weights.
 
-    servers ready ─▶ greet the service ─▶ ┌ Tickets ─▶ run_group ─▶ outbox    (groups_in_flight at once)
+    servers ready ─▶ greet the service ─▶ ┌ Tickets ─▶ run_group ─▶ outbox    (groups or requests in flight)
                                           │ outbox ─▶ service, until answered (generate/link.py)
                                           │ Publish ─▶ sink ─▶ Applied        (one after another at each server)
                                           │ Sleep, Wake ─▶ every server       (`run.placement: shared`)
@@ -25,13 +25,14 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
-from streamrl.generate.concurrency import Concurrency
+from streamrl.generate.concurrency import Concurrency, adapting
 from streamrl.generate.fleet import Fleet
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, Policy
 from streamrl.generate.link import ServiceLink
 from streamrl.generate.pinning import MakeEvaluator, Pinning
 from streamrl.generate.probes import answer_probes
+from streamrl.generate.request_places import PlacedPolicy, RequestPlaces, submission, want_tickets
 from streamrl.generate.served import INITIAL, ServedModel
 from streamrl.generate.stopping import Stopped, unless
 from streamrl.generate.tokenizer import Tokenizer
@@ -93,6 +94,8 @@ class Worker:
         self._events = events
         self._load = Load()
         self._tokenizer = Tokenizer(config.model.path)
+        by_sample = submission(config)
+        self._places = RequestPlaces(by_sample) if by_sample else None
         self._tasks = tasks
         self._scoring = Scoring(config.task.scoring)
         self._pinning = Pinning(config, run_folder, evaluator, tokenizer=self._tokenizer, events=events)
@@ -148,8 +151,10 @@ class Worker:
                 together.create_task(
                     self._pinning.serve(lambda name: self._fleet.servers[name].policy, self._states, self._link.send)
                 )
-                if self._config.generate.least_in_flight:
-                    together.create_task(self._adapt())
+                if self._places is not None:
+                    together.create_task(want_tickets(self._places, self._link.limit))
+                if (concurrency := adapting(self._config)) is not None:
+                    together.create_task(self._adapt(concurrency))
         except ExceptionGroup as raised:
             stopped, failures = raised.split(Stopped)
             if failures is not None:
@@ -167,6 +172,8 @@ class Worker:
             case Tickets(tickets=tickets):
                 for ticket in tickets:
                     if self._link.open(ticket):
+                        if self._places is not None:
+                            self._places.open((ticket.group_id, ticket.attempt))
                         together.create_task(self._run_ticket(ticket))
             case Publish(server=server) if server in self._publishes:
                 self._publishes[server].put_nowait(message)
@@ -198,7 +205,9 @@ class Worker:
     async def _run_ticket(self, ticket: Ticket) -> None:
         deadline = asyncio.get_running_loop().time() + self._config.replay.group_timeout
         key = (ticket.group_id, ticket.attempt)
-        policy = self._fleet.policy(key, ticket.issued_version)
+        policy: Policy = self._fleet.policy(key, ticket.issued_version)
+        if self._places is not None:
+            policy = PlacedPolicy(policy, self._places, key)
         try:
             await self._fleet.at_least(ticket.issued_version, deadline)
             group = await run_group(
@@ -214,6 +223,8 @@ class Worker:
             )
         finally:
             self._fleet.leave(key)
+            if self._places is not None:
+                self._places.close(key)
         self._link.finish(group)
 
     async def _drain(self, stop: asyncio.Event) -> None:
@@ -247,21 +258,25 @@ class Worker:
             await self._link.beat(self._load.busy, self._load.generated)
             await asyncio.sleep(self._config.generate.heartbeat)
 
-    async def _adapt(self) -> None:
-        """As many groups at once as the servers' KV caches bear."""
-        generate = self._config.generate
-        concurrency = Concurrency(generate.least_in_flight, generate.groups_in_flight)
+    async def _adapt(self, concurrency: Concurrency) -> None:
+        """As many groups, or requests, at once as the servers' KV caches bear."""
+        places = self._places
         while True:
             await asyncio.sleep(ADAPT_PERIOD)
             pressure = await self._fleet.pressure()
             if pressure is None:
                 continue
-            former, busy = concurrency.capacity, len(self._link.tickets)
-            capacity = concurrency.record(pressure.token_usage, pressure.num_waiting_reqs, busy)
-            if capacity != former:
-                usage, waiting = pressure.token_usage, pressure.num_waiting_reqs
-                self._events.emit("concurrency", groups=capacity, usage=usage, waiting=waiting)
+            former, usage, waiting = concurrency.capacity, pressure.token_usage, pressure.num_waiting_reqs
+            busy = len(self._link.tickets) if places is None else places.submission.running
+            capacity = concurrency.record(usage, waiting, busy)
+            if capacity == former:
+                continue
+            unit = "groups" if places is None else "requests"
+            self._events.emit("concurrency", **{unit: capacity}, usage=usage, waiting=waiting)
+            if places is None:
                 await self._link.limit(capacity)
+            else:
+                places.resize(capacity)
 
     async def _update(self, name: str) -> None:
         """Take in the versions that the publisher sends to a server; a newer one that waits replaces an older one."""

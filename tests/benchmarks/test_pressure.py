@@ -7,8 +7,9 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from benchmarks.pressure import FREE, Course, Phase, Row, Squeeze, largest_charge, squeeze, straggle
+from benchmarks.pressure import FREE, Course, Phase, Row, Squeeze, squeeze, straggle
 from benchmarks.pressure_roles import Seen
+from benchmarks.pressure_run import largest_charge
 
 PHASE = Phase(step_seconds=0.1, groups_per_s=100.0, busy=1.0, held=48)
 SQUEEZE = Squeeze(

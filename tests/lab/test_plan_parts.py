@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 
 import numpy as np
@@ -275,6 +276,19 @@ def test_the_cache_holds_what_the_weights_leave():
     assert pool.asked == 16 * 16
     small, _ = recipe(QWEN, "generate.server_args.kv_cache_dtype=fp8_e4m3")
     assert pools(small, shape, H100)[0].token == pool.token / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "groups", "tickets"),
+    [("null", 256, 16, 257), ("100", 100, 7, 101), ("auto", None, None, None)],
+)
+def test_by_sample_a_server_is_asked_for_requests(given, asked, groups, tickets):
+    sample = ("generate.submission=sample", f"generate.requests_in_flight={given}")
+    config, shape = recipe(QWEN, *sample, "generate.server_args.mem_fraction_static=0.8")
+    (pool,) = pools(config, shape, H100)
+    if asked is None:  # what its cache holds of the longest
+        asked, groups, tickets = pool.at_once, math.ceil(pool.at_once / 16), pool.at_once + 1
+    assert (pool.asked, pool.groups, pool.tickets) == (asked, groups, tickets)
 
 
 def test_quantised_weights_leave_more_to_the_cache():

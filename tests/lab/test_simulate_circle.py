@@ -219,3 +219,16 @@ def test_a_wrong_fleet_file_is_refused_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET.replace("gpus: [16, 64]", "gpus: [4]"))
     with pytest.raises(ConfigError, match="hold no server"):
         plan(read_fleet(tmp_path / "fleet.yaml"))
+
+
+def test_by_sample_a_long_answer_keeps_one_place_and_the_bound_holds() -> None:
+    parts = Model(answers(4, 4, 4, 80), ServerSpeed(0.01, 0.0), Line(0.05, 0.0), FREE)
+    given = config(steps=30, max_staleness=4, in_flight=2)
+    found = {}
+    for submission in ("group", "sample"):
+        generate = given.generate.model_copy(update={"submission": submission})
+        circle = Circle(given.model_copy(update={"generate": generate}), parts)
+        found[submission] = figures(circle.run())
+        assert found[submission].staleness_max <= 4
+    assert found["sample"].trained > 1.3 * found["group"].trained
+    assert found["sample"].staleness_mean > found["group"].staleness_mean

@@ -177,6 +177,7 @@ def _pools(plan: Plan) -> Rows:
         row("longest sequence, tokens", [f"{pool.longest:,}" for pool in plan.pools]),
         row("longest answers at once", [f"{pool.at_once:,}" for pool in plan.pools]),
         row("answers asked for at once", [f"{pool.asked:,}" for pool in plan.pools]),
+        row("tickets of a worker, most", [f"{pool.tickets:,}" for pool in plan.pools]),
     ]
 
 

@@ -7,8 +7,8 @@ leave:
 
 An item has the model's bytes, or one with `kv_cache_dtype: fp8_...`. `max_total_tokens` and `max_running_requests` of
 `server_args` limit tokens and answers. The longest sequence is a prompt and `sampling.max_new_tokens`, up to
-`context_length`; a pool asks for `groups_in_flight` x `group_size` answers. Served adapters take their places beside
-the weights.
+`context_length`; a worker asks for `groups_in_flight` x `group_size` answers, by sample for `requests_in_flight`.
+Served adapters take their places beside the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.config.generate import GenerateConfig
+from streamrl.config.in_flight import most_requests, tickets
 from streamrl.engine.block_fp8 import BLOCK
 from streamrl.engine.server import CPU_ARGUMENTS
 from streamrl.lab.plan.learner_memory import ITEM
@@ -48,7 +49,9 @@ class Pool:
     tokens: int  # that the cache holds
     longest: int  # tokens of the longest sequence, prompt included
     at_once: int  # answers of the longest kind that run at once
-    asked: int  # answers that its share of groups_in_flight asks for
+    asked: int  # answers that its share of what is in flight asks for
+    groups: int  # that one worker has in flight for that
+    tickets: int  # that one worker holds at the most
 
     @property
     def all_servers(self) -> int:
@@ -82,6 +85,9 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
         tokens = min(tokens, int(arguments["max_total_tokens"]))
     longest = longest_sequence(pool, shape, machines)
     most = int(arguments.get("max_running_requests") or tokens)
+    at_once, requests = min(most, tokens // longest), most_requests(config, pool)
+    if pool.requests_in_flight == "auto":
+        requests = max(1, min(requests, at_once * pool.servers))
     return Pool(
         name=pool.name,
         workers=pool.workers,
@@ -95,8 +101,10 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
         token=token,
         tokens=tokens,
         longest=longest,
-        at_once=min(most, tokens // longest),
-        asked=math.ceil(pool.groups_in_flight * config.generate.group_size / pool.servers),
+        at_once=at_once,
+        asked=math.ceil(requests / pool.servers),
+        groups=math.ceil(requests / config.generate.group_size),
+        tickets=tickets(requests) if pool.by_sample else requests // config.generate.group_size,
     )
 
 

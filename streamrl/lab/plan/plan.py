@@ -139,9 +139,7 @@ def limits(plan: Plan, config: Config, machines: Machines) -> list[str]:
         )
     for pool in plan.pools:
         lines += _pool_limits(pool)
-    wanted = sum(
-        pool.workers * own.groups_in_flight for pool, own in zip(plan.pools, config.generate.each_pool, strict=True)
-    )
+    wanted = sum(pool.workers * pool.groups for pool in plan.pools)
     if wanted > plan.slots:
         lines.append(
             f"slots: the generators take {wanted} groups at once, replay.max_staleness={config.replay.bound:g} lets "

@@ -17,11 +17,13 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.in_flight import most_requests, wanted
 from streamrl.lab.simulate.clock import Clock
 from streamrl.lab.simulate.figures import Figures, figures, mean, staleness
 from streamrl.lab.simulate.model import Model
@@ -107,10 +109,18 @@ class Circle:
     def _sites_of(self, index: int) -> list[Site]:
         """A worker of several servers is taken for as many workers: each has its share of what it may have open."""
         own = self._config.of_worker(index).generate
-        capacity, longest = math.ceil(own.groups_in_flight / own.servers), own.sampling.max_new_tokens
+        speed, longest, places = self._model.server, own.sampling.max_new_tokens, None
+        capacity = math.ceil(own.groups_in_flight / own.servers)
+        if own.by_sample:  # who waits for a place does so in the server here: the time is the same
+            places = math.ceil(most_requests(self._config, own) / own.servers)
+            if own.requests_in_flight == "auto":
+                places = min(places, speed.max_running)
+            speed = replace(speed, max_running=min(places, speed.max_running))
+            capacity = wanted(places, own.group_size, 0, 0)
         numbers = [f"{index}.{number}" for number in range(own.servers)] if own.servers > 1 else [f"{index}"]
         return [
-            Site(f"generator-{number}", capacity, GenerationServer(self._model.server), longest) for number in numbers
+            Site(f"generator-{number}", capacity, GenerationServer(speed, by_sample=own.by_sample), longest, places)
+            for number in numbers
         ]
 
     # -- the service
@@ -185,10 +195,23 @@ class Circle:
         site.tickets[ticket.group_id] = (ticket, drawn, self._clock.now)
         if site.drained is not None:
             site.held_back.append(ticket.group_id)
+            self._want(site)
             return
         self._advance(site)
         site.server.start(ticket.group_id, drawn.lengths, self._clock.now)
+        self._want(site)
         self._watch(site)
+
+    def _want(self, site: Site) -> None:
+        """By sample: as many tickets as keep every place in use."""
+        if site.places is None:
+            return
+        group_size, held_back = self._config.generate.group_size, len(site.held_back)
+        asked = site.server.samples + held_back * group_size
+        capacity = wanted(site.places, group_size, site.server.groups + held_back, asked)
+        if capacity != site.capacity:
+            site.capacity = capacity
+            self._to_service(site.identity, Credit(capacity=capacity))
 
     def _watch(self, site: Site) -> None:
         """Look again when something next happens in the server."""
@@ -208,6 +231,7 @@ class Circle:
             self._clock.at(done.time, lambda done=done: self._arrive(site, done))  # type: ignore[misc]
         if site.drained is not None and site.server.groups == 0:
             site.drained()
+        self._want(site)
 
     def _arrive(self, site: Site, done: Done) -> None:
         """A group reaches the service."""

@@ -30,7 +30,8 @@ from streamrl.places import load_run
 # Keys whose effect on time and staleness the model knows. Any other one would be taken and change nothing.
 MODELLED = (
     "run.steps", "run.seed", "generate.workers", "generate.servers", "generate.pools", "generate.group_size",
-    "generate.groups_in_flight", "generate.sampling.max_new_tokens", "replay.order", "replay.window",
+    "generate.groups_in_flight", "generate.submission", "generate.requests_in_flight", "generate.lag",
+    "generate.sampling.max_new_tokens", "replay.order", "replay.window",
     "replay.over_age", "replay.groups_per_step", "replay.max_staleness", "replay.max_attempts", "replay.filter.",
     "replay.adaptive.", "publish.every", "publish.interruption", "checkpoint.every",
 )  # fmt: skip

@@ -78,8 +78,10 @@ class GenerationServer:
     [(7, 0.04)]
     """
 
-    def __init__(self, speed: ServerSpeed, version: int = 0) -> None:
+    def __init__(self, speed: ServerSpeed, version: int = 0, *, by_sample: bool = False) -> None:
+        """`by_sample`: each sample is a request of its own, without a prefill of the group's common prompt before."""
         self._speed = speed
+        self._by_sample = by_sample
         self._now = 0.0
         self._drawn = 0.0
         self._debt = 0.0  # seconds of work before the next token is drawn
@@ -120,10 +122,10 @@ class GenerationServer:
         if not self._open:
             self._since = now
         self._open[group_id] = _Open(len(lengths), [[] for _ in lengths])
-        if len(lengths) > 1:
+        if len(lengths) > 1 and not self._by_sample:
             self._new.append((group_id, lengths))
         else:
-            self._waiting.extend((group_id, 0, length) for length in lengths)
+            self._waiting.extend((group_id, place, length) for place, length in enumerate(lengths))
         if not self._debt and not self._asleep:
             self._fill()
 

@@ -22,6 +22,7 @@ class Site:
     capacity: int  # tickets
     server: GenerationServer
     longest: int  # tokens of an answer
+    places: int | None = None  # requests at once, where its capacity is counted in them
     version: int = 0  # step of the server's weights
     tickets: dict[int, tuple[Ticket, RecordedGroup, float]] = field(default_factory=dict)  # and when it came
     held_back: list[int] = field(default_factory=list)  # groups that wait for an update's end
