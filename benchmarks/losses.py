@@ -50,6 +50,7 @@ BAR = 1e-9
 GROUP = 4  # answers of one, for what depends on it
 STEP = 5  # seeds the draw of clip_cov
 SMALL_CLIP = {"eps_low": 0.03, "eps_high": 0.05}  # a sample's ratio moves less than a token's
+DPPO = {"eps_low": 0.05, "eps_high": 0.06, "ratio_cap": 1.3}  # of a divergence, not of a ratio
 COVARIANCE = {"covariance_share": 0.1, "covariance_low": 0.1, "covariance_high": 1.0}
 TEACHER = "teacher"  # any name will do: its log-probs are drawn
 WIDE = {"mask_low": 0.9, "mask_high": 1.15}
@@ -75,6 +76,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss=sapo": {"loss": "sapo"},
     "loss=reinforce": {"loss": "reinforce"},
     "loss=reinforce weight=none": {"loss": "reinforce", "weight": "none"},
+    "loss=gpg": {"loss": "gpg", "weight": "none"},
+    "loss=dro": {"loss": "dro", "weight": "none", "dro_temperature": 0.5},
+    "loss=dppo_tv": {"loss": "dppo_tv", "weight": "none", **DPPO},
+    "loss=dppo_kl": {"loss": "dppo_kl", "weight": "none", **DPPO},
+    "ratio_penalty": {"loss": "dppo_tv", "weight": "none", "ratio_penalty": 1e-2, **DPPO},
     "proximal=recompute": {"proximal": "recompute"},
     "proximal=interpolate": {"proximal": "interpolate", "weight_cap": 1.5},
     "weight=none": {"weight": "none"},

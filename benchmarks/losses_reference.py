@@ -21,6 +21,7 @@ from streamrl.config.algo import AlgoConfig
 
 EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 SIDES = ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"]
+DPPO = ["A>0 masked", "A>0 kept", "A<0 masked", "A<0 kept", "ratio capped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,10 @@ def branches(c: AlgoConfig) -> list[str]:
         "cispo": ["below", "inside", "above"],
         "sapo": ["A>0 gate", "A<=0 gate"],
         "reinforce": ["A>0", "A<0"],
+        "gpg": ["A>0", "A<0"],
+        "dro": ["log r below A / tau", "log r above A / tau"],
+        "dppo_tv": DPPO,
+        "dppo_kl": DPPO,
     }[c.loss]
     if c.dual_clip is not None:
         names = [*names, "dual bound"]
@@ -91,6 +96,8 @@ def branches(c: AlgoConfig) -> list[str]:
         names = [*names, f"{c.covariance} taken", f"{c.covariance} left"]
     if c.discount < 1:
         names = [*names, "fresh", "discounted"]
+    if c.ratio_penalty:
+        names = [*names, "pi above old", "pi below old"]
     if c.kl:
         names = [*names, "pi above ref", "pi below ref"]
         if c.kl_estimator == "k3_clamped":
@@ -323,6 +330,15 @@ def _surrogate(row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: C
     if c.loss == "reinforce":
         counts["A>0" if a > 0 else "A<0"] += 1
         return a * row.logprob
+    if c.loss == "gpg":
+        counts["A>0" if a > 0 else "A<0"] += 1
+        return a * row.logprob
+    if c.loss == "dro":
+        off = a - c.dro_temperature * torch.clamp(row.logprob - row.old, -20, 20)
+        counts["log r below A / tau" if off > 0 else "log r above A / tau"] += 1
+        return -off * off / (2 * c.dro_temperature)
+    if c.loss in ("dppo_tv", "dppo_kl"):
+        return _dppo(row, c, counts)
     if c.loss == "sapo":
         counts["A>0 gate" if a > 0 else "A<=0 gate"] += 1
         tau = c.sapo_positive if a > 0 else c.sapo_negative
@@ -344,6 +360,25 @@ def _surrogate(row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: C
     return surrogate
 
 
+def _dppo(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+    """The masked surrogate of one token, by the two probabilities of "it" and "not it"."""
+    a, r = row.advantage, _exp(row.pi - row.old)
+    log_pi, log_old = min(row.pi, 0.0), min(row.old, 0.0)
+    pi, old = math.exp(log_pi), math.exp(log_old)
+    if c.loss == "dppo_tv":
+        distance = abs(pi - old)
+    else:
+        distance = old * (log_old - log_pi) + (1 - old) * math.log((1 - old + 1e-8) / (1 - pi + 1e-8))
+    side = "A>0" if a > 0 else "A<0"
+    away = row.pi > row.old if a > 0 else row.pi < row.old
+    if away and distance > (c.eps_high if a > 0 else c.eps_low):
+        counts[f"{side} masked"] += 1
+        return 0 * row.logprob
+    counts[f"{side} kept"] += 1
+    counts["ratio capped"] += r > c.ratio_cap
+    return min(r, c.ratio_cap) * a * row.logprob
+
+
 def _estimate(d: Tensor, estimator: str) -> Tensor:
     """The divergence of one token, d = log pi_ref - log pi."""
     d = torch.clamp(d, -20, 20)
@@ -356,6 +391,9 @@ def _further(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
     terms = torch.zeros((), dtype=torch.float64)
     if c.covariance == "kl_cov" and row.covariant:
         terms = terms + c.covariance_kl * torch.abs(torch.clamp(row.logprob - row.old, -20, 20))
+    if c.ratio_penalty:
+        counts["pi above old" if row.pi > row.old else "pi below old"] += 1
+        terms = terms + c.ratio_penalty * torch.clamp(row.logprob - row.old, -20, 20) ** 2
     if c.kl:
         assert row.reference is not None
         counts["pi above ref" if row.pi > row.reference else "pi below ref"] += 1

@@ -29,7 +29,7 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     """The micro batch's part of the loss, a scalar to call backward on, and its sums for `diagnostics.finish`.
 
     `L_t = -w S + beta D(pi || pi_ref) + R - lambda H`, S of the family `config.loss`, D by `config.kl_estimator`, R of
-    the regulariser `config.covariance`, summed with each token's share of the mean. A teacher has its part in the
+    `config.ratio_penalty` and the regulariser `config.covariance`, summed with each token's share of the mean. A teacher has its part in the
     advantages of S. A token that a mask zeroes keeps its other terms; a token whose mu is not finite has none. Parts
     of one update are added, never averaged. A batch without a trained token gives 0 with zero gradients, so that no
     rank falls out of step.
@@ -93,6 +93,10 @@ def _further_terms(tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tup
         if (penalty := regulariser.penalty(picked, log_r, config)) is not None:
             terms = terms + penalty
             values[PENALISED_BY + regulariser.label] = picked
+    if config.ratio_penalty != 0:
+        squares = bounded(log_r).square()
+        terms = terms + config.ratio_penalty * squares
+        values["ratio_penalty"] = squares.detach()
     if config.kl != 0:
         kl = reference_kl(tokens.logprobs, needed(tokens.reference, "reference", f"algo.kl={config.kl:g}"), config)
         terms = terms + config.kl * kl

@@ -106,6 +106,11 @@ class AlgoConfig(Section):
     entropy: float = Field(0.0, ge=0, description="lambda, weight of the entropy bonus")
     sapo_positive: float = Field(1.0, gt=0, description="temperature of sapo's gate for advantages above 0")
     sapo_negative: float = Field(1.05, gt=0, description="temperature of sapo's gate for the other advantages")
+    ratio_cap: float = Field(20.0, ge=1, description="largest ratio that multiplies dppo's gradient")
+    dro_temperature: float = Field(
+        1.0, gt=0, description="tau of dro: how hard a token is drawn back to the proximal policy"
+    )
+    ratio_penalty: float = Field(0.0, ge=0, description="weight of (log r)^2 in the loss, whatever the family")
     weight: Annotated[str, WEIGHTS] = Field("token", description="what the truncated importance weight reads")
     weight_options: dict[str, Any] = Field(default_factory=dict, description="options of a weight of your own")
     weight_cap: float = Field(2.0, ge=1, description="C, cap of the importance weight")
