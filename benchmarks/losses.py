@@ -43,8 +43,8 @@ from streamrl.algo.losses import policy_loss
 from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
-from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES
-from streamrl.config.algo import AlgoConfig
+from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES
+from streamrl.config.algo import AdvantageConfig, AlgoConfig
 
 BAR = 1e-9
 GROUP = 4  # answers of one, for what depends on it
@@ -112,6 +112,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         if not DIVERGENCES.load(name).follows_k2
     },
     **{f"kl_reward {name}": {"kl_reward": 0.2, "kl_reward_estimator": name} for name in DIVERGENCES.names},
+    **{f"advantage {name}": {"advantage": {"baseline": name, "std": "none"}} for name in BASELINES.names},
+    **{
+        f"advantage {name} kl_reward": {"advantage": {"baseline": name, "std": "sample"}, "kl_reward": 0.2}
+        for name in BASELINES.names
+    },
     "kl_reward recompute": {"kl_reward": 0.2, "proximal": "recompute", "covariance": "kl_cov", **COVARIANCE},
     "distillation": {"distillation": {"teacher": TEACHER, "coefficient": 0.7}},
     "distillation alone": {"distillation": {"teacher": TEACHER, "rewards": False}},
@@ -216,7 +221,7 @@ def against_reference(row: Row, batch: TokenBatch, config: AlgoConfig) -> None:
 
 def with_selection(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> TokenBatch:
     """The batch with what the rules of the whole step take and make of it: by streamrl, or by the loops."""
-    if config.kl_reward:
+    if config.kl_reward or config.advantage != AdvantageConfig():
         batch = replace(batch, advantages=penalised(batch, config, slow=slow))
     trained = batch.mask.nonzero().squeeze(-1)
     tokens = batch.select(trained)
@@ -262,6 +267,7 @@ def penalised(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Tensor:
         rewards=rewards,
         valid=torch.ones(batch.samples, dtype=torch.bool),
         first_place=lengths.cumsum(0) - lengths,
+        lengths=lengths,
         sizes=(GROUP,) * (batch.samples // GROUP),
     )
     tokens = batch.select(batch.mask.nonzero().squeeze(-1))

@@ -26,6 +26,7 @@ OTHER_MEANINGS = {
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event
+    "streamrl/lab/sweep/results.py": {"mean"},  # over seeds
     "streamrl/lab/plan/learner_memory.py": {"recompute"},  # learner.recompute
     "streamrl/lab/plan/machines.py": {"copy", "memory", "disk"},  # speeds of a machine
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from streamrl.choices import (
     AGGREGATIONS,
+    BASELINES,
     DIVERGENCES,
     FAMILIES,
     LOSSES,
@@ -30,13 +31,15 @@ class AdvantageConfig(Section):
     std: Literal["population", "sample", "none"] = Field(
         "population", description="what the centred reward is divided by"
     )
-    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what is taken from the reward")
+    baseline: Annotated[str, BASELINES] = Field("mean", description="what is taken from the reward")
+    baseline_options: dict[str, Any] = Field(default_factory=dict, description="options of a baseline of your own")
     eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
 
     @property
     def least_samples(self) -> int:
-        """Samples of a group that have an advantage besides 0: each of the baselines is made of the group itself."""
-        return 2
+        """Samples of a group that may have an advantage besides 0."""
+        least: int = self.chosen("baseline").least_samples
+        return least
 
 
 class MaskRule(Section):

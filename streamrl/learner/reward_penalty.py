@@ -36,6 +36,7 @@ def outcomes_of(batch: Batch) -> Outcomes:
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
         valid=torch.tensor([not sample.is_placeholder for sample in samples]),
         first_place=torch.from_numpy(np.cumsum(trained) - trained),
+        lengths=torch.from_numpy(trained),
         sizes=tuple(len(group.samples) for group in batch.groups),
     )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -104,7 +105,8 @@ def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
     for group in batch.groups:
         rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
         valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-        advantages += group_advantages(rewards, valid, config).tolist()
+        lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
+        advantages += group_advantages(rewards, valid, config, lengths).tolist()
     return advantages
 
 
