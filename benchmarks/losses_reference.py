@@ -7,7 +7,6 @@ tokens took each branch, so that a comparison that misses one is seen.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ class Token:
     staleness: int
     sample: int
     reference: float | None
+    full_kl: Tensor | None
     teacher: float | None
     outlier: bool
     covariant: bool
@@ -128,41 +128,6 @@ def slow_mean_weight(batch: TokenBatch, c: AlgoConfig) -> float:
     return sum(weights) / len(weights)
 
 
-def slow_penalised_advantages(batch: TokenBatch, rewards: Sequence[float], group: int, c: AlgoConfig) -> list[float]:
-    """The advantage of each sample, neighbours in groups, from its reward less what `kl_reward` takes off."""
-    assert batch.reference is not None
-    assert batch.proximal is not None
-    left = list(rewards)
-    for t in range(len(batch.mask)):
-        if batch.mask[t] and math.isfinite(batch.behaviour[t]):
-            old = batch.proximal[t] if c.proximal == "recompute" else batch.behaviour[t]
-            left[int(batch.sample[t])] -= (
-                c.kl_reward * _estimate(batch.reference[t] - old, c.kl_reward_estimator).item()
-            )
-    lengths = [sum(bool(m) for m in batch.mask[batch.sample == sample]) for sample in range(len(left))]
-    advantages = []
-    for first in range(0, len(left), group):
-        of_group = left[first : first + group]
-        deviation = {"population": statistics.pstdev, "sample": statistics.stdev, "none": None}[c.advantage.std]
-        divisor = 1.0 if deviation is None else deviation(of_group) + c.advantage.eps
-        leads = above_the_baseline(of_group, lengths[first : first + group], c.advantage.baseline)
-        advantages += [lead / divisor for lead in leads]
-    return advantages
-
-
-def above_the_baseline(rewards: list[float], lengths: list[int], baseline: str) -> list[float]:
-    """R - b of every answer of a group."""
-    if baseline == "leave_one_out":
-        return [reward - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, reward in enumerate(rewards)]
-    if baseline == "best_alone":
-        best, second = sorted(rewards, reverse=True)[:2]
-        return [best - second if reward == best else 0.0 for reward in rewards]
-    if baseline == "by_length":
-        each_token = [reward for reward, length in zip(rewards, lengths, strict=True) for _ in range(length)]
-        return [reward - statistics.fmean(each_token) for reward in rewards]
-    return [reward - statistics.fmean(rewards) for reward in rewards]
-
-
 def slow_outliers(log_rho: Sequence[float], limit: float) -> list[bool]:
     """`mask: second_moment`: while the mean square of what is left is too large, the largest goes."""
     left = sorted((value**2 for value in log_rho), reverse=True)
@@ -246,6 +211,7 @@ def _tokens(batch: TokenBatch, measured: list[int], c: AlgoConfig) -> list[Token
             staleness=int(batch.staleness[t]),
             sample=int(batch.sample[t]),
             reference=at(batch.reference, t, None),
+            full_kl=None if batch.full_kl is None else batch.full_kl[t],
             teacher=at(batch.teacher, t, None),
             outlier=at(batch.outliers, t, False),
             covariant=at(batch.covariant, t, False),
@@ -338,21 +304,18 @@ def _distance(rule: str, own: float, of_sample: list[float]) -> float:
     }[over]
 
 
-def _surrogate(row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+def _surrogate(  # noqa: PLR0911
+    row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: Counter[str]
+) -> Tensor:
     """S of one token."""
     a, low, high = row.advantage, 1 - c.eps_low, 1 + c.eps_high
     r = torch.exp(torch.clamp(row.logprob - row.old, -20, 20)) if sample_ratio is None else sample_ratio
     where = "below" if r < low else "above" if r > high else "inside"
-    if c.loss == "reinforce":
-        counts["A>0" if a > 0 else "A<0"] += 1
-        return a * row.logprob
-    if c.loss == "gpg":
+    if c.loss in ("reinforce", "gpg"):
         counts["A>0" if a > 0 else "A<0"] += 1
         return a * row.logprob
     if c.loss == "dro":
-        off = a - c.dro_temperature * torch.clamp(row.logprob - row.old, -20, 20)
-        counts["log r below A / tau" if off > 0 else "log r above A / tau"] += 1
-        return -off * off / (2 * c.dro_temperature)
+        return _dro(row, c, counts)
     if c.loss in ("dppo_tv", "dppo_kl"):
         return _dppo(row, c, counts)
     if c.loss == "sapo":
@@ -376,6 +339,13 @@ def _surrogate(row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: C
     return surrogate
 
 
+def _dro(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+    """The regression of one token's log-ratio."""
+    off = row.advantage - c.dro_temperature * torch.clamp(row.logprob - row.old, -20, 20)
+    counts["log r below A / tau" if off > 0 else "log r above A / tau"] += 1
+    return -off * off / (2 * c.dro_temperature)
+
+
 def _dppo(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
     """The masked surrogate of one token, by the two probabilities of "it" and "not it"."""
     a, r = row.advantage, _exp(row.pi - row.old)
@@ -395,7 +365,7 @@ def _dppo(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
     return min(r, c.ratio_cap) * a * row.logprob
 
 
-def _estimate(d: Tensor, estimator: str) -> Tensor:
+def estimate(d: Tensor, estimator: str) -> Tensor:
     """The divergence of one token, d = log pi_ref - log pi."""
     d = torch.clamp(d, -20, 20)
     k3 = torch.exp(d) - 1 - d
@@ -414,11 +384,12 @@ def _further(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
         assert row.reference is not None
         counts["pi above ref" if row.pi > row.reference else "pi below ref"] += 1
         d = row.reference - row.logprob
-        divergence = _estimate(d, c.kl_estimator)
+        divergence = row.full_kl if c.kl_estimator == "full" else estimate(d, c.kl_estimator)
+        assert divergence is not None
         if c.kl_estimator == "k3_clamped":
             counts["at the limit"] += divergence.item() == 10
         if c.kl_straight_through:
-            squares = _estimate(d, "k2")
+            squares = estimate(d, "k2")
             divergence = divergence.detach() + squares - squares.detach()
         terms = terms + c.kl * divergence
     if c.entropy:

@@ -68,12 +68,13 @@ class Kind:
     package: str  # each of its modules is one built-in choice, but for `base` and those that begin with _
     base: str  # module:Class that every choice of this kind is a subclass of
     hosted: bool = False  # a class of the user's is not loaded where the configuration is checked
+    without: tuple[str, ...] = ()  # modules of the package that are no choice of this key
     refused: tuple[tuple[str, str], ...] = ()  # names that other trainers have and streamrl has not, and why
 
     @property
     def names(self) -> tuple[str, ...]:
         """The built-in choices, sorted; none of them is imported."""
-        return _modules_of(self.package, self.base.partition(":")[0])
+        return tuple(n for n in _modules_of(self.package, self.base.partition(":")[0]) if n not in self.without)
 
     @property
     def allowed(self) -> str:
@@ -200,7 +201,12 @@ MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask"
 REGULARISERS = Kind("algo.covariance", "streamrl.algo.regularisers", "streamrl.algo.regularisers.base:Regulariser")
 PROXIMALS = Kind("algo.proximal", "streamrl.algo.proximals", "streamrl.algo.proximals.base:Proximal")
 DIVERGENCES = Kind("algo.kl_estimator", "streamrl.algo.divergences", "streamrl.algo.divergences.base:Divergence")
-REWARD_DIVERGENCES = replace(DIVERGENCES, key="algo.kl_reward_estimator")
+REWARD_DIVERGENCES = replace(
+    DIVERGENCES,
+    key="algo.kl_reward_estimator",
+    without=("full",),
+    refused=(("full", "the reward is of tokens that were drawn, whose whole distribution nobody recorded"),),
+)
 AGGREGATIONS = Kind("algo.aggregation", "streamrl.algo.aggregations", "streamrl.algo.aggregations.base:Aggregation")
 BASELINES = Kind(
     "algo.advantage.baseline",

@@ -19,15 +19,13 @@ def carries_signal(rewards: Tensor, valid: Tensor) -> bool:
     return present.numel() > 0 and bool(present.min() != present.max())
 
 
-def group_advantages(
-    rewards: Tensor, valid: Tensor, config: AdvantageConfig, lengths: Tensor | None = None
-) -> Tensor:
+def group_advantages(rewards: Tensor, valid: Tensor, config: AdvantageConfig, lengths: Tensor | None = None) -> Tensor:
     """`A_i = (R_i - baseline_i) / (std_g R + eps)` of one group: [G], dtype of the rewards.
 
     rewards: float32 or float64 [G], finite; valid: bool [G], False for placeholders, which get 0 and enter
-    neither baseline nor deviation; lengths: int64 [G], trained tokens, for a baseline that reads them. A group without signal (a group of one among them) is 0 exactly, so that
-    the rounding of its mean is never divided by `eps`. Raises ValueError when the shapes do not fit, or the baseline
-    needs the lengths and there are none.
+    neither baseline nor deviation; lengths: int64 [G], trained tokens, for a baseline that reads them. A group without
+    signal (a group of one among them) is 0 exactly, so that the rounding of its mean is never divided by `eps`. Raises
+    ValueError when the shapes do not fit, or the baseline needs the lengths and there are none.
 
     Source: GRPO (arXiv:2402.03300); `std: none` is Dr. GRPO (arXiv:2503.20783).
 

@@ -95,6 +95,10 @@ class AlgoConfig(Section):
     kl_estimator_options: dict[str, Any] = Field(
         default_factory=dict, description="options of an estimator of your own"
     )
+    kl_target: float | None = Field(
+        None, gt=0, description="KL of a token that an adaptive weight of it keeps to, nats; null: the weight is fixed"
+    )
+    kl_horizon: int = Field(10_000, ge=1, description="samples in which that weight follows the KL's relative error")
     kl_straight_through: bool = Field(False, description="the value of kl_estimator with the gradient of k2")
     kl_reward: float = Field(
         0.0, ge=0, description="weight of the KL divergence to the reference policy that is taken off the reward"
@@ -212,6 +216,23 @@ class AlgoConfig(Section):
         if self.kl_straight_through and self.chosen("kl_estimator").follows_k2:
             raise ValueError(
                 f"kl_straight_through: true does nothing with kl_estimator={self.kl_estimator}; allowed: false"
+            )
+
+    @rule
+    def _reward_kl_is_of_drawn_tokens(self) -> None:
+        if self.chosen("kl_reward_estimator").of_vocabulary:
+            raise ValueError(
+                f"kl_reward_estimator: {self.kl_reward_estimator} is of the whole vocabulary, and the reward is of "
+                f"tokens that were drawn; allowed: {REWARD_DIVERGENCES.allowed}"
+            )
+
+    @rule
+    def _kl_target_has_one_weight(self) -> None:
+        if self.kl_target is not None and (self.kl > 0) == (self.kl_reward > 0):
+            how_many = "both are" if self.kl > 0 else "neither is"
+            raise ValueError(
+                f"kl_target: {self.kl_target:g} makes one weight adaptive, and of kl={self.kl:g} and "
+                f"kl_reward={self.kl_reward:g} {how_many} above 0; allowed: null, or one of them above 0"
             )
 
     @rule

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from benchmarks.losses_reference import above_the_baseline
+from benchmarks.losses_rewards import above_the_baseline
 from streamrl.algo.advantages import carries_signal, group_advantages
 from streamrl.choices import BASELINES
 from streamrl.config.algo import AdvantageConfig
@@ -85,7 +85,7 @@ def test_two_rewards_carry_signal():
 
 
 def test_a_baseline_by_length_without_lengths_is_refused():
-    with pytest.raises(ValueError, match="lengths is None, algo.advantage.baseline=by_length needs it"):
+    with pytest.raises(ValueError, match=r"lengths is None, algo.advantage.baseline=by_length needs it"):
         group_advantages(torch.zeros(2), torch.ones(2, dtype=torch.bool), AdvantageConfig(baseline="by_length"))
 
 

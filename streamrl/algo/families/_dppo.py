@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Dppo(Family):
     """`sg(min(r, c)) A log pi`, and 0 where pi has gone too far the way of the advantage.
 
-    How far is a divergence between "this token" and "another one" under pi and under pi_old: more than eps_high up where
-    A > 0, more than eps_low down where not. c = algo.ratio_cap.
+    How far is a divergence between "this token" and "another one" under pi and under pi_old: more than eps_high up
+    where A > 0, more than eps_low down where not. c = algo.ratio_cap.
     """
 
     uses = frozenset({"eps_low", "eps_high", "ratio_cap"})
@@ -40,9 +40,7 @@ class Dppo(Family):
         kept = torch.where(above | below, 0.0, surrogate)
         return kept, {"clip_low": below, "clip_high": above, "clip_dual": capped}
 
-    def _beyond(
-        self, logprobs: Tensor, log_r: Tensor, advantages: Tensor, config: AlgoConfig
-    ) -> tuple[Tensor, Tensor]:
+    def _beyond(self, logprobs: Tensor, log_r: Tensor, advantages: Tensor, config: AlgoConfig) -> tuple[Tensor, Tensor]:
         """Which tokens lose their gradient, above and below: bool [n] each."""
         logprobs, log_r = logprobs.detach(), log_r.detach()
         gains = advantages > 0
