@@ -4,9 +4,10 @@
 
 A row is one setting of `algo`. `value` and `gradient` are the largest differences to the reference (a loop over
 tokens that reads like the equations, `losses_reference.py`; or TRL's `GRPOTrainer._compute_loss`), over the seeds,
-relative to the reference's value and largest entry; gradients are those by log-prob and by entropy. `float32` is the
-gradient of the same tokens in the dtype of training. The branches are those that the setting has, each with the
-number of tokens that took it: a comparison that misses one proves nothing about it, and fails. The last row is every
+relative to the reference's value and largest entry; gradients are those by log-prob, by entropy and by the
+divergence over the whole vocabulary. `float32` is the gradient of the same tokens in the dtype of training. The
+branches are those that the setting has, each with the number of tokens that took it: a comparison that misses one
+proves nothing about it, and fails. The row before the last is that divergence from logits. The last row is every
 combination of family, proximal policy, weight, mask, aggregation and covariance rule on small batches.
 
 Exit code 1 when a difference is above the bar or a branch was never taken.
@@ -28,13 +29,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.losses_full_kl import full_kl_differences
 from benchmarks.losses_reference import (
     slow_covariant,
     slow_loss,
     slow_mean_weight,
     slow_outliers,
-    slow_penalised_advantages,
 )
+from benchmarks.losses_rewards import slow_penalised_advantages
 from benchmarks.losses_trl import NORM_LENGTH, TRL_LOSS, rectangular, token_batch, trl_loss
 from benchmarks.random_models import worst
 from streamrl.algo.aggregations.base import Denominators
@@ -43,13 +45,14 @@ from streamrl.algo.losses import policy_loss
 from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
-from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES
-from streamrl.config.algo import AlgoConfig
+from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES, REWARD_DIVERGENCES
+from streamrl.config.algo import AdvantageConfig, AlgoConfig
 
 BAR = 1e-9
 GROUP = 4  # answers of one, for what depends on it
 STEP = 5  # seeds the draw of clip_cov
 SMALL_CLIP = {"eps_low": 0.03, "eps_high": 0.05}  # a sample's ratio moves less than a token's
+DPPO = {"eps_low": 0.05, "eps_high": 0.06, "ratio_cap": 1.3}  # of a divergence, not of a ratio
 COVARIANCE = {"covariance_share": 0.1, "covariance_low": 0.1, "covariance_high": 1.0}
 TEACHER = "teacher"  # any name will do: its log-probs are drawn
 WIDE = {"mask_low": 0.9, "mask_high": 1.15}
@@ -75,6 +78,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss=sapo": {"loss": "sapo"},
     "loss=reinforce": {"loss": "reinforce"},
     "loss=reinforce weight=none": {"loss": "reinforce", "weight": "none"},
+    "loss=gpg": {"loss": "gpg", "weight": "none"},
+    "loss=dro": {"loss": "dro", "weight": "none", "dro_temperature": 0.5},
+    "loss=dppo_tv": {"loss": "dppo_tv", "weight": "none", **DPPO},
+    "loss=dppo_kl": {"loss": "dppo_kl", "weight": "none", **DPPO},
+    "ratio_penalty": {"loss": "dppo_tv", "weight": "none", "ratio_penalty": 1e-2, **DPPO},
     "proximal=recompute": {"proximal": "recompute"},
     "proximal=interpolate": {"proximal": "interpolate", "weight_cap": 1.5},
     "weight=none": {"weight": "none"},
@@ -105,7 +113,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
         for name in DIVERGENCES.names
         if not DIVERGENCES.load(name).follows_k2
     },
-    **{f"kl_reward {name}": {"kl_reward": 0.2, "kl_reward_estimator": name} for name in DIVERGENCES.names},
+    **{f"kl_reward {name}": {"kl_reward": 0.2, "kl_reward_estimator": name} for name in REWARD_DIVERGENCES.names},
+    **{f"advantage {name}": {"advantage": {"baseline": name, "std": "none"}} for name in BASELINES.names},
+    **{
+        f"advantage {name} kl_reward": {"advantage": {"baseline": name, "std": "sample"}, "kl_reward": 0.2}
+        for name in BASELINES.names
+    },
     "kl_reward recompute": {"kl_reward": 0.2, "proximal": "recompute", "covariance": "kl_cov", **COVARIANCE},
     "distillation": {"distillation": {"teacher": TEACHER, "coefficient": 0.7}},
     "distillation alone": {"distillation": {"teacher": TEACHER, "rewards": False}},
@@ -186,6 +199,7 @@ def make_batch(seed: int, samples: int, longest: int) -> TokenBatch:
         proximal=behaviour + drift + 0.4 * normal(),
         reference=behaviour + 0.4 * normal() + 3.5 * (torch.rand(count, generator=random) < 0.03),
         teacher=behaviour + 0.8 * normal(),
+        full_kl=normal().abs().requires_grad_(),
     )
 
 
@@ -210,7 +224,7 @@ def against_reference(row: Row, batch: TokenBatch, config: AlgoConfig) -> None:
 
 def with_selection(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> TokenBatch:
     """The batch with what the rules of the whole step take and make of it: by streamrl, or by the loops."""
-    if config.kl_reward:
+    if config.kl_reward or config.advantage != AdvantageConfig():
         batch = replace(batch, advantages=penalised(batch, config, slow=slow))
     trained = batch.mask.nonzero().squeeze(-1)
     tokens = batch.select(trained)
@@ -256,6 +270,7 @@ def penalised(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> Tensor:
         rewards=rewards,
         valid=torch.ones(batch.samples, dtype=torch.bool),
         first_place=lengths.cumsum(0) - lengths,
+        lengths=lengths,
         sizes=(GROUP,) * (batch.samples // GROUP),
     )
     tokens = batch.select(batch.mask.nonzero().squeeze(-1))
@@ -279,16 +294,16 @@ def _mean_weight(batch: TokenBatch, config: AlgoConfig, *, slow: bool) -> float:
 
 def with_dtype(batch: TokenBatch, dtype: torch.dtype) -> TokenBatch:
     """The batch with its floats in another dtype, log-probs and entropies as new leaves."""
-    floats = ("logprobs", "entropy", "behaviour", "advantages", "proximal", "reference", "teacher")
+    floats = ("logprobs", "entropy", "behaviour", "advantages", "proximal", "reference", "teacher", "full_kl")
     cast = {name: getattr(batch, name).detach().to(dtype) for name in floats}
-    for name in ("logprobs", "entropy"):
+    for name in ("logprobs", "entropy", "full_kl"):
         cast[name].requires_grad_()
     return replace(batch, **cast)
 
 
 def gradients(loss: Tensor, batch: TokenBatch) -> Tensor:
-    """[2, N], by log-prob and by entropy."""
-    leaves = [leaf for leaf in (batch.logprobs, batch.entropy) if leaf is not None]
+    """[3, N], by log-prob, entropy and the divergence over the whole vocabulary."""
+    leaves = [leaf for leaf in (batch.logprobs, batch.entropy, batch.full_kl) if leaf is not None]
     return torch.stack(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
 
 
@@ -384,6 +399,10 @@ def measure(quick: bool) -> Iterator[Row]:
         yield row
     for name in TRL_SETTINGS:
         yield against_trl(name)
+    row = Row("kl full from logits", "loop")
+    for seed in seeds:
+        row.add(*full_kl_differences(seed))
+    yield row
     every = list(combinations())[:: 20 if quick else 1]
     row = Row(f"{len(every)} combinations", "loop")
     for seed, config in enumerate(every):

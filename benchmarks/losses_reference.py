@@ -7,7 +7,6 @@ tokens took each branch, so that a comparison that misses one is seen.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from streamrl.config.algo import AlgoConfig
 
 EDGES = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 SIDES = ["A>0 below", "A>0 inside", "A>0 above", "A<0 below", "A<0 inside", "A<0 above"]
+DPPO = ["A>0 masked", "A>0 kept", "A<0 masked", "A<0 kept", "ratio capped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class Token:
     staleness: int
     sample: int
     reference: float | None
+    full_kl: Tensor | None
     teacher: float | None
     outlier: bool
     covariant: bool
@@ -80,6 +81,10 @@ def branches(c: AlgoConfig) -> list[str]:
         "cispo": ["below", "inside", "above"],
         "sapo": ["A>0 gate", "A<=0 gate"],
         "reinforce": ["A>0", "A<0"],
+        "gpg": ["A>0", "A<0"],
+        "dro": ["log r below A / tau", "log r above A / tau"],
+        "dppo_tv": DPPO,
+        "dppo_kl": DPPO,
     }[c.loss]
     if c.dual_clip is not None:
         names = [*names, "dual bound"]
@@ -91,6 +96,8 @@ def branches(c: AlgoConfig) -> list[str]:
         names = [*names, f"{c.covariance} taken", f"{c.covariance} left"]
     if c.discount < 1:
         names = [*names, "fresh", "discounted"]
+    if c.ratio_penalty:
+        names = [*names, "pi above old", "pi below old"]
     if c.kl:
         names = [*names, "pi above ref", "pi below ref"]
         if c.kl_estimator == "k3_clamped":
@@ -119,25 +126,6 @@ def slow_mean_weight(batch: TokenBatch, c: AlgoConfig) -> float:
             product = _exp(sum(row.old - row.mu for row in siblings))
             weights.append(_truncated(product, max(row.staleness for row in siblings), c))
     return sum(weights) / len(weights)
-
-
-def slow_penalised_advantages(batch: TokenBatch, rewards: Sequence[float], group: int, c: AlgoConfig) -> list[float]:
-    """`kl_reward`: the advantage of each sample, neighbours in groups, by their mean and population deviation."""
-    assert batch.reference is not None
-    assert batch.proximal is not None
-    left = list(rewards)
-    for t in range(len(batch.mask)):
-        if batch.mask[t] and math.isfinite(batch.behaviour[t]):
-            old = batch.proximal[t] if c.proximal == "recompute" else batch.behaviour[t]
-            left[int(batch.sample[t])] -= (
-                c.kl_reward * _estimate(batch.reference[t] - old, c.kl_reward_estimator).item()
-            )
-    advantages = []
-    for first in range(0, len(left), group):
-        of_group = left[first : first + group]
-        mean, deviation = statistics.fmean(of_group), statistics.pstdev(of_group)
-        advantages += [(reward - mean) / (deviation + c.advantage.eps) for reward in of_group]
-    return advantages
 
 
 def slow_outliers(log_rho: Sequence[float], limit: float) -> list[bool]:
@@ -223,6 +211,7 @@ def _tokens(batch: TokenBatch, measured: list[int], c: AlgoConfig) -> list[Token
             staleness=int(batch.staleness[t]),
             sample=int(batch.sample[t]),
             reference=at(batch.reference, t, None),
+            full_kl=None if batch.full_kl is None else batch.full_kl[t],
             teacher=at(batch.teacher, t, None),
             outlier=at(batch.outliers, t, False),
             covariant=at(batch.covariant, t, False),
@@ -315,14 +304,20 @@ def _distance(rule: str, own: float, of_sample: list[float]) -> float:
     }[over]
 
 
-def _surrogate(row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+def _surrogate(  # noqa: PLR0911
+    row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: Counter[str]
+) -> Tensor:
     """S of one token."""
     a, low, high = row.advantage, 1 - c.eps_low, 1 + c.eps_high
     r = torch.exp(torch.clamp(row.logprob - row.old, -20, 20)) if sample_ratio is None else sample_ratio
     where = "below" if r < low else "above" if r > high else "inside"
-    if c.loss == "reinforce":
+    if c.loss in ("reinforce", "gpg"):
         counts["A>0" if a > 0 else "A<0"] += 1
         return a * row.logprob
+    if c.loss == "dro":
+        return _dro(row, c, counts)
+    if c.loss in ("dppo_tv", "dppo_kl"):
+        return _dppo(row, c, counts)
     if c.loss == "sapo":
         counts["A>0 gate" if a > 0 else "A<=0 gate"] += 1
         tau = c.sapo_positive if a > 0 else c.sapo_negative
@@ -344,7 +339,33 @@ def _surrogate(row: Token, sample_ratio: Tensor | None, c: AlgoConfig, counts: C
     return surrogate
 
 
-def _estimate(d: Tensor, estimator: str) -> Tensor:
+def _dro(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+    """The regression of one token's log-ratio."""
+    off = row.advantage - c.dro_temperature * torch.clamp(row.logprob - row.old, -20, 20)
+    counts["log r below A / tau" if off > 0 else "log r above A / tau"] += 1
+    return -off * off / (2 * c.dro_temperature)
+
+
+def _dppo(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
+    """The masked surrogate of one token, by the two probabilities of "it" and "not it"."""
+    a, r = row.advantage, _exp(row.pi - row.old)
+    log_pi, log_old = min(row.pi, 0.0), min(row.old, 0.0)
+    pi, old = math.exp(log_pi), math.exp(log_old)
+    if c.loss == "dppo_tv":
+        distance = abs(pi - old)
+    else:
+        distance = old * (log_old - log_pi) + (1 - old) * math.log((1 - old + 1e-8) / (1 - pi + 1e-8))
+    side = "A>0" if a > 0 else "A<0"
+    away = row.pi > row.old if a > 0 else row.pi < row.old
+    if away and distance > (c.eps_high if a > 0 else c.eps_low):
+        counts[f"{side} masked"] += 1
+        return 0 * row.logprob
+    counts[f"{side} kept"] += 1
+    counts["ratio capped"] += r > c.ratio_cap
+    return min(r, c.ratio_cap) * a * row.logprob
+
+
+def estimate(d: Tensor, estimator: str) -> Tensor:
     """The divergence of one token, d = log pi_ref - log pi."""
     d = torch.clamp(d, -20, 20)
     k3 = torch.exp(d) - 1 - d
@@ -356,15 +377,19 @@ def _further(row: Token, c: AlgoConfig, counts: Counter[str]) -> Tensor:
     terms = torch.zeros((), dtype=torch.float64)
     if c.covariance == "kl_cov" and row.covariant:
         terms = terms + c.covariance_kl * torch.abs(torch.clamp(row.logprob - row.old, -20, 20))
+    if c.ratio_penalty:
+        counts["pi above old" if row.pi > row.old else "pi below old"] += 1
+        terms = terms + c.ratio_penalty * torch.clamp(row.logprob - row.old, -20, 20) ** 2
     if c.kl:
         assert row.reference is not None
         counts["pi above ref" if row.pi > row.reference else "pi below ref"] += 1
         d = row.reference - row.logprob
-        divergence = _estimate(d, c.kl_estimator)
+        divergence = row.full_kl if c.kl_estimator == "full" else estimate(d, c.kl_estimator)
+        assert divergence is not None
         if c.kl_estimator == "k3_clamped":
             counts["at the limit"] += divergence.item() == 10
         if c.kl_straight_through:
-            squares = _estimate(d, "k2")
+            squares = estimate(d, "k2")
             divergence = divergence.detach() + squares - squares.detach()
         terms = terms + c.kl * divergence
     if c.entropy:

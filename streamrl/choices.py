@@ -68,11 +68,13 @@ class Kind:
     package: str  # each of its modules is one built-in choice, but for `base` and those that begin with _
     base: str  # module:Class that every choice of this kind is a subclass of
     hosted: bool = False  # a class of the user's is not loaded where the configuration is checked
+    without: tuple[str, ...] = ()  # modules of the package that are no choice of this key
+    refused: tuple[tuple[str, str], ...] = ()  # names that other trainers have and streamrl has not, and why
 
     @property
     def names(self) -> tuple[str, ...]:
         """The built-in choices, sorted; none of them is imported."""
-        return _modules_of(self.package, self.base.partition(":")[0])
+        return tuple(n for n in _modules_of(self.package, self.base.partition(":")[0]) if n not in self.without)
 
     @property
     def allowed(self) -> str:
@@ -127,6 +129,8 @@ def _modules_of(package: str, base: str) -> tuple[str, ...]:
 @cache
 def _built_in(kind: Kind, name: str) -> type[Any]:
     if name not in kind.names:
+        if (reason := dict(kind.refused).get(name)) is not None:
+            raise ValueError(f"{kind.key}: {name} is not allowed: {reason}; allowed: {kind.allowed}")
         near = difflib.get_close_matches(name, kind.names, n=1, cutoff=0.5)
         hint = f"; nearest known value: {near[0]}" if near else ""
         raise ValueError(f"{kind.key}: {name} is not allowed; allowed: {kind.allowed}{hint}")
@@ -197,12 +201,26 @@ MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask"
 REGULARISERS = Kind("algo.covariance", "streamrl.algo.regularisers", "streamrl.algo.regularisers.base:Regulariser")
 PROXIMALS = Kind("algo.proximal", "streamrl.algo.proximals", "streamrl.algo.proximals.base:Proximal")
 DIVERGENCES = Kind("algo.kl_estimator", "streamrl.algo.divergences", "streamrl.algo.divergences.base:Divergence")
-REWARD_DIVERGENCES = replace(DIVERGENCES, key="algo.kl_reward_estimator")
+REWARD_DIVERGENCES = replace(
+    DIVERGENCES,
+    key="algo.kl_reward_estimator",
+    without=("full",),
+    refused=(("full", "the reward is of tokens that were drawn, whose whole distribution nobody recorded"),),
+)
 AGGREGATIONS = Kind("algo.aggregation", "streamrl.algo.aggregations", "streamrl.algo.aggregations.base:Aggregation")
+BASELINES = Kind(
+    "algo.advantage.baseline",
+    "streamrl.algo.baselines",
+    "streamrl.algo.baselines.base:Baseline",
+    refused=(
+        ("remax", "it needs a greedy answer to every prompt beside the drawn ones, which no group has"),
+        ("reinforce_plus_plus", "it compares the answers of a whole step, and a group is all that a baseline sees"),
+    ),
+)
 FAMILIES = Kind("model.family", "streamrl.learner.families", "streamrl.learner.families.base:ModelFamily")
 TASKS = Kind("task.name", "streamrl.tasks.built_in", "streamrl.tasks.environment:Environment", hosted=True)
 TOOLS = Kind("task.args.tools", "streamrl.tasks.tools", "streamrl.tasks.tools.base:Tool")
 SINKS = Kind("observe.sink", "streamrl.observe.sinks", "streamrl.observe.sinks.base:Sink")
 
-ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, DIVERGENCES, REWARD_DIVERGENCES, AGGREGATIONS)
+ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, DIVERGENCES, REWARD_DIVERGENCES, AGGREGATIONS, BASELINES)
 KINDS = (ORDERS, CURRICULA, TRANSPORTS, *ALGORITHM, FAMILIES, TASKS, TOOLS, SINKS)

@@ -21,14 +21,17 @@ OTHER_MEANINGS = {
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/api/inputs.py": {"tools"},  # an argument
     "streamrl/config/algo.py": {"none"},  # algo.advantage.std
-    "streamrl/config/learner.py": {"none"},  # learner.recompute
+    "streamrl/config/learner.py": {"none", "full"},  # learner.recompute
     "streamrl/config/megatron_rl.py": {"agent"},  # an argument
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event
-    "streamrl/lab/plan/learner_memory.py": {"recompute"},  # learner.recompute
+    "streamrl/lab/sweep/results.py": {"mean"},  # over seeds
+    "streamrl/lab/plan/learner_memory.py": {"recompute", "full"},  # learner.recompute
     "streamrl/lab/plan/machines.py": {"copy", "memory", "disk"},  # speeds of a machine
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
+    "streamrl/learner/lora.py": {"full"},  # Megatron's recomputation
+    "streamrl/learner/model.py": {"full"},  # learner.recompute
     "streamrl/learner/megatron_imports.py": {"wandb"},  # a package
     "streamrl/learner/packing.py": {"behaviour"},  # a field
     "streamrl/learner/selection.py": {"behaviour"},  # a field

@@ -32,7 +32,7 @@ PENALISED_BY = "penalised_by/"
 REWARD_KL = "reward_kl"
 
 _MASKED_BY = "masked_by/"
-_LOSS_SHARES = (*CLIPPED, "entropy")  # means over n tokens, under `loss/`
+_LOSS_SHARES = (*CLIPPED, "entropy", "ratio_penalty")  # means over n tokens, under `loss/`
 
 
 def off_policy_values(log_rho: Tensor) -> dict[str, Tensor]:
@@ -114,6 +114,7 @@ def finish(
     - `loss/clip_low`, `/clip_high`, `/clip_dual`: share of n with r < 1 - eps_low and A < 0, with
       r > 1 + eps_high and A > 0, with the dual clip's bound active; r of the sample in gspo, and whatever the
       sign of A in cispo.
+    - `loss/ratio_penalty`: mean (log r)^2, without its weight; absent without `algo.ratio_penalty`.
     - `loss/kl_cov`: share of n that has the penalty of `covariance: kl_cov`; absent without it.
     - `offpolicy/ess`: effective sample size (sum rho)^2 / (n sum rho^2), in (0, 1].
     - `offpolicy/kl`, `/kl_k1`: KL(mu || pi) by k3 = rho - 1 - log rho and by k1 = -log rho, nats a token.

@@ -29,10 +29,10 @@ def policy_loss(batch: TokenBatch, config: AlgoConfig, denominators: Denominator
     """The micro batch's part of the loss, a scalar to call backward on, and its sums for `diagnostics.finish`.
 
     `L_t = -w S + beta D(pi || pi_ref) + R - lambda H`, S of the family `config.loss`, D by `config.kl_estimator`, R of
-    the regulariser `config.covariance`, summed with each token's share of the mean. A teacher has its part in the
-    advantages of S. A token that a mask zeroes keeps its other terms; a token whose mu is not finite has none. Parts
-    of one update are added, never averaged. A batch without a trained token gives 0 with zero gradients, so that no
-    rank falls out of step.
+    the regulariser `config.covariance` and of `config.ratio_penalty`, summed with each token's share of the mean. A
+    teacher has its part in the advantages of S. A token that a mask zeroes keeps its other terms; a token whose mu is
+    not finite has none. Parts of one update are added, never averaged. A batch without a trained token gives 0 with
+    zero gradients, so that no rank falls out of step.
 
     Raises ValueError if a setting needs a field that the batch does not have, naming both.
     """
@@ -93,8 +93,15 @@ def _further_terms(tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tup
         if (penalty := regulariser.penalty(picked, log_r, config)) is not None:
             terms = terms + penalty
             values[PENALISED_BY + regulariser.label] = picked
+    if config.ratio_penalty != 0:
+        squares = bounded(log_r).square()
+        terms = terms + config.ratio_penalty * squares
+        values["ratio_penalty"] = squares.detach()
     if config.kl != 0:
-        kl = reference_kl(tokens.logprobs, needed(tokens.reference, "reference", f"algo.kl={config.kl:g}"), config)
+        if divergence_of(config).of_vocabulary:
+            kl = needed(tokens.full_kl, "full_kl", f"algo.kl_estimator={config.kl_estimator}")
+        else:
+            kl = reference_kl(tokens.logprobs, needed(tokens.reference, "reference", f"algo.kl={config.kl:g}"), config)
         terms = terms + config.kl * kl
         values["kl"] = kl.detach()
     if tokens.reward_kl is not None:

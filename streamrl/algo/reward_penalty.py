@@ -23,12 +23,13 @@ class Outcomes:
     """The answers of a whole step, group by group, in the batch's order.
 
     Example: two groups of 2 answers with 3, 5, 0 (a placeholder) and 2 trained tokens have `sizes=(2, 2)`,
-    `valid=[True, True, False, True]` and `first_place=[0, 3, 8, 8]`.
+    `valid=[True, True, False, True]`, `lengths=[3, 5, 0, 2]` and `first_place=[0, 3, 8, 8]`.
     """
 
     rewards: Tensor  # float64 [S]
     valid: Tensor  # bool [S], False for placeholders
     first_place: Tensor  # int64 [S], `place` of the first trained token: those of the answer and of all after it
+    lengths: Tensor  # int64 [S], trained tokens
     sizes: tuple[int, ...]  # answers of each group
 
     def answer_of(self, place: Tensor) -> Tensor:
@@ -49,5 +50,7 @@ def reward_kl(old: Tensor, reference: Tensor, behaviour: Tensor, config: AlgoCon
 def penalised_advantages(outcomes: Outcomes, penalty: Tensor, config: AlgoConfig) -> Tensor:
     """The group-relative advantages of `R - kl_reward penalty`: float64 [S]. penalty: float64 [S], nats an answer."""
     rewards = outcomes.rewards - config.kl_reward * penalty
-    groups = zip(rewards.split(outcomes.sizes), outcomes.valid.split(outcomes.sizes), strict=True)
-    return torch.cat([group_advantages(of_group, valid, config.advantage) for of_group, valid in groups])
+    groups = zip(*(each.split(outcomes.sizes) for each in (rewards, outcomes.valid, outcomes.lengths)), strict=True)
+    return torch.cat(
+        [group_advantages(of_group, valid, config.advantage, lengths) for of_group, valid, lengths in groups]
+    )

@@ -32,6 +32,7 @@ class TokenBatch:
     teacher: Tensor | None = None  # like logprobs, log pi_T
     outliers: Tensor | None = None  # bool [N], tokens that `mask: second_moment` zeroes (`whole_step.Selection`)
     covariant: Tensor | None = None  # bool [N], tokens that `algo.covariance` acts on (`whole_step.Selection`)
+    full_kl: Tensor | None = None  # like logprobs, with gradient, KL(pi || pi_ref) over the whole vocabulary
     reward_kl: Tensor | None = None  # like logprobs, what `algo.kl_reward` has taken off the reward, for the metric
     mean_weight: float | None = None  # of the step, before masks and discount (`importance.weight_sums`)
 
@@ -41,7 +42,7 @@ class TokenBatch:
             raise ValueError(f"logprobs is {dtype} {list(self.logprobs.shape)}, float32 or float64 [N] is needed")
         expected = {"behaviour": dtype, "advantages": dtype, "mask": torch.bool}
         expected |= {"staleness": torch.int64, "sample": torch.int64}
-        optional = dict.fromkeys(("entropy", "proximal", "reference", "teacher", "reward_kl"), dtype)
+        optional = dict.fromkeys(("entropy", "proximal", "reference", "teacher", "full_kl", "reward_kl"), dtype)
         optional |= {"outliers": torch.bool, "covariant": torch.bool}
         expected |= {name: needed for name, needed in optional.items() if getattr(self, name) is not None}
         for name, needed in expected.items():
@@ -71,6 +72,7 @@ class TokenBatch:
             teacher=at(self.teacher),
             outliers=at(self.outliers),
             covariant=at(self.covariant),
+            full_kl=at(self.full_kl),
             reward_kl=at(self.reward_kl),
             mean_weight=self.mean_weight,
         )

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from streamrl.choices import (
     AGGREGATIONS,
+    BASELINES,
     DIVERGENCES,
     FAMILIES,
     LOSSES,
@@ -30,13 +31,15 @@ class AdvantageConfig(Section):
     std: Literal["population", "sample", "none"] = Field(
         "population", description="what the centred reward is divided by"
     )
-    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what is taken from the reward")
+    baseline: Annotated[str, BASELINES] = Field("mean", description="what is taken from the reward")
+    baseline_options: dict[str, Any] = Field(default_factory=dict, description="options of a baseline of your own")
     eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
 
     @property
     def least_samples(self) -> int:
-        """Samples of a group that have an advantage besides 0: each of the baselines is made of the group itself."""
-        return 2
+        """Samples of a group that may have an advantage besides 0."""
+        least: int = self.chosen("baseline").least_samples
+        return least
 
 
 class MaskRule(Section):
@@ -92,6 +95,10 @@ class AlgoConfig(Section):
     kl_estimator_options: dict[str, Any] = Field(
         default_factory=dict, description="options of an estimator of your own"
     )
+    kl_target: float | None = Field(
+        None, gt=0, description="KL of a token that an adaptive weight of it keeps to, nats; null: the weight is fixed"
+    )
+    kl_horizon: int = Field(10_000, ge=1, description="samples in which that weight follows the KL's relative error")
     kl_straight_through: bool = Field(False, description="the value of kl_estimator with the gradient of k2")
     kl_reward: float = Field(
         0.0, ge=0, description="weight of the KL divergence to the reference policy that is taken off the reward"
@@ -106,6 +113,11 @@ class AlgoConfig(Section):
     entropy: float = Field(0.0, ge=0, description="lambda, weight of the entropy bonus")
     sapo_positive: float = Field(1.0, gt=0, description="temperature of sapo's gate for advantages above 0")
     sapo_negative: float = Field(1.05, gt=0, description="temperature of sapo's gate for the other advantages")
+    ratio_cap: float = Field(20.0, ge=1, description="largest ratio that multiplies dppo's gradient")
+    dro_temperature: float = Field(
+        1.0, gt=0, description="tau of dro: how hard a token is drawn back to the proximal policy"
+    )
+    ratio_penalty: float = Field(0.0, ge=0, description="weight of (log r)^2 in the loss, whatever the family")
     weight: Annotated[str, WEIGHTS] = Field("token", description="what the truncated importance weight reads")
     weight_options: dict[str, Any] = Field(default_factory=dict, description="options of a weight of your own")
     weight_cap: float = Field(2.0, ge=1, description="C, cap of the importance weight")
@@ -204,6 +216,23 @@ class AlgoConfig(Section):
         if self.kl_straight_through and self.chosen("kl_estimator").follows_k2:
             raise ValueError(
                 f"kl_straight_through: true does nothing with kl_estimator={self.kl_estimator}; allowed: false"
+            )
+
+    @rule
+    def _reward_kl_is_of_drawn_tokens(self) -> None:
+        if self.chosen("kl_reward_estimator").of_vocabulary:
+            raise ValueError(
+                f"kl_reward_estimator: {self.kl_reward_estimator} is of the whole vocabulary, and the reward is of "
+                f"tokens that were drawn; allowed: {REWARD_DIVERGENCES.allowed}"
+            )
+
+    @rule
+    def _kl_target_has_one_weight(self) -> None:
+        if self.kl_target is not None and (self.kl > 0) == (self.kl_reward > 0):
+            how_many = "both are" if self.kl > 0 else "neither is"
+            raise ValueError(
+                f"kl_target: {self.kl_target:g} makes one weight adaptive, and of kl={self.kl:g} and "
+                f"kl_reward={self.kl_reward:g} {how_many} above 0; allowed: null, or one of them above 0"
             )
 
     @rule

@@ -44,6 +44,7 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         lambda c: c.learner.optimizer.spike_factor is not None,
     ),
     (("algo.kl_estimator", "algo.kl_straight_through"), "algo.kl above 0", lambda c: c.algo.kl > 0),
+    (("algo.kl_horizon",), "algo.kl_target", lambda c: c.algo.kl_target is not None),
     (("algo.kl_reward_estimator",), "algo.kl_reward above 0", lambda c: c.algo.kl_reward > 0),
     (
         (

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from streamrl.observe.bars import track
+from streamrl.observe.taken_off import taken_off
 from streamrl.recorded.journal import RunJournal
 from streamrl.types import Group, Sample
 
@@ -36,6 +37,7 @@ SCHEMA = pa.schema(
         "finished": pa.float64(),
         "finish_reason": pa.string(),
         "reward": pa.float64(),
+        "taken_off": pa.float64(),  # from the reward by algo.kl_reward when it was trained
         "reward_parts": pa.map_(pa.string(), pa.float64()),
         "prompt_ids": pa.list_(pa.int32()),
         "output_ids": pa.list_(pa.int32()),
@@ -63,6 +65,7 @@ def export(journal: RunJournal, output: Path, lost: list[str]) -> int:
 
 
 def _rows(journal: RunJournal, lost: list[str]) -> Iterator[Row]:
+    lost_rewards = taken_off(journal.folder.parent)
     for recorded in track(journal.groups, "export", "groups"):
         try:
             group = journal.load(recorded)
@@ -70,8 +73,10 @@ def _rows(journal: RunJournal, lost: list[str]) -> Iterator[Row]:
             lost.append(str(error))
             continue
         fate = {"state": recorded.state, "reason": recorded.reason, "step": recorded.step}
+        penalties = lost_rewards.get((recorded.step, group.group_id)) if recorded.step is not None else None
         for index, sample in enumerate(group.samples):
-            yield {**fate, **_of_group(group), **_of_sample(index, sample)}
+            penalty = penalties[index] if penalties else 0.0
+            yield {**fate, **_of_group(group), **_of_sample(index, sample), "taken_off": penalty}
 
 
 def _of_group(group: Group) -> Row:

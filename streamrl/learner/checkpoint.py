@@ -25,6 +25,7 @@ import xxhash
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from streamrl.algo.kl_control import KlControl
 from streamrl.config.file import ConfigError
 from streamrl.learner import checkpoint_optimizer
 from streamrl.learner.checkpoint_files import FileSum
@@ -76,6 +77,7 @@ class State:
     optimizer: PolicyOptimizer
     ranks: Ranks
     settings: dict[str, Any]  # what a run that resumes must share beside the model's shape
+    kl_control: KlControl | None = None
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -110,6 +112,16 @@ class State:
             chunk.load_state_dict(loaded[f"model{index}"])
         self.optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], self.optimizer))
         self.optimizer.own_steps()
+
+    def counts(self) -> dict[str, Any]:
+        """What every rank has alike: counts of updates, the schedule, the factor of an adaptive weight."""
+        return {**self.optimizer.counts(), "kl_factor": 1.0 if self.kl_control is None else self.kl_control.factor}
+
+    def load_counts(self, counts: dict[str, Any]) -> None:
+        """Take up what `counts` gave."""
+        self.optimizer.load_counts(counts)
+        if self.kl_control is not None:
+            self.kl_control.factor = counts.get("kl_factor", 1.0)  # absent from before there was one
 
     def random(self) -> ShardedObject:
         """The random state of every rank."""
@@ -184,7 +196,7 @@ def load(checkpoint: Checkpoint, state: State) -> None:
         _clear_pads(state.chunks)
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
     state.restore(loaded)
-    state.optimizer.load_counts(loaded["counts"])
+    state.load_counts(loaded["counts"])
     if same_layout:
         _set_random_state(loaded["random"])
 

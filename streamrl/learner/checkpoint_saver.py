@@ -303,7 +303,7 @@ def _staged(state: State, folder: Path) -> _Plan:
     strategy = _Staging()
     # What several data-parallel ranks have alike, as weights, is shared out among them by size.
     copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    wanted = {**state.sharded(loading=False), "random": state.random(), "counts": state.optimizer.counts()}
+    wanted = {**state.sharded(loading=False), "random": state.random(), "counts": state.counts()}
     dist_checkpointing.save(
         wanted, str(folder), FullyParallelSaveStrategyWrapper(strategy, copies), async_sharded_save=True
     )

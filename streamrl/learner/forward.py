@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from streamrl.algo.diagnostics import MAX, merge
 from streamrl.config import Config
 from streamrl.learner.blame import DATA_ERRORS, MicroBatchFailed
+from streamrl.learner.full_kl import ReferenceStates
 from streamrl.learner.megatron_fields import values_of
 from streamrl.learner.model import PolicyModel, policy_of
 from streamrl.learner.packing import MicroBatch
@@ -32,8 +34,9 @@ from streamrl.learner.parallel import Ranks
 from streamrl.learner.rows import RowMaker
 from streamrl.learner.stopwatch import Stopwatch
 
-# (log-probs [N], entropies [N], index of the micro batch) -> (its part of the step's loss, its sums).
-Loss = Callable[[Tensor, Tensor, int], tuple[Tensor, dict[str, Tensor]]]
+# (log-probs [N], entropies [N], index of the micro batch) -> (its part of the step's loss, its sums). With a reference
+# there is a fourth argument: divergences [N].
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 
 def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[DistributedDataParallel]:
@@ -91,23 +94,35 @@ class Passes:
         model = policy_of(chunks[0])
         model.config.finalize_model_grads_func = self._finalize
         self._rows = RowMaker.of_model(model, config, ranks.device.torch_device)
+        self._references: Sequence[ReferenceStates | None] = ()
         self._began = 0.0
         self._stopwatch = Stopwatch(ranks.device)
         self.busy = 0.0  # seconds of the last `forward_backward`, without the reduction of gradients over ranks
         self.forward = 0.0  # those of them in this rank's forward passes and the loss
 
-    def forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> dict[str, Tensor]:
+    def forward_backward(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        loss: Loss,
+        references: Sequence[ReferenceStates | None] = (),
+    ) -> dict[str, Tensor]:
         """Put the gradient of these micro batches' loss into the buffers, which are emptied first.
 
         `loss` is called on the ranks of the last pipeline stage; parts are added, so each is divided by the
         counts of the whole update. Returns the loss's sums over micro batches and data-parallel ranks
-        (`max/...`: the largest), the same on every rank. Raises ValueError without a micro batch.
+        (`max/...`: the largest), the same on every rank. references: of each micro batch, where the loss has the
+        divergence over the whole vocabulary. Raises ValueError without a micro batch.
         """
         self._began = time.perf_counter()
         for chunk in self._chunks:
             assert isinstance(chunk, DistributedDataParallel), "a model that only scores has no gradients"
             chunk.zero_grad_buffer()
-        return self._reduced(merge(self._run(micro_batches, partial(self._part, loss), forward_only=False)))
+        self._references = references
+        try:
+            sums = self._run(micro_batches, partial(self._part, loss), forward_only=False)
+        finally:
+            self._references = ()
+        return self._reduced(merge(sums))
 
     def score(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
         """The log-probs float32 [N] of each micro batch's targets under the present weights, without a gradient.
@@ -117,6 +132,16 @@ class Passes:
         with torch.no_grad(), self._evaluating():
             logprobs = self._run(micro_batches, _logprobs, forward_only=True)
         return logprobs or [torch.zeros(0, device=self._ranks.device.torch_device) for _ in micro_batches]
+
+    def score_with_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[ReferenceStates]]:
+        """As `score`, with what the divergence over the whole vocabulary needs; nothing but on the last stage."""
+        states: list[ReferenceStates] = []
+        last = policy_of(self._chunks[-1])
+        last.states = states
+        try:
+            return self.score(micro_batches), states
+        finally:
+            last.states = None
 
     def mean_logprob(self, micro_batches: Sequence[MicroBatch]) -> float:
         """The mean log-prob of all targets of all ranks, the same on every rank; as `score` otherwise."""
@@ -168,18 +193,21 @@ class Passes:
         try:
             row = self._rows.make(micro, longest)
             with contextlib.nullcontext() if scoring else self._stopwatch.running():
-                output = model(row.ids, row.positions, None, labels=row.targets, packed_seq_params=row.packed)
+                targets = row.targets
+                if self._references and not scoring:
+                    targets = replace(targets, reference=self._references[index])
+                output = model(row.ids, row.positions, None, labels=targets, packed_seq_params=row.packed)
         except DATA_ERRORS as error:
             raise MicroBatchFailed(micro.groups, error) from error
         if scoring and isinstance(output, tuple):
             # Where no loss is made of it, Megatron takes the output for one tensor.
-            output, _ = output
+            output = output[0]
         return output, partial(finish, index=index)
 
-    def _part(self, loss: Loss, output: tuple[Tensor, Tensor], index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _part(self, loss: Loss, output: tuple[Tensor, ...], index: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Megatron's triple (loss, number of tokens, sums): with a count it neither averages nor scales the loss."""
         with self._stopwatch.running():
-            value, sums = loss(*output, index)
+            value, sums = loss(*output[:2], index, *output[2:])
         return value, torch.zeros((), dtype=torch.int, device=value.device), sums
 
     def _finalize(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **groups: Any) -> None:

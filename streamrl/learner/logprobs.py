@@ -7,7 +7,7 @@ chunks of tokens, keeps one number a token for the backward pass, and computes t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from streamrl.learner.kept import BELOW, Kept
 from streamrl.learner.shape import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from streamrl.learner.full_kl import ReferenceStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +36,7 @@ class Targets:
     places: Tensor | None = None  # int64 [n], which of the row's targets these are; None: all of them, in order
     total: int = 0  # N, targets of the row; not read without places
     kept: Kept | None = None  # the sets from which the n tokens were drawn; None: all from the whole vocabulary
+    reference: ReferenceStates | None = None  # where the divergence over the whole vocabulary is asked for, too
 
     def divisor(self, part: slice) -> float | Tensor:
         """What the logits [n, rows] of some targets are divided by: one number, or [n, 1]."""

@@ -38,6 +38,8 @@ from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import lora, megatron_fields, router_replay
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
+from streamrl.learner.full_kl import ReferenceStates, full_kl
+from streamrl.learner.host_memory import host_copy
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.shape import ModelShape, check_fit
 from streamrl.learner.te import start_overlap, te_problem
@@ -77,6 +79,7 @@ class PolicyModel(GPTModel):
 
     shape: ModelShape
     layers: LayerChoice
+    states: list[ReferenceStates] | None = None  # of each micro batch that goes through, while it is a list
 
     def _preprocess(
         self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **rest: Any
@@ -95,7 +98,8 @@ class PolicyModel(GPTModel):
         return embedded, angles, *others
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **rest: Any) -> Any:
-        """(log-probs [N], entropies [N]) with targets; logits [b, s, vocabulary] (padded) without."""
+        """With targets (log-probs [N], entropies [N]), and divergences [N] where they have a reference; without, logits
+        [b, s, vocabulary] (padded)."""
         if not self.post_process or labels is None:
             return super()._postprocess(hidden_states=hidden_states, labels=None, **rest)
         weight = self.output_layer.weight
@@ -106,11 +110,18 @@ class PolicyModel(GPTModel):
             # The backward pass of the log-probs gives every rank the whole gradient: each takes its part of it.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, False, group=group)
         chosen = hidden_states.squeeze(1).index_select(0, labels.positions)
-        logprobs, entropy = token_logprobs(chosen, weight, labels, self.shape.vocabulary, group)
+        if self.states is not None:
+            self.states.append(ReferenceStates(host_copy(chosen.detach()), weight.detach()))
+        measured = token_logprobs(chosen, weight, labels, self.shape.vocabulary, group)
+        if labels.reference is not None:
+            measured = (
+                *measured,
+                full_kl(chosen, weight, labels.reference, labels, vocabulary=self.shape.vocabulary, group=group),
+            )
         if labels.places is None:
-            return logprobs, entropy
-        both = torch.stack([logprobs, entropy])
-        return over_context(both, labels.places, labels.total, self.pg_collection.cp).unbind()
+            return measured
+        stacked = torch.stack(measured)
+        return over_context(stacked, labels.places, labels.total, self.pg_collection.cp).unbind()
 
 
 def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel]:

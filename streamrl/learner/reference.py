@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
+from streamrl.learner.host_memory import host_copy
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.model import policy_of
 from streamrl.learner.shape import ModelShape, read_shape
@@ -113,9 +113,3 @@ def _refuse_another_shape(config: Config, folder: Path, policy: ModelShape) -> N
                 f"algo.reference: {folder} has {field.name}={theirs}, the policy has {field.name}={ours}; "
                 "allowed: a model of the policy's shape"
             )
-
-
-def host_copy(tensor: Tensor) -> Tensor:
-    """The tensor in the host's memory, pinned where it comes from a GPU."""
-    copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return copy.copy_(tensor)

@@ -36,8 +36,15 @@ def outcomes_of(batch: Batch) -> Outcomes:
         rewards=torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
         valid=torch.tensor([not sample.is_placeholder for sample in samples]),
         first_place=torch.from_numpy(np.cumsum(trained) - trained),
+        lengths=torch.from_numpy(trained),
         sizes=tuple(len(group.samples) for group in batch.groups),
     )
+
+
+def of_groups(batch: Batch, taken_off: Sequence[float]) -> list[tuple[int, list[float]]]:
+    """(group id, what each of its samples loses), of what all samples of a batch lose, in its order."""
+    left = iter(taken_off)
+    return [(group.group_id, [next(left) for _ in group.samples]) for group in batch.groups]
 
 
 def penalise(
@@ -46,8 +53,8 @@ def penalise(
     reference: Sequence[Tensor],
     outcomes: Outcomes,
     config: AlgoConfig,
-) -> list[Penalised]:
-    """What `algo.kl_reward` makes of each micro batch.
+) -> tuple[list[Penalised], list[float]]:
+    """What `algo.kl_reward` makes of each micro batch, and what it takes off the reward of each sample of the step.
 
     micro_batches: all of this rank and step; old, reference: float32 [N] of each, log pi_old and log pi_ref. Collective
     over the data-parallel group, on the ranks of the last pipeline stage.
@@ -61,8 +68,10 @@ def penalise(
         divergences.append(reward_kl(ours, theirs, behaviour, config))
         penalty.index_add_(0, answers[-1], divergences[-1].double())
     dist.all_reduce(penalty, group=parallel_state.get_data_parallel_group())
+    taken_off = (config.kl_reward * penalty).tolist()
     advantages = penalised_advantages(outcomes, penalty.cpu(), config).float().to(device)
-    return [
+    penalised = [
         Penalised(advantages=advantages[answer], reward_kl=divergence)
         for answer, divergence in zip(answers, divergences, strict=True)
     ]
+    return penalised, taken_off

@@ -35,6 +35,7 @@ from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.empty_steps import EmptySteps
 from streamrl.learner.exits import Exits
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
+from streamrl.learner.reward_penalty import of_groups
 from streamrl.learner.row_batches import RowBatches, held_out
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
@@ -45,6 +46,7 @@ from streamrl.observe.hints import Hints
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.observe.sinks import open_sinks
 from streamrl.observe.starting import begin_part, loading
+from streamrl.observe.taken_off import TAKEN_OFF
 from streamrl.progress import ProgressWatch, RunFailedError
 from streamrl.publish.publisher import Publisher
 from streamrl.stream.session import PeerRefused
@@ -294,6 +296,8 @@ class LeadLoop:
             trained = self.trainer.train_step(batch)
             self.events.emit("learner.ranks", step=batch.step, seconds=self.trainer.rank_seconds)
             self.events.emit("learner.phases", step=batch.step, phases=self.trainer.phases)
+            if taken_off := self.trainer.taken_off:
+                self.events.emit(TAKEN_OFF, step=batch.step, groups=of_groups(batch, taken_off))
             return trained
         except BadStepsError as error:
             path = bad_batch.save(batch, self.run_folder / f"bad_batch_{batch.step}.bin")

@@ -13,10 +13,11 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -26,6 +27,7 @@ from streamrl.algo.advantages import group_advantages
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import finish, merge
 from streamrl.algo.importance import weight_sums
+from streamrl.algo.kl_control import KlControl
 from streamrl.algo.losses import policy_loss
 from streamrl.algo.reward_penalty import Outcomes
 from streamrl.algo.tokens import TokenBatch
@@ -35,6 +37,7 @@ from streamrl.config.algo import AdvantageConfig, AlgoConfig
 from streamrl.device import Device
 from streamrl.device_copy import DONE, Copied
 from streamrl.learner.forward import Passes
+from streamrl.learner.full_kl import ReferenceStates
 from streamrl.learner.optimizer import PolicyOptimizer, Update
 from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
 from streamrl.learner.reference import Reference
@@ -83,6 +86,7 @@ class Signals:
     teacher: Tensor | None = None
     outliers: Tensor | None = None
     covariant: Tensor | None = None
+    states: ReferenceStates | None = None  # of the reference, where the KL is over the whole vocabulary
     penalised: Penalised | None = None  # what `algo.kl_reward` puts in place of the micro batch's advantages
     mean_weight: float | None = None
 
@@ -104,7 +108,8 @@ def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
     for group in batch.groups:
         rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
         valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-        advantages += group_advantages(rewards, valid, config).tolist()
+        lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
+        advantages += group_advantages(rewards, valid, config, lengths).tolist()
     return advantages
 
 
@@ -120,14 +125,20 @@ class LearnerStep:
         reference: Reference | None,
         teacher: Teacher | None,
         device: Device,
+        kl_control: KlControl | None = None,
     ) -> None:
+        """`kl_control`: with the state of the checkpoint that the run resumes from."""
         self._config = config
+        self._kl_control = kl_control or KlControl(config.algo)
+        self._algo = self._kl_control.applied()
         self._passes = passes
         self._optimizer = optimizer
         self._reference = reference
         self._teacher = teacher
+        self._output: Tensor | None = None  # the reference's output layer, this rank's rows
         self._device = device
         self.copied: Copied = DONE  # a copy that still reads the weights, which must not change before its end
+        self.taken_off: list[float] = []  # from the reward of each sample by the last step's `algo.kl_reward`; or empty
         self.busy = 0.0  # seconds of this rank's passes in the last step, without its waits for the other ranks
         self.phases: list[tuple[str, float, float]] = []  # (name, begin, end) in the last step, since the epoch
 
@@ -138,6 +149,7 @@ class LearnerStep:
         `learner.bad_steps` steps in a row without an update.
         """
         clock = _Clock(self._device)
+        self._algo = self._kl_control.applied()
         signals = self.signals(share)
         clock.lap("scores")
         self._optimizer.begin_step()
@@ -153,6 +165,8 @@ class LearnerStep:
         self._optimizer.end_step()
         self.phases = clock.phases
         measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
+        measured |= self._kl_control.metrics()
+        self._kl_control.update(measured, sum(mini.denominators.samples for mini in share.mini_batches))
         if self._config.trains_rows:
             measured = {name: measured[name] for name in _OF_ROWS if name in measured}
         return {
@@ -178,7 +192,7 @@ class LearnerStep:
     def differentiate(self, mini: MiniBatch, known: Sequence[Signals]) -> dict[str, Tensor]:
         """Gradients of a mini batch into the buffers; returns the diagnostic sums over micro batches and ranks."""
         self._optimizer.megatron.zero_grad()
-        sums = self._passes.forward_backward(mini.micro_batches, partial(self._loss, mini, known))
+        sums = self._passes.forward_backward(mini.micro_batches, partial(self._loss, mini, known), _states(known))
         self.busy += self._passes.busy
         return sums
 
@@ -198,30 +212,38 @@ class LearnerStep:
 
     def signals(self, share: Share) -> list[list[Signals]]:
         """What must be known of the whole step before its first update: for each mini batch, of each micro batch."""
-        algo, rows = self._config.algo, share.micro_batches
+        algo, rows = self._algo, share.micro_batches
         needed = {"scores": needs_scores(algo), "reference": self._reference is not None}
         nothing: list[Any] = [None] * len(rows)
+        states: list[Any] = nothing
         scores = self._passes.score(rows) if needed["scores"] else nothing
         taught = self._teacher.score(rows) if self._teacher else nothing
         if needed["reference"]:
             self._await_copy()
         with self._reference.swapped() if self._reference else nullcontext():
-            reference = self._passes.score(rows) if needed["reference"] else nothing
+            reference = nothing
+            if needed["reference"] and algo.kl > 0 and algo.chosen("kl_estimator").of_vocabulary:
+                reference, states = self._passes.score_with_states(rows)
+                states = self._of_the_reference(states)
+            elif needed["reference"]:
+                reference = self._passes.score(rows)
         known = [Signals() for _ in rows]
         if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
             known = self._known(share, scores, reference, taught)
+            known = [replace(each, states=state) for each, state in zip(known, states, strict=True)]
+        self.taken_off = self._over_stages(self.taken_off) if share.outcomes is not None else []
         left = iter(known)
         return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
 
     def _known(self, share: Share, scores: list[Any], reference: list[Any], taught: list[Any]) -> list[Signals]:
         """Of each micro batch, from its log-probs under policy, reference and teacher; None: not scored."""
-        algo, rows = self._config.algo, share.micro_batches
+        algo, rows = self._algo, share.micro_batches
         nothing: list[Any] = [None] * len(rows)
         proximal = scores if algo.chosen("proximal").scored else nothing
         penalised = nothing
         if share.outcomes is not None:
             old = proximal if algo.chosen("proximal").scored else [_behaviour(row, self._device) for row in rows]
-            penalised = penalise(rows, old, reference, share.outcomes, algo)
+            penalised, self.taken_off = penalise(rows, old, reference, share.outcomes, algo)
         seed = self._config.run.seed * _SEEDS_APART + share.step
         picked = nothing
         if needs_selection(algo):
@@ -242,11 +264,40 @@ class LearnerStep:
         ]
 
     def _loss(
-        self, mini: MiniBatch, known: Sequence[Signals], logprobs: Tensor, entropy: Tensor, index: int
+        self,
+        mini: MiniBatch,
+        known: Sequence[Signals],
+        logprobs: Tensor,
+        entropy: Tensor,
+        index: int,
+        *full_kl: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The part of a micro batch in the loss of its mini batch."""
         tokens = tokens_of(mini.micro_batches[index], logprobs, entropy, known[index])
-        return policy_loss(tokens, self._config.algo, mini.denominators)
+        return policy_loss(replace(tokens, full_kl=full_kl[0] if full_kl else None), self._algo, mini.denominators)
+
+    def _of_the_reference(self, states: list[ReferenceStates]) -> list[Any]:
+        """The states with the reference's own output layer, which is the policy's again when the swap is over."""
+        if not states:  # not of the last stage
+            return []
+        if self._output is None:
+            self._output = states[0].weight.clone()
+        return [replace(each, weight=self._output) for each in states]
+
+    def _over_stages(self, values: list[float]) -> list[float]:
+        """What the last pipeline stage knows, on every stage."""
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return values
+        box = [values]
+        dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return box[0]
+
+
+def _states(known: Sequence[Signals]) -> list[ReferenceStates | None]:
+    """Of each micro batch; none where the loss needs none."""
+    states = [each.states for each in known]
+    return states if any(each is not None for each in states) else []
 
 
 def tokens_of(

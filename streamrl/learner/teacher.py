@@ -18,11 +18,11 @@ from torch import Tensor
 from streamrl.config import Config
 from streamrl.config.learner import LoraConfig
 from streamrl.learner.forward import Passes, in_dtype
+from streamrl.learner.host_memory import host_copy
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
-from streamrl.learner.reference import host_copy
 from streamrl.learner.shape import ModelShape
 from streamrl.learner.teacher_shape import KEY, teacher_shape
 

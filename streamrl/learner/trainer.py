@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from streamrl.algo.kl_control import KlControl
 from streamrl.config import Config
 from streamrl.config.learner import LearnerConfig
 from streamrl.device_copy import Copied
@@ -96,6 +97,7 @@ class Trainer:
             self._profiler = Profiler(config.learner.profile, run_folder / "profile", self._ranks.rank, device)
             self._utilisation = Utilisation(shape, config, self._ranks) if self.rank == 0 else None
             on_failure.pop_all()
+        self._kl_control = KlControl(config.algo)
         self._step: LearnerStep | None = None  # from `restore_or_start` on
         self._planned: tuple[Batch, list[Share]] | None = None  # on rank 0
         self._version = PolicyVersion(0)
@@ -120,6 +122,11 @@ class Trainer:
     def peak(self) -> Peak | None:
         """Of a rank, for `learner/mfu`; only rank 0 knows."""
         return self._utilisation.peak if self._utilisation else None
+
+    @property
+    def taken_off(self) -> list[float]:
+        """From the reward of each sample of the last step by `algo.kl_reward`, in the batch's order; or empty."""
+        return self._step.taken_off if self._step else []
 
     @property
     def phases(self) -> list[tuple[str, float, float]]:
@@ -156,6 +163,7 @@ class Trainer:
             reference=reference,
             teacher=teacher,
             device=self._ranks.device,
+            kl_control=self._kl_control,
         )
 
     def train_step(self, batch: Batch | None) -> dict[str, float]:
@@ -295,7 +303,7 @@ class Trainer:
             "lora_alpha": adapters.alpha,
             "lora_targets": sorted(adapters.targets),
         }
-        return checkpoint.State(self._chunks, self._optimizer, self._ranks, settings)
+        return checkpoint.State(self._chunks, self._optimizer, self._ranks, settings, self._kl_control)
 
     def _export_beside(self, folder: Path) -> None:
         self._export_folder(folder, folder.with_name(ADAPTER))

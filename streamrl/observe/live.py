@@ -34,6 +34,7 @@ _ORDINARY = frozenset(
     {
         "process.start", "process.end", "starting", "ready", "probe", "group", "batch", "tickets", "group.accepted",
         "learner.wait", "learner.step", "learner.offer", "learner.save", "learner.ranks", "learner.phases",
+        "learner.taken_off",
         "learner.export", "learner.progress", "learner.saved", "publish", "publish.keep", "publish.apply",
         "publish.announced", "publish.acknowledged", "replay.hello", "concurrency", "evaluation", "evaluated",
         "learner.finished", "learner.stopped", "learner.evaluate", "learner.peak", "publish.complete", "replay.end",

@@ -43,6 +43,7 @@ _DRAWN_OTHERWISE = frozenset(
         "process.start",
         "process.end",
         "learner.phases",
+        "learner.taken_off",
         "learner.ranks",
         "learner.progress",
         "group.accepted",

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamrl.algo.families.base import CLIPPED
-from streamrl.choices import AGGREGATIONS, DIVERGENCES, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
+from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES, MASKS, PROXIMALS, REGULARISERS, WEIGHTS
 from streamrl.config.algo import AlgoConfig
 from streamrl.testing.declarations import Conformance
 
@@ -50,6 +50,7 @@ def token_batch(seed: int = 0, spread: float = 0.5) -> TokenBatch:
         outliers=torch.rand(TOKENS, generator=draw) < 0.2,
         proximal=behaviour,
         reference=behaviour.roll(1),
+        full_kl=(behaviour.roll(1) - logprobs).square(),
     )
 
 
@@ -304,11 +305,15 @@ class DivergenceConformance(_OfTheLoss):
     def test_equal_policies_have_none(self) -> None:
         import torch
 
+        if self.declaration.of_vocabulary:
+            return
         assert torch.equal(self._estimate(torch.zeros(3)), torch.zeros(3))
 
     def test_it_is_finite_up_to_the_largest_difference(self) -> None:
         import torch
 
+        if self.declaration.of_vocabulary:
+            return
         difference = torch.linspace(-20, 20, TOKENS).requires_grad_()
         estimate = self._estimate(difference)
         assert estimate.shape == difference.shape
@@ -319,6 +324,8 @@ class DivergenceConformance(_OfTheLoss):
     def test_it_looks_at_each_token_by_itself(self) -> None:
         import torch
 
+        if self.declaration.of_vocabulary:
+            return
         difference = torch.linspace(-1, 1, TOKENS)
         assert torch.equal(self._estimate(difference.flip(0)).flip(0), self._estimate(difference))
 
@@ -326,3 +333,44 @@ class DivergenceConformance(_OfTheLoss):
         from streamrl.algo.divergences import divergence_of
 
         return divergence_of(self.config).estimate(difference)
+
+
+class BaselineConformance(_OfTheLoss):
+    """A baseline of the advantages: of the scale of the rewards, whatever the order of the answers."""
+
+    kind = BASELINES
+
+    @property
+    def config(self) -> AlgoConfig:
+        return AlgoConfig.model_validate({"advantage": {"baseline": self.name} | self.settings})
+
+    def test_twice_the_rewards_have_twice_the_advantages(self) -> None:
+        import torch
+
+        rewards = torch.tensor([0.0, 1.0, 0.25, 3.0], dtype=torch.float64)
+        assert torch.allclose(self._advantages(2 * rewards), 2 * self._advantages(rewards))
+
+    def test_the_order_of_the_answers_does_not_matter(self) -> None:
+        import torch
+
+        rewards = torch.tensor([0.0, 1.0, 0.25, 3.0], dtype=torch.float64)
+        lengths = torch.tensor([3, 0, 9, 4])
+        turned = torch.arange(4).flip(0)
+        other = self._advantages(rewards[turned], lengths[turned])
+        assert torch.allclose(self._advantages(rewards, lengths)[turned], other)
+
+    def test_the_best_answer_is_not_below_the_worst(self) -> None:
+        import torch
+
+        advantages = self._advantages(torch.tensor([0.0, 1.0, 0.25, 3.0], dtype=torch.float64))
+        assert advantages.isfinite().all()
+        assert advantages[3] > advantages[0]
+
+    def _advantages(self, rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
+        import torch
+
+        from streamrl.algo.advantages import group_advantages
+
+        config = self.config.advantage.model_copy(update={"std": "none"})
+        valid = torch.ones(len(rewards), dtype=torch.bool)
+        return group_advantages(rewards, valid, config, torch.tensor([3, 0, 9, 4]) if lengths is None else lengths)

@@ -46,5 +46,6 @@ def _token_batch(
         "outliers": torch.rand(count, generator=random) < 0.3,
         "covariant": torch.rand(count, generator=random) < 0.3,
     }
+    fields["full_kl"] = normal().abs().to(dtype).requires_grad_()
     fields["teacher"] = (behaviour + spread * normal()).to(dtype)
     return TokenBatch(**(fields | replaced))  # type: ignore[arg-type]

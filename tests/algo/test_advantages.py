@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+from benchmarks.losses_rewards import above_the_baseline
 from streamrl.algo.advantages import carries_signal, group_advantages
+from streamrl.choices import BASELINES
 from streamrl.config.algo import AdvantageConfig
 
 STD = ("population", "sample", "none")
-BASELINE = ("mean", "leave_one_out")
+BASELINE = BASELINES.names
+LENGTHS = (3, 0, 9, 4, 2, 5, 1, 7)
 TINY = (0.0, 5e-324, 2.2e-311, 2.3e-308)
 
 
@@ -23,15 +26,14 @@ def slow_advantages(rewards: list[float], valid: list[bool], config: AdvantageCo
     if len(set(present)) < 2:
         return [0.0] * len(rewards)
     deviation = {"population": statistics.pstdev, "sample": statistics.stdev, "none": None}[config.std]
-    advantages = []
-    for index, reward in enumerate(rewards):
-        if not valid[index]:
-            advantages.append(0.0)
-            continue
-        others = [rewards[j] for j in range(len(rewards)) if valid[j] and j != index]
-        baseline = statistics.fmean(others if config.baseline == "leave_one_out" else present)
-        advantages.append((reward - baseline) / (1.0 if deviation is None else deviation(present) + config.eps))
-    return advantages
+    lengths = [length for length, ok in zip(LENGTHS, valid, strict=False) if ok]
+    leads = iter(above_the_baseline(present, lengths, config.baseline))
+    divisor = 1.0 if deviation is None else deviation(present) + config.eps
+    return [next(leads) / divisor if ok else 0.0 for ok in valid]
+
+
+def lengths_of(rewards: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(LENGTHS[: len(rewards)])
 
 
 @pytest.mark.parametrize("std", STD)
@@ -40,8 +42,9 @@ def test_every_baseline_and_deviation_equals_the_loop(std, baseline):
     config = AdvantageConfig(std=std, baseline=baseline)
     rewards = [0.0, 1.0, 0.25, 1.0, 7.0, -0.5]
     valid = [True, True, True, True, False, True]
-    result = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid), config)
-    assert result.tolist() == pytest.approx(slow_advantages(rewards, valid, config), abs=1e-12)
+    rewards = torch.tensor(rewards, dtype=torch.float64)
+    result = group_advantages(rewards, torch.tensor(valid), config, lengths_of(rewards))
+    assert result.tolist() == pytest.approx(slow_advantages(rewards.tolist(), valid, config), abs=1e-12)
 
 
 def test_the_default_divides_by_the_population_deviation_plus_1e_4():
@@ -74,11 +77,21 @@ def test_a_group_without_signal_has_advantage_zero_even_with_eps_zero(std, basel
     rewards, valid = torch.tensor(rewards, dtype=torch.float64), torch.tensor(valid, dtype=torch.bool)
     config = AdvantageConfig(std=std, baseline=baseline, eps=0.0)
     assert not carries_signal(rewards, valid)
-    assert torch.equal(group_advantages(rewards, valid, config), torch.zeros_like(rewards))
+    assert torch.equal(group_advantages(rewards, valid, config, lengths_of(rewards)), torch.zeros_like(rewards))
 
 
 def test_two_rewards_carry_signal():
     assert carries_signal(torch.tensor([0.0, 1.0]), torch.tensor([True, True]))
+
+
+def test_a_baseline_by_length_without_lengths_is_refused():
+    with pytest.raises(ValueError, match=r"lengths is None, algo.advantage.baseline=by_length needs it"):
+        group_advantages(torch.zeros(2), torch.ones(2, dtype=torch.bool), AdvantageConfig(baseline="by_length"))
+
+
+def test_what_other_trainers_have_and_no_group_can_give_is_refused_by_its_reason():
+    with pytest.raises(ValueError, match="remax is not allowed: it needs a greedy answer to every prompt"):
+        AdvantageConfig(baseline="remax")
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -97,7 +110,8 @@ def test_shapes_that_do_not_fit_are_refused():
 def test_advantages_are_finite_for_finite_rewards(rewards, std, baseline, eps, data):
     valid = data.draw(npst.arrays("bool", len(rewards)))
     config = AdvantageConfig(std=std, baseline=baseline, eps=eps)
-    result = group_advantages(torch.from_numpy(rewards), torch.from_numpy(valid), config)
+    rewards = torch.from_numpy(rewards)
+    result = group_advantages(rewards, torch.from_numpy(valid), config, lengths_of(rewards))
     assert result.isfinite().all()
 
 

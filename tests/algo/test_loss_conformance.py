@@ -11,6 +11,7 @@ from streamrl.algo.proximals.interpolate import Interpolate
 from streamrl.algo.weights.token import TokenWeight
 from streamrl.testing.losses import (
     AggregationConformance,
+    BaselineConformance,
     DivergenceConformance,
     FamilyConformance,
     MaskConformance,
@@ -24,7 +25,7 @@ SETTINGS = {name: {"mask_high": high} for name, high in LIMITS.items()}
 SETTINGS |= {"second_moment": {"proximal": "recompute"}, "sequence_sum_norm": {"norm_length": 20}}
 KITS = (
     FamilyConformance, WeightConformance, MaskConformance, RegulariserConformance, ProximalConformance,
-    AggregationConformance, DivergenceConformance,
+    AggregationConformance, DivergenceConformance, BaselineConformance,
 )  # fmt: skip
 
 for _kit in KITS:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.losses import GROUP, penalised
-from benchmarks.losses_reference import slow_penalised_advantages
+from benchmarks.losses_rewards import slow_penalised_advantages
 from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
 from streamrl.choices import REWARD_DIVERGENCES
 from streamrl.config.algo import AlgoConfig
@@ -20,6 +20,7 @@ def outcomes(trained: list[int], rewards: list[float], sizes: tuple[int, ...]) -
         rewards=torch.tensor(rewards, dtype=torch.float64),
         valid=lengths > 0,
         first_place=lengths.cumsum(0) - lengths,
+        lengths=lengths,
         sizes=sizes,
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import re
+import shutil
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -23,6 +25,8 @@ from streamrl.lab.report.page import embed
 from streamrl.lab.report.runs import Run, read_runs
 from streamrl.lab.report.samples import Shown, pieces
 from streamrl.observe.bars import Bar
+from streamrl.observe.events import event_path
+from streamrl.observe.taken_off import TAKEN_OFF
 from tests.lab.report_run import BEGIN, GROUPS, NASTY, STEPS, group, make_model, record_run
 
 
@@ -200,6 +204,29 @@ def test_shown_answers_are_few_spread_over_training_from_best_to_worst(
         assert (answers[0].sample.reward, answers[-1].sample.reward, len(answers)) == (1.0, 0.0, samples.SAMPLES)
         assert answers[0].advantage == pytest.approx(-answers[-1].advantage, abs=1e-6)
         assert answers[0].advantage > 1
+
+
+def test_rewards_are_shown_as_trained_where_the_kl_took_something_off(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder)
+    algo = run.config.algo.model_copy(update={"kl_reward": 0.1})
+    run = dataclasses.replace(run, folder=folder, config=run.config.model_copy(update={"algo": algo}))
+    found = read_groups(run)
+    lost = [
+        (each.group_id, [3.0 * sample.reward for sample in loaded.samples])
+        for each in found.by_step[0]
+        if (loaded := found.load(each)) is not None
+    ]
+    with event_path(folder, "learner").open("a") as file:
+        file.write(json.dumps({"event": TAKEN_OFF, "time": 0.0, "step": 0, "groups": lost}) + "\n")
+    shown = [each for each in samples.choose(run, found) if each.step == 0]
+    assert (shown[0].sample.reward, shown[-1].sample.reward) == (0.0, 1.0)  # 1 has become -2
+    assert shown[0].advantage > 1
+    answers = samples.describe(run, shown, "")["steps"][0]["answers"]
+    assert [(answer["reward"], answer["parts"].get("kl_reward")) for answer in (answers[0], answers[-1])] == [
+        (0.0, None),
+        (-2.0, -3.0),
+    ]
 
 
 def test_long_answers_are_cut_and_fewer_steps_shown(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ EVERYTHING = AlgoConfig(
     covariance_share=0.1,
     covariance_low=0.05,
     kl=0.05,
+    kl_estimator="full",
     entropy=0.01,
     weight_normalise=True,
     kl_reward=20.0,

@@ -32,6 +32,9 @@ def of_groups(batch: Batch, *indices: int) -> Batch:
         {"loss": "cispo", "mask": "geometric", "proximal": "interpolate"},
         {"loss": "sapo", "weight": "sequence"},
         {"loss": "reinforce", "weight": "none"},
+        {"loss": "dppo_kl", "ratio_penalty": 0.01, "advantage": {"baseline": "by_length", "std": "none"}},
+        {"loss": "dro", "weight": "none", "kl": 0.1, "kl_estimator": "full", "kl_target": 0.1},
+        {"loss": "gpg", "kl_reward": 0.1, "kl_target": 0.1, "advantage": {"baseline": "best_alone"}},
         {"loss": "gmpo", "kl_reward": 0.1, "mask": "sequence_max_k3", "mask_high": 5.0, "aggregation": "sequence_sum"},
         {
             "proximal": "recompute",

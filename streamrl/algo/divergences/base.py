@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 class Divergence(Choice, ABC):
     """Estimates KL(p || p') of every token from the token that p drew."""
 
+    of_vocabulary = False
+    """It is made where the logits of both policies are, and `TokenBatch.full_kl` has it: `estimate` is not asked."""
+
     follows_k2 = False
-    """Its gradient is that of k2 already, which on p's own tokens is in the mean that of the divergence."""
+    """Its gradient is that of k2 already, which on p's own tokens is in the mean that of the divergence; or that."""
 
     def __init__(self, options: Options) -> None:
         """`options`: those of `algo.kl_estimator_options`, of the class's own Options."""

@@ -232,4 +232,8 @@ def _logprobs(config: Config, shape: ModelShape, *, backward: bool = True) -> in
     weight_gradient = 0
     if backward and not learner.lora.rank:
         weight_gradient = rows * shape.hidden * (4 if item == 4 else 4 + item)
-    return int(logits * copies) + states + weight_gradient
+    whole = 0
+    if backward and config.algo.kl > 0 and config.algo.chosen("kl_estimator").of_vocabulary:
+        # The reference's output layer and its states of a micro batch; the policy's gradient comes a second time.
+        whole = (rows + tokens) * shape.hidden * item + weight_gradient
+    return int(logits * copies) + states + weight_gradient + whole

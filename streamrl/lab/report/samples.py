@@ -22,6 +22,7 @@ from streamrl.config.algo import AdvantageConfig
 from streamrl.lab.report.curves import brief
 from streamrl.lab.report.groups import Groups
 from streamrl.lab.report.runs import Run
+from streamrl.observe.taken_off import TakenOff, taken_off
 from streamrl.recorded.journal import RecordedGroup
 from streamrl.recorded.weights import kept_versions
 from streamrl.types import Group, Sample
@@ -49,6 +50,7 @@ class Shown:
     group: Group
     sample: Sample
     advantage: float
+    taken_off: float = 0.0  # from its reward by algo.kl_reward
     ratios: np.ndarray | None = None  # float32 [T], log-prob under those weights minus behaviour log-prob
 
 
@@ -66,8 +68,9 @@ def choose(run: Run, groups: Groups, runs: int = 1) -> list[Shown]:
     count = min(len(candidates), max(2, min(STEPS, affordable)))
     places = np.linspace(0, len(candidates) - 1, count).round().astype(int)
     shown: list[Shown] = []
+    lost = taken_off(run.folder) if run.config.algo.kl_reward else {}
     for step in (candidates[place] for place in places):
-        shown += _of_step(step, steps[step], groups, run.config.algo.advantage)
+        shown += _of_step(step, steps[step], groups, run.config.algo.advantage, lost)
     return shown
 
 
@@ -90,21 +93,26 @@ def describe(run: Run, shown: Sequence[Shown], source: str) -> dict[str, Any]:
     }
 
 
-def _of_step(step: int, recorded: Sequence[RecordedGroup], groups: Groups, config: AdvantageConfig) -> list[Shown]:
+def _of_step(
+    step: int, recorded: Sequence[RecordedGroup], groups: Groups, config: AdvantageConfig, lost: TakenOff
+) -> list[Shown]:
     """Answers of the group of a step that says most."""
     loaded = [group for each in recorded[:LOOKED_AT] if (group := groups.load(each)) is not None and group.answered]
     if not loaded:
         return []
     group = max(loaded, key=lambda each: (each.has_signal, max(len(sample.spans) for sample in each.samples)))
+    penalties = lost.get((step, group.group_id), [0.0] * len(group.samples))
     rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
+    rewards -= torch.tensor(penalties, dtype=torch.float64)
+    lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
     valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-    advantages = group_advantages(rewards, valid, config).tolist()
+    advantages = group_advantages(rewards, valid, config, lengths).tolist()
     answers = [
-        Shown(step, group, sample, advantage)
-        for sample, advantage in zip(group.samples, advantages, strict=True)
+        Shown(step, group, sample, advantage, penalty)
+        for sample, advantage, penalty in zip(group.samples, advantages, penalties, strict=True)
         if not sample.is_placeholder
     ]
-    answers.sort(key=lambda each: -each.sample.reward)
+    answers.sort(key=lambda each: each.taken_off - each.sample.reward)
     places = np.linspace(0, len(answers) - 1, min(SAMPLES, len(answers))).round().astype(int)
     return [answers[place] for place in places]
 
@@ -112,9 +120,10 @@ def _of_step(step: int, recorded: Sequence[RecordedGroup], groups: Groups, confi
 def _answer(shown: Shown, tokenizer: Tokenizer | None) -> dict[str, Any]:
     sample = shown.sample
     ids = sample.output_ids[:TOKENS].tolist()
+    parts = dict(sample.reward_parts) | ({"kl_reward": -shown.taken_off} if shown.taken_off else {})
     return {
-        "reward": brief(sample.reward),
-        "parts": {name: brief(value) for name, value in sample.reward_parts.items()},
+        "reward": brief(sample.reward - shown.taken_off),
+        "parts": {name: brief(value) for name, value in parts.items()},
         "finish": sample.finish_reason,
         "advantage": brief(shown.advantage),
         "length": len(sample.output_ids),

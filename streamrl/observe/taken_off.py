@@ -1,0 +1,26 @@
+"""What `algo.kl_reward` took off the reward of each trained sample, as the learner's events have it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamrl.observe.events import event_path, read_events
+
+TAKEN_OFF = "learner.taken_off"
+
+# (learner step, group id): of each sample of the group, in its order
+TakenOff = Mapping[tuple[int, int], list[float]]
+
+
+def taken_off(run_folder: Path) -> TakenOff:
+    """Of all trained groups; empty where the reward is trained as it is. A step that came again counts as it did last.
+
+    Example: `{(3, 17): [0.02, 0.0]}`: step 3 trained group 17, whose first sample lost 0.02.
+    """
+    path = event_path(run_folder, "learner")
+    found: dict[tuple[int, int], list[float]] = {}
+    for record in read_events(path) if path.exists() else ():
+        if record["event"] == TAKEN_OFF:
+            found |= {(record["step"], group): values for group, values in record["groups"]}
+    return found
