@@ -225,7 +225,11 @@ class EngineInference:
         ids = [answer.output_ids if answer else [] for answer in answers]
         prompt_ids, arrays = answer_arrays(prompt_ids, [len(each) for each in ids])
         texts = self._tokenizer.text(ids)
-        return [self._completion(prompt_ids, *each) for each in zip(answers, texts, arrays, strict=True)]
+        completions = [self._completion(prompt_ids, *each) for each in zip(answers, texts, arrays, strict=True)]
+        if not self._tokenizer.keeps_marks:
+            return completions
+        marked = zip(completions, ids, strict=True)
+        return [replace(each, marked=self._tokenizer.marked(some)) for each, some in marked]
 
     def _completion(
         self, prompt_ids: np.ndarray, answer: Answer | None, text: str, arrays: tuple[np.ndarray, np.ndarray]

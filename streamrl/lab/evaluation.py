@@ -144,7 +144,7 @@ async def _evaluate(config: Config, weights: Weights) -> tuple[Evaluation, dict[
                 await served.start()
             sampling = config.evaluate.sampling(config.generate.sampling)
             generate = config.generate.model_copy(update={"sampling": sampling})
-            handles = partial(EngineInference, served.policy, Tokenizer(config.model.path), generate, Load())
+            handles = partial(EngineInference, served.policy, Tokenizer.of(config), generate, Load())
             version, step = served.state.version, weights.step
             with Bar("eval", "prompts") as bar:
                 return await evaluate(config, tasks, handles, version, label=weights.label, step=step, report=bar.reach)

@@ -97,3 +97,17 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def scripted(chat_tokenizer: Tokenizer) -> Callable[..., Scripted]:
     """`scripted(answers, versions=())`: an inference handle; each answer is a list of pieces of text."""
     return lambda answers, versions=(): Scripted(chat_tokenizer, answers, versions)
+
+
+@pytest.fixture(scope="session")
+def completion() -> Callable[[str], Completion]:
+    """An answer of this text, special tokens and all."""
+
+    def make(text: str) -> Completion:
+        ids = np.zeros(1, np.int32)
+        return Completion(
+            text=text, marked=text, prompt_ids=ids, output_ids=ids, logprobs=np.zeros(1, np.float32), spans=(),
+            finish_reason="stop",
+        )  # fmt: skip
+
+    return make
