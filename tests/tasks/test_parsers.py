@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from streamrl.choices import REASONING_PARSERS, TOOL_PARSERS
-from streamrl.config.task import TaskConfig
-from streamrl.tasks.parsing import Parsers
+from streamrl.config.task import TaskConfig, TaskShare
+from streamrl.generate.tokenizer import Tokenizer
+from streamrl.preflight.prompts import unread_variables
+from streamrl.tasks.environment import Prompt
+from streamrl.tasks.openai_session import Session
+from streamrl.tasks.parsing import Parsers, apply
+from streamrl.tasks.registry import build_task
 from streamrl.tasks.tool_calls import FunctionCall, ToolCall
 
 WEATHER = {
@@ -17,6 +23,7 @@ WEATHER = {
 }
 ADD = FunctionCall("add", {"a": 6, "b": [7]})
 ROME = FunctionCall("weather", {"city": "Rome"})
+END_TURN = "<|im_end|>"
 HARMONY = "<|channel|>analysis<|message|>6*7<|end|><|start|>assistant"
 SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
@@ -117,15 +124,76 @@ def test_reasoning_and_calls_are_read_one_after_the_other(completion):
     assert (said.reasoning, said.text, said.calls) == ("6*7", "", [ROME])
 
 
-MARKS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "{", "}", '"name"', "<arg_key>", "<function=a>", BEGIN, SEP,
-     END, "<｜tool▁calls▁begin｜>", "<|message|>", "<|start|>", "to=functions.", "<think>", "</think>", "[a(", ")]", "a"]
-)  # fmt: skip
+MARKS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "{", "}", '"name"', "<arg_key>", "<function=a>", BEGIN,
+    SEP, END, "<｜tool▁calls▁begin｜>", "<|message|>", "<|start|>", "to=functions.", "<think>", "</think>",
+    "[a(", ")]", "a", "\n",
+]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(MARKS | st.text(max_size=3), max_size=12).map("".join))
-def test_no_text_breaks_a_parser(text):
-    for kind in (TOOL_PARSERS, REASONING_PARSERS):
-        for name in kind.names:
-            kind.load(name)(kind.load(name).Options()).split(text)
+def test_no_text_breaks_a_parser():
+    rng = random.Random(3)
+    built = [kind.load(name) for kind in (TOOL_PARSERS, REASONING_PARSERS) for name in kind.names]
+    for _ in range(300):
+        text = "".join(rng.choices(MARKS, k=rng.randint(0, 12)))
+        for each in built:
+            each(each.Options()).split(text)
+
+
+def test_the_task_tools_speaks_the_models_own_form(scripted):
+    share = {"name": "tools", "args": {"task": {"name": "copy"}, "tools": ["calculator"]}}
+    task = build_task(TaskShare.model_validate(share), 1, "train")
+    apply([task], TaskConfig(tool_parser="hermes", reasoning_parser="think"))
+    asked = Prompt(index=0, messages=({"role": "user", "content": "6*7?"},), answer="42")
+    prompt = task._with_tools(asked)
+    assert prompt.messages == asked.messages
+    assert [tool["function"]["name"] for tool in prompt.tools] == ["calculator"]
+    calls = [
+        '<think><tool_call>{"name": "none"}</tool_call></think>'
+        '<tool_call>{"name": "calculator", "arguments": {"input": "6*7"}}</tool_call>',
+        '<tool_call>{"name": "calculator", "arguments": {"input": ',
+        "42",
+    ]
+    inference = scripted([[call, END_TURN] for call in calls])
+    (rollout,) = asyncio.run(task.rollout_group(inference, prompt, 1))
+    assert rollout.parts["tool_calls"] == 2.0
+    assert "[tool] 42" in rollout.completion.text
+    assert "[tool] error: the call is no JSON" in rollout.completion.text
+    assert '"name": "calculator"' in inference.tokenizer.text([inference.asked[0].tolist()])[0]
+
+
+def test_an_agent_is_given_calls_and_reasoning_apart(scripted):
+    answer = '<think>6*7</think>[TOOL_CALLS]weather[ARGS]{"city": "Rome"}'
+    inference = scripted([[answer, END_TURN], ["[TOOL_CALLS]weather[ARGS]{", END_TURN]])
+    session = Session(inference, Prompt(index=0, text="-"), most_calls=4, parsers=parsers("mistral", "think"))
+    asked = [{"role": "user", "content": "where?"}]
+
+    async def talk():
+        _, first = await session.chat(asked, [WEATHER])
+        given = {key: value for key, value in first.items() if key != "reasoning_content"}
+        _, second = await session.chat([*asked, given, {"role": "tool", "content": "sunny"}], [WEATHER])
+        return first, second
+
+    first, second = asyncio.run(talk())
+    assert first["reasoning_content"] == "6*7"
+    assert first["content"] == ""
+    assert [call["function"] for call in first["tool_calls"]] == [{"name": "weather", "arguments": {"city": "Rome"}}]
+    assert second == {"role": "assistant", "content": "[TOOL_CALLS]weather[ARGS]{"}
+
+
+def test_variables_reach_the_chat_template_and_unread_ones_are_told(chat_folder, tmp_path):
+    for file in chat_folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        "{% if enable_thinking is false %}<think></think>{% endif %}"
+    )
+    asked = [{"role": "user", "content": "6*7?"}]
+    tokenizer = Tokenizer(tmp_path, {"enable_thinking": False, "effort": "low"})
+    assert tokenizer.rendered(asked) == "6*7?<think></think>"
+    assert Tokenizer(tmp_path).rendered(asked) == "6*7?"
+    assert unread_variables(tokenizer) == [
+        "task.chat_template_kwargs: the model's chat template reads no variable 'effort'"
+    ]
+    ids = tokenizer.plain_ids("a<|im_end|>").tolist()
+    assert tokenizer.marked([*ids, tokenizer.end_id]) == "a<|im_end|>"

@@ -20,7 +20,8 @@ from streamrl.tasks.tool_parsers.base import Called, ToolParser, typed, unreadab
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 _FUNCTION = re.compile(r"\s*<function=([\w.-]+)>(.*?)</function>\s*", re.S)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.S)
+_INSIDE = r"((?:(?!<parameter=).)*?)"  # ends before the next one, so that a text is read once
+_PARAMETER = re.compile(rf"<parameter=([^>\n]+)>\n?{_INSIDE}\n?</parameter>", re.S)
 
 
 class QwenXml(ToolParser):
