@@ -25,7 +25,7 @@ from streamrl.tasks.registry import build_task
 
 STEPS = 12
 LONGEST = 1200.0  # seconds; a quiet machine takes a tenth of them
-STOPPED = 6.0  # seconds for which the one that lives says nothing
+STOPPED = 4.0  # seconds for which the other one says nothing beside the successor of the first
 
 
 def starts_of(run_folder: Path, index: int) -> list[dict]:
@@ -40,11 +40,22 @@ def test_a_run_survives_the_death_and_the_silence_of_its_reward_models(make_run,
     run = make_run(steps=STEPS)
     rewards = [{"name": "of_task"}, {"name": "reward_model", "weight": 0.25}]
     served = {"path": str(tmp_path / "reward"), "workers": 2, "timeout": 3.0, "patience": 300.0, "retry": 0.2}
-    process = run.start(f"task.rewards={json.dumps(rewards)}", f"reward_model={json.dumps(served)}").process
-    run.wait_for(lambda: run.steps() >= 3)
+    keys = (f"task.rewards={json.dumps(rewards)}", f"reward_model={json.dumps(served)}", "run.start_timeout=900")
+    process = run.start(*keys).process
+    deadline = time.monotonic() + LONGEST
+    while run.steps() < 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        run.note_descendants()
+        time.sleep(0.2)
     first, second = (starts_of(run.folder, index)[-1]["pid"] for index in range(2))
     os.kill(first, signal.SIGKILL)
     os.kill(second, signal.SIGSTOP)
+    while len(starts_of(run.folder, 0)) < 2:  # until then nobody scores
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        run.note_descendants()
+        time.sleep(0.2)
     time.sleep(STOPPED)
     os.kill(second, signal.SIGCONT)
     output, _ = process.communicate(timeout=LONGEST)
