@@ -40,6 +40,11 @@ class Launch:
 
     def __init__(self, form: str, description: Description, config: Config, output: Path) -> None:
         """Raises ConfigError for what does not fit the nodes or the form."""
+        if config.reward_model.path is not None:
+            raise ConfigError(
+                f"reward_model.path: {config.reward_model.path} has no place in these scripts; allowed: null, or one "
+                "machine (`streamrl train`), or `streamrl reward-model` started by hand beside them"
+            )
         self.form = form
         self.description = description
         self.output = output

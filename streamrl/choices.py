@@ -220,7 +220,15 @@ BASELINES = Kind(
 FAMILIES = Kind("model.family", "streamrl.learner.families", "streamrl.learner.families.base:ModelFamily")
 TASKS = Kind("task.name", "streamrl.tasks.built_in", "streamrl.tasks.environment:Environment", hosted=True)
 TOOLS = Kind("task.args.tools", "streamrl.tasks.tools", "streamrl.tasks.tools.base:Tool")
+REWARDS = Kind("task.rewards.name", "streamrl.tasks.rewards", "streamrl.tasks.rewards.base:Reward")
+TOOL_PARSERS = Kind("task.tool_parser", "streamrl.tasks.tool_parsers", "streamrl.tasks.tool_parsers.base:ToolParser")
+REASONING_PARSERS = Kind(
+    "task.reasoning_parser",
+    "streamrl.tasks.reasoning_parsers",
+    "streamrl.tasks.reasoning_parsers.base:ReasoningParser",
+)
 SINKS = Kind("observe.sink", "streamrl.observe.sinks", "streamrl.observe.sinks.base:Sink")
 
 ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, DIVERGENCES, REWARD_DIVERGENCES, AGGREGATIONS, BASELINES)
-KINDS = (ORDERS, CURRICULA, TRANSPORTS, *ALGORITHM, FAMILIES, TASKS, TOOLS, SINKS)
+OF_TASKS = (TASKS, TOOLS, REWARDS, TOOL_PARSERS, REASONING_PARSERS)
+KINDS = (ORDERS, CURRICULA, TRANSPORTS, *ALGORITHM, FAMILIES, *OF_TASKS, SINKS)

@@ -76,23 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sft.add_command(subparsers, _command, _add_config)
 
-    for name, function, text in (
-        ("replay", commands.replay, "the replay service of a run"),
-        ("generator", commands.generator, "one generator worker of a run, with its SGLang server"),
-        ("learner", commands.learner, "one rank of the learner (start it under torchrun)"),
-    ):
-        role = _command(subparsers, name, function, text)
-        _add_config(role, optional=True)
-        role.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
-        role.add_argument(
-            "--lifeline", type=flags.count, action="append", metavar="PID", help="end when this process ends"
-        )
-        if name == "generator":
-            role.add_argument("--index", type=flags.index, default=0, help="number of the worker")
-            role.add_argument(
-                "--node", type=flags.index, default=0, help="of its server's nodes; not 0: only the server's part there"
-            )
-
+    _add_roles(subparsers)
     evaluation = _command(
         subparsers, "eval", commands.evaluate, "measure weights on held-out prompts: pass@k, greedy, length"
     )
@@ -157,6 +141,27 @@ def _parser() -> argparse.ArgumentParser:
         add(subparsers)
     starter.add_commands(subparsers, _command)
     return parser
+
+
+def _add_roles(subparsers: argparse._SubParsersAction) -> None:
+    for name, function, text in (
+        ("replay", commands.replay, "the replay service of a run"),
+        ("generator", commands.generator, "one generator worker of a run, with its SGLang server"),
+        ("reward-model", commands.reward_model, "one reward model of a run (reward_model.path)"),
+        ("learner", commands.learner, "one rank of the learner (start it under torchrun)"),
+    ):
+        role = _command(subparsers, name, function, text)
+        _add_config(role, optional=True)
+        role.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
+        role.add_argument(
+            "--lifeline", type=flags.count, action="append", metavar="PID", help="end when this process ends"
+        )
+        if function in (commands.generator, commands.reward_model):
+            role.add_argument("--index", type=flags.index, default=0, help="number of the worker")
+        if name == "generator":
+            role.add_argument(
+                "--node", type=flags.index, default=0, help="of its server's nodes; not 0: only the server's part there"
+            )
 
 
 def _add_doctor(subparsers: argparse._SubParsersAction) -> None:

@@ -66,6 +66,18 @@ def generator(options: argparse.Namespace) -> int:
     return worker_process.main(config, folder, options.index, RunEvaluator)
 
 
+def reward_model(options: argparse.Namespace) -> int:
+    config, folder = _role(options, f"reward-model-{options.index}")
+    if options.index >= config.reward_model.processes:
+        raise ConfigError(
+            f"--index: {options.index} is none of the {config.reward_model.processes} reward models of this run "
+            "(reward_model.path, reward_model.workers); allowed: a smaller one"
+        )
+    from streamrl.reward_model import service
+
+    return service.main(config, folder, options.index, alone=not options.lifeline)
+
+
 def learner(options: argparse.Namespace) -> int:
     from streamrl.preflight import machine
 

@@ -2,6 +2,7 @@
 
     learner ranks        the first GPUs, one each, in the order of the ranks
     generator workers    those behind them, in the order of their numbers, each server's side by side
+    reward models        those behind these, as many as `reward_model.gpus` each
     run.placement=shared the workers' begin with the first GPU, too: a rank and a server take turns on it
 
 A GPU is its position among those that may be used here: those of CUDA_VISIBLE_DEVICES, or all. `streamrl train` gives
@@ -28,17 +29,19 @@ class DeviceMap:
 
     ranks: tuple[int, ...]  # the GPU of each learner rank
     workers: tuple[tuple[tuple[int, ...], ...], ...]  # by worker and server; () for a worker that starts no servers
+    reward_models: tuple[tuple[int, ...], ...] = ()  # of each process; () for one on cores
 
 
 def device_map(config: Config, gpus: int) -> DeviceMap:
     """The map of a host with so many GPUs, 1 or more. Raises ConfigError, with what would do, where they are too few.
 
     >>> device_map(Config.model_validate({"generate": {"servers": 2}}), gpus=4)
-    DeviceMap(ranks=(0,), workers=(((1,), (2,)),))
+    DeviceMap(ranks=(0,), workers=(((1,), (2,)),), reward_models=())
     """
     ranks, pools = config.learner.ranks, config.generate.each_pool
     first = 0 if config.run.shares_devices else ranks
     needed = first + sum(pool.workers * pool.gpus for pool in pools)
+    judging = config.reward_model.processes * config.reward_model.gpus
     if ranks > gpus:
         raise ConfigError(f"learner.ranks: {ranks} need a GPU each, and this machine has {gpus}; allowed: up to {gpus}")
     if needed > gpus:
@@ -48,12 +51,23 @@ def device_map(config: Config, gpus: int) -> DeviceMap:
             "fewer of generate.workers, generate.servers or generate.tensor_parallel, or several machines "
             "(docs/launch.md)"
         )
+    behind = max(needed, ranks)
+    if behind + judging > gpus:
+        raise ConfigError(
+            f"reward_model.gpus: {judging} GPUs beside the {behind} of the learner and the servers, and this machine "
+            f"has {gpus}; allowed: fewer of reward_model.workers or reward_model.gpus (0: on cores)"
+        )
     _refuse_two_ends_on_one_device(config)
     free = iter(range(first, needed))
     workers = [
         tuple(divide([next(free) for _ in range(pool.gpus)], pool)) for pool in pools for _ in range(pool.workers)
     ]
-    return DeviceMap(tuple(range(ranks)), tuple(workers))
+    size = config.reward_model.gpus
+    models = tuple(
+        tuple(range(behind + index * size, behind + (index + 1) * size))
+        for index in range(config.reward_model.processes)
+    )
+    return DeviceMap(tuple(range(ranks)), tuple(workers), models)
 
 
 def _refuse_two_ends_on_one_device(config: Config) -> None:

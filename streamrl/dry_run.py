@@ -114,6 +114,9 @@ def _rows(config: Config, placed: DeviceMap | None, names: Sequence[str]) -> Ite
         for server in range(0 if pool.attach else pool.servers):
             gpus = placed.workers[index][server] if placed else ()
             yield f"  server {server}", of(gpus), f"SGLang, tensor parallel {pool.tensor_parallel}"
+    for index in range(config.reward_model.processes):
+        gpus = placed.reward_models[index] if placed else ()
+        yield f"reward-model-{index}", of(gpus), f"reward model {config.reward_model.path}"
     yield "learner-0", "-", f"torchrun, ranks: {config.learner.ranks}"
     for rank in range(config.learner.ranks):
         yield f"  rank {rank}", of(placed.ranks[rank : rank + 1] if placed else ()), "learner"

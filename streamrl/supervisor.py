@@ -1,6 +1,6 @@
 """The supervisor: starts the roles of a run on one machine, watches them, ends all of its own children.
 
-    replay service ──ready──▶ generator workers + learner ranks ──▶ console until the learner is done
+    replay service ──ready──▶ reward models + generator workers + learner ranks ──▶ console until the learner is done
 
 Every role runs in a session of its own, writes RUN/logs/ROLE.log, and watches the supervisor's process:
 whatever ends the supervisor, kill -9 included, ends them. A stop begins at the replay service, which tells
@@ -71,6 +71,10 @@ class Supervisor:
         self.run_folder = run_folder
         self.replay = self._role("replay", [])
         self.generators = [self._role("generator", ["--index", str(index)], index) for index in range(config.workers)]
+        processes = range(config.reward_model.processes)
+        self.reward_models = [self._role("reward-model", ["--index", str(index)], index) for index in processes]
+        for role in self.reward_models:
+            role.environment["OMP_NUM_THREADS"] = str(config.reward_model.threads)
         self.learner = self._learner()
         if gpus is None:
             gpus = visible_gpus() if has_cuda() else ()
@@ -84,7 +88,7 @@ class Supervisor:
 
     @property
     def roles(self) -> list[Role]:
-        return [self.replay, *self.generators, self.learner]
+        return [self.replay, *self.reward_models, *self.generators, self.learner]
 
     def run(self) -> int:
         """Run to the end. Returns the exit code: 0 done, or `exited`, 1 failed, 130 interrupted after a checkpoint."""
@@ -146,14 +150,15 @@ class Supervisor:
 
     def _start(self, console: Console) -> None:
         """Start the replay service and, when it listens, the others."""
-        address_path(self.run_folder).unlink(missing_ok=True)
+        for path in (address_path(self.run_folder), *self.run_folder.glob("reward-model-*.address")):
+            path.unlink(missing_ok=True)  # of a former start
         self._new_blames()
         self.replay.start()
         while not self.interrupts and not self.replay.is_ready():
             self._check(self.replay)
             console.refresh()
             time.sleep(POLL)
-        for role in (*self.generators, self.learner):
+        for role in (*self.reward_models, *self.generators, self.learner):
             if self.interrupts:  # of hundreds, on a busy machine, the last is started a minute after the first
                 return
             role.start()
@@ -229,7 +234,11 @@ class Supervisor:
         if role is self.learner and self._new_blames():
             return True
         fails_again = role is self.learner and role.restarts > 0 and role.event("learner.step") is None
-        allowed = self.config.generate.restarts if role in self.generators else self.config.run.restarts
+        allowed = self.config.run.restarts
+        if role in self.generators:
+            allowed = self.config.generate.restarts
+        elif role in self.reward_models:
+            allowed = self.config.reward_model.restarts
         if role.restarts >= allowed or fails_again:
             return False
         role.restarts += 1
@@ -265,12 +274,15 @@ class Supervisor:
         """
         starting = [role for role in self._running() if not role.is_ready()]
         for role in self._running():
-            if role is not self.learner and (ask or role in starting):
+            if role not in (self.learner, *self.reward_models) and (ask or role in starting):
                 role.terminate()
         if ask and self.learner.runs:
             self._stop_learner()
         began = time.monotonic()
         while time.monotonic() - began < self.config.run.stop_timeout and self.interrupts < 2 and self._running():
+            if not any(worker.runs for worker in self.generators):  # nobody asks them any more
+                for role in self.reward_models:
+                    role.terminate()
             if time.monotonic() - began > KILL_GRACE:
                 _end(role for role in starting if role.runs)
             time.sleep(POLL)
@@ -332,7 +344,8 @@ class Supervisor:
         self.learner.environment |= learner_environment(self.config, os.environ)
         placed = device_map(self.config, len(gpus))
         workers = [tuple(itertools.chain(*servers)) for servers in placed.workers]
-        for role, positions in zip([self.learner, *self.generators], [placed.ranks, *workers], strict=True):
+        roles = [self.learner, *self.generators, *self.reward_models]
+        for role, positions in zip(roles, [placed.ranks, *workers, *placed.reward_models], strict=True):
             role.environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[position] for position in positions)
 
     def _run_arguments(self) -> list[str]:

@@ -33,6 +33,7 @@ NO_KEYS = {
     "replay.end",
     "replay.refused",
     "publish.apply",
+    "reward_model.ground_truth",  # a column of data sets
     "publish.waited",
     "replay.slots",
 }

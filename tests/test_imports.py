@@ -27,7 +27,7 @@ LAYERS = [
     },
     {"progress", "hub"},
     {"engine", "stream", "tasks", "algo", "observe"},
-    {"publish"},
+    {"publish", "reward_model"},
     {"generate", "replay", "learner", "evaluate"},
     {"places", "preflight"},
     {"testing", "recorded", "next_commands"},

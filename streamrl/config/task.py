@@ -7,9 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from streamrl.choices import TASKS
+from streamrl.choices import REASONING_PARSERS, REWARDS, TASKS, TOOL_PARSERS
 from streamrl.config.section import Section, rule
 from streamrl.config.task_file import read_entries
+
+# Variables that a chat template always has.
+OF_TEMPLATES = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
 class TaskShare(Section):
@@ -20,6 +23,19 @@ class TaskShare(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="arguments of the task, checked by the task")
     weight: float = Field(1.0, ge=0, description="share of the groups, relative to the others; 0: never asked")
     evaluation_only: bool = Field(False, description="never trained, only evaluated")
+
+    @property
+    def key(self) -> str:
+        return self.label or self.name.rpartition(":")[2]
+
+
+class RewardShare(Section):
+    """One part of the reward, and its weight."""
+
+    label: str = Field("", pattern=r"^[\w.-]*$", description="name in metrics; empty: that of the reward")
+    name: Annotated[str, REWARDS] = Field("of_task", description="which reward")
+    name_options: dict[str, Any] = Field(default_factory=dict, description="options of a reward of your own")
+    weight: float = Field(1.0, description="what its score is multiplied by in the sum")
 
     @property
     def key(self) -> str:
@@ -73,6 +89,27 @@ class TaskConfig(Section):
         description="what becomes of prompts that are too long: left out, the run refused, or cut to that many tokens",
     )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
+    rewards: tuple[RewardShare, ...] = Field(
+        (), description="parts of the reward with their weights, added up; empty: the task's own alone"
+    )
+    tool_parser: Annotated[str | None, TOOL_PARSERS] = Field(
+        None,
+        description="form of the model's own tool calls, for the task tools and the agents' endpoint; null: "
+        "<tool_call>{json}</tool_call>",
+    )
+    tool_parser_options: dict[str, Any] = Field(default_factory=dict, description="options of a parser of your own")
+    reasoning_parser: Annotated[str | None, REASONING_PARSERS] = Field(
+        None,
+        description="form of the model's reasoning, which is then no part of its calls, of what agents get as content, "
+        "and of what a reward model judges; null: none",
+    )
+    reasoning_parser_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of a parser of your own"
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="further variables of the model's chat template, such as enable_thinking or reasoning_effort",
+    )
     scoring: ScoringConfig = Field(
         default_factory=ScoringConfig, description="processes, deadlines and failures of scorers"
     )
@@ -107,6 +144,21 @@ class TaskConfig(Section):
         if values.get("mix"):
             raise ValueError("file: is not allowed beside mix; allowed: one of the two")
         return {**values, "file": None, "mix": read_entries(Path(values["file"]))}
+
+    @rule
+    def _each_reward_has_a_name(self) -> None:
+        keys = [share.key for share in self.rewards]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"rewards: {key!r} is there twice; allowed: one entry for each label")
+
+    @rule
+    def _templates_have_variables_of_their_own(self) -> None:
+        for name in self.chat_template_kwargs.keys() & OF_TEMPLATES:
+            raise ValueError(
+                f"chat_template_kwargs: {name!r} is what every template is given; allowed: other names than "
+                f"{', '.join(sorted(OF_TEMPLATES))}"
+            )
 
     @rule
     def _mix_is_clear(self) -> None:

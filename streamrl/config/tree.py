@@ -19,6 +19,7 @@ from streamrl.config.in_flight import of_lag, without_lag
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
 from streamrl.config.publish import PublishConfig
 from streamrl.config.replay import JournalConfig, ReplayConfig, StreamConfig
+from streamrl.config.reward_model import RewardModelConfig
 from streamrl.config.section import Section, rule
 from streamrl.config.sft import SftConfig
 from streamrl.config.task import TaskConfig
@@ -133,6 +134,9 @@ class Config(Section):
     run: RunConfig = Field(default_factory=RunConfig, description="the run")
     model: ModelConfig = Field(default_factory=ModelConfig, description="the model")
     task: TaskConfig = Field(default_factory=TaskConfig, description="the task")
+    reward_model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="the reward model that is served beside"
+    )
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="generators")
     stream: StreamConfig = Field(default_factory=StreamConfig, description="the wire")
     replay: ReplayConfig = Field(default_factory=ReplayConfig, description="the buffer")
@@ -315,6 +319,20 @@ class Config(Section):
                     "generate.server_args: quantization=fp8 is done once, and no new weights could be loaded; allowed: "
                     "generate.quantization=fp8"
                 )
+
+    @rule
+    def _a_reward_model_is_there_and_asked(self) -> None:
+        asking = [share.name for share in self.task.rewards if share.chosen("name").asks_model]
+        if asking and self.reward_model.path is None:
+            raise ValueError(
+                f"task.rewards: {asking[0]} needs a model; allowed: with reward_model.path, the folder of a sequence "
+                "classifier"
+            )
+        if self.reward_model.path is not None and not asking:
+            raise ValueError(
+                f"reward_model.path: {self.reward_model.path} would judge nothing; allowed: null, or an entry of "
+                "task.rewards that asks it"
+            )
 
     @rule
     def _overlong_fits_the_answer(self) -> None:

@@ -23,6 +23,7 @@ from streamrl.config.evaluate import SCORING_TIME, EvaluateConfig
 from streamrl.engine.client import EngineError
 from streamrl.evaluate.results import Evaluation, Judged, Question, figures
 from streamrl.observe.bars import Report, silent
+from streamrl.tasks import parsing
 from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import EXACT, Completion, Environment, Inference, Prompt, Rollout
 from streamrl.tasks.failures import describe
@@ -58,7 +59,9 @@ async def host_evaluated(config: Config) -> dict[str, Environment]:
 
     Raises ValueError with one line for arguments that do not fit, and ScorerUnready.
     """
-    return await host_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task.scoring)
+    tasks = await host_tasks(config.evaluate.shares(config.task), ORDER, "probe", config.task.scoring)
+    parsing.apply(tasks.values(), config.task)
+    return tasks
 
 
 def check_evaluated(config: Config) -> None:

@@ -22,6 +22,7 @@ from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready, descr
 from streamrl.tasks.left_out import fitting_prompt
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import Scoring, judgements, says_nothing
+from streamrl.tasks.weighted import Weighted
 from streamrl.trainable import answer_length
 from streamrl.types import Group, Sample, Ticket, all_trained
 
@@ -50,14 +51,16 @@ async def run_group(
     overlong: Overlong,
     events: EventLog,
     scoring: Scoring | None = None,
+    rewards: Weighted | None = None,
 ) -> Group:
     """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
 
     A sample of which the learner would read more than `longest` tokens, prompt included, has failed too: no micro batch
     holds it.
     `temperature` is that of the sampling; `overlong` is what a long answer loses of its reward; `scoring` counts the
-    answers whose scorer failed. At the deadline of `inference` the samples that are finished are kept, the others have
-    failed, and the event tells how many tokens each had `reached`.
+    answers whose scorer failed; `rewards` are added up to the reward, None: the task's own. At the deadline of
+    `inference` the samples that are finished are kept, the others have failed, and the event tells how many tokens each
+    had `reached`.
 
     Raises EngineError when the server cannot be reached, which is the worker's matter, not the sample's, and
     ScorerBroken where the scorer has failed too often.
@@ -65,7 +68,7 @@ async def run_group(
     fields = {"group_id": ticket.group_id, "attempt": ticket.attempt, "prompt_index": ticket.prompt_index}
     with events.span("group", **fields) as outcome:
         started = now()
-        given = await _outcome(ticket, task, inference, group_size)
+        given = await _outcome(ticket, task, inference, group_size, rewards or Weighted())
         rollouts = [overlong.penalised(each) for each in given.rollouts]
         masked = says_nothing(rollouts)
         samples = tuple(_sample(rollout, ticket, longest, inference.failures, masked) for rollout in rollouts)
@@ -102,7 +105,9 @@ async def run_group(
     return group
 
 
-async def _outcome(ticket: Ticket, task: Environment, inference: EngineInference, group_size: int) -> Outcome:
+async def _outcome(
+    ticket: Ticket, task: Environment, inference: EngineInference, group_size: int, rewards: Weighted
+) -> Outcome:
     """As many rollouts as were asked for, or why there are none."""
     deadline = None if inference.deadline is None else inference.deadline + SCORING_TIME
     try:
@@ -110,7 +115,7 @@ async def _outcome(ticket: Ticket, task: Environment, inference: EngineInference
             prompt = await fitting_prompt(task, ticket.prompt_index, inference.prompt_ids)
             if task.cut is not None:
                 inference.cut_prompt(prompt, task.cut)
-            rollouts = await task.rollout_group(inference, prompt, group_size)
+            rollouts = await rewards.judged(prompt, await task.rollout_group(inference, prompt, group_size))
         if len(rollouts) != group_size:
             raise ValueError(f"the task gave {len(rollouts)} rollouts, {group_size} were asked for")
     except EngineError:

@@ -228,7 +228,11 @@ class EngineInference:
         prompt_ids, arrays = answer_arrays(prompt_ids, [len(each) for each in ids])
         texts = self._tokenizer.text(ids)
         own = drawing.temperature
-        return [self._completion(prompt_ids, *each, own) for each in zip(answers, texts, arrays, strict=True)]
+        completions = [self._completion(prompt_ids, *each, own) for each in zip(answers, texts, arrays, strict=True)]
+        if not self._tokenizer.keeps_marks:
+            return completions
+        marked = zip(completions, ids, strict=True)
+        return [replace(each, marked=self._tokenizer.marked(some)) for each, some in marked]
 
     def _completion(
         self,

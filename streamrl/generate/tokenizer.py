@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,10 +14,13 @@ from typing import Any, NoReturn
 import jinja2
 import numpy as np
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from streamrl.config import Config
 from streamrl.tasks.environment import Message
+from streamrl.tasks.parsing import Parsers
 
 # Prompts whose ids are remembered: the same prompt comes back with every epoch of a small task, and with every single
 # request of a group; beyond it the oldest is forgotten.
@@ -36,8 +39,19 @@ IMAGE_AS_IT_IS = "{'type': 'image'"
 class Tokenizer:
     """Text and conversations to token ids, and back."""
 
-    def __init__(self, model: Path) -> None:
-        """Read `tokenizer.json` and, where there, the chat template and end tokens. Raises OSError, ValueError."""
+    @classmethod
+    def of(cls, config: Config) -> Tokenizer:
+        """That of a run. Raises as it does."""
+        task = config.task
+        return cls(config.model.path, task.chat_template_kwargs, keeps_marks=Parsers.of(task).marks)
+
+    def __init__(self, model: Path, variables: Mapping[str, Any] | None = None, *, keeps_marks: bool = False) -> None:
+        """Read `tokenizer.json` and, where there, the chat template and end tokens. Raises OSError, ValueError.
+
+        variables: further ones of the chat template. keeps_marks: does a parser need the special tokens of answers?
+        """
+        self.keeps_marks = keeps_marks
+        self._variables = dict(variables or {})
         self._tokenizer = FastTokenizer.from_file(str(model / "tokenizer.json"))
         self._settings = _read_json(model / "tokenizer_config.json")
         self._template = self._compile(model)
@@ -117,12 +131,22 @@ class Tokenizer:
         """The texts of several outputs, without special tokens."""
         return list(self._tokenizer.decode_batch(ids, skip_special_tokens=True))
 
+    def marked(self, ids: Sequence[int]) -> str:
+        """The text of one output with its special tokens, but for the end token behind it."""
+        kept = ids[:-1] if len(ids) and ids[-1] in self.end_ids else ids
+        return str(self._tokenizer.decode(list(kept), skip_special_tokens=False))
+
+    @property
+    def unread_variables(self) -> tuple[str, ...]:
+        """Those of the given variables that the chat template does not read, sorted."""
+        return tuple(sorted(self._variables.keys() - self._read_by_template))
+
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         if self._template is None:
             raise ValueError("the model folder has no chat template, and the task's prompts are conversations")
         given = {"messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": True}
         try:
-            text = self._template.render(**given, **self._special_tokens())
+            text = self._template.render(**self._variables, **given, **self._special_tokens())
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
         if IMAGE_AS_IT_IS in text:
@@ -133,12 +157,14 @@ class Tokenizer:
         """The template, in the environment that Hugging Face's templates are written for."""
         file = model / "chat_template.jinja"
         source = file.read_text() if file.exists() else self._settings.get("chat_template")
+        self._read_by_template: frozenset[str] = frozenset()
         if not isinstance(source, str):
             return None
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = _to_json
+        self._read_by_template = frozenset(find_undeclared_variables(environment.parse(source)))
         return environment.from_string(source)
 
     def _special_tokens(self) -> dict[str, str]:

@@ -60,6 +60,7 @@ from streamrl.tasks.failures import ScorerLost, ScorerRaised, ScorerUnready
 from streamrl.tasks.hosted import close_tasks
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import ScorerBroken, Scoring
+from streamrl.tasks.weighted import Weighted
 from streamrl.types import Ticket
 
 log = logging.getLogger(__name__)
@@ -84,20 +85,25 @@ class Worker:
         address: str,
         events: EventLog,
         tasks: dict[str, Environment],
+        rewards: Weighted,
         evaluator: MakeEvaluator | None = None,
     ) -> None:
-        """`address` of the replay service. `tasks` by the names that tickets have for them; they are closed here."""
+        """`address` of the replay service. `tasks` by the names that tickets have for them; they are closed here.
+
+        `rewards`: what the reward of their answers is made of.
+        """
         self.name = f"generator-{index}"
         self._config = config
         self._index = index
         self._fleet = fleet
         self._events = events
         self._load = Load()
-        self._tokenizer = Tokenizer(config.model.path)
+        self._tokenizer = Tokenizer.of(config)
         by_sample = submission(config)
         self._places = RequestPlaces(by_sample) if by_sample else None
         self._tasks = tasks
         self._scoring = Scoring(config.task.scoring)
+        self._rewards = rewards
         self._pinning = Pinning(config, run_folder, evaluator, tokenizer=self._tokenizer, events=events)
         self._link = ServiceLink(config, run_folder, self.name, address=address, servers=self._states, events=events)
         self._publishes: dict[str, asyncio.Queue[Publish]] = {name: asyncio.Queue() for name in fleet.names}
@@ -220,6 +226,7 @@ class Worker:
                 overlong=Overlong.of(self._config),
                 events=self._events,
                 scoring=self._scoring,
+                rewards=self._rewards,
             )
         finally:
             self._fleet.leave(key)

@@ -21,10 +21,11 @@ from streamrl.observe.descriptors import raise_limit
 from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.starting import begin_part
 from streamrl.progress import RunFailedError
+from streamrl.reward_model.client import RewardModels
 from streamrl.stream.address import replay_address
 from streamrl.stream.keys import KeysUnusable
 from streamrl.stream.session import PeerRefused
-from streamrl.tasks import left_out
+from streamrl.tasks import left_out, parsing, weighted
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import host_tasks
@@ -105,11 +106,23 @@ async def _run_worker(
     begin_part(events, "loads the tasks")
     if await unless(stop, _load(tasks, config, run_folder)):
         return
-    worker = Worker(config, run_folder, index, fleet, address=address, events=events, tasks=tasks, evaluator=evaluator)
+    weighted.check_turns(config, tasks)
+    models = RewardModels(config, run_folder, events) if config.reward_model.path is not None else None
     try:
-        await worker.run(stop)
+        if models is not None:
+            begin_part(events, "waits for the reward model")
+            if await unless(stop, models.ready()):
+                return
+        rewards = weighted.Weighted.of(config, models)
+        given = {"address": address, "events": events, "tasks": tasks, "rewards": rewards, "evaluator": evaluator}
+        worker = Worker(config, run_folder, index, fleet, **given)
+        try:
+            await worker.run(stop)
+        finally:
+            await worker.close()
     finally:
-        await worker.close()
+        if models is not None:
+            await models.close()
 
 
 async def _address(config: Config, run_folder: Path, stop: asyncio.Event) -> str:
@@ -120,4 +133,5 @@ async def _address(config: Config, run_folder: Path, stop: asyncio.Event) -> str
 async def _load(tasks: dict[str, Environment], config: Config, run_folder: Path) -> None:
     """Load the run's tasks. Raises ScorerUnready, and ValueError for arguments that do not fit."""
     tasks |= await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
+    parsing.apply(tasks.values(), config.task)
     left_out.apply(tasks, left_out.load(run_folder).trained, config.run.seed)

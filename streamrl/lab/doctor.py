@@ -72,6 +72,11 @@ def _print_paths(device: Device) -> None:
     stood_in = install(ABSENT_ON_CPU) if device.kind == "cpu" else ()
     print(f"  SGLang stand-ins     {', '.join(stood_in) or 'none'}")
 
+    spread = "over several GPUs (accelerate)" if importlib.util.find_spec("accelerate") else "on one GPU each"
+    print(
+        f"  reward models        AutoModelForSequenceClassification, {'on cores' if device.kind == 'cpu' else spread}"
+    )
+
     arguments = server_arguments(Config(), 0)
     print(f"  SGLang attention     {arguments.get('attention_backend', 'its own choice')}")
 

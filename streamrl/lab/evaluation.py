@@ -144,7 +144,7 @@ async def _evaluate(config: Config, weights: Weights) -> tuple[Evaluation, dict[
                 await served.start()
             sampling = config.evaluate.sampling(config.generate.sampling)
             generate = config.generate.model_copy(update={"sampling": sampling})
-            tokenizer = Tokenizer(config.model.path)
+            tokenizer = Tokenizer.of(config)
             handles = partial(EngineInference, served.policy, tokenizer, generate, Load(), trained=False)
             version, step = served.state.version, weights.step
             with Bar("eval", "prompts") as bar:

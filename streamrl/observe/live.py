@@ -206,9 +206,11 @@ def sentence(glance: Glance) -> str:
 
     Example: `learner wait 62%, backward 20%, forward 12%; generators generate 97%, pause 3%`.
     """
-    sides: dict[str, dict[str, float]] = {"learner": defaultdict(float), "generators": defaultdict(float)}
+    names = ("learner", "generators", "reward models")
+    sides: dict[str, dict[str, float]] = {name: defaultdict(float) for name in names}
     for role, phases in glance.doing.items():
         side = "generators" if role.startswith("generator-") else role.removesuffix("-0")
+        side = "reward models" if role.startswith("reward-model-") else side
         for phase, seconds in phases.items() if side in sides else ():
             sides[side][phase] += seconds
     return "; ".join(f"{side} {shares(sums)}" for side, sums in sides.items() if sums) or "nothing yet"

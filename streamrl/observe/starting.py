@@ -60,7 +60,9 @@ class Starting:
         self._now = now
         self._needed = config.replay.groups_per_step
         self._groups = 0
-        self._others = [*(f"generator-{index}" for index in range(config.workers)), "learner-0"]
+        workers = [f"generator-{index}" for index in range(config.workers)]
+        models = [f"reward-model-{index}" for index in range(config.reward_model.processes)]
+        self._others = [*models, *workers, "learner-0"]
         self._roles = {"replay-0": _Role(IMPORTS, now())} | {name: _Role(WAITS, now()) for name in self._others}
         if config.trains_rows:
             self._roles = {"learner-0": _Role(IMPORTS, now())}

@@ -56,6 +56,7 @@ KINDS = {
         order=("pause", "generate", "evaluate"),
         rest="wait",
     ),
+    "reward-model": Kind(spans={"reward_model.batch": "score"}, order=("score",), rest="idle"),
 }
 
 # Phases in which a role has nothing to do.

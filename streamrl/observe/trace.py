@@ -121,8 +121,8 @@ def trace(run_folder: Path) -> Iterator[Event]:
 def _order(timeline: Timeline, run_folder: Path) -> list[str]:
     """Roles from where data comes to where it goes: generators, service, learner, publisher, anybody else."""
     files = [path.stem for path in event_files(run_folder)]
-    ranks = {"generator": 0, "replay": 1, "learner": 2, PUBLISHER: 3}
-    return sorted({*files, *timeline.tracks}, key=lambda role: (ranks.get(kind_of(role), 4), len(role), role))
+    ranks = {"generator": 0, "reward-model": 1, "replay": 2, "learner": 3, PUBLISHER: 4}
+    return sorted({*files, *timeline.tracks}, key=lambda role: (ranks.get(kind_of(role), len(ranks)), len(role), role))
 
 
 def _states(track: Track, number: int, begin: float) -> Iterator[Event]:

@@ -15,7 +15,7 @@ import asyncio
 from dataclasses import dataclass
 
 from streamrl.choices import LOSSES
-from streamrl.config import Config
+from streamrl.config import Config, senseless
 from streamrl.config.file import ConfigError
 from streamrl.config.refused import Refusals
 from streamrl.evaluate.evaluator import host_evaluated
@@ -25,16 +25,18 @@ from streamrl.learner.shape import ModelShape, read_shape, weight_files
 from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_folder, check_model
-from streamrl.preflight.prompts import Seen, look_at, tokenizer_of
+from streamrl.preflight.prompts import Seen, look_at, tokenizer_of, unread_variables
 from streamrl.preflight.teacher import check_teacher, check_teacher_length
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.preflight.wire import check_wire, group_bytes
-from streamrl.tasks import left_out
+from streamrl.reward_model.folder import check_folder as check_reward_model
+from streamrl.tasks import left_out, parsing
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import close_tasks, host_tasks
 from streamrl.tasks.left_out import LeftOut
 from streamrl.tasks.registry import check_arguments
+from streamrl.tasks.weighted import check_turns
 
 
 def check_start(config: Config, *, fresh: bool = False) -> LeftOut:
@@ -69,10 +71,13 @@ def _readable(config: Config, *, weights: bool) -> tuple[ModelShape, Tokenizer]:
     refusals = Refusals()
     with refusals:
         shape = check_layout(config, weights=weights)
-        tokenizer = tokenizer_of(config.model.path)
+        tokenizer = tokenizer_of(config.model.path, variables=config.task.chat_template_kwargs)
         check_tokenizer(config.model.path, tokenizer, shape)
+    with refusals:
+        check_reward_model(config)
     _check_tasks(config, refusals)
     refusals.tell()
+    senseless.warn(unread_variables(tokenizer))
     return shape, tokenizer
 
 
@@ -102,6 +107,8 @@ async def _check(config: Config, shape: ModelShape, tokenizer: Tokenizer, record
     try:
         tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
         evaluated = await host_evaluated(config) if config.evaluate.every else {}
+        parsing.apply(tasks.values(), config.task)
+        check_turns(config, tasks)
         sizes = Sizes(config, shape, tokenizer)
         return await _check_sizes(sizes, tasks, evaluated, recorded)
     except ScorerUnready as error:

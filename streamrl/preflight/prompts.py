@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from streamrl.config.file import ConfigError
 from streamrl.generate.tokenizer import Tokenizer
@@ -52,13 +53,24 @@ class Seen:
     of_tasks: dict[str, OfTask]
 
 
-def tokenizer_of(folder: Path, key: str = "model.path") -> Tokenizer:
-    """That of a model; `key`: of the configuration that names it. Raises ConfigError where the folder has none."""
+def tokenizer_of(folder: Path, key: str = "model.path", variables: Mapping[str, Any] | None = None) -> Tokenizer:
+    """That of a model; `key`: of the configuration that names it. `variables`: further ones of its chat template.
+
+    Raises ConfigError where the folder has none.
+    """
     try:
-        return Tokenizer(folder)
+        return Tokenizer(folder, variables)
     except Exception as error:  # the tokenizers library raises Exception itself for a file that it cannot read
         reason = " ".join(str(error).split())
         raise ConfigError(f"{key}: {folder}: no tokenizer ({reason}); allowed: with tokenizer.json") from None
+
+
+def unread_variables(tokenizer: Tokenizer) -> list[str]:
+    """A line for each of `task.chat_template_kwargs` that the chat template does not read, for who starts a run."""
+    return [
+        f"task.chat_template_kwargs: the model's chat template reads no variable {name!r}"
+        for name in tokenizer.unread_variables
+    ]
 
 
 async def look_at(
@@ -149,7 +161,7 @@ class _Lengths:
     def _tokenise(self, index: int, prompt: Prompt) -> None:
         whose = f"prompt {index} of {self.name}"
         try:
-            tokens = len(self.tokenizer.prompt_ids(prompt.content))
+            tokens = len(self.tokenizer.prompt_ids(prompt.content, prompt.tools))
         except ValueError as error:
             raise ConfigError(f"model.path: {whose} cannot be tokenised: {error}") from None
         if not tokens:
@@ -167,7 +179,7 @@ class _Lengths:
         messages = len(prompt.messages or ())
         if messages not in self.around:
             try:
-                written = len(self.tokenizer.rendered(prompt.content).encode()) - _bytes(prompt)
+                written = len(self.tokenizer.rendered(prompt.content, prompt.tools).encode()) - _bytes(prompt)
             except ValueError:
                 return self.limit + 1  # it is tokenised, which says what is wrong with it
             self.around[messages] = AROUND * max(0, written) + BYTES_AROUND

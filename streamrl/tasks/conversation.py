@@ -37,6 +37,7 @@ class Conversation:
         """`tools`: functions that the chat template tells the policy of. Raises ValueError for a prompt without ids."""
         self._inference = inference
         self._prompt = prompt
+        tools = tools or prompt.tools
         self._tools: dict[str, Any] = {"tools": tools} if tools else {}
         self._history: list[Message] = list(prompt.messages or ())
         self._prompt_ids = inference.prompt_ids(prompt.content, **self._tools)

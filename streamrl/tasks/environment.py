@@ -26,6 +26,7 @@ from streamrl.types import PolicyVersion, VersionSpan
 if TYPE_CHECKING:
     from streamrl.tasks.cut import Cut
     from streamrl.tasks.left_out import Fitting
+    from streamrl.tasks.parsing import Parsers
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Message(TypedDict):
     content: str | list[dict[str, Any]]  # text, or the parts of a text with images, as the chat template takes them
     tool_calls: NotRequired[list[dict[str, Any]]]  # an assistant's, in OpenAI's form with arguments as a mapping
     tool_call_id: NotRequired[str]  # of the call that a tool's message answers
+    reasoning_content: NotRequired[str]  # of an answer to an agent: its reasoning, where the run parses that
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,7 @@ class Prompt:
     text: str | None = None  # tokenised as it is
     messages: tuple[Message, ...] | None = None  # rendered by the chat template, with a generation prompt
     images: tuple[str, ...] = ()  # paths or URLs, as the server reads them; the text has a place for each
+    tools: tuple[dict[str, Any], ...] = ()  # of several turns: functions that the chat template tells the policy of
     answer: str | None = None  # the right answer, where the task has one
     metadata: dict[str, Any] = field(default_factory=dict)  # whatever the task's own scorer needs
 
@@ -82,6 +85,7 @@ class Completion:
     extras: dict[str, np.ndarray] = field(default_factory=dict)  # further numbers of each output token, [T, ...]
     loss_mask: np.ndarray | None = None  # bool [T], False where the policy did not write the token; None: it wrote all
     failure: str = ""  # of an aborted one: why (`types.FAILURES`)
+    marked: str | None = None  # the text with special tokens, but for the end, where a parser of the run needs them
 
     @classmethod
     def failed(cls, prompt_ids: np.ndarray, failure: str = "server") -> Completion:
@@ -190,6 +194,9 @@ class Environment(ABC):
 
     cut: Cut | None = None
     """How the prompts are cut that are too long; None: they are not."""
+
+    parsers: Parsers | None = None
+    """What reads the calls and the reasoning of answers, which the run knows and not the task; None: its defaults."""
 
     runs_inline: ClassVar[bool] = False
     """Said by a class of itself: no method of it computes, or waits without `await`, for more than milliseconds. Then

@@ -202,13 +202,14 @@ def _token_names(turn: Completion) -> list[str]:
 
 def _on_wire(message: Message) -> dict[str, Any]:
     """A message as OpenAI writes it: arguments as JSON in a string, no content beside calls where there is no text."""
+    thought = {"reasoning_content": message["reasoning_content"]} if "reasoning_content" in message else {}
     if "tool_calls" not in message:
-        return {"role": message["role"], "content": message["content"]}
+        return {"role": message["role"], "content": message["content"], **thought}
     calls = [
         {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
         for call in message["tool_calls"]
     ]
-    return {"role": message["role"], "content": message["content"] or None, "tool_calls": calls}
+    return {"role": message["role"], "content": message["content"] or None, "tool_calls": calls, **thought}
 
 
 def _read(call: CalledTool) -> dict[str, Any]:

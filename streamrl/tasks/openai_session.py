@@ -20,7 +20,8 @@ from typing import Any
 
 from streamrl.tasks.conversation import Conversation
 from streamrl.tasks.environment import Completion, Inference, Message, Prompt
-from streamrl.tasks.tool_calls import split_calls
+from streamrl.tasks.parsing import Parsers
+from streamrl.tasks.tool_calls import FunctionCall, split_calls
 
 
 class CallRefused(Exception):
@@ -40,11 +41,14 @@ class Session:
         session.completion
     """
 
-    def __init__(self, inference: Inference, prompt: Prompt, *, most_calls: int) -> None:
+    def __init__(
+        self, inference: Inference, prompt: Prompt, *, most_calls: int, parsers: Parsers | None = None
+    ) -> None:
         """`prompt` gives the sample its number alone: what is asked first is the agent's."""
         self._inference = inference
         self._index = prompt.index
         self._most_calls = most_calls
+        self._parsers = parsers or Parsers()
         self._conversation: Conversation | None = None
         self._text = ""  # of a session of plain text: prompt and answers so far
         self._shown: tuple[Message, ...] = ()  # of one of messages: those so far, answers as the agent was given them
@@ -67,7 +71,8 @@ class Session:
         """The answer to a call of /v1/chat/completions or /v1/messages, and the message that the agent is given of it.
 
         tools: those that the agent offers, in OpenAI's form; the chat template tells the policy of them. An answer's
-        calls are those that it writes as `<tool_call>{json}</tool_call>`. Raises CallRefused.
+        calls are those that it writes as `<tool_call>{json}</tool_call>`, or as `task.tool_parser` reads them. Its
+        reasoning need not come back. Raises CallRefused.
         """
         async with self._calling:
             self._check()
@@ -79,9 +84,9 @@ class Session:
             else:
                 self._add(_added(self._shown, messages))
             turn = await self._generate(sampling)
-            message = _shown(turn, bool(self._tools), sampling.get("stop"))
+            message, reasoning = self._message(_before(turn, sampling.get("stop")))
             self._shown = (*messages, message)
-            return turn, message
+            return turn, Message(**message, reasoning_content=reasoning) if reasoning else message
 
     async def count(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
         """Tokens that the policy would be given by such a call of `chat`, which is none. Raises CallRefused."""
@@ -105,9 +110,9 @@ class Session:
             else:
                 raise CallRefused(409, "the prompt does not extend the session's text: its prompt and answers so far")
             turn = await self._generate(sampling)
-            shown = _text_before(turn.text, sampling.get("stop"))
-            self._text = text + shown
-            return replace(turn, text=shown)
+            shown = _before(turn, sampling.get("stop"))
+            self._text = text + shown.text
+            return shown
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:
@@ -139,6 +144,22 @@ class Session:
         with _refused():
             self._conversation.add(added)
 
+    def _message(self, turn: Completion) -> tuple[Message, str]:
+        """The answer as the agent is given it, and as it must come back: its text, and its calls; and its reasoning.
+
+        An answer with a call that cannot be read is text, as the policy wrote it.
+        """
+        said = self._parsers.said(turn, self._tools)
+        text, calls = said.text, [call for call in said.calls if isinstance(call, FunctionCall)]
+        if self._parsers.tools is None and self._tools:
+            text, calls = split_calls(text)
+        elif len(calls) < len(said.calls) or not self._tools:
+            text, calls = self._parsers.thought(turn)[1] if said.calls else text, []
+        message = Message(role="assistant", content=text)
+        if calls:
+            message["tool_calls"] = [_called(call) for call in calls]
+        return message, said.reasoning
+
     async def _generate(self, sampling: dict[str, Any]) -> Completion:
         assert self._conversation is not None
         with self._undone(), _refused():
@@ -163,28 +184,21 @@ def _extends(history: Sequence[Message], messages: Sequence[Message]) -> bool:
     return len(messages) > len(history) and [*messages[: len(history)]] == [*history]
 
 
-def _text_before(text: str, stop: str | Sequence[str] | None) -> str:
-    """The text up to the first of some stop strings, as both protocols have it; the tokens have the string."""
+def _before(turn: Completion, stop: str | Sequence[str] | None) -> Completion:
+    """The answer up to the first of some stop strings, as both protocols have it; its tokens have the string."""
     strings = [stop] if isinstance(stop, str) else stop or ()
-    places = [place for each in strings if (place := text.find(each)) >= 0]
-    return text[: min(places)] if places else text
+
+    def before(text: str) -> str:
+        places = [place for each in strings if (place := text.find(each)) >= 0]
+        return text[: min(places)] if places else text
+
+    return replace(turn, text=before(turn.text), marked=None if turn.marked is None else before(turn.marked))
 
 
-def _shown(turn: Completion, with_tools: bool, stop: str | Sequence[str] | None = None) -> Message:
-    """The answer as the agent is given it, and as it must come back: its text, and its calls by name."""
-    text = _text_before(turn.text, stop)
-    text, calls = split_calls(text) if with_tools else (text, [])
-    message = Message(role="assistant", content=text)
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call_{secrets.token_hex(8)}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls
-        ]
-    return message
+def _called(call: FunctionCall) -> dict[str, Any]:
+    """A call as the agent is given it, by a name of its own."""
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
 
 
 def _added(history: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:

@@ -120,7 +120,8 @@ class Played(Environment):
         """Raises NotPlayed where no episode asks anything."""
         async with self._places:
             await self._server.start()
-            sessions = [Session(inference, prompt, most_calls=self._arguments.most_calls) for _ in range(n)]
+            calls, parsers = self._arguments.most_calls, self.parsers
+            sessions = [Session(inference, prompt, most_calls=calls, parsers=parsers) for _ in range(n)]
             with contextlib.ExitStack() as open_sessions:
                 urls = [open_sessions.enter_context(self._server.serving(session)) for session in sessions]
                 scores = await self._scores(prompt.index, urls)

@@ -81,7 +81,7 @@ class Scripted:
 
 
 @pytest.fixture(scope="session")
-def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One token a byte, and "ab" besides; a chat template of Qwen's kind."""
     folder = tmp_path_factory.mktemp("chat")
     letters = [chr(number) for number in range(33, 127)] + ["Ġ", "Ċ"]
@@ -90,10 +90,30 @@ def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END]})
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    return Tokenizer(Path(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer(chat_folder: Path) -> Tokenizer:
+    """The tokenizer of `chat_folder`."""
+    return Tokenizer(chat_folder)
 
 
 @pytest.fixture
 def scripted(chat_tokenizer: Tokenizer) -> Callable[..., Scripted]:
     """`scripted(answers, versions=())`: an inference handle; each answer is a list of pieces of text."""
     return lambda answers, versions=(): Scripted(chat_tokenizer, answers, versions)
+
+
+@pytest.fixture(scope="session")
+def completion() -> Callable[[str], Completion]:
+    """An answer of this text, special tokens and all."""
+
+    def make(text: str) -> Completion:
+        ids = np.zeros(1, np.int32)
+        return Completion(
+            text=text, marked=text, prompt_ids=ids, output_ids=ids, logprobs=np.zeros(1, np.float32), spans=(),
+            finish_reason="stop",
+        )  # fmt: skip
+
+    return make

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.lab.plan import fit
+from streamrl.lab.plan import fit, reward_models
 from streamrl.lab.plan.generators import Pool, pools
 from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
 from streamrl.lab.plan.machines import GIB, Machines
@@ -102,7 +102,7 @@ def make_plan(config: Config, shape: ModelShape, machines: Machines, figures: Pa
         _host_memory(config, rank, host, weights, save) + (0 if index else _buffer(config, weights, group))
         for index, (host, save) in enumerate(zip(hosts, saved, strict=True))
     ]
-    taken[0] += _on_host(config, rank, found, machines)
+    taken[0] += _on_host(config, rank, found, machines) + reward_models.host_bytes(config, machines)
     plan = Plan(
         hosts=hosts,
         rank=rank,
@@ -145,6 +145,7 @@ def limits(plan: Plan, config: Config, machines: Machines) -> list[str]:
             f"slots: the generators take {wanted} groups at once, replay.max_staleness={config.replay.bound:g} lets "
             f"{plan.slots} be out"
         )
+    lines += reward_models.line(config, machines)
     return lines + _save_limits(plan, config, machines) + _speed_limits(plan, config)
 
 

@@ -152,7 +152,7 @@ class Agent(Around):
             return self._server
 
     async def _play(self, server: OpenAIServer, inference: Inference, prompt: Prompt) -> Rollout:
-        session = Session(inference, prompt, most_calls=self._arguments.most_calls)
+        session = Session(inference, prompt, most_calls=self._arguments.most_calls, parsers=self.parsers)
         answer: str | None = None
         failure: Exception | None = None
         async with self._places:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,12 +17,15 @@ from streamrl.tasks.environment import Around, Completion, Environment, Message,
 from streamrl.tasks.failures import ScorerRaised
 from streamrl.tasks.hosted_tool import HostedTool
 from streamrl.tasks.starter import Starter
-from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
+from streamrl.tasks.tool_calls import FunctionCall, ToolCall, describe_tools, parse_calls
 from streamrl.tasks.tools.base import Tool
 from streamrl.tasks.turns import Observation, TurnByTurn
 
 # The reward part that counts the calls of an answer.
 CALLS = "tool_calls"
+
+# The argument of a tool in the form that the model's chat template tells of.
+INPUT = "input"
 
 
 class ToolsArguments(TaskArguments):
@@ -60,9 +64,10 @@ class Tools(TurnByTurn, Around):
         self._tools = {path.rpartition(":")[2]: _built(path, arguments) for path in arguments.tools}
         described = [(path.rpartition(":")[2], TOOLS.load(path).description) for path in arguments.tools]
         self._described = describe_tools(described)
+        self._offered = tuple(_function(name, text) for name, text in described)
 
     def prompt(self, index: int) -> Prompt:
-        """The task's own, and what tools there are."""
+        """The task's own, and what tools there are: in words, or where calls are parsed, by the chat template."""
         return self._with_tools(self._task.prompt(index))
 
     async def fetch(self, index: int) -> Prompt:
@@ -71,6 +76,8 @@ class Tools(TurnByTurn, Around):
     def _with_tools(self, prompt: Prompt) -> Prompt:
         if prompt.text is not None:
             return replace(prompt, text=f"{self._described}\n{prompt.text}")
+        if self._parses:
+            return replace(prompt, tools=self._offered)
         first, *rest = prompt.messages or ()
         if first["role"] != "system":
             return replace(prompt, messages=(Message(role="system", content=self._described), first, *rest))
@@ -78,7 +85,7 @@ class Tools(TurnByTurn, Around):
         return replace(prompt, messages=(instructions, *rest))
 
     async def observation(self, prompt: Prompt, turns: Sequence[Completion]) -> Observation | None:
-        calls = parse_calls(turns[-1].text)
+        calls = self._calls(turns[-1])
         if not calls:
             return None
         answers = await asyncio.gather(*(self._answer(call) for call in calls))
@@ -88,12 +95,26 @@ class Tools(TurnByTurn, Around):
 
     async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
         score = await self._task.score(prompt, turns[-1])
-        calls = sum(len(parse_calls(turn.text)) for turn in turns)
+        calls = sum(len(self._calls(turn)) for turn in turns)
         return replace(score, parts={**score.parts, CALLS: float(calls)})
 
     async def close(self) -> None:
         await asyncio.gather(*(tool.close() for tool in self._tools.values()))
         await self._task.close()
+
+    @property
+    def _parses(self) -> bool:
+        """Are calls in the model's own form?"""
+        return self.parsers is not None and self.parsers.tools is not None
+
+    def _calls(self, turn: Completion) -> list[ToolCall]:
+        """The calls of an answer; none in its reasoning, where that is parsed."""
+        if self.parsers is None:
+            return parse_calls(turn.text)
+        said = self.parsers.said(turn, self._offered)
+        if self.parsers.tools is None:
+            return parse_calls(said.text)
+        return [_of_one_argument(call) for call in said.calls]
 
     async def _answer(self, call: ToolCall) -> str:
         if call.error is not None:
@@ -104,6 +125,21 @@ class Tools(TurnByTurn, Around):
             return await self._tools[call.name].call(call.argument)
         except (ValueError, ScorerRaised) as error:
             return f"error: {error}"
+
+
+def _function(name: str, text: str) -> dict[str, Any]:
+    """A tool as chat templates are told of it, in OpenAI's form: a function of one text."""
+    parameters = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+    return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
+
+
+def _of_one_argument(call: FunctionCall | ToolCall) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    if len(call.arguments) != 1:
+        return ToolCall("", "", f"{call.name} takes one argument, {INPUT}")
+    (argument,) = call.arguments.values()
+    return ToolCall(call.name, argument if isinstance(argument, str) else json.dumps(argument))
 
 
 def _built(path: str, arguments: ToolsArguments) -> Tool:

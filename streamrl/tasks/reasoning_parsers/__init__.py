@@ -1,0 +1,1 @@
+"""The forms in which models write their reasoning: one file a form."""
