@@ -191,6 +191,8 @@ def _load_file(path: Path) -> ModuleType:
 ORDERS = Kind("replay.order", "streamrl.replay.orders", "streamrl.replay.orders.base:Order")
 CURRICULA = Kind("replay.curriculum", "streamrl.replay.curricula", "streamrl.replay.curricula.base:Curriculum")
 TRANSPORTS = Kind("publish.transport", "streamrl.publish.transports", "streamrl.publish.transports.base:Transport")
+ENGINES = Kind("evaluate.engine", "streamrl.generate.engines", "streamrl.generate.engines.base:Engine")
+TRAINED_ENGINES = replace(ENGINES, key="generate.engine")
 LOSSES = Kind("algo.loss", "streamrl.algo.families", "streamrl.algo.families.base:Family")
 WEIGHTS = Kind("algo.weight", "streamrl.algo.weights", "streamrl.algo.weights.base:ImportanceWeight")
 MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask")
@@ -205,4 +207,4 @@ TOOLS = Kind("task.args.tools", "streamrl.tasks.tools", "streamrl.tasks.tools.ba
 SINKS = Kind("observe.sink", "streamrl.observe.sinks", "streamrl.observe.sinks.base:Sink")
 
 ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, DIVERGENCES, REWARD_DIVERGENCES, AGGREGATIONS)
-KINDS = (ORDERS, CURRICULA, TRANSPORTS, *ALGORITHM, FAMILIES, TASKS, TOOLS, SINKS)
+KINDS = (ORDERS, CURRICULA, TRANSPORTS, ENGINES, TRAINED_ENGINES, *ALGORITHM, FAMILIES, TASKS, TOOLS, SINKS)
