@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from streamrl.engine.client import Answer, AnswerMeta, EngineError, FinishReason, WeightVersionSpan
 from streamrl.types import PolicyVersion
@@ -24,10 +24,10 @@ class EngineRefused(EngineError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawing:
+class Parameters:
     """How the tokens of a request are drawn.
 
-    Example: `Drawing.of({"temperature": 1.0, "max_new_tokens": 16, "stop_token_ids": [0]}, "transformers")`.
+    Example: `Parameters.of({"temperature": 1.0, "max_new_tokens": 16, "stop_token_ids": [0]}, "transformers")`.
     """
 
     temperature: float = 1.0  # 0: greedy
@@ -40,7 +40,7 @@ class Drawing:
     seed: int | None = None
 
     @classmethod
-    def of(cls, sampling: Mapping[str, Any], engine: str) -> Drawing:
+    def of(cls, sampling: Mapping[str, Any], engine: str) -> Parameters:
         """From SGLang's names. Raises EngineRefused for another one, or a value out of its range."""
         given = {_NAMES.get(name, name): value for name, value in sampling.items() if value is not None}
         if unknown := given.keys() - cls.__dataclass_fields__.keys():
@@ -50,11 +50,11 @@ class Drawing:
         stop = given.get("stop", ())
         given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         given["stop_token_ids"] = tuple(given.get("stop_token_ids", ()))
-        drawing = cls(**given)
+        asked = cls(**given)
         for name, (holds, allowed) in _RANGES.items():
-            if not holds(value := getattr(drawing, name)):
+            if not holds(value := getattr(asked, name)):
                 raise EngineRefused(engine, f"sampling {name}={value!r} is not possible; allowed: {allowed}")
-        return drawing
+        return asked
 
     @property
     def greedy(self) -> bool:
@@ -73,10 +73,25 @@ _RANGES = {
 }
 
 
-def check_request(engine: str, *, routed_experts: bool, images: Sequence[str], at_least: PolicyVersion | None) -> None:
-    """Raise EngineRefused for what a request has beyond token ids."""
-    if routed_experts:
+class Ends(Protocol):
+    """Where an answer may end: whoever asks cuts it there, so that the rest need not be drawn."""
+
+    def found(self, ids: Sequence[int], start: int) -> bool:
+        """Is there an end at or behind token `start`?"""
+        ...
+
+
+def check_request(
+    engine: str, *, experts: bool, sets: bool, images: Sequence[str], at_least: PolicyVersion | None
+) -> None:
+    """Raise EngineRefused for what a request has beyond token ids, or asks for beyond log-probs.
+
+    `experts`: those of each token. `sets`: the tokens from which each was drawn.
+    """
+    if experts:
         raise EngineRefused(engine, "it does not tell the experts of a token; allowed: learner.router_replay=false")
+    if sets:
+        raise EngineRefused(engine, "it does not tell from which tokens one was drawn, as training needs it")
     if images:
         raise EngineRefused(engine, "it is given token ids, and no images; allowed: tasks of text")
     if at_least is not None and at_least.step > VERSION.step:

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from streamrl.engine.client import Answer, EngineError
-from streamrl.generate.frozen import Drawing, EngineRefused, check_request, typed_answer
+from streamrl.generate.frozen import Ends, EngineRefused, Parameters, check_request, typed_answer
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.types import PolicyVersion
 
@@ -100,12 +100,12 @@ class OpenAiPolicy:
         """
         await self._find_model()
         ids = tokenizer.plain_ids("a b").tolist() or [tokenizer.largest_id]
-        drawing = Drawing(temperature=0.0, max_new_tokens=CHECK_TOKENS, stop_token_ids=tokenizer.end_ids)
+        asked = Parameters(temperature=0.0, max_new_tokens=CHECK_TOKENS, stop_token_ids=tokenizer.end_ids)
         try:
-            (choice,) = (await self._ask(ids, drawing, 1)).choices
+            (choice,) = (await self._ask(ids, asked, 1)).choices
         except EngineError as error:
             raise error if error.status is None else self._refused(error) from None
-        answer = self._answer(choice, drawing, ids)
+        answer = self._answer(choice, asked, ids)
         (text,) = tokenizer.text([answer.output_ids])
         told, made = "".join(choice.text.split()), "".join(text.split())
         if told != made and "\ufffd" not in told + made:
@@ -123,6 +123,8 @@ class OpenAiPolicy:
         request_id: str | None = None,
         *,
         routed_experts: bool = False,
+        kept_sets: bool = False,
+        ends: Ends | None = None,
         priority: int = 0,
         images: Sequence[str] = (),
         at_least: PolicyVersion | None = None,
@@ -132,10 +134,10 @@ class OpenAiPolicy:
         The endpoint orders the requests that wait. Raises EngineRefused for what it cannot do or does not tell,
         EngineError with a status for a request that it does not answer, and without one where it is not reached.
         """
-        check_request(self._who, routed_experts=routed_experts, images=images, at_least=at_least)
-        drawing = Drawing.of(sampling, self._who)
+        check_request(self._who, experts=routed_experts, sets=kept_sets, images=images, at_least=at_least)
+        asked = Parameters.of(sampling, self._who)
         name = request_id or uuid.uuid4().hex
-        asking = self._running[name] = asyncio.ensure_future(self._ask(input_ids, drawing, n))
+        asking = self._running[name] = asyncio.ensure_future(self._ask(input_ids, asked, n))
         try:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -148,7 +150,7 @@ class OpenAiPolicy:
         choices = sorted(found.choices, key=lambda choice: choice.index)
         if len(choices) != n:
             raise EngineRefused(self._who, f"{len(choices)} answers where n={n}; allowed: as many as are asked for")
-        return [self._answer(choice, drawing, input_ids) for choice in choices]
+        return [self._answer(choice, asked, input_ids) for choice in choices]
 
     async def abort(self, request_id: str = "") -> None:
         """End one request, or all: nothing comes of it, for an endpoint tells nothing of an answer that is cut."""
@@ -179,27 +181,27 @@ class OpenAiPolicy:
         owner = next((model.owned_by for model in found if model.id == self._model), None)
         self._who = f"{self._url} ({owner})" if owner else self._url
 
-    async def _ask(self, ids: Sequence[int], drawing: Drawing, n: int) -> _Completion:
+    async def _ask(self, ids: Sequence[int], asked: Parameters, n: int) -> _Completion:
         # All that shapes the distribution is said: what is left out, a server takes from the model's own defaults.
         body: dict[str, Any] = {
             "model": self._model,
             "prompt": list(ids),
             "n": n,
-            "max_tokens": drawing.max_new_tokens,
-            "temperature": drawing.temperature,
-            "top_p": drawing.top_p,
-            "top_k": drawing.top_k,
-            "min_p": drawing.min_p,
+            "max_tokens": asked.max_new_tokens,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "top_k": asked.top_k,
+            "min_p": asked.min_p,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "stop_token_ids": list(drawing.stop_token_ids),
+            "stop_token_ids": list(asked.stop_token_ids),
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        body |= {"stop": list(drawing.stop)} if drawing.stop else {}
-        body |= {"seed": drawing.seed} if drawing.seed is not None else {}
+        body |= {"stop": list(asked.stop)} if asked.stop else {}
+        body |= {"seed": asked.seed} if asked.seed is not None else {}
         content = await self._repeated("POST", COMPLETIONS, msgspec.json.encode(body))
         found: _Completion = self._decode(_COMPLETION, COMPLETIONS, content)
         return found
@@ -228,7 +230,7 @@ class OpenAiPolicy:
             await asyncio.sleep(pause)
         raise error
 
-    def _answer(self, choice: _Choice, drawing: Drawing, prompt: Sequence[int]) -> Answer:
+    def _answer(self, choice: _Choice, asked: Parameters, prompt: Sequence[int]) -> Answer:
         """A choice as a server's answer. Raises EngineRefused where it does not tell enough."""
         if choice.prompt_token_ids is not None and choice.prompt_token_ids != list(prompt):
             raise EngineRefused(self._who, "it answered other token ids than it was given; allowed: the same ones")
@@ -242,7 +244,7 @@ class OpenAiPolicy:
                 raise EngineRefused(
                     self._who, "its answers have no token ids, and return_token_ids asks for them; " + _ABLE
                 )
-        if set(ids[:-1]) & set(drawing.stop_token_ids):
+        if set(ids[:-1]) & set(asked.stop_token_ids):
             raise EngineRefused(
                 self._who, "an answer goes on behind an end token, and stop_token_ids names it; " + _ABLE
             )

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from streamrl.engine.client import Answer
-from streamrl.generate.frozen import Drawing, EngineRefused, check_request, typed_answer
+from streamrl.generate.frozen import Ends, EngineRefused, Parameters, check_request, typed_answer
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.types import PolicyVersion
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "transformers"
+
+
+class _Until(NamedTuple):
+    """What ends a request before its length and its end tokens do."""
+
+    ended: threading.Event  # from outside
+    ends: Ends | None
 
 
 class TransformersPolicy:
@@ -49,7 +56,7 @@ class TransformersPolicy:
         self._model = loaded.to(device).eval()
         self._model.generation_config = GenerationConfig()  # a folder's own would draw in another way than is asked for
         self._tokenizer = Tokenizer(model)
-        self._running: dict[str, threading.Event] = {}
+        self._running: dict[str, _Until] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=NAME)
 
     async def generate(
@@ -60,6 +67,8 @@ class TransformersPolicy:
         request_id: str | None = None,
         *,
         routed_experts: bool = False,
+        kept_sets: bool = False,
+        ends: Ends | None = None,
         priority: int = 0,
         images: Sequence[str] = (),
         at_least: PolicyVersion | None = None,
@@ -70,50 +79,50 @@ class TransformersPolicy:
         answers on the same machine. Requests wait for each other, in their order whatever their priority. Raises
         EngineRefused for what it cannot do.
         """
-        check_request(NAME, routed_experts=routed_experts, images=images, at_least=at_least)
-        drawing = Drawing.of(sampling, NAME)
+        check_request(NAME, experts=routed_experts, sets=kept_sets, images=images, at_least=at_least)
+        asked = Parameters.of(sampling, NAME)
         if not input_ids:
             raise EngineRefused(NAME, "a prompt without tokens; allowed: at least one")
         name = request_id or uuid.uuid4().hex
-        ended = self._running[name] = threading.Event()
+        until = self._running[name] = _Until(threading.Event(), ends)
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._thread, self._answers, name, list(input_ids), drawing, n, ended)
+            return await loop.run_in_executor(self._thread, self._answers, name, list(input_ids), asked, n, until)
         finally:
-            ended.set()  # cancelled, it ends with its next token
+            until.ended.set()  # cancelled, it ends with its next token
             self._running.pop(name, None)
 
     async def abort(self, request_id: str = "") -> None:
         """End one request, or all, with its next token."""
-        for name, ended in list(self._running.items()):
+        for name, until in list(self._running.items()):
             if request_id in ("", name):
-                ended.set()
+                until.ended.set()
 
     def close(self) -> None:
         """End what is running and wait for it."""
-        for ended in list(self._running.values()):
-            ended.set()
+        for until in list(self._running.values()):
+            until.ended.set()
         self._thread.shutdown(wait=True)
 
-    def _answers(self, name: str, ids: list[int], drawing: Drawing, n: int, ended: threading.Event) -> list[Answer]:
+    def _answers(self, name: str, ids: list[int], asked: Parameters, n: int, until: _Until) -> list[Answer]:
         import torch
         from transformers import GenerationConfig
 
-        if ended.is_set():
+        if until.ended.is_set():
             return [typed_answer(NAME, f"{name}-{row}", [], [], "abort") for row in range(n)]
         prompt = torch.tensor([ids] * n, device=self._model.device)
-        draw = _Draw(drawing)
-        watch = _Watch(drawing, n, draw, prompt=len(ids), text=self._tokenizer.text, ended=ended)
+        draw = _Draw(asked)
+        watch = _Watch(asked, n, draw, prompt=len(ids), text=self._tokenizer.text, until=until)
         # Temperature and truncation are applied by _Draw; given here, they would be applied twice.
         settings = GenerationConfig(
-            do_sample=not drawing.greedy,
-            max_new_tokens=drawing.max_new_tokens,
+            do_sample=not asked.greedy,
+            max_new_tokens=asked.max_new_tokens,
             temperature=1.0,
             top_k=0,
             top_p=1.0,
             pad_token_id=0,
         )
-        with torch.inference_mode(), self._seeded(drawing.seed):
+        with torch.inference_mode(), self._seeded(asked.seed):
             drawn = self._model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -144,19 +153,19 @@ class TransformersPolicy:
 class _Draw:
     """A logits processor: divides by the temperature, keeps the log-probs [n, V] of that, and truncates."""
 
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, asked: Parameters) -> None:
         from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-        self._temperature = drawing.temperature or 1.0
+        self._temperature = asked.temperature or 1.0
         self._truncations: list[Any] = []
-        if drawing.greedy:
+        if asked.greedy:
             return
-        if drawing.top_k != -1:
-            self._truncations.append(TopKLogitsWarper(drawing.top_k))
-        if drawing.top_p < 1.0:
-            self._truncations.append(TopPLogitsWarper(drawing.top_p))
-        if drawing.min_p > 0.0:
-            self._truncations.append(MinPLogitsWarper(drawing.min_p))
+        if asked.top_k != -1:
+            self._truncations.append(TopKLogitsWarper(asked.top_k))
+        if asked.top_p < 1.0:
+            self._truncations.append(TopPLogitsWarper(asked.top_p))
+        if asked.min_p > 0.0:
+            self._truncations.append(MinPLogitsWarper(asked.min_p))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         scores = scores.float() / self._temperature
@@ -174,20 +183,20 @@ class _Watch:
 
     def __init__(
         self,
-        drawing: Drawing,
+        asked: Parameters,
         n: int,
         draw: _Draw,
         *,
         prompt: int,
         text: Callable[[Sequence[Sequence[int]]], list[str]],
-        ended: threading.Event,
+        until: _Until,
     ) -> None:
         self.logprobs: list[torch.Tensor] = []  # T x [n]
-        self._drawing = drawing
+        self._asked = asked
         self._prompt = prompt
         self._draw = draw
         self._text = text
-        self._ended = ended
+        self._until = until
         self._lengths: list[int | None] = [None] * n  # of the rows that have come to their end
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **others: Any) -> torch.Tensor:
@@ -196,19 +205,22 @@ class _Watch:
         for row, token in enumerate(last.tolist()):
             if self._lengths[row] is None and self._ends(input_ids[row], token):
                 self._lengths[row] = len(self.logprobs)
-        stops = [length is not None or self._ended.is_set() for length in self._lengths]
+        stops = [length is not None or self._until.ended.is_set() for length in self._lengths]
         return input_ids.new_tensor(stops).bool()
 
     def endings(self) -> list[tuple[int, Literal["stop", "length", "abort"]]]:
         """Tokens of each row, and why it has no more."""
         drawn = len(self.logprobs)
-        cut: Literal["length", "abort"] = "length" if drawn >= self._drawing.max_new_tokens else "abort"
+        cut: Literal["length", "abort"] = "length" if drawn >= self._asked.max_new_tokens else "abort"
         return [(drawn, cut) if length is None else (length, "stop") for length in self._lengths]
 
     def _ends(self, ids: torch.Tensor, token: int) -> bool:
-        if token in self._drawing.stop_token_ids:
+        if token in self._asked.stop_token_ids:
             return True
-        if not self._drawing.stop:
+        drawn = ids[self._prompt :].tolist()
+        if self._until.ends is not None and self._until.ends.found(drawn, len(drawn) - 1):
+            return True
+        if not self._asked.stop:
             return False
-        (text,) = self._text([ids[self._prompt :].tolist()])
-        return any(stop in text for stop in self._drawing.stop)
+        (text,) = self._text([drawn])
+        return any(stop in text for stop in self._asked.stop)

@@ -1,4 +1,4 @@
-"""One model behind three engines: an SGLang server's own interface, its OpenAI endpoint, transformers in this process."""
+"""One model behind three engines: an SGLang server's own interface, its OpenAI endpoint, and transformers."""
 
 from __future__ import annotations
 
@@ -97,14 +97,15 @@ def test_an_evaluation_by_each_gives_the_same_greedy_answers(
         "evaluate": {"samples": 4, "prompts": 8, "timeout": DEADLINE},
         "generate": {"sampling": {"max_new_tokens": 4}},
     }
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))
+    config = str(tmp_path / "config.yaml")
+    Path(config).write_text(json.dumps(settings))
     greedy = {}
     for name, options in (("sglang", {}), ("openai", {"url": f"{server.address}/v1"}), ("transformers", {})):
         words = [f"evaluate.engine={name}", f"evaluate.engine_options={json.dumps(options)}"]
         folder = tmp_path / name
         done = subprocess.run(
-            [sys.executable, "-m", "streamrl.cli", "eval", "config.yaml", *words, "--output", str(folder)],
-            cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE, check=False,
+            [sys.executable, "-m", "streamrl.cli", "eval", config, *words, "--output", str(folder)],
+            capture_output=True, text=True, timeout=DEADLINE, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         found = read_summary(folder).tasks["copy"]
