@@ -193,6 +193,7 @@ CURRICULA = Kind("replay.curriculum", "streamrl.replay.curricula", "streamrl.rep
 TRANSPORTS = Kind("publish.transport", "streamrl.publish.transports", "streamrl.publish.transports.base:Transport")
 ENGINES = Kind("evaluate.engine", "streamrl.generate.engines", "streamrl.generate.engines.base:Engine")
 TRAINED_ENGINES = replace(ENGINES, key="generate.engine")
+JUDGES = replace(ENGINES, key="task.args.engine")
 LOSSES = Kind("algo.loss", "streamrl.algo.families", "streamrl.algo.families.base:Family")
 WEIGHTS = Kind("algo.weight", "streamrl.algo.weights", "streamrl.algo.weights.base:ImportanceWeight")
 MASKS = Kind("algo.mask", "streamrl.algo.masks", "streamrl.algo.masks.base:Mask")

@@ -21,6 +21,7 @@ from streamrl.choices import Choice, Options
 if TYPE_CHECKING:
     from streamrl.config import Config
     from streamrl.generate.inference import EngineInference, Policy
+    from streamrl.generate.judging import Ask
 
 
 class Engine(Choice, ABC):
@@ -61,3 +62,9 @@ class Engine(Choice, ABC):
         tokenizer = Tokenizer(config.model.path)
         async with self.serving(config, scratch) as policy:
             yield partial(EngineInference, policy, tokenizer, config.generate, Load())
+
+    def judge(self, config: Config, scratch: Path, *, greedy: bool) -> AbstractAsyncContextManager[Ask]:
+        """Asks questions: `await ask("Is 2 + 2 = 4?", 1)` gives texts. Raises ScorerUnready."""
+        from streamrl.generate.judging import judging
+
+        return judging(self, config, scratch, greedy=greedy)
