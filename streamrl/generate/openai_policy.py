@@ -239,7 +239,7 @@ class OpenAiPolicy:
             raise EngineRefused(self._who, "its answers have no log-probs, and logprobs=0 asks for them; " + _ABLE)
         ids = choice.token_ids
         if ids is None:
-            ids = [int(each.removeprefix(_ID)) for each in told.tokens if _is_id(each)]
+            ids = [int(each.removeprefix(_ID)) for each in told.tokens if each is not None and _is_id(each)]
             if len(ids) != len(told.tokens) or (choice.text and not ids):
                 raise EngineRefused(
                     self._who, "its answers have no token ids, and return_token_ids asks for them; " + _ABLE
@@ -273,8 +273,8 @@ class OpenAiPolicy:
 _ABLE = "allowed: an endpoint of SGLang, or of vLLM, that does"
 
 
-def _is_id(token: str | None) -> bool:
-    return token is not None and token.startswith(_ID) and token.removeprefix(_ID).isdecimal()
+def _is_id(token: str) -> bool:
+    return token.startswith(_ID) and token.removeprefix(_ID).isdecimal()
 
 
 def _seconds(header: str | None) -> float:
