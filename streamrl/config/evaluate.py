@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
 from pydantic import Field
 
+from streamrl.choices import ENGINES
 from streamrl.config.generate import SamplingConfig
 from streamrl.config.section import Section, rule
 from streamrl.config.task import TaskConfig, TaskShare
@@ -20,6 +23,10 @@ class EvaluateConfig(Section):
     every: int = Field(0, ge=0, description="learner steps between two evaluations of a run; 0: none in the run")
     worker: int = Field(0, ge=0, description="generator worker on one server of which a run's evaluations take place")
     tasks: tuple[TaskShare, ...] = Field((), description="what is evaluated; empty: every task of the run")
+    engine: Annotated[str, ENGINES] = Field(
+        "sglang", description="what answers `streamrl eval`; a run's own evaluations: its servers alone"
+    )
+    engine_options: dict[str, Any] = Field(default_factory=dict, description="options of the engine")
     prompts: int | None = Field(
         None,
         ge=1,
@@ -71,6 +78,14 @@ class EvaluateConfig(Section):
     def _draws_from_some(self) -> None:
         if self.top_k == 0:
             raise ValueError("top_k: 0 is not allowed; allowed: -1, 1 and above, null")
+
+    def _a_run_measures_its_own_weights(self) -> None:
+        if self.every and not self.chosen("engine").trains:
+            able = [name for name in ENGINES.names if ENGINES.load(name).trains]
+            raise ValueError(
+                f"engine: {self.engine} has no version of the run, whose evaluations (every={self.every}) measure its "
+                f"versions; allowed: {', '.join(able)}, or every=0 and `streamrl eval`"
+            )
 
     @rule
     def _labels_differ(self) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from streamrl.choices import TRAINED_ENGINES
 from streamrl.config.section import Section, rule
 
 ServerAddress = Annotated[
@@ -72,6 +73,10 @@ class GenerateConfig(Section):
     """The generator workers and their SGLang servers."""
 
     name: str = Field("", pattern=r"^[\w.-]*$", description="of the pool, where there are several")
+    engine: Annotated[str, TRAINED_ENGINES] = Field(
+        "sglang", description="what generates; others only evaluate and judge (docs/engines.md)"
+    )
+    engine_options: dict[str, Any] = Field(default_factory=dict, description="options of the engine")
     workers: int = Field(1, ge=1, description="generator workers, each with its own SGLang servers")
     servers: int = Field(1, ge=1, description="SGLang servers of one worker")
     attach: tuple[ServerAddress, ...] = Field(
@@ -159,6 +164,16 @@ class GenerateConfig(Section):
         for name in names:
             if not name or names.count(name) > 1:
                 raise ValueError(f"pools: the name {name!r} is missing or there twice; allowed: a name for each pool")
+
+    @rule
+    def _weights_are_those_of_the_run(self) -> None:
+        if not TRAINED_ENGINES.is_built_in(self.engine) or not self.chosen("engine").trains:
+            able = [name for name in TRAINED_ENGINES.names if TRAINED_ENGINES.load(name).trains]
+            raise ValueError(
+                f"engine: {self.engine} has weights that no learner publishes to, and tokens of no version: its "
+                f"log-probs are those of no behaviour policy of the run; allowed: {', '.join(able)}, and "
+                f"evaluate.engine={self.engine}"
+            )
 
     @rule
     def _bounds_are_in_order(self) -> None:

@@ -1,15 +1,17 @@
-"""`streamrl eval`: one set of weights on a server of its own, measured on held-out prompts.
+"""`streamrl eval`: one set of weights, measured on held-out prompts.
 
-weights of a run's version, of a model folder, or of model.path ─▶ server ─▶ evaluate/ ─▶ table and files
+weights of a run's version, of a model folder, or of model.path ─▶ server, or a model in this process ─┐
+weights that an endpoint has ─▶ that endpoint ─────────────────────────────────────────────────────────┤
+                                                                                                       └▶ evaluate/
+What answers is `evaluate.engine`; evaluate/ gives the table and the files.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -24,9 +26,9 @@ from streamrl.engine.server import ServerFailed
 from streamrl.evaluate.evaluator import check_evaluated, evaluate, host_evaluated
 from streamrl.evaluate.files import evaluation_folder, free_folder, write
 from streamrl.evaluate.results import Evaluation, Question, TaskFigures
-from streamrl.generate.inference import EngineInference, Load
-from streamrl.generate.served import ServedModel
-from streamrl.generate.tokenizer import Tokenizer
+from streamrl.generate.engines import make_engine
+from streamrl.generate.engines.base import Engine
+from streamrl.generate.frozen import VERSION
 from streamrl.hub.repository import label
 from streamrl.lab.output import check_new_folder
 from streamrl.observe.bars import Bar
@@ -58,22 +60,45 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     if output is not None and output.exists():
         raise ConfigError(f"--output: {output} exists; allowed: a new folder")
     check_new_folder("--output", output)
-    weights = choose_weights(config, run_folder, version, model)
-    served = serving_config(config, weights)
-    check_generator(served.generate.each_pool)
+    engine = make_engine(config.evaluate.engine, config.evaluate.engine_options)
+    weights, served = evaluated(engine, config, run_folder, version, model)
+    if engine.trains:
+        check_generator(served.generate.each_pool)
     try:
         check_evaluated(served)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
     try:
-        evaluation, questions = uvloop.run(_evaluate(served, weights))
+        evaluation, questions = uvloop.run(_evaluate(engine, served, weights))
         write(folder, evaluation, questions)
     except (ServerFailed, EngineError, ScorerUnready, OSError) as failure:
         print(f"streamrl: {failure}", file=sys.stderr)
         return 1
     _print(evaluation, folder)
     return 0 if any(found.answers for found in evaluation.tasks.values()) else 1
+
+
+def evaluated(
+    engine: Engine, config: Config, run_folder: Path | None, version: str | None, model: Path | None
+) -> tuple[Weights, Config]:
+    """What is evaluated, and the configuration of what answers. Raises ConfigError where they do not go together."""
+    name = config.evaluate.engine
+    if engine.loads_weights:
+        weights = choose_weights(config, run_folder, version, model)
+        if is_adapter(weights.folder) and not engine.loads_adapters:
+            raise ConfigError(
+                f"{weights.folder}: holds adapters, and evaluate.engine={name} loads whole weights; allowed: a folder "
+                "with whole weights, or another engine"
+            )
+        return weights, serving_config(config, weights)
+    for option, given in (("--version", version), ("--model", model)):
+        if given is not None:
+            raise ConfigError(
+                f"{option}: {given} is not what evaluate.engine={name} answers with, which has weights of its own; "
+                f"allowed: no {option}"
+            )
+    return Weights(config.model.path, engine.label), config
 
 
 def choose_weights(config: Config, run_folder: Path | None, version: str | None, model: Path | None) -> Weights:
@@ -133,24 +158,21 @@ def _parse(version: str) -> PolicyVersion:
         raise ConfigError(f"--version: {error}") from None
 
 
-async def _evaluate(config: Config, weights: Weights) -> tuple[Evaluation, dict[str, list[Question]]]:
-    """Start a server, evaluate on it, end it. Raises ServerFailed, EngineError, ScorerUnready."""
-    with tempfile.TemporaryDirectory(
-        prefix="streamrl-eval-"
-    ) as scratch:  # a run's own servers keep their logs and keys
-        served, tasks = ServedModel(config, Path(scratch), index=0), await host_evaluated(config)
-        try:
-            with Bar("server", "ready", 1):
-                await served.start()
-            sampling = config.evaluate.sampling(config.generate.sampling)
-            generate = config.generate.model_copy(update={"sampling": sampling})
-            tokenizer = Tokenizer.of(config)
-            handles = partial(EngineInference, served.policy, tokenizer, generate, Load(), trained=False)
-            version, step = served.state.version, weights.step
-            with Bar("eval", "prompts") as bar:
-                return await evaluate(config, tasks, handles, version, label=weights.label, step=step, report=bar.reach)
-        finally:
-            await asyncio.gather(served.close(), close_tasks(tasks))
+async def _evaluate(engine: Engine, config: Config, weights: Weights) -> tuple[Evaluation, dict[str, list[Question]]]:
+    """Evaluate by what the engine serves. Raises ServerFailed, EngineError, ScorerUnready."""
+    sampling = config.evaluate.sampling(config.generate.sampling)
+    asked = config.model_copy(update={"generate": config.generate.model_copy(update={"sampling": sampling})})
+    async with contextlib.AsyncExitStack() as stack:
+        # A run's own servers keep their logs and keys.
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-eval-")))
+        tasks = await host_evaluated(config)
+        stack.push_async_callback(close_tasks, tasks)
+        with Bar("server", "ready", 1):
+            handles = await stack.enter_async_context(engine.handles(asked, scratch))
+        with Bar("eval", "prompts") as bar:
+            return await evaluate(
+                config, tasks, handles, VERSION, label=weights.label, step=weights.step, report=bar.reach
+            )
 
 
 def _print(evaluation: Evaluation, folder: Path) -> None:

@@ -73,8 +73,9 @@ def lookup(conformance: TaskConformance, prompt: Prompt) -> list[str]:
     return [prompt.metadata["key"], str(prompt.answer)]
 
 
-# Whose environment is in a virtual environment, or a server, of its own: tests/tasks/test_foreign.py.
-ELSEWHERE = ("verifiers", "gymnasium", "openenv")
+# Whose environment is in a virtual environment, or a server, of its own: tests/tasks/test_foreign.py. A judge is a
+# model: tests/tasks/test_judged.py.
+ELSEWHERE = ("verifiers", "gymnasium", "openenv", "judged")
 for _name in [name for name in TASKS.names if name not in ELSEWHERE]:
     _members: dict[str, Any] = {"name": _name, "args": ARGS.get(_name, {}), "right": right, **TOGETHER}
     if (_name in HUB and _name != "gsm8k") or _name == "megatron_rl":
