@@ -114,7 +114,8 @@ def _rows(config: Config, placed: DeviceMap | None, names: Sequence[str]) -> Ite
         for server in range(0 if pool.attach else pool.servers):
             gpus = placed.workers[index][server] if placed else ()
             yield f"  server {server}", of(gpus), f"SGLang, tensor parallel {pool.tensor_parallel}"
-    yield "learner-0", "-", f"torchrun, ranks: {config.learner.ranks}"
+    critic = ", a critic on each" if config.algo.advantage.has_critic else ""
+    yield "learner-0", "-", f"torchrun, ranks: {config.learner.ranks}{critic}"
     for rank in range(config.learner.ranks):
         yield f"  rank {rank}", of(placed.ranks[rank : rank + 1] if placed else ()), "learner"
 

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
 from streamrl.config.algo import AlgoConfig
+from streamrl.config.critic import CriticConfig, critic_fits
 from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
@@ -137,6 +138,7 @@ class Config(Section):
     replay: ReplayConfig = Field(default_factory=ReplayConfig, description="the buffer")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="the record of the data")
     algo: AlgoConfig = Field(default_factory=AlgoConfig, description="the loss")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="the critic")
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="the learner")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="checkpoints")
     publish: PublishConfig = Field(default_factory=PublishConfig, description="publishing")
@@ -152,6 +154,12 @@ class Config(Section):
     def trains_rows(self) -> bool:
         """Is it of `streamrl sft`: rows of a data set instead of answers of generators?"""
         return bool(self.algo.chosen("loss").of_rows)
+
+    @property
+    def policy_steps(self) -> int:
+        """Learner steps in which the policy is trained: all but those that warm a critic up."""
+        held = self.critic.warmup_steps if self.algo.advantage.has_critic else 0
+        return max(1, self.run.steps - held)
 
     @property
     def workers(self) -> int:
@@ -249,6 +257,10 @@ class Config(Section):
                 "replay.filter.signal: true drops groups with equal rewards, which algo.distillation.teacher trains; "
                 "allowed: false"
             )
+
+    @rule
+    def _a_critic_fits(self) -> None:
+        critic_fits(self)
 
     @rule
     def _a_lease_outlives_a_heartbeat(self) -> None:

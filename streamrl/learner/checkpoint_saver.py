@@ -303,7 +303,7 @@ def _staged(state: State, folder: Path) -> _Plan:
     strategy = _Staging()
     # What several data-parallel ranks have alike, as weights, is shared out among them by size.
     copies = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    wanted = {**state.sharded(loading=False), "random": state.random(), "counts": state.optimizer.counts()}
+    wanted = {**state.sharded(loading=False), "random": state.random(), "counts": state.counts()}
     dist_checkpointing.save(
         wanted, str(folder), FullyParallelSaveStrategyWrapper(strategy, copies), async_sharded_save=True
     )
@@ -329,8 +329,8 @@ def _refuse_holes(index: Metadata) -> None:
 
 def _live_storages(state: State) -> set[int]:
     """Addresses of the storages that training changes. Other tensors on the host are copies already."""
-    tensors = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
-    tensors += state.optimizer.tensors()
+    tensors = [parameter for each in state.all for chunk in each.chunks for parameter in chunk.parameters()]
+    tensors += [tensor for each in state.all for tensor in each.optimizer.tensors()]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 

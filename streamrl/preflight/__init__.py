@@ -26,7 +26,7 @@ from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_folder, check_model
 from streamrl.preflight.prompts import Seen, look_at, tokenizer_of
-from streamrl.preflight.teacher import check_teacher, check_teacher_length
+from streamrl.preflight.teacher import check_critic, check_teacher, check_teacher_length
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.preflight.wire import check_wire, group_bytes
 from streamrl.tasks import left_out
@@ -182,4 +182,5 @@ def check_layout(config: Config, *, weights: bool = True) -> ModelShape:
         weight_files(config.model.path)
     check_model(config, shape)
     check_teacher(config, shape, weights=weights)
+    check_critic(config, shape, weights=weights)
     return shape

@@ -1,0 +1,71 @@
+"""The critic beside the policy: what it is trained on, how it is saved, and that no layout changes it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from learner_parts import VOCABULARY, make_batch, make_config, weights, write_model
+
+from streamrl.config import Config
+from streamrl.config.file import ConfigError
+from streamrl.observe.metrics import is_known
+
+GAE = {"estimator": "gae", "gamma": 0.97, "lam": 0.9}
+
+
+def config_of(model, *, algo: dict[str, Any] | None = None, critic: dict[str, Any] | None = None, **learner) -> Config:
+    tree = make_config(model, optimizer={"lr": 1e-3}, **learner).model_dump()
+    tree["algo"] |= {"advantage": GAE, "entropy": 0.0, **(algo or {})}
+    tree["critic"] |= {"optimizer": {"lr": 1e-2}, **(critic or {})}
+    return Config.model_validate(tree)
+
+
+def critic_weights(trainer) -> dict[str, torch.Tensor]:
+    named = (pair for chunk in trainer._critic._chunks for pair in chunk.named_parameters())
+    return {name: parameter.detach().clone() for name, parameter in named}
+
+
+def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_it_learns_what_answers_are_worth_and_its_metrics_have_names(model_folder, trainer_of):
+    trainer = trainer_of(config_of(model_folder(), critic={"warmup_steps": 10}, passes=2))
+    start, rows = weights(trainer), []
+    for step in range(12):
+        batch = msgspec.structs.replace(make_batch(0), step=step)
+        rows.append(trainer.train_step(batch))
+        assert same(weights(trainer), start) == (step < 10), "the policy is held while the critic is warmed up"
+    assert [name for name in rows[0] if not is_known(name)] == []
+    assert rows[0]["values/mean"] == 0, "the head starts at 0"
+    assert rows[0]["critic/explained_variance"] == pytest.approx(0)
+    assert max(row["critic/explained_variance"] for row in rows) > 0.5, rows
+    assert rows[-1]["critic/loss"] < 0.5 * rows[0]["critic/loss"]
+    assert [row["steps/updates"] for row in rows[8:]] == [0, 0, 2, 4]
+    assert all(row["grad_norm"] > 0 and row["lr"] == (0.0 if step < 10 else 1e-3) for step, row in enumerate(rows))
+
+
+@pytest.mark.slow
+def test_one_that_resumes_goes_on_bit_for_bit(model_folder, trainer_of, tmp_path):
+    config = config_of(model_folder(), algo={"kl_reward": 0.1, "proximal": "recompute"}, mini_batches=2)
+    trainer = trainer_of(config, tmp_path / "run")
+    for step in range(2):
+        trainer.train_step(make_batch(step))
+    trainer.save()
+    trainer.saved(wait=True)
+    went_on = [trainer.train_step(make_batch(step)) for step in (2, 3)]
+    expected = weights(trainer), critic_weights(trainer)
+    resumed = trainer_of(config, tmp_path / "run")
+    assert resumed.version.step == 2
+    again = [resumed.train_step(make_batch(step)) for step in (2, 3)]
+    assert same(weights(resumed), expected[0])
+    assert same(critic_weights(resumed), expected[1])
+    for key in ("critic/loss", "critic/lr", "values/mean", "reward/kl"):
+        assert [row[key] for row in again] == [row[key] for row in went_on], key
+    with pytest.raises(ConfigError, match=r"critic\.model"):
+        trainer_of(make_config(model_folder()), tmp_path / "run")
