@@ -22,6 +22,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "estimator=gae kl_reward": {"gamma": 0.99, "lam": 0.95, "penalty": True},
 }
 
+LOSSES: dict[str, float | None] = {"value loss": None, "value loss value_clip": 0.5}  # with their clip
+EXPLAINED = "explained variance"
+
 Compared = tuple[str, Tensor, Tensor, Tensor, Tensor, Counter[str]]  # ours and theirs: value, gradient
 
 
@@ -113,7 +116,7 @@ def compared(seed: int) -> Iterator[Compared]:
         taken = Counter({"goes on": len(sample) - ends, "ends": ends})
         yield name, ours, torch.tensor(theirs, dtype=torch.float64), whiten(ours, moments(ours)), white, taken
     returns = ours + answers["old"]
-    for name, clip in (("value loss", None), ("value loss value_clip", 0.5)):
+    for name, clip in LOSSES.items():
         leaves = [answers["values"].clone().requires_grad_() for _ in range(2)]
         fast, _ = value_loss(leaves[0], answers["old"], returns, clip)
         slow, taken = slow_value_loss(leaves[1], old, returns.tolist(), clip)
@@ -122,4 +125,4 @@ def compared(seed: int) -> Iterator[Compared]:
     explained = explained_variance(moments(returns), moments(returns - answers["old"]))
     slow_explained = slow_explained_variance(returns.tolist(), old)
     pair = torch.tensor([explained, slow_explained], dtype=torch.float64)
-    yield "explained variance", pair[0], pair[1], pair[0], pair[1], Counter({"tokens": len(sample)})
+    yield EXPLAINED, pair[0], pair[1], pair[0], pair[1], Counter({"tokens": len(sample)})

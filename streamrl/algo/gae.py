@@ -1,6 +1,6 @@
 """Generalised advantage estimation from a critic's values, and the critic's loss.
 
-    values, rewards of tokens ──▶ advantages ──whiten──▶ the policy's      advantages + values ──▶ returns ──▶ value loss
+    values, rewards ──▶ advantages ──whiten──▶ the policy's    advantages + values ──▶ returns ──▶ value loss
 
 All tokens here are trained ones: what an answer has between them (a tool's words) is no step. Source: GAE
 (arXiv:1506.02438), PPO (arXiv:1707.06347).
@@ -83,7 +83,7 @@ def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None)
 
 
 def explained_variance(returns: Tensor, errors: Tensor) -> float | None:
-    """`1 - Var(R - V) / Var(R)` by the `moments` of returns and of returns less values; None where no return differs."""
+    """`1 - Var(R - V) / Var(R)` by the `moments` of returns and of errors R - V; None where returns are all alike."""
     whole = variance(returns)
     return None if whole == 0 else 1.0 - variance(errors) / whole
 

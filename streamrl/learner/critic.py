@@ -2,8 +2,8 @@
 
     rows ──score──▶ values ──critic_estimates.py──▶ returns ──train──▶ passes x mini batches: value loss, update
 
-It is cut as `learner.layout` cuts the policy, and trained on the same rows in the same mini batches. Values are those of
-the weights that a step starts from.
+It is cut as `learner.layout` cuts the policy, and trained on the same rows in the same mini batches. Values are of the
+weights that a step starts from.
 """
 
 from __future__ import annotations

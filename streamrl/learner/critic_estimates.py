@@ -1,6 +1,6 @@
 """What a critic's values make of the answers of a step: advantages and returns, over all data-parallel ranks.
 
-    values of this rank ──GAE of each answer──▶ moments over the ranks ──whiten──▶ advantages, by micro batch
+values of this rank ──GAE of each answer──▶ moments over the ranks ──whiten──▶ advantages, by micro batch
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def build(
         )
     virtual = config.learner.layout.virtual_stages
     stages: Sequence[int | None] = range(virtual) if virtual else [None]
-    chunks = (_chunk(shape, config.learner, transformer, layers, stage, kind) for stage in stages)
+    chunks = (_chunk(shape, config.learner, transformer, layers, stage, kind=kind) for stage in stages)
     return [chunk.to(device.torch_device) for chunk in chunks]
 
 
@@ -186,6 +186,7 @@ def _chunk(
     config: TransformerConfig,
     layers: LayerChoice,
     stage: int | None,
+    *,
     kind: type[PolicyModel],
 ) -> PolicyModel:
     """The chunk of one virtual stage of this rank; None: there is one chunk alone."""

@@ -242,7 +242,7 @@ class LearnerStep:
     def _known(
         self, share: Share, scores: list[Any], reference: list[Any], taught: list[Any], values: list[Any]
     ) -> list[Signals]:
-        """Of each micro batch, from its log-probs under policy, reference and teacher and its values; None: not scored."""
+        """Of each micro batch, from its log-probs under policy, reference and teacher, and values; None: not scored."""
         algo, rows = self._config.algo, share.micro_batches
         nothing: list[Any] = [None] * len(rows)
         proximal = scores if algo.chosen("proximal").scored else nothing

@@ -72,7 +72,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("returns/mean", "", "mean of what the critic is trained on: advantage before whitening, plus value"),
     Metric("critic/explained_variance", "share", "1 - Var(return - value) / Var(return), before the step's updates"),
     Metric("critic/loss", "", "the critic's loss that was minimised, mean over the updates"),
-    Metric("critic/clip", "share", "tokens whose value is further than critic.value_clip from that of the step's start"),
+    Metric("critic/clip", "share", "tokens whose loss is that of the value as critic.value_clip cuts it"),
     Metric("critic/grad_norm", "", "the critic's gradient norm before clipping, of several updates the largest"),
     Metric("critic/lr", "", "the critic's learning rate of the step"),
     Metric("critic/skipped", "updates", "the critic's updates so far that were not made, as steps/skipped"),

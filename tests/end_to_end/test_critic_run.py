@@ -1,4 +1,4 @@
-"""The quickstart with a critic: the reward climbs, values say something, a killed learner goes on, and all is proved."""
+"""The quickstart with a critic: the reward climbs, values say something, and a killed learner goes on."""
 
 import os
 import signal
@@ -15,7 +15,10 @@ from streamrl.observe.metrics import read_metrics
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 DEADLINE = 3600.0  # seconds
-START, BAR = 0.2, 0.8  # mean reward of the first five and of the last ten steps, those of the quickstart in every layout
+START, BAR = (
+    0.2,
+    0.8,
+)  # mean reward of the first five and of the last ten steps, those of the quickstart in every layout
 EXPLAINED = 0.05  # share of the variance of returns that values explain in the best ten steps, by their mean
 CRITIC = (
     "algo.advantage.estimator=gae",
@@ -30,7 +33,13 @@ CRITIC = (
 def test_the_quickstart_learns_with_a_critic_through_a_kill_and_trains_again_bit_for_bit(tiny_model, tmp_path, capsys):
     run = tmp_path / "quickstart"
     command = [sys.executable, "-m", "streamrl.cli", "train", str(QUICKSTART), f"run.folder={tmp_path}"]
-    command += [f"model.path={tiny_model}", "run.start_timeout=900", "run.silence_timeout=1800", "checkpoint.every=20", *CRITIC]
+    command += [
+        f"model.path={tiny_model}",
+        "run.start_timeout=900",
+        "run.silence_timeout=1800",
+        "checkpoint.every=20",
+        *CRITIC,
+    ]
     log = tmp_path / "train.log"
     with log.open("w") as output:
         training = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
+from critic_at_work import STEPS, train_on
 from learner_parts import VOCABULARY, make_batch, make_config, weights, write_model
 
 from streamrl.config import Config
@@ -18,8 +18,15 @@ from streamrl.observe.metrics import is_known
 GAE = {"estimator": "gae", "gamma": 0.97, "lam": 0.9}
 
 
-def config_of(model, *, algo: dict[str, Any] | None = None, critic: dict[str, Any] | None = None, **learner) -> Config:
-    tree = make_config(model, optimizer={"lr": 1e-3}, **learner).model_dump()
+def config_of(
+    model,
+    *,
+    algo: dict[str, Any] | None = None,
+    critic: dict[str, Any] | None = None,
+    distributed: bool | None = None,
+    **learner,
+) -> Config:
+    tree = make_config(model, optimizer={"lr": 1e-3, "distributed": distributed}, **learner).model_dump()
     tree["algo"] |= {"advantage": GAE, "entropy": 0.0, **(algo or {})}
     tree["critic"] |= {"optimizer": {"lr": 1e-2}, **(critic or {})}
     return Config.model_validate(tree)
@@ -69,3 +76,54 @@ def test_one_that_resumes_goes_on_bit_for_bit(model_folder, trainer_of, tmp_path
         assert [row[key] for row in again] == [row[key] for row in went_on], key
     with pytest.raises(ConfigError, match=r"critic\.model"):
         trainer_of(make_config(model_folder()), tmp_path / "run")
+
+
+def of_layout(name: str) -> dict[str, Any]:
+    sizes = {key: 2 for key in name.split() if key != "one"}
+    layout: dict[str, Any] = {key: size for key, size in sizes.items() if key not in ("data", "whole")}
+    if "whole" in sizes:
+        layout["sequence"] = False
+    return {"ranks": math.prod(size for key, size in sizes.items() if key != "whole"), "layout": layout}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("qwen2", ["tensor", "pipeline", "context", "data", "one", "tensor data", "tensor whole"]),
+        ("qwen3_moe", ["expert", "tensor", "pipeline", "one"]),
+    ],
+)
+def test_every_layout_goes_on_from_the_checkpoint_of_another_as_one_process_trains(
+    family, layouts, model_folder, on_ranks, tmp_path
+):
+    model, out = model_folder(family, tied=family == "qwen2"), tmp_path / "out.pt"
+
+    def config(name: str) -> Config:
+        return config_of(model, algo={"kl_reward": 0.1}, distributed=family == "qwen2", **of_layout(name))
+
+    for place, name in enumerate(layouts):
+        expected = train_on(config("one"), tmp_path / "alone")
+        (tmp_path / "config.json").write_text(config(name).model_dump_json())
+        ranks = config(name).learner.ranks
+        on_ranks(ranks, "critic_at_work.py", tmp_path / "config.json", tmp_path / "run", out)
+        for row, theirs in zip(torch.load(out), expected, strict=True):
+            for key in ("critic/loss", "critic/grad_norm", "values/mean", "returns/mean", "grad_norm", "reward/kl"):
+                assert row[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5), (place * STEPS, name, key)
+
+
+@pytest.mark.slow
+def test_it_may_be_another_model_beside_adapters_and_values_groups_of_one(model_folder, trainer_of, tmp_path):
+    other = write_model(tmp_path / "critic", "qwen3", layers=3, vocab_size=VOCABULARY + 64)
+    trainer = trainer_of(config_of(model_folder(), critic={"model": other}, lora={"rank": 4}))
+    batch = make_batch(0, groups=4, size=1)
+    before = critic_weights(trainer)
+    assert trainer.train_step(batch)["grad_norm"] > 0
+    assert not same(critic_weights(trainer), before)
+    assert len({name.split(".")[2] for name in before if ".layers." in name}) == 3
+    trainer._critic.score = lambda rows: (_ for _ in ()).throw(RuntimeError("in the critic"))
+    with pytest.raises(RuntimeError, match="in the critic"):
+        trainer.rehearse(make_batch(1))
+    small = write_model(tmp_path / "small", vocab_size=VOCABULARY - 1)
+    with pytest.raises(ConfigError, match=rf"critic\.model: .*small has {VOCABULARY - 1} tokens"):
+        trainer_of(config_of(model_folder(), critic={"model": small}))
