@@ -14,6 +14,7 @@ from learner_parts import VOCABULARY, make_batch, make_config, weights, write_mo
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.observe.metrics import is_known
+from streamrl.types import Batch, Sample
 
 GAE = {"estimator": "gae", "gamma": 0.97, "lam": 0.9}
 
@@ -41,12 +42,29 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def with_a_gap(batch: Batch) -> Batch:
+    """Every second sample has a token in its middle that somebody else has written."""
+
+    def cut(sample: Sample) -> Sample:
+        mask = sample.loss_mask.copy()
+        mask[len(mask) // 2] = False
+        return msgspec.structs.replace(sample, loss_mask=mask)
+
+    groups = [
+        msgspec.structs.replace(
+            group, samples=tuple(cut(each) if place % 2 else each for place, each in enumerate(group.samples))
+        )
+        for group in batch.groups
+    ]
+    return msgspec.structs.replace(batch, groups=tuple(groups))
+
+
 def test_the_policy_is_held_while_the_critic_is_warmed_up_and_every_metric_has_a_name(model_folder, trainer_of):
     trainer = trainer_of(config_of(model_folder(), critic={"warmup_steps": 1}))
     start, rows = weights(trainer), []
     for step in range(2):
         before = critic_weights(trainer)
-        rows.append(trainer.train_step(make_batch(step)))
+        rows.append(trainer.train_step(with_a_gap(make_batch(step))))
         assert same(weights(trainer), start) == (step == 0)
         assert not same(critic_weights(trainer), before)
     assert [name for name in rows[0] if not is_known(name)] == []
@@ -54,6 +72,13 @@ def test_the_policy_is_held_while_the_critic_is_warmed_up_and_every_metric_has_a
     assert rows[0]["critic/explained_variance"] == pytest.approx(0)
     assert [(row["steps/updates"], row["lr"]) for row in rows] == [(0, 0.0), (1, 1e-3)]
     assert all(row["grad_norm"] > 0 for row in rows)
+    samples = [sample for group in with_a_gap(make_batch(0)).groups for sample in group.samples]
+    returns = [
+        sample.reward * (GAE["gamma"] * GAE["lam"]) ** behind
+        for sample in samples
+        for behind in range(int(sample.loss_mask.sum()))
+    ]
+    assert rows[0]["returns/mean"] == pytest.approx(sum(returns) / len(returns)), "the gap counts as no token"
 
 
 @pytest.mark.slow
