@@ -63,7 +63,8 @@ def slow_value_loss(
         if clip is not None:
             counts["far" if abs(float(value) - old[t]) > clip else "near"] += 1
             low, high = old[t] - clip, old[t] + clip
-            held: Tensor | float = value if low <= float(value) <= high else min(max(float(value), low), high)
+            edge = torch.tensor(low if float(value) < low else high, dtype=torch.float64)
+            held = value if low <= float(value) <= high else edge
             other = (held - returns[t]) ** 2
             counts["clipped" if float(other) > float(squared) else "plain"] += 1
             squared = other if float(other) > float(squared) else squared
