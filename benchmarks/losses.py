@@ -21,7 +21,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.losses_critic import compared
 from benchmarks.losses_full_kl import full_kl_differences
 from benchmarks.losses_reference import (
     slow_covariant,
@@ -390,6 +391,15 @@ def combinations() -> Iterator[AlgoConfig]:
         yield AlgoConfig(**keys, norm_length=40, weight_gamma=0.8, discount=0.9, kl=0.1, entropy=0.01)
 
 
+def against_critic(seeds: Sequence[int]) -> Iterator[Row]:
+    """Advantages of a critic (`gradient`: whitened ones) and its loss, against loops over tokens."""
+    rows: dict[str, Row] = {}
+    for seed in seeds:
+        for name, ours, theirs, gradient, expected, taken in compared(seed):
+            rows.setdefault(name, Row(name, "loop")).add(relative(ours, theirs), relative(gradient, expected), taken)
+    yield from rows.values()
+
+
 def measure(quick: bool) -> Iterator[Row]:
     seeds = range(1) if quick else range(4)
     for name, keys in SETTINGS.items():
@@ -397,6 +407,7 @@ def measure(quick: bool) -> Iterator[Row]:
         for seed in seeds:
             against_reference(row, make_batch(seed, samples=40, longest=40), AlgoConfig(**keys))
         yield row
+    yield from against_critic(seeds)
     for name in TRL_SETTINGS:
         yield against_trl(name)
     row = Row("kl full from logits", "loop")

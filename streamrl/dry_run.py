@@ -117,7 +117,8 @@ def _rows(config: Config, placed: DeviceMap | None, names: Sequence[str]) -> Ite
     for index in range(config.reward_model.processes):
         gpus = placed.reward_models[index] if placed else ()
         yield f"reward-model-{index}", of(gpus), f"reward model {config.reward_model.path}"
-    yield "learner-0", "-", f"torchrun, ranks: {config.learner.ranks}"
+    critic = ", a critic on each" if config.algo.advantage.has_critic else ""
+    yield "learner-0", "-", f"torchrun, ranks: {config.learner.ranks}{critic}"
     for rank in range(config.learner.ranks):
         yield f"  rank {rank}", of(placed.ranks[rank : rank + 1] if placed else ()), "learner"
 

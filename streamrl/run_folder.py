@@ -110,6 +110,7 @@ def _check_resumable(recorded: Config, config: Config) -> None:
         )
     same_model = _is_same_model(recorded, config)
     decays = config.learner.optimizer.decay != "constant"  # over run.steps, which then are part of the data's meaning
+    decays |= config.algo.advantage.has_critic and config.critic.optimizer.decay != "constant"
     refusals = Refusals()
     for path in config_file.changed(recorded, config):
         if same_model and path in ("model.path", "model.revision"):

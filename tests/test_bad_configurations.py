@@ -63,6 +63,12 @@ KEYS: list[tuple[str, str]] = [
     ("generate.servers=0", "generate.servers: 0"),
     ("generate.group_size=0", "generate.group_size: 0"),
     ("generate.group_size=1", "generate.group_size: 1 has advantage 0 in every group"),
+    (
+        "algo.advantage.estimator=gae replay.filter.signal=true",
+        "replay.filter.signal: true drops groups with equal rewards, which algo.advantage.estimator=gae trains",
+    ),
+    ("critic.optimizer.min_lr=1", "critic.optimizer.min_lr: 1 is above lr=1e-05"),
+    ("critic.value_clip=0", "critic.value_clip: 0"),
     ("generate.groups_in_flight=0", "generate.groups_in_flight: 0"),
     ("generate.requests_in_flight=8", "generate.requests_in_flight: 8 counts requests, and submission=group"),
     ("generate.lag=-2", "generate.lag: -2 is not allowed"),

@@ -115,8 +115,12 @@ def test_other_gpus_than_this_machines_are_for_a_dry_run_alone(model, capsys):
 
 
 def test_on_a_machine_without_gpus_every_process_is_on_the_cpu(model, capsys):
-    assert cli.main(["train", "configs/quickstart.yaml", f"model.path={model}", "--dry-run", "--gpus", "0"]) == 0
+    critic = "algo.advantage.estimator=gae"
+    assert (
+        cli.main(["train", "configs/quickstart.yaml", f"model.path={model}", critic, "--dry-run", "--gpus", "0"]) == 0
+    )
     output = capsys.readouterr().out
+    assert "torchrun, ranks: 1, a critic on each" in output
     assert gpus_of(output) == {"generator-0 server 0": ["-"], "learner-0 rank 0": ["-"]}
     assert "CUDA_VISIBLE_DEVICES" not in output
 

@@ -94,6 +94,7 @@ BESIDE_RECORDS = {
     "plan": {
         "engine.block_fp8",
         "engine.server",
+        "learner.critic_shape",
         "learner.shape",
         "learner.teacher_shape",
         "preflight",

@@ -27,6 +27,11 @@ from tests.operations_table import GOES_ON, documented
         (["algo.mask_high=3"], "algo.mask_high: 3.0 has no effect without algo.mask=geometric"),
         (["algo.norm_length=9"], "algo.norm_length: 9 has no effect without algo.aggregation=sequence_sum_norm"),
         (["learner.lora.alpha=8"], "learner.lora.alpha: 8.0 has no effect without learner.lora.rank"),
+        (["critic.warmup_steps=8"], "critic.warmup_steps: 8 has no effect without algo.advantage.estimator=gae"),
+        (
+            ["algo.advantage.estimator=gae", "critic.warmup_steps=100"],
+            "critic.warmup_steps: 100 is not over when the run is",
+        ),
         (["learner.optimizer.lr=0.1"], "each update moves every weight by about 0.1"),
         (["learner.optimizer.warmup_steps=200"], "learner.optimizer.warmup_steps: 200 is not over when the run is"),
         (["replay.lease=1"], "replay.lease: 1 s outlasts fewer than 3 heartbeats"),

@@ -1,4 +1,4 @@
-"""A teacher that cannot score this policy's tokens is refused in one line, before anything starts."""
+"""A teacher or a critic that cannot read this policy's tokens is refused in one line, before anything starts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(whole: Path, tmp_path: Path, capsys, monkeypatch) -> Callable[..., str]:
     """`told(change, *overrides)`: the one line about a teacher whose folder was changed so."""
 
-    def run(change: Callable[[Path], object], *overrides: str) -> str:
+    def run(change: Callable[[Path], object], *overrides: str, key: str = "algo.distillation.teacher") -> str:
         change(shutil.copytree(whole, tmp_path / "teacher"))
         (tmp_path / "config.yaml").write_text(f"model: {{path: {whole}}}\n")
         monkeypatch.chdir(tmp_path)
-        assert cli.main(["train", "config.yaml", "algo.distillation.teacher=teacher", *overrides]) == 2
+        assert cli.main(["train", "config.yaml", f"{key}=teacher", *overrides]) == 2
         line = capsys.readouterr().err
         assert line.count("\n") == 1, line
         assert not (tmp_path / "runs").exists()
@@ -77,6 +77,19 @@ def test_a_teacher_that_the_layout_does_not_cut_is_refused_by_name(told: Callabl
 def test_a_teacher_with_a_shorter_context_than_prompt_and_answer_is_refused(told: Callable[..., str]) -> None:
     line = told(with_settings(max_position_embeddings=8))
     documented("algo.distillation.teacher: ... has ... positions, and ... has ... tokens before ...", line, 2)
+
+
+def test_a_critic_of_another_vocabulary_tokenizer_or_context_is_refused(told: Callable[..., str]) -> None:
+    def refused(change: Callable[[Path], object]) -> str:
+        shutil.rmtree("teacher", ignore_errors=True)
+        return told(change, "algo.advantage.estimator=gae", key="critic.model")
+
+    line = refused(with_settings(vocab_size=9))
+    documented("critic.model: ... has ... tokens, and the policy draws from ...; allowed: ...", line, 2)
+    line = refused(with_other_letters)
+    documented("critic.model: ... has another tokenizer: ...; allowed: ...", line, 2)
+    line = refused(with_settings(max_position_embeddings=8))
+    documented("critic.model: ... has ... positions, and ... has ... tokens before ...", line, 2)
 
 
 def test_more_rows_and_more_tokens_than_the_policys_are_allowed(whole: Path, tmp_path: Path) -> None:

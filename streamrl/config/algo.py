@@ -26,8 +26,14 @@ from streamrl.config.words import checked
 
 
 class AdvantageConfig(Section):
-    """Group-relative advantages."""
+    """Group-relative advantages, or those of a critic (section `critic`)."""
 
+    estimator: Literal["group", "gae"] = Field(
+        "group", description="group: an answer beside its siblings; gae: each token by a critic's values"
+    )
+    gamma: float = Field(1.0, gt=0, le=1, description="gae: discount of what follows, per trained token")
+    lam: float = Field(1.0, ge=0, le=1, description="gae: lambda; 1: the whole answer, 0: one token ahead")
+    whiten: bool = Field(True, description="gae: centre the advantages of a step and divide by their deviation")
     std: Literal["population", "sample", "none"] = Field(
         "population", description="what the centred reward is divided by"
     )
@@ -36,9 +42,14 @@ class AdvantageConfig(Section):
     eps: float = Field(1e-4, ge=0, description="added to the standard deviation")
 
     @property
+    def has_critic(self) -> bool:
+        """Does a value model say what an answer is worth?"""
+        return self.estimator == "gae"
+
+    @property
     def least_samples(self) -> int:
         """Samples of a group that may have an advantage besides 0."""
-        least: int = self.chosen("baseline").least_samples
+        least: int = 1 if self.has_critic else self.chosen("baseline").least_samples
         return least
 
 

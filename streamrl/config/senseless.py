@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from streamrl.choices import Kind, kind_in
+from streamrl.config.critic import CriticOptimizer
 from streamrl.config.file import fields, value_at
 from streamrl.config.in_flight import most_requests
 from streamrl.config.tree import Config
@@ -55,6 +56,20 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         ),
         "algo.distillation.teacher",
         lambda c: c.algo.distils,
+    ),
+    (
+        ("algo.advantage.std", "algo.advantage.baseline", "algo.advantage.eps"),
+        "algo.advantage.estimator=group",
+        lambda c: not c.algo.advantage.has_critic,
+    ),
+    (
+        (
+            *(f"algo.advantage.{key}" for key in ("gamma", "lam", "whiten")),
+            *(f"critic.{key}" for key in ("model", "warmup_steps", "value_clip", "loss_weight")),
+            *(f"critic.optimizer.{key}" for key in CriticOptimizer.model_fields),
+        ),
+        "algo.advantage.estimator=gae",
+        lambda c: c.algo.advantage.has_critic,
     ),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
 )
@@ -107,6 +122,11 @@ def _out_of_proportion(config: Config) -> Iterator[str]:
         yield (
             f"learner.optimizer.warmup_steps: {optimizer.warmup_steps} is not over when the run is, "
             f"run.steps={config.run.steps}: the learning rate never reaches {optimizer.lr:g}"
+        )
+    if config.algo.advantage.has_critic and config.critic.warmup_steps >= config.run.steps:
+        yield (
+            f"critic.warmup_steps: {config.critic.warmup_steps} is not over when the run is, run.steps="
+            f"{config.run.steps}: the policy is never trained"
         )
     if replay.lease < LEASE_OF_HEARTBEATS * config.generate.heartbeat:
         yield (

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
 from streamrl.config.algo import AlgoConfig
+from streamrl.config.critic import CriticConfig, critic_fits
 from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.in_flight import of_lag, without_lag
@@ -143,6 +144,7 @@ class Config(Section):
     journal: JournalConfig = Field(default_factory=JournalConfig, description="the record of the data")
     algo: AlgoConfig = Field(default_factory=AlgoConfig, description="the loss")
     learner: LearnerConfig = Field(default_factory=LearnerConfig, description="the learner")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="the critic")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="checkpoints")
     publish: PublishConfig = Field(default_factory=PublishConfig, description="publishing")
     evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig, description="evaluation")
@@ -157,6 +159,12 @@ class Config(Section):
     def trains_rows(self) -> bool:
         """Is it of `streamrl sft`: rows of a data set instead of answers of generators?"""
         return bool(self.algo.chosen("loss").of_rows)
+
+    @property
+    def policy_steps(self) -> int:
+        """Learner steps in which the policy is trained: all but those that warm a critic up."""
+        held = self.critic.warmup_steps if self.algo.advantage.has_critic else 0
+        return max(1, self.run.steps - held)
 
     @property
     def workers(self) -> int:
@@ -263,6 +271,10 @@ class Config(Section):
                 "replay.filter.signal: true drops groups with equal rewards, which algo.distillation.teacher trains; "
                 "allowed: false"
             )
+
+    @rule
+    def _a_critic_fits(self) -> None:
+        critic_fits(self)
 
     @rule
     def _a_lease_outlives_a_heartbeat(self) -> None:

@@ -35,7 +35,7 @@ from streamrl.recorded.weights import kept_versions, tensors
 from streamrl.torchrun import torchrun
 
 # Keys that `--set` may change: they say what is done with the data. All others say how it came about.
-FREE = ("algo.", "learner.", "checkpoint.", "observe.", "run.placement")
+FREE = ("algo.", "critic.", "learner.", "checkpoint.", "observe.", "run.placement")
 
 # Those of them that change no bit of the weights.
 NO_EFFECT = (

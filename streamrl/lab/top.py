@@ -42,6 +42,7 @@ SILENT = 60.0
 # Colours of phases, the same in every role: green works, yellow waits, magenta hands weights over.
 COLOURS = {
     "generate": "green", "forward": "green", "backward": "bright_green", "optimizer": "cyan", "scores": "blue",
+    "critic": "blue",
     "train": "green", "send": "magenta", "publish": "magenta", "pause": "magenta", "keep": "blue", "save": "blue",
     "export": "blue", "evaluate": "cyan", "wait": "yellow", "idle": "bright_black",
     "start": "bright_black", "other": "white",

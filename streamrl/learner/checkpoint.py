@@ -78,13 +78,21 @@ class State:
     ranks: Ranks
     settings: dict[str, Any]  # what a run that resumes must share beside the model's shape
     kl_control: KlControl | None = None
+    name: str = ""  # before the keys of the model: "" for the policy, else such as "critic."
+    critic: State | None = None
+
+    @property
+    def all(self) -> list[State]:
+        """This and its critic's."""
+        return [self] if self.critic is None else [self, self.critic]
 
     @property
     def fixed(self) -> dict[str, Any]:
         """What must not change between the run that wrote a checkpoint and the one that reads it."""
         shape = dataclasses.asdict(self.chunks[0].shape)
         del shape["family"]  # a class; what it makes of the model is in the other fields
-        fixed = {**self.settings, **{f"model {name}": value for name, value in shape.items()}}
+        fixed = {**self.settings, **{f"{self.name}model {name}": value for name, value in shape.items()}}
+        fixed |= self.critic.fixed if self.critic is not None else {}
         return dict(msgspec.json.decode(msgspec.json.encode(fixed)))  # as it comes back from the file
 
     def sharded(self, loading: bool) -> dict[str, Any]:
@@ -99,29 +107,38 @@ class State:
         checkpoint_optimizer.install(self.optimizer.megatron)
         # Megatron numbers the layers of a chunk within the whole model: the chunks' keys do not collide.
         weights = {
-            f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(self.chunks)
+            f"model{index}": chunk.sharded_state_dict(prefix=self.name, metadata=metadata)
+            for index, chunk in enumerate(self.chunks)
         }
         optimizer = self.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
         for part in _parts(optimizer, self.optimizer):
             part["param_groups"] = [_plain(group) for group in part["param_groups"]]
-        return {**weights, "optimizer": optimizer}
+        critic = {} if self.critic is None else {"critic": self.critic.sharded(loading)}
+        return {**weights, "optimizer": optimizer, **critic}
 
     def restore(self, loaded: dict[str, Any]) -> None:
         """Set weights and optimizer state from what dist_checkpointing loaded for `sharded`."""
         for index, chunk in enumerate(self.chunks):
-            chunk.load_state_dict(loaded[f"model{index}"])
+            named = loaded[f"model{index}"]
+            chunk.load_state_dict({key.removeprefix(self.name): value for key, value in named.items()})
         self.optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], self.optimizer))
         self.optimizer.own_steps()
+        if self.critic is not None:
+            self.critic.restore(loaded["critic"])
 
     def counts(self) -> dict[str, Any]:
-        """What every rank has alike: counts of updates, the schedule, the factor of an adaptive weight."""
-        return {**self.optimizer.counts(), "kl_factor": 1.0 if self.kl_control is None else self.kl_control.factor}
+        """What every rank has alike: updates, the schedule, the factor of an adaptive weight; the critic's."""
+        factor = 1.0 if self.kl_control is None else self.kl_control.factor
+        critic = {} if self.critic is None else {"critic": self.critic.counts()}
+        return {**self.optimizer.counts(), "kl_factor": factor, **critic}
 
     def load_counts(self, counts: dict[str, Any]) -> None:
         """Take up what `counts` gave."""
         self.optimizer.load_counts(counts)
         if self.kl_control is not None:
             self.kl_control.factor = counts.get("kl_factor", 1.0)  # absent from before there was one
+        if self.critic is not None:
+            self.critic.load_counts(counts["critic"])
 
     def random(self) -> ShardedObject:
         """The random state of every rank."""
@@ -193,7 +210,8 @@ def load(checkpoint: Checkpoint, state: State) -> None:
         wanted["random"] = state.random()
     else:
         log.info("%s was written in layout %s, it is cut anew", checkpoint.folder, checkpoint.layout)
-        _clear_pads(state.chunks)
+        for each in state.all:
+            _clear_pads(each.chunks)
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
     state.restore(loaded)
     state.load_counts(loaded["counts"])

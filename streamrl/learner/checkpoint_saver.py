@@ -329,8 +329,8 @@ def _refuse_holes(index: Metadata) -> None:
 
 def _live_storages(state: State) -> set[int]:
     """Addresses of the storages that training changes. Other tensors on the host are copies already."""
-    tensors = [parameter for chunk in state.chunks for parameter in chunk.parameters()]
-    tensors += state.optimizer.tensors()
+    tensors = [parameter for each in state.all for chunk in each.chunks for parameter in chunk.parameters()]
+    tensors += [tensor for each in state.all for tensor in each.optimizer.tensors()]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 

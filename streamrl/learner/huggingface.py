@@ -37,6 +37,7 @@ from streamrl.learner.shape import (
     open_weights,
     weight_files,
 )
+from streamrl.learner.value_model import HEAD
 from streamrl.observe.bars import Report, silent
 from streamrl.types import PolicyVersion
 
@@ -99,13 +100,13 @@ class _Weight:
 
 
 def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
-    """Every parameter of this rank but the adapters', in the order of the layers."""
+    """Every parameter of this rank but adapters and a critic's head, in the order of the layers."""
     weights = []
     for model in chunks:
         groups, shape = model.pg_collection, model.shape
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
         for name, parameter in model.named_parameters():
-            if is_adapter_parameter(name):
+            if is_adapter_parameter(name) or name == HEAD:
                 continue
             at = place(name, shape, layers)
             module = model.get_submodule(name.rpartition(".")[0])

@@ -105,11 +105,7 @@ class PolicyModel(GPTModel):
         weight = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
-        group = self.pg_collection.tp
-        if self.config.sequence_parallel:
-            # The backward pass of the log-probs gives every rank the whole gradient: each takes its part of it.
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, False, group=group)
-        chosen = hidden_states.squeeze(1).index_select(0, labels.positions)
+        chosen, group = self._states_of(hidden_states, labels), self.pg_collection.tp
         if self.states is not None:
             self.states.append(ReferenceStates(host_copy(chosen.detach()), weight.detach()))
         measured = token_logprobs(chosen, weight, labels, self.shape.vocabulary, group)
@@ -123,8 +119,18 @@ class PolicyModel(GPTModel):
         stacked = torch.stack(measured)
         return over_context(stacked, labels.places, labels.total, self.pg_collection.cp).unbind()
 
+    def _states_of(self, hidden_states: Tensor, labels: Targets) -> Tensor:
+        """[n, hidden], the states that predict the targets, whole on every tensor-parallel rank."""
+        if self.config.sequence_parallel:
+            # The backward pass of what is made of them gives every rank the whole gradient: each takes its part of it.
+            group = self.pg_collection.tp
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, False, group=group)
+        return hidden_states.squeeze(1).index_select(0, labels.positions)
 
-def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel]:
+
+def build(
+    shape: ModelShape, config: Config, device: Device, kind: type[PolicyModel] = PolicyModel
+) -> list[PolicyModel]:
     """The model chunks of this rank, parameters allocated and not yet set. Parallel state must be initialised.
 
     One chunk for each virtual pipeline stage of this rank, in order; one alone without virtual stages. Layers
@@ -149,7 +155,8 @@ def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel
         )
     virtual = config.learner.layout.virtual_stages
     stages: Sequence[int | None] = range(virtual) if virtual else [None]
-    return [_chunk(shape, config.learner, transformer, layers, stage).to(device.torch_device) for stage in stages]
+    chunks = (_chunk(shape, config.learner, transformer, layers, stage, kind=kind) for stage in stages)
+    return [chunk.to(device.torch_device) for chunk in chunks]
 
 
 def row_multiple(config: TransformerConfig) -> int:
@@ -185,13 +192,19 @@ def policy_of(wrapped: nn.Module) -> PolicyModel:
 
 
 def _chunk(
-    shape: ModelShape, learner: LearnerConfig, config: TransformerConfig, layers: LayerChoice, stage: int | None
+    shape: ModelShape,
+    learner: LearnerConfig,
+    config: TransformerConfig,
+    layers: LayerChoice,
+    stage: int | None,
+    *,
+    kind: type[PolicyModel],
 ) -> PolicyModel:
     """The chunk of one virtual stage of this rank; None: there is one chunk alone."""
     engine = layers.kind == "transformer_engine"
     block = _engine_block(config, stage) if engine else _local_block(config, stage)
     block.layer_specs = [lora.adapted(spec, learner.lora, engine=engine) for spec in block.layer_specs]
-    model = PolicyModel(
+    model = kind(
         config,
         block,
         vocab_size=shape.padded_vocabulary(config.tensor_model_parallel_size),

@@ -116,6 +116,14 @@ class PolicyOptimizer:
             self.spikes += verdict == "spike"
         return Update(verdict, grad_norm, lr)
 
+    def hold(self) -> Update:
+        """What an update from the gradients in the model's buffers would be, which is not made."""
+        self.megatron.prepare_grads()
+        grad_norm = float(self.megatron.get_grad_norm())
+        if self.observer is not None:
+            self.observer.observe_gradients()
+        return Update("held", grad_norm, lr=0.0)
+
     def end_step(self) -> None:
         """Close a learner step. Raises BadStepsError after `bad_steps` of them in a row without an update."""
         self._guard.end_step()

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from streamrl.config.learner import OptimizerSettings
 
-Verdict = Literal["ok", "not finite", "spike"]
+Verdict = Literal["ok", "not finite", "spike", "held"]  # held: a critic is warmed up first
 
 
 class BadStepsError(RuntimeError):

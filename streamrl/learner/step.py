@@ -36,6 +36,8 @@ from streamrl.config import Config
 from streamrl.config.algo import AdvantageConfig, AlgoConfig
 from streamrl.device import Device
 from streamrl.device_copy import DONE, Copied
+from streamrl.learner.critic import Critic
+from streamrl.learner.critic_estimates import Estimates, estimate
 from streamrl.learner.forward import Passes
 from streamrl.learner.full_kl import ReferenceStates
 from streamrl.learner.optimizer import PolicyOptimizer, Update
@@ -87,7 +89,8 @@ class Signals:
     outliers: Tensor | None = None
     covariant: Tensor | None = None
     states: ReferenceStates | None = None  # of the reference, where the KL is over the whole vocabulary
-    penalised: Penalised | None = None  # what `algo.kl_reward` puts in place of the micro batch's advantages
+    # What `algo.kl_reward` or a critic puts in place of the micro batch's advantages.
+    penalised: Penalised | Estimates | None = None
     mean_weight: float | None = None
 
 
@@ -95,7 +98,7 @@ def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: in
     """The share of every data-parallel rank. Raises SequenceTooLongError and ValueError, naming group and sample."""
     planned = plan_step(batch, batch_advantages(batch, config.algo.advantage), packing, mini_batches)
     denominators = [Denominators.of(sample.loss_mask for sample in part.samples) for part in cut(batch, mini_batches)]
-    outcomes = outcomes_of(batch) if config.algo.kl_reward else None
+    outcomes = outcomes_of(batch) if config.algo.kl_reward and not config.algo.advantage.has_critic else None
     return [
         Share(batch.step, [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)], outcomes)
         for of_rank in zip(*planned, strict=True)
@@ -103,7 +106,13 @@ def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: in
 
 
 def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
-    """The group-relative advantage of every sample of a batch, in its order; 0 for placeholders."""
+    """The group-relative advantage of every sample of a batch, in its order; 0 for placeholders.
+
+    With a critic, which has advantages of tokens: the reward.
+    """
+    if config.has_critic:
+        samples = (sample for group in batch.groups for sample in group.samples)
+        return [0.0 if sample.is_placeholder else sample.reward for sample in samples]
     advantages: list[float] = []
     for group in batch.groups:
         rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
@@ -124,6 +133,7 @@ class LearnerStep:
         *,
         reference: Reference | None,
         teacher: Teacher | None,
+        critic: Critic | None = None,
         device: Device,
         kl_control: KlControl | None = None,
     ) -> None:
@@ -136,6 +146,7 @@ class LearnerStep:
         self._reference = reference
         self._teacher = teacher
         self._output: Tensor | None = None  # the reference's output layer, this rank's rows
+        self._critic = critic
         self._device = device
         self.copied: Copied = DONE  # a copy that still reads the weights, which must not change before its end
         self.taken_off: list[float] = []  # from the reward of each sample by the last step's `algo.kl_reward`; or empty
@@ -152,17 +163,21 @@ class LearnerStep:
         self._algo = self._kl_control.applied()
         signals = self.signals(share)
         clock.lap("scores")
-        self._optimizer.begin_step()
-        self.busy = 0.0
+        valued = self._train_critic(share, signals, clock)
+        held = self._critic is not None and self._critic.holds(share.step)
+        if not held:
+            self._optimizer.begin_step()
+        self.busy = self._critic.busy if self._critic else 0.0
         sums: list[dict[str, Tensor]] = []
         updates: list[Update] = []
         for _ in range(self._config.learner.passes):
             for mini, known in zip(share.mini_batches, signals, strict=True):
                 sums.append(self.differentiate(mini, known))
                 clock.lap("backward", forward=self._passes.forward)
-                updates.append(self._update(share.step, sums[-1]))
+                updates.append(self._optimizer.hold() if held else self._update(share.step, sums[-1]))
                 clock.lap("optimizer")
-        self._optimizer.end_step()
+        if not held:
+            self._optimizer.end_step()
         self.phases = clock.phases
         measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
         measured |= self._kl_control.metrics()
@@ -171,6 +186,7 @@ class LearnerStep:
             measured = {name: measured[name] for name in _OF_ROWS if name in measured}
         return {
             **measured,
+            **valued,
             **self._device.memory(),
             **self._optimizer.metrics(),
             "grad_norm": _largest([update.grad_norm for update in updates]),
@@ -185,9 +201,9 @@ class LearnerStep:
 
     def rehearse(self, share: Share) -> None:
         """Pass a share forward and do nothing with it. Raises what the passes raise."""
-        self._passes.score(share.micro_batches)
-        if self._teacher:
-            self._teacher.score(share.micro_batches)
+        for model in (self._passes, self._teacher, self._critic):
+            if model is not None:
+                model.score(share.micro_batches)
 
     def differentiate(self, mini: MiniBatch, known: Sequence[Signals]) -> dict[str, Tensor]:
         """Gradients of a mini batch into the buffers; returns the diagnostic sums over micro batches and ranks."""
@@ -218,6 +234,7 @@ class LearnerStep:
         states: list[Any] = nothing
         scores = self._passes.score(rows) if needed["scores"] else nothing
         taught = self._teacher.score(rows) if self._teacher else nothing
+        values = self._critic.score(rows) if self._critic else nothing
         if needed["reference"]:
             self._await_copy()
         with self._reference.swapped() if self._reference else nullcontext():
@@ -229,25 +246,39 @@ class LearnerStep:
                 reference = self._passes.score(rows)
         known = [Signals() for _ in rows]
         if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
-            known = self._known(share, scores, reference, taught)
+            known = self._known(share, scores, reference, taught, values)
             known = [replace(each, states=state) for each, state in zip(known, states, strict=True)]
         self.taken_off = self._over_stages(self.taken_off) if share.outcomes is not None else []
         left = iter(known)
         return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
 
-    def _known(self, share: Share, scores: list[Any], reference: list[Any], taught: list[Any]) -> list[Signals]:
-        """Of each micro batch, from its log-probs under policy, reference and teacher; None: not scored."""
+    def _train_critic(self, share: Share, signals: list[list[Signals]], clock: _Clock) -> dict[str, float]:
+        """The critic's updates of the step, by the estimates that the policy's advantages come from; its metrics."""
+        if self._critic is None:
+            return {}
+        made = [[s.penalised if isinstance(s.penalised, Estimates) else None for s in mini] for mini in signals]
+        valued = self._critic.train(share, made)
+        clock.lap("critic")
+        return valued
+
+    def _known(
+        self, share: Share, scores: list[Any], reference: list[Any], taught: list[Any], values: list[Any]
+    ) -> list[Signals]:
+        """Of each micro batch, from its log-probs under policy, reference and teacher, and values; None: not scored."""
         algo, rows = self._algo, share.micro_batches
         nothing: list[Any] = [None] * len(rows)
         proximal = scores if algo.chosen("proximal").scored else nothing
         penalised = nothing
-        if share.outcomes is not None:
+        if algo.kl_reward or self._critic is not None:
             old = proximal if algo.chosen("proximal").scored else [_behaviour(row, self._device) for row in rows]
-            penalised, self.taken_off = penalise(rows, old, reference, share.outcomes, algo)
+            if share.outcomes is not None:
+                penalised, self.taken_off = penalise(rows, old, reference, share.outcomes, algo)
+            else:
+                penalised = estimate(rows, values, old, reference, algo)
         seed = self._config.run.seed * _SEEDS_APART + share.step
         picked = nothing
         if needs_selection(algo):
-            advantages = [made.advantages for made in penalised] if share.outcomes is not None else None
+            advantages = [made.advantages for made in penalised] if penalised is not nothing else None
             picked = select(rows, scores, taught, advantages, seed=seed, config=algo)
         mean_weight = _mean_weight(rows, proximal, algo) if algo.weight_normalise else None
         return [

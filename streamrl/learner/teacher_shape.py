@@ -5,8 +5,11 @@ Pure, as `shape.py`: a plan and the checks before a start ask it without Megatro
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig
 from streamrl.learner.shape import ModelShape, check_fit, read_shape
 
 KEY = "algo.distillation.teacher"
@@ -22,14 +25,22 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape | None:
     settings = config.algo.distillation
     if settings.teacher is None:
         return None
-    shape = read_shape(settings.teacher, KEY, settings.family)
+    return shape_beside(policy, settings.teacher, KEY, settings.family, config.learner.layout)
+
+
+def shape_beside(policy: ModelShape, folder: Path, key: str, family: str | None, layout: LayoutConfig) -> ModelShape:
+    """The shape of a model that reads the policy's tokens on the policy's ranks. Raises as `teacher_shape`.
+
+    key: of the configuration, which names the folder.
+    """
+    shape = read_shape(folder, key, family)
     if shape.vocabulary < policy.vocabulary:
         raise ConfigError(
-            f"{KEY}: {settings.teacher} has {shape.vocabulary} tokens, and the policy draws from {policy.vocabulary}; "
+            f"{key}: {folder} has {shape.vocabulary} tokens, and the policy draws from {policy.vocabulary}; "
             "allowed: a model with the policy's vocabulary"
         )
     try:
-        check_fit(shape, config.learner.layout)
+        check_fit(shape, layout)
     except ConfigError as error:
-        raise ConfigError(f"{error} ({KEY}={settings.teacher})") from None
+        raise ConfigError(f"{error} ({key}={folder})") from None
     return shape

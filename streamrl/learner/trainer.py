@@ -24,6 +24,7 @@ from streamrl.learner import checkpoint, lora, lora_folder
 from streamrl.learner.blame import MicroBatchFailed, blame
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import Saver
+from streamrl.learner.critic import Critic
 from streamrl.learner.forward import Passes, gather_parameters, wrap
 from streamrl.learner.huggingface import export_folder, export_weights, load_weights
 from streamrl.learner.model import LayerChoice, build
@@ -85,13 +86,14 @@ class Trainer:
                 self._wrapped,
                 config.learner.optimizer,
                 dtype,
-                config.run.steps,
+                config.policy_steps,
                 config.learner.bad_steps,
                 megatron=config.learner.megatron,
             )
             if config.learner.params_metrics:
                 padding = 0 if config.learner.lora.rank else pads(shape, config.learner.layout.tensor)
                 self._optimizer.observer = ParamsMetrics(self._optimizer.megatron, padding, device.torch_device)
+            self._critic = Critic.of(config, shape, self._ranks)
             self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
             self._stragglers = Stragglers(self._ranks)
             self._profiler = Profiler(config.learner.profile, run_folder / "profile", self._ranks.rank, device)
@@ -149,6 +151,8 @@ class Trainer:
             if self._config.learner.lora.rank:
                 lora_folder.start(self._chunks, self._config)
             self._optimizer.megatron.reload_model_params()
+            if self._critic is not None:
+                self._critic.start(report)
             self._version = PolicyVersion(0, incarnation)
         else:
             checkpoint.load(found, self._state())
@@ -162,6 +166,7 @@ class Trainer:
             self._optimizer,
             reference=reference,
             teacher=teacher,
+            critic=self._critic,
             device=self._ranks.device,
             kl_control=self._kl_control,
         )
@@ -303,7 +308,10 @@ class Trainer:
             "lora_alpha": adapters.alpha,
             "lora_targets": sorted(adapters.targets),
         }
-        return checkpoint.State(self._chunks, self._optimizer, self._ranks, settings, self._kl_control)
+        critic = None if self._critic is None else self._critic.state
+        return checkpoint.State(
+            self._chunks, self._optimizer, self._ranks, settings, kl_control=self._kl_control, critic=critic
+        )
 
     def _export_beside(self, folder: Path) -> None:
         self._export_folder(folder, folder.with_name(ADAPTER))

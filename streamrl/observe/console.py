@@ -203,6 +203,8 @@ def fields(rows: list[dict[str, Any]], config: Config, glance: Glance) -> Iterat
     yield "pass rate", f"{_latest(rows, 'pass_rate'):.2f}, groups with signal {_latest(rows, 'signal_rate'):.2f}"
     if last.get("distillation/kl") is not None:
         yield "teacher", f"reverse KL {_latest(rows, 'distillation/kl'):.3f} nats/token"
+    if last.get("critic/loss") is not None:
+        yield "critic", f"explained variance {_latest(rows, 'critic/explained_variance'):.2f}"
     for name, begin, end in (("reward parts", "reward/part/", ""), ("tasks", "task/", "/reward/mean")):
         if means := _named(rows, begin, end):
             yield name, means

@@ -221,7 +221,7 @@ def _no_signal(past: Past, shown: bool) -> str | None:
     signal, passed = past.mean("signal_rate"), past.mean("pass_rate")
     if signal is None or passed is None or signal > LEAST_SIGNAL[shown]:
         return None
-    if past.mean("distillation/kl") is not None:  # a teacher trains every group
+    if past.mean("distillation/kl") is not None or past.mean("critic/loss") is not None:  # they train every group
         return None
     if passed >= MOST:
         which = "every answer is right, the task is too easy"

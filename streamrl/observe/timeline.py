@@ -36,6 +36,9 @@ class Kind:
     rest: str  # the phase in which nothing of that goes on
 
 
+# The parts of a step come in one record at its end; "train" is what none of them covers.
+STEP = ("scores", "critic", "forward", "backward", "optimizer", "train")
+
 KINDS = {
     "learner": Kind(
         spans={
@@ -46,8 +49,7 @@ KINDS = {
             "learner.export": "export",
             "learner.evaluate": "evaluate",
         },
-        # The parts of a step come in one record at its end; "train" is what none of them covers.
-        order=("save", "export", "evaluate", "publish", "wait", "scores", "forward", "backward", "optimizer", "train"),
+        order=("save", "export", "evaluate", "publish", "wait", *STEP),
         rest="other",
     ),
     "publisher": Kind(spans={"publish": "send", "publish.keep": "keep"}, order=("send", "keep"), rest="idle"),

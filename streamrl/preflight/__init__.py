@@ -26,7 +26,7 @@ from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_folder, check_model
 from streamrl.preflight.prompts import Seen, look_at, tokenizer_of, unread_variables
-from streamrl.preflight.teacher import check_teacher, check_teacher_length
+from streamrl.preflight.teacher import check_critic, check_teacher, check_teacher_length
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.preflight.wire import check_wire, group_bytes
 from streamrl.reward_model.folder import check_folder as check_reward_model
@@ -189,4 +189,5 @@ def check_layout(config: Config, *, weights: bool = True) -> ModelShape:
         weight_files(config.model.path)
     check_model(config, shape)
     check_teacher(config, shape, weights=weights)
+    check_critic(config, shape, weights=weights)
     return shape

@@ -8,6 +8,7 @@ from streamrl.config.generate import GenerateConfig
 from streamrl.config.refused import Refusals
 from streamrl.engine.block_fp8 import BLOCK
 from streamrl.learner import megatron_fields
+from streamrl.learner.critic_shape import critic_shape
 from streamrl.learner.shape import ModelShape, check_fit
 from streamrl.learner.teacher_shape import teacher_shape
 
@@ -22,8 +23,8 @@ def check_folder(config: Config) -> None:
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
-    """Refuse a layout, adapters or servers that the model, or its teacher, cannot be cut into, and fields that Megatron
-    has not.
+    """Refuse a layout, adapters or servers that the model, its teacher or critic cannot be cut into, and fields that
+    Megatron has not.
 
     Raises ConfigError.
     """
@@ -34,6 +35,8 @@ def check_model(config: Config, shape: ModelShape) -> None:
         check_fit(shape, config.learner.layout)
     with refusals:
         teacher_shape(config, shape)
+    with refusals:
+        critic_shape(config, shape)
     if config.learner.moe_permute_fusion and shape.moe is None:
         refusals.add(
             f"learner.moe_permute_fusion: true needs a mixture of experts, not {shape.architecture}; allowed: false"

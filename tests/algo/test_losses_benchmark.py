@@ -7,7 +7,10 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.losses import SETTINGS, TRL_SETTINGS, Row, against_reference, against_trl, make_batch
+from benchmarks.losses import SETTINGS, TRL_SETTINGS, Row, against_critic, against_reference, against_trl, make_batch
+from benchmarks.losses_critic import EXPLAINED
+from benchmarks.losses_critic import LOSSES as CRITIC_LOSSES
+from benchmarks.losses_critic import SETTINGS as CRITIC_SETTINGS
 from streamrl.config.algo import AlgoConfig
 
 
@@ -20,6 +23,12 @@ def test_a_setting_equals_the_loop_and_takes_every_branch(name):
     assert row.good
     assert sum(row.branches.values()) > 700
     assert 0 < row.float32 < 1e-5
+
+
+def test_a_critics_advantages_and_loss_equal_the_loops_and_take_every_branch():
+    rows = list(against_critic(range(2)))
+    assert {row.setting for row in rows} == {*CRITIC_SETTINGS, *CRITIC_LOSSES, EXPLAINED}
+    assert [row.setting for row in rows if not row.good] == []
 
 
 @pytest.mark.parametrize("name", TRL_SETTINGS)

@@ -14,6 +14,7 @@ from streamrl.lab.plan.learner_memory import RankMemory, fullest_rank
 from streamrl.lab.plan.machines import Machines
 from streamrl.lab.plan.placement import place
 from streamrl.lab.plan.saves import saves
+from streamrl.learner.critic import Critic
 from streamrl.learner.shape import read_shape
 from streamrl.learner.trainer import Trainer
 from tests.learner.checkpoint_bytes import bytes_of_files
@@ -21,7 +22,7 @@ from tests.learner.checkpoint_bytes import bytes_of_files
 LAPTOP = Machines(gpus_per_host=0)
 
 
-def held(trainer: Trainer) -> dict[str, int]:
+def held(trainer: Trainer | Critic) -> dict[str, int]:
     """Bytes of the weights, of the gradients' buffers, and of Adam's state with float32 copies of bf16 weights."""
     trainer._optimizer.fill_state()
     weights = [parameter for chunk in trainer._chunks for parameter in chunk.parameters()]
@@ -91,10 +92,31 @@ def test_the_distributed_optimizer_pads_what_the_plan_counts_by_a_few_values_a_t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_critic_is_held_besides(tmp_path, family):
+    tiny_model.make(tmp_path / "tiny", family=family)
+    overrides = ("model.dtype=bfloat16", "algo.advantage.estimator=gae", "learner.lora.rank=4")
+    targets = "learner.lora.targets=[linear_qkv]"
+    config: Config = config_file.load(None, [f"model.path={tmp_path / 'tiny'}", *overrides, targets])
+    trainer = Trainer(config, tmp_path / "run")
+    try:
+        real = held(trainer._critic)
+        assert sum(real.values()) == fullest_rank(config, read_shape(config.model.path), LAPTOP).critic
+    finally:
+        trainer.close()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
-    [["model.dtype=float32"], ["learner.optimizer.distributed=true"], ["learner.lora.rank=4"], []],
-    ids=["float32", "distributed", "adapters", "bfloat16"],
+    [
+        ["algo.advantage.estimator=gae", "learner.lora.rank=4"],
+        ["model.dtype=float32"],
+        ["learner.optimizer.distributed=true"],
+        ["learner.lora.rank=4"],
+        [],
+    ],
+    ids=["adapters and a critic", "float32", "distributed", "adapters", "bfloat16"],
 )
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_a_checkpoint_has_the_bytes_that_the_plan_says(tmp_path, family, overrides):

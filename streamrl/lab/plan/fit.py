@@ -65,9 +65,10 @@ def check_learner(config: Config, rank: RankMemory, shape: ModelShape, machines:
     would = (
         " ".join(changes) if changes else f"no layout near this one; GPUs of {_wanted(config, rank, machines):.0f} GiB"
     )
+    critic = f", {rank.critic / GIB:.1f} of it the critic" if rank.critic else ""
     teacher = f" or {rank.teacher / GIB:.1f} the teacher" if rank.teacher else ""
     raise ConfigError(
-        f"learner: a rank of stage {rank.stage} needs {rank.peak / GIB:.1f} GiB ({rank.held / GIB:.1f} held, "
+        f"learner: a rank of stage {rank.stage} needs {rank.peak / GIB:.1f} GiB ({rank.held / GIB:.1f} held{critic}, "
         f"{rank.activations / GIB:.1f} activations, {rank.logprobs / GIB:.1f} log-probs{teacher}), and may take "
         f"{machines.device_bytes / GIB:.1f}; what would fit: {would}"
     )

@@ -1,6 +1,7 @@
 """Memory of one rank of the learner: what it holds all the time, and the most that a step adds to it.
 
-    weights + gradients + optimizer  +  the largest of  (activations + log-probs), (one gathered tensor), (a teacher)
+    weights + gradients + optimizer  +  the largest of  (activations + log-probs), (one gathered tensor), (a teacher),
+    and the same three of a critic                      (a critic's activations)
 
 n: parameters of the rank (its layers, cut over `tensor`, experts over `expert` and `expert_tensor`; the embedding on
 the first stage, the output layer on the last one; rows padded as `learner/shape.py` pads them). e: bytes of a weight (2
@@ -15,6 +16,7 @@ x expert_tensor x pipeline)).
     log-probs    one chunk of 256 MiB of logits (1 + e/4 of it), 3 e hidden a token, the output layer's gradient: 4
                  bytes a weight, in bfloat16 e more for a product
     reference    e n on the host, with a reference policy and no adapters
+    critic       weights, gradients and optimizer of its own n, all of it trained; one row for an output layer
     teacher      e times its own n on the host, and on the device while it scores, with one row in one of its layers and
                  a chunk of its logits
 
@@ -48,7 +50,8 @@ from dataclasses import asdict, dataclass
 from streamrl.config import Config
 from streamrl.config.learner import LoraConfig
 from streamrl.lab.plan.machines import Machines
-from streamrl.lab.plan.parameters import has_experts, layers_of, of_stage
+from streamrl.lab.plan.parameters import has_experts, layers_of, of_critic, of_stage
+from streamrl.learner.critic_shape import critic_shape
 from streamrl.learner.shape import CHUNK_BYTES, ModelShape
 from streamrl.learner.teacher_shape import teacher_shape
 
@@ -76,16 +79,19 @@ class RankMemory:
     host_reference: int  # `algo.kl`, `algo.kl_reward`
     teacher: int  # `algo.distillation`, on the device while it scores; no activations are kept then
     host_teacher: int  # its weights
+    critic: int  # `algo.advantage.estimator: gae`: weights, gradients, optimizer
+    critic_activations: int  # kept for its backward pass, when none of the policy's are
 
     @property
     def held(self) -> int:
         """All the time."""
-        return self.weights + self.gradients + self.optimizer
+        return self.weights + self.gradients + self.optimizer + self.critic
 
     @property
     def peak(self) -> int:
         """At the most, on the device."""
-        return self.held + max(self.activations + self.logprobs, self.export, self.teacher)
+        steps = (self.activations + self.logprobs, self.export, self.teacher, self.critic_activations)
+        return self.held + max(steps)
 
     @property
     def host(self) -> int:
@@ -107,7 +113,9 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
     counted = of_stage(shape, layout, stage, learner.lora)
     last = stage == layout.pipeline - 1
     trained = counted.adapters if learner.lora.rank else counted.all
-    optimizer, on_host = _optimizer(config, machines, stage, shape)
+    own = (counted.adapters, 0) if learner.lora.rank else (counted.dense, counted.expert)
+    optimizer, on_host = _optimizer(config, machines, *own)
+    critic, of_critic_on_host, critic_activations = _critic(config, shape, machines, stage)
     teacher, teacher_weights = _teacher(config, shape, machines, stage)
     references = config.algo.needs_reference and not (learner.lora.rank and config.algo.reference is None)
     return RankMemory(
@@ -120,11 +128,26 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
         activations=activations(config, shape, machines, stage),
         logprobs=_logprobs(config, shape) if last else 0,
         export=shape.vocabulary * shape.hidden * item,
-        host_optimizer=on_host,
+        host_optimizer=on_host + of_critic_on_host,
         host_reference=(counted.dense + counted.expert) * item if references else 0,
         teacher=teacher,
         host_teacher=teacher_weights,
+        critic=critic,
+        critic_activations=critic_activations,
     )
+
+
+def _critic(config: Config, shape: ModelShape, machines: Machines, stage: int) -> tuple[int, int, int]:
+    """(bytes that it holds, bytes on the host, bytes for its backward pass)."""
+    critic = critic_shape(config, shape)
+    if critic is None:
+        return 0, 0, 0
+    item, layout = ITEM[config.model.dtype], config.learner.layout
+    counted = of_critic(critic, layout, stage)
+    optimizer, on_host = _optimizer(config, machines, counted.dense, counted.expert)
+    states = 3 * math.ceil(config.learner.tokens_per_micro_batch / layout.context) * critic.hidden * item
+    kept = activations(config, critic, machines, stage) + (states if stage == layout.pipeline - 1 else 0)
+    return counted.all * (item + GRADIENT) + optimizer, on_host, kept
 
 
 def _teacher(config: Config, shape: ModelShape, machines: Machines, stage: int) -> tuple[int, int]:
@@ -154,15 +177,16 @@ def is_fused(config: Config, machines: Machines) -> bool:
     return machines.has_gpus and config.model.dtype == "bfloat16"
 
 
-def _optimizer(config: Config, machines: Machines, stage: int, shape: ModelShape) -> tuple[int, int]:
-    """(bytes on the device, bytes on the host). An offloaded parameter has its gradient on the host as well."""
+def _optimizer(config: Config, machines: Machines, dense: int, expert: int) -> tuple[int, int]:
+    """(bytes on the device, bytes on the host) for so many trained parameters of a rank, of experts and others.
+
+    An offloaded parameter has its gradient on the host as well.
+    """
     learner, layout = config.learner, config.learner.layout
-    counted = of_stage(shape, layout, stage, learner.lora)
     copies = learner.ranks // (layout.tensor * layout.pipeline)  # data-parallel and context ranks
     expert_copies = learner.ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
     if not is_distributed(config, machines):
         copies = expert_copies = 1
-    dense, expert = (counted.adapters, 0) if learner.lora.rank else (counted.dense, counted.expert)
     shard = math.ceil(dense / copies) + math.ceil(expert / expert_copies)
     master = MASTER if config.model.dtype == "bfloat16" else 0
     offloaded = learner.optimizer.offload

@@ -54,6 +54,14 @@ def of_stage(shape: ModelShape, layout: LayoutConfig, stage: int, adapters: Lora
     return counted + Parameters(dense=tables * table + last * shape.hidden)
 
 
+def of_critic(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
+    """Those of a critic of this shape: in place of the output layer it has one row."""
+    first, last = stage == 0, stage == layout.pipeline - 1
+    has_table = last and not (first and shape.tied)
+    table = shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden
+    return of_stage(shape, layout, stage, LoraConfig()) + Parameters(dense=last * shape.hidden - has_table * table)
+
+
 def layers_of(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
     """The layers of a stage, from 0: with virtual stages those of each of its chunks, `pipeline` chunks apart."""
     counts = stage_layers(shape.layers, layout)

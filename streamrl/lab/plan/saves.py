@@ -7,8 +7,9 @@ e and D as in `learner_memory.py` a rank writes, and holds:
     optimizer    12 n / D: float32 weights and two moments; each rank has its own with the distributed optimizer
                  (`learner/checkpoint_optimizer.py`), else they share it out; 8 n / D for a float32 model without
 
-n counts adapters alone for the optimizer of LoRA. A tensor of weights is written whole: two ranks differ by one at the
-most. What tensor-parallel ranks have alike (norms, routers) is counted for each of them, and written once.
+A critic is written as a policy without adapters is. n counts adapters alone for the optimizer of LoRA. A tensor of
+weights is written whole: two ranks differ by one at the most. What tensor-parallel ranks have alike (norms, routers) is
+counted for each of them, and written once.
 With `checkpoint.export_each` rank 0 writes the whole model besides, and holds one file of it; with `checkpoint.export`
 it does so once, at the end of the run.
 """
@@ -21,10 +22,12 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from streamrl.config import Config
+from streamrl.config.learner import LearnerConfig
 from streamrl.lab.plan.learner_memory import ITEM, MASTER, MOMENTS, is_distributed
 from streamrl.lab.plan.machines import GB, Machines
-from streamrl.lab.plan.parameters import of_stage, whole_adapters, whole_model
+from streamrl.lab.plan.parameters import Parameters, of_critic, of_stage, whole_adapters, whole_model
 from streamrl.lab.plan.placement import Host
+from streamrl.learner.critic_shape import critic_shape
 from streamrl.learner.shape import SHARD_BYTES, ModelShape
 
 
@@ -74,19 +77,40 @@ def alike(found: Sequence[Save]) -> list[tuple[int, int, Save]]:
 
 def _rank_bytes(config: Config, shape: ModelShape, machines: Machines, stage: int) -> int:
     """What a rank of this stage writes into its file."""
-    learner, layout, item = config.learner, config.learner.layout, ITEM[config.model.dtype]
+    learner, layout = config.learner, config.learner.layout
     counted = of_stage(shape, layout, stage, learner.lora)
     copied = 0
     if shape.tied and 0 < stage == layout.pipeline - 1:  # the first stage writes the embedding for both
         copied = shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden
-    dense, expert = counted.dense - copied, counted.expert
-    state = MOMENTS if config.model.dtype == "float32" and not is_distributed(config, machines) else MASTER + MOMENTS
-    copies = learner.ranks // (layout.tensor * layout.pipeline)
-    expert_copies = learner.ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
-    if learner.lora.rank:
-        shared = item * (dense + counted.adapters) + state * counted.adapters
-        return math.ceil(shared / copies) + math.ceil(item * expert / expert_copies)
-    return math.ceil((item + state) * dense / copies) + math.ceil((item + state) * expert / expert_copies)
+    critic = critic_shape(config, shape)
+    valued = 0 if critic is None else _whole_bytes(config, machines, of_critic(critic, layout, stage))
+    if not learner.lora.rank:
+        return valued + _whole_bytes(config, machines, counted + Parameters(dense=-copied))
+    item, (copies, expert_copies) = ITEM[config.model.dtype], _copies(learner)
+    shared = item * (counted.dense - copied + counted.adapters) + _state(config, machines) * counted.adapters
+    return valued + math.ceil(shared / copies) + math.ceil(item * counted.expert / expert_copies)
+
+
+def _whole_bytes(config: Config, machines: Machines, counted: Parameters) -> int:
+    """Of a model all of which is trained."""
+    each = ITEM[config.model.dtype] + _state(config, machines)
+    copies, expert_copies = _copies(config.learner)
+    return math.ceil(each * counted.dense / copies) + math.ceil(each * counted.expert / expert_copies)
+
+
+def _state(config: Config, machines: Machines) -> int:
+    """Bytes of the optimizer's state for a parameter."""
+    alone = config.model.dtype == "float32" and not is_distributed(config, machines)
+    return MOMENTS if alone else MASTER + MOMENTS
+
+
+def _copies(learner: LearnerConfig) -> tuple[int, int]:
+    """Ranks that have the same parameters, and the same experts."""
+    layout = learner.layout
+    return (
+        learner.ranks // (layout.tensor * layout.pipeline),
+        learner.ranks // (layout.expert * layout.expert_tensor * layout.pipeline),
+    )
 
 
 def exported_bytes(config: Config, shape: ModelShape) -> int:

@@ -21,7 +21,7 @@ const AGES = { s0: "0", s1: "1", s2: "2", s3_4: "3 to 4", s5_8: "5 to 8", "s9+":
 const ageColour = (age) => `var(--age-${age < 3 ? Math.max(0, age) : age < 5 ? 3 : age < 9 ? 4 : 5})`;
 
 const PHASES = {
-  generate: "work", forward: "forward", backward: "backward", train: "backward", scores: "forward", optimizer: "update",
+  generate: "work", forward: "forward", backward: "backward", train: "backward", scores: "forward", critic: "forward", optimizer: "update",
   evaluate: "update", publish: "send", send: "send", save: "begin", keep: "begin", pause: "hold", other: "other",
   start: "begin",
   wait: "none", idle: "none",
