@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from streamrl.learner.checkpoint import sync
+from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.lora import Adapted, is_adapter_parameter
 from streamrl.learner.mapping import Cut, Placement, is_unbuilt, named_weights, place, tensor_names
 from streamrl.learner.model import PolicyModel
@@ -292,7 +293,7 @@ def _name_dtype(description: Path, dtype: torch.dtype | None) -> None:
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, metadata: dict[str, str]) -> torch.dtype | None:
     """One `model.safetensors`, or numbered shards with an index when there is more than SHARD_BYTES.
 
-    Returns the dtype of all weights; None where there are several.
+    Returns the dtype of all weights but those that are always float32; None where there are several.
     """
     shards: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
@@ -309,7 +310,8 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, metadata:
             write()
             pending_bytes = 0
         pending[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        dtypes.add(tensor.dtype)
+        if not name.endswith(FLOAT32):
+            dtypes.add(tensor.dtype)
         pending_bytes += tensor.nbytes
         total += tensor.nbytes
     write()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from streamrl.learner.families.base import EMBEDDING, OUTPUT
+from streamrl.learner.families.base import EMBEDDING, FLOAT32, OUTPUT
 from streamrl.learner.shape import ModelShape, WeightsMismatchError
 
 
@@ -107,7 +107,7 @@ CUTS: Mapping[str, Cut] = {
     "gate_up": GATE_UP,
     "vocabulary": VOCABULARY,
 }
-BUFFERS = ("mlp.router.expert_bias",)  # ends of the names of buffers that a folder has
+BUFFERS = FLOAT32  # ends of the names of buffers that a folder has
 
 _ENGINE_NAMES = {  # Transformer Engine keeps a norm inside the linear layer that follows it
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",

@@ -45,7 +45,9 @@ def settings_of(model_folder: Any, learner: Any, tmp_path: Path) -> Callable[[st
     def make(family: str, rank: int) -> dict[str, Any]:
         if rank == 0:
             return {}
-        targets = ["linear_qkv", "linear_proj"] + ([] if family == "qwen3_moe" else ["linear_fc1", "linear_fc2"])
+        shape = read_shape(model_folder(family))
+        targets = ["linear_qkv", "linear_proj"] + ([] if shape.moe is not None else ["linear_fc1", "linear_fc2"])
+        targets = [target for target in targets if target not in shape.family.without_adapters]
         lora = {"rank": rank, "alpha": 6, "targets": targets}
         made = learner(model_folder(family), dtype="float32", engine=False, lora=lora)
         return {
