@@ -1,6 +1,6 @@
 """Every model family against transformers, against SGLang, and over ranks: tiny random models, float32, on a CPU.
 
-    python -m benchmarks.families [FAMILY ...] [--without COLUMN ...] [--json PATH]
+    python -m benchmarks.families [FAMILY ...] [--quick] [--without COLUMN ...] [--json PATH]
 
 One row a family:
 
@@ -38,6 +38,8 @@ CHANGED = "changed"
 CHANGED_BAR = 1e-3  # at least
 COLUMNS = (*BARS, CHANGED)
 
+QUICK = ("qwen2", "glm4_moe")
+
 CHECKS: Mapping[str, Check] = {
     "glm4": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight")),
     "glm4_moe": Check(crossed=("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")),
@@ -67,13 +69,14 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; none: all")
+    parser.add_argument("--quick", action="store_true", help=f"without FAMILY: {', '.join(QUICK)} alone")
     parser.add_argument("--without", nargs="*", default=[], choices=COLUMNS, help="columns that are not measured")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
     if unknown := [family for family in options.families if family not in FAMILIES]:
         parser.error(f"{unknown[0]} is no family; allowed: {', '.join(FAMILIES)}")
     rows = []
-    for family in options.families or FAMILIES:
+    for family in options.families or (QUICK if options.quick else FAMILIES):
         rows.append(row_of(family, options.without))
         print(line_of(rows[-1]), flush=True)
     Console(width=140).print(_table(rows))

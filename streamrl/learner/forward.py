@@ -24,6 +24,7 @@ from torch import Tensor
 
 from streamrl.algo.diagnostics import MAX, merge
 from streamrl.config import Config
+from streamrl.learner import sigmoid_router
 from streamrl.learner.blame import DATA_ERRORS, MicroBatchFailed
 from streamrl.learner.megatron_fields import values_of
 from streamrl.learner.model import PolicyModel, policy_of
@@ -67,7 +68,11 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Di
 
 def in_dtype(chunk: PolicyModel) -> torch.nn.Module:
     """A model chunk that takes and gives float32, whatever the dtype of its weights."""
-    return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+    if not chunk.config.bf16:
+        return chunk
+    module = Float16Module(chunk.config, chunk)
+    sigmoid_router.keep_float32(chunk)
+    return module
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

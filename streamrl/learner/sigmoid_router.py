@@ -42,5 +42,12 @@ def freeze(model: GPTModel) -> None:
             router._apply_expert_bias = _uncounted
 
 
+def keep_float32(model: GPTModel) -> None:
+    """Have the biases in float32 again, before they are loaded: Megatron casts a model with all of its buffers."""
+    for layer in model.decoder.layers:
+        if (router := getattr(layer.mlp, "router", None)) is not None:
+            router._maintain_float32_expert_bias()
+
+
 def _uncounted(routing_map: Any, padding_mask: Any = None) -> None:
     """In the place of Megatron's count of each expert's tokens, which it compiles."""

@@ -27,6 +27,7 @@ from benchmarks.random_models import FAMILIES, largest_difference, make_batch
 from streamrl.learner import lora, lora_folder
 from streamrl.learner.attention import Slice, describe_row_for_engine
 from streamrl.learner.huggingface import load_weights
+from streamrl.learner.shape import read_shape
 
 FOLDER = Path(__file__).parent
 SECONDS = 240.0  # that two ranks may take
