@@ -3,8 +3,8 @@
     choice   the largest of sigmoid(logit) + bias
     weights  the sigmoids of the chosen, divided by their sum, times a constant
 
-The bias was moved while the model was pretrained, by how many tokens each expert had. It has no gradient; Megatron would
-go on to move it at each step, by a rate that is not 0 unless it is set, so that learner and servers would choose
+The bias was moved while the model was pretrained, by how many tokens each expert had. It has no gradient; Megatron
+would go on to move it at each step, by a rate that is not 0 unless it is set, so that learner and servers would choose
 otherwise than the folder says. Here it is frozen: loaded, published and exported with the same bits, in float32.
 """
 

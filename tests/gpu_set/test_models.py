@@ -86,7 +86,7 @@ def test_every_parameter_has_its_hugging_face_names_and_every_weight_comes_back(
     export_folder([model], folder, tmp_path / "written")
     written, stored = (load_file(each / "model.safetensors") for each in (tmp_path / "written", folder))
     assert written.keys() == stored.keys()
-    assert not [name for name, tensor in stored.items() if not torch.equal(written[name], tensor.to(written[name].dtype))]
+    assert all(torch.equal(written[name], tensor.to(written[name].dtype)) for name, tensor in stored.items())
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -42,9 +42,8 @@ def test_the_model_with_adapters_is_the_merged_one_that_it_exports(family, train
             module.lora_b.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(2))
         export_folder([model], folder, tmp_path / "merged")
         ours = model(ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
-        base, merged = (
-            transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (folder, tmp_path / "merged")
-        )
+        paths = (folder, tmp_path / "merged")
+        base, merged = (transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in paths)
     torch.testing.assert_close(ours, merged, rtol=0, atol=1e-5)
     assert (ours - base).abs().max() > 1e-2
 

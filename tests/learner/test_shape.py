@@ -9,8 +9,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from streamrl.learner.rope import RopeScaling
 from streamrl.learner.mapping import is_unbuilt
+from streamrl.learner.rope import RopeScaling
 from streamrl.learner.shape import MoeShape, UnsupportedModelError, read_shape
 
 LLAMA = {

@@ -34,7 +34,8 @@ class SigmoidExperts(ModelFamily):
         need(path, config, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
         experts, top_k = config["n_routed_experts"], config["num_experts_per_tok"]
         if not 2 <= top_k <= experts:
-            raise UnsupportedModelError(f"{path}: num_experts_per_tok={top_k} is not supported; allowed: 2 to {experts}")
+            problem = f"num_experts_per_tok={top_k} is not supported; allowed: 2 to {experts}"
+            raise UnsupportedModelError(f"{path}: {problem}")
         for key, value in BUILT.items():
             if config.get(key, value) != value:
                 raise UnsupportedModelError(f"{path}: {key}={config[key]!r} is not supported; allowed: {value!r}")
