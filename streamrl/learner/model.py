@@ -141,7 +141,9 @@ def build(shape: ModelShape, config: Config, device: Device) -> list[PolicyModel
         )
     virtual = config.learner.layout.virtual_stages
     stages: Sequence[int | None] = range(virtual) if virtual else [None]
-    return [_chunk(shape, config.learner, transformer, layers, stage).to(device.torch_device) for stage in stages]
+    chunks = [_chunk(shape, config.learner, transformer, layers, stage).to(device.torch_device) for stage in stages]
+    sigmoid_router.freeze(chunks)
+    return chunks
 
 
 def row_multiple(config: TransformerConfig) -> int:
@@ -204,7 +206,6 @@ def _chunk(
     # Megatron scales by constants of its own; the configuration of the model says what to scale by.
     model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.head_dim).to(model.rotary_pos_emb.inv_freq.device)
     _mark_parameters(model)
-    sigmoid_router.freeze(model)
     if learner.router_replay:
         router_replay.attach(model, shape)
     return model

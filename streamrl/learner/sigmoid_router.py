@@ -10,6 +10,7 @@ otherwise than the folder says. Here it is frozen: loaded, published and exporte
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -31,22 +32,25 @@ def fields(moe: MoeShape) -> dict[str, Any]:
     }
 
 
-def freeze(model: GPTModel) -> None:
-    """Have nothing counted and nothing exchanged for the biases of a model chunk. Once, when it is built."""
-    if not model.config.moe_router_enable_expert_bias:
-        return
-    model.config.moe_router_enable_expert_bias = False  # read again at each step, for the update
-    for layer in model.decoder.layers:
-        if (router := getattr(layer.mlp, "router", None)) is not None:
+def freeze(chunks: Sequence[GPTModel]) -> None:
+    """Have nothing counted and nothing exchanged for the biases. Once, when all chunks of a rank are built."""
+    for model in chunks:
+        model.config.moe_router_enable_expert_bias = False  # the chunks share it; each step's update reads it again
+        for router in _routers(model):
             router.enable_expert_bias = False
             router._apply_expert_bias = _uncounted
 
 
 def keep_float32(model: GPTModel) -> None:
     """Have the biases in float32 again, before they are loaded: Megatron casts a model with all of its buffers."""
-    for layer in model.decoder.layers:
-        if (router := getattr(layer.mlp, "router", None)) is not None:
-            router._maintain_float32_expert_bias()
+    for router in _routers(model):
+        router._maintain_float32_expert_bias()
+
+
+def _routers(model: GPTModel) -> Iterator[Any]:
+    """Those of them that have a bias."""
+    routers = (getattr(layer.mlp, "router", None) for layer in model.decoder.layers)
+    return (router for router in routers if router is not None and router.expert_bias is not None)
 
 
 def _uncounted(routing_map: Any, padding_mask: Any = None) -> None:
