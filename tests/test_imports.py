@@ -84,7 +84,7 @@ BESIDE_RECORDS = {
         "stream.sockets",
     },
     "audit": {"preflight.model", "replay.orders"},
-    "convert": {"learner.shape", "lifeline"},
+    "convert": {"learner.shape", "learner.torch_format", "lifeline"},
     "group": {"replay.history", "replay.life", "replay.records"},
     "journal": set(),
     "journal_export": set(),

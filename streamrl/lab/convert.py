@@ -32,6 +32,7 @@ from streamrl.config.learner import LayoutConfig, LoraConfig
 from streamrl.hub.model import with_local_model
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
+from streamrl.learner import torch_format
 from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.shape import ModelShape, check_fit, open_weights, read_shape, weight_files
 from streamrl.lifeline import end_tree
@@ -45,7 +46,7 @@ DESCRIPTION = "huggingface"  # inside a checkpoint: config.json and the tokenize
 
 ALLOWED = (
     "a Hugging Face folder (config.json and safetensors), a Megatron checkpoint "
-    f"({TRACKER}, or metadata.json of the format torch_dist), or RUN/checkpoints/step_N"
+    f"({TRACKER}, metadata.json of the format torch_dist, or mp_rank_* of the format torch), or RUN/checkpoints/step_N"
 )
 
 BYTES = {"float32": 4, "bfloat16": 2}  # of a value, by dtype
@@ -103,7 +104,7 @@ def main(
     found = identify(source, model)
     found = replace(found, family=family or found.family)
     shape = _shape(found)
-    config = _config(found, LayoutConfig(**sizes), shape, dtype or _stored_dtype(found), timeout)
+    config = _config(found, _layout(found, sizes), shape, dtype or _stored_dtype(found), timeout)
     size = whole_model(shape) * BYTES[config.model.dtype] + (_pads(shape, config) if found.checkpoint is None else 0)
     _check_space(output, size)
     kinds = ("Hugging Face", "Megatron") if found.checkpoint is None else ("Megatron", "Hugging Face")
@@ -132,7 +133,7 @@ def identify(source: Path, model: Path | None = None) -> Source:
         return _iteration(_latest(source), model)
     if (source / "checkpoint.json").is_file():
         return _step(source, model)
-    if (source / "metadata.json").is_file():
+    if (source / "metadata.json").is_file() or torch_format.is_torch_format(source):
         return _iteration(source, model)
     if not (source / "config.json").is_file():
         raise ConfigError(f"SOURCE: {source} is nothing that can be converted; allowed: {ALLOWED}")
@@ -147,8 +148,11 @@ def _latest(source: Path) -> Path:
     folder = source / (f"iter_{int(name):07d}" if name.isdecimal() else name)
     if name != "release" and not name.isdecimal():
         raise ConfigError(f"SOURCE: {source / TRACKER} says {name!r}; allowed: release, or a number")
-    if not (folder / "metadata.json").is_file():
-        raise ConfigError(f"SOURCE: {folder} has no metadata.json; allowed: Megatron's format torch_dist")
+    if not (folder / "metadata.json").is_file() and not torch_format.is_torch_format(folder):
+        raise ConfigError(
+            f"SOURCE: {folder} has neither metadata.json nor {torch_format.FOLDERS}; allowed: Megatron's formats "
+            "torch_dist and torch"
+        )
     return folder
 
 
@@ -197,12 +201,29 @@ def _config(source: Source, layout: LayoutConfig, shape: ModelShape, dtype: str,
         check_fit(shape, layout)
     except ConfigError as error:
         raise ConfigError(str(error).replace("learner.layout.", "--")) from None
-    ranks = layout.pipeline * math.lcm(layout.tensor, layout.expert)
+    ranks = layout.pipeline * math.lcm(layout.tensor, layout.expert * layout.expert_tensor)
     learner = {
         "ranks": ranks, "layout": layout, "lora": source.adapters, "collective_timeout": timeout, "tick": timeout / 2,
     }  # fmt: skip
     model = {"path": source.model.resolve(), "dtype": dtype, "family": source.family}
     return Config.model_validate({"model": model, "learner": learner})
+
+
+def _layout(source: Source, sizes: dict[str, int]) -> LayoutConfig:
+    """Over how many ranks the model is cut: as `sizes` says, or as the files of the format torch are.
+
+    Raises ConfigError where both say something, and not the same.
+    """
+    if source.checkpoint is None or not torch_format.is_torch_format(source.checkpoint):
+        return LayoutConfig.model_validate(sizes)
+    cut = torch_format.read_cut(source.checkpoint)
+    for name, size in sizes.items():
+        if size not in (1, getattr(cut, name)):
+            raise ConfigError(
+                f"--{name}: {size} is not how {source.checkpoint} is cut, and the format torch is read as it was "
+                f"written; allowed: {getattr(cut, name)}, or without"
+            )
+    return cut.layout()
 
 
 def _layout_text(config: Config) -> str:
@@ -221,6 +242,9 @@ def _stored_dtype(source: Source) -> str:
 
 
 def _checkpoint_dtypes(checkpoint: Path) -> Iterator[torch.dtype]:
+    if torch_format.is_torch_format(checkpoint):
+        yield from torch_format.dtypes(checkpoint)
+        return
     if not (checkpoint / ".metadata").is_file():
         raise ConfigError(
             f"SOURCE: {checkpoint} has no .metadata; allowed: a whole checkpoint of the format torch_dist"

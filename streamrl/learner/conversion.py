@@ -2,6 +2,7 @@
 
     Hugging Face folder ──load_weights──▶ model ──dist_checkpointing──▶ release/: shards, common.pt
     Megatron checkpoint ──dist_checkpointing──▶ model ──export_weights──▶ Hugging Face folder
+    its older format ──────torch_format.py────▶ model
 
 Nothing is computed, so that the model lies in host memory, once over all ranks, whatever accelerators there are.
 """
@@ -29,6 +30,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.learner import torch_format
 from streamrl.learner.checkpoint import DESCRIPTION as DESCRIBED
 from streamrl.learner.checkpoint import read, sync
 from streamrl.learner.huggingface import copy_description, export_folder, load_weights
@@ -122,11 +124,21 @@ def _tell_read(done: float, total: float) -> None:
 def to_huggingface(config: Config, ranks: Ranks, checkpoint: Path, target: Path) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder, the rest copied from `model.path`. All ranks call.
 
-    checkpoint: the folder with `metadata.json`, written in any layout. Layers with adapters give merged weights.
+    checkpoint: the folder with `metadata.json`, written in any layout, or with `mp_rank_*`, written in the layout here.
+    Layers with adapters give merged weights.
     Raises WeightsMismatchError where its weights are not those of the model, ConfigError for a run's checkpoint that is
     damaged.
     """
     model = _model(config, ranks)
+    load = _load_rank_files if torch_format.is_torch_format(checkpoint) else _load_shards
+    load(model, checkpoint)
+    version = read(checkpoint).version if (checkpoint / DESCRIBED).is_file() else None
+    export_folder([model], config.model.path, target, version)
+    ranks.barrier()
+
+
+def _load_shards(model: PolicyModel, checkpoint: Path) -> None:
+    """From the format torch_dist."""
     stored = dist_checkpointing.load_tensors_metadata(str(checkpoint))
     content = dist_checkpointing.load_content_metadata(str(checkpoint)) or {}
     layer_by_layer = any(key.startswith("decoder.layers.0.") for key in stored)
@@ -138,9 +150,18 @@ def to_huggingface(config: Config, ranks: Ranks, checkpoint: Path, target: Path)
     _refuse_others(model, wanted, stored, checkpoint)
     loaded = dist_checkpointing.load({"model": wanted}, str(checkpoint))
     model.load_state_dict(loaded["model"], strict=False)  # but for those scales it is complete
-    version = read(checkpoint).version if (checkpoint / DESCRIBED).is_file() else None
-    export_folder([model], config.model.path, target, version)
-    ranks.barrier()
+
+
+def _load_rank_files(model: PolicyModel, checkpoint: Path) -> None:
+    """From the format torch, in the layout in which it was written."""
+    position = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    )
+    needed = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    weights = torch_format.read_weights(checkpoint, position, needed, model.shape.vocabulary)
+    model.load_state_dict(weights, strict=False)  # but for the scales of FP8 it is complete
 
 
 def megatron_arguments(shape: ModelShape, config: Config) -> Namespace:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,8 @@ class Console:
     def __init__(self, config: Config, run_folder: Path, terminal: Terminal | None = None) -> None:
         self._config = config
         self._run_folder = run_folder
-        self._terminal = terminal or Terminal()
+        # A notebook's kernel sets FORCE_COLOR, by which rich would take it for a terminal.
+        self._terminal = terminal or Terminal(force_terminal=sys.stdout.isatty(), force_jupyter=False)
         self._live = Live(run_folder)
         self._glance = Glance()
         self._glanced = self._printed = time.monotonic()

@@ -66,7 +66,7 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(beside_models):
     NotebookClient(notebook, timeout=DEADLINE, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()
     printed = "".join(output["text"] for output in notebook.cells[-3].outputs if output.get("name") == "stdout")
     rows = re.findall(r"^(\d+) [\d.]+ [\d.]+$", printed, re.MULTILINE)
-    assert [int(step) for step in rows] == [1, 2, 3, 4, 5, 6]
+    assert [int(step) for step in rows] == [1, 2, 3, 4, 5, 6], notebook.cells[-3].outputs
     last = notebook.cells[-1].outputs[-1]
     assert "runs/notebook/model" in last["data"]["text/plain"]
 

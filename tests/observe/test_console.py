@@ -291,3 +291,13 @@ def test_where_a_sink_shows_a_run_is_printed_once_and_in_the_summary(tmp_path):
     assert screen.export_text().splitlines() == ["wandb: https://wandb.example/[run]/1"]
     console.summary()
     assert "wandb: https://wandb.example/[run]/1" in screen.export_text()
+
+
+def test_a_notebook_which_asks_for_colour_gets_lines_and_no_screen(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does for its own process
+    console = Console(CONFIG, tmp_path)
+    console._print_line()
+    console.close()
+    printed = capsys.readouterr().out
+    assert printed.startswith("no step yet")
+    assert "\x1b" not in printed
