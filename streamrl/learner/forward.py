@@ -70,9 +70,8 @@ def in_dtype(chunk: PolicyModel) -> torch.nn.Module:
     """A model chunk that takes and gives float32, whatever the dtype of its weights."""
     if not chunk.config.bf16:
         return chunk
-    module = Float16Module(chunk.config, chunk)
-    sigmoid_router.keep_float32(chunk)
-    return module
+    with sigmoid_router.biases_kept(chunk):
+        return Float16Module(chunk.config, chunk)
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -11,6 +11,7 @@ otherwise than the folder says. Here it is frozen: loaded, published and exporte
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -41,10 +42,13 @@ def freeze(chunks: Sequence[GPTModel]) -> None:
             router._apply_expert_bias = _uncounted
 
 
-def keep_float32(model: GPTModel) -> None:
-    """Have the biases in float32 again, before they are loaded: Megatron casts a model with all of its buffers."""
-    for router in _routers(model):
-        router._maintain_float32_expert_bias()
+@contextmanager
+def biases_kept(model: GPTModel) -> Iterator[None]:
+    """The biases are float32 and what they were, behind the block: Megatron casts a model with all of its buffers."""
+    kept = [(router, router.expert_bias) for router in _routers(model)]
+    yield
+    for router, bias in kept:
+        router.expert_bias = bias
 
 
 def _routers(model: GPTModel) -> Iterator[Any]:

@@ -15,6 +15,8 @@ from streamrl.config.algo import AlgoConfig
 from streamrl.config.file import ConfigError
 from streamrl.learner.attention import describe_row
 from streamrl.learner.families.base import FLOAT32
+from streamrl.learner.forward import in_dtype
+from streamrl.learner.huggingface import export_weights
 from streamrl.learner.logprobs import Targets
 from streamrl.learner.router_replay import row_experts
 from streamrl.learner.shape import read_shape
@@ -58,6 +60,15 @@ def test_its_bias_stays_as_the_folder_says_through_steps_a_reference_and_a_check
     model.decoder.layers[1].mlp.router.expert_bias.fill_(7.0)  # what a checkpoint did not have would stay
     resumed = weights(trainer_of(config, tmp_path / "run"))
     assert [name for name, tensor in trained.items() if not torch.equal(resumed[name], tensor)] == []
+
+
+def test_a_model_that_is_cast_with_its_weights_loaded_keeps_the_bits(model_folder, trainer_of):
+    folder = model_folder("glm4_moe")
+    (model,) = trainer_of(make_config(folder, "bfloat16"))._chunks
+    in_dtype(model)
+    stored = biases(load_file(folder / "model.safetensors"))
+    exported = dict(export_weights([model]))
+    assert all(torch.equal(exported[name], bias) for name, bias in stored.items())
 
 
 def test_a_rate_at_which_it_would_move_is_refused(model_folder):
