@@ -31,6 +31,7 @@ from rich.table import Table
 from benchmarks.parity_ranks import Case, Gradient, run_ranks
 from benchmarks.random_models import largest_difference, write_model
 from streamrl.config import Config
+from streamrl.learner.shape import read_shape
 
 BAR = 5e-6  # largest difference of gradient, loss, norm and scores in a float32 row
 ROUNDING_BAR = 2.0  # largest gradient difference of a bfloat16 row, over what one process loses by bfloat16
@@ -157,7 +158,7 @@ def family_rows(family: str, tied: bool, dtypes: Sequence[str], further: bool) -
         wanted = [(dtype, layout) for dtype in dtypes for layout in LAYOUTS]
         if further and family in ("qwen2", "qwen3_moe"):
             wanted += [("float32", layout) for layout in FURTHER]
-        has_experts = family == "qwen3_moe"
+        has_experts = read_shape(model).moe is not None
         wanted = [(dtype, layout) for dtype, layout in wanted if layout.experts in (None, has_experts)]
         given = _gradients(model, dtypes, wanted)
     for dtype in dtypes:

@@ -32,6 +32,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32}),
+    "glm4": ("Glm4ForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
+    "glm4_moe": (
+        "Glm4MoeForCausalLM",
+        {
+            "head_dim": 32,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 
 

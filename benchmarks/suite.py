@@ -117,6 +117,7 @@ BENCHMARKS = (
     Benchmark("losses"),
     Benchmark("packing"),
     Benchmark("parity"),
+    Benchmark("families"),
     Benchmark("learner", ratios=_learner),
     Benchmark("faults", quick=("--kills", "20")),
     Benchmark("model_check"),

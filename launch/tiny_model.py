@@ -29,6 +29,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": {},
     "mistral": {"sliding_window": None},
+    "seed_oss": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "glm4_moe": {
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    },
 }
 
 END = "<|endoftext|>"  # the end token of Qwen2's tokenizers

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.choices import KINDS
+from streamrl.choices import FAMILIES, KINDS
 from tests.documented_commands import ROOT
 
 NAMES = {name for kind in KINDS for name in kind.names}
@@ -16,7 +16,7 @@ NAMES = {name for kind in KINDS for name in kind.names}
 OTHER_MEANINGS = {
     "launch/folder.py": {"ready"},  # an event
     "launch/render.py": {"python"},  # a program
-    "launch/tiny_model.py": {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"},  # transformers' own names
+    "launch/tiny_model.py": set(FAMILIES.names),  # transformers' own names
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/api/inputs.py": {"tools"},  # an argument

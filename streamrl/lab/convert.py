@@ -33,6 +33,7 @@ from streamrl.hub.model import with_local_model
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner import torch_format
+from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.shape import ModelShape, check_fit, open_weights, read_shape, weight_files
 from streamrl.lifeline import end_tree
 from streamrl.observe.bars import Bar
@@ -249,14 +250,15 @@ def _checkpoint_dtypes(checkpoint: Path) -> Iterator[torch.dtype]:
             f"SOURCE: {checkpoint} has no .metadata; allowed: a whole checkpoint of the format torch_dist"
         )
     for name, stored in FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
-        if name.partition(".")[0] in _MODEL and hasattr(stored, "properties"):
+        if name.partition(".")[0] in _MODEL and hasattr(stored, "properties") and not name.endswith(FLOAT32):
             yield stored.properties.dtype
 
 
 def _safetensors_dtypes(folder: Path) -> Iterator[str]:
     for path in weight_files(folder, "SOURCE"):
         with open_weights(path, "SOURCE") as tensors:
-            yield from (tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118, no dict
+            names = [name for name in tensors.keys() if not name.endswith(FLOAT32)]  # noqa: SIM118, no dict
+            yield from (tensors.get_slice(name).get_dtype() for name in names)
 
 
 def _pads(shape: ModelShape, config: Config) -> int:

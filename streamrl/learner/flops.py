@@ -65,7 +65,7 @@ def _weights_met(shape: ModelShape) -> int:
     dense = 3 * shape.hidden * shape.ffn
     if shape.moe is None:
         return shape.layers * (attention + dense)
-    experts = shape.hidden * (shape.moe.experts + 3 * shape.moe.top_k * shape.moe.ffn)
+    experts = shape.hidden * (shape.moe.experts + 3 * (shape.moe.top_k * shape.moe.ffn + shape.moe.shared_ffn))
     of_dense = len(shape.moe.dense_layers)
     return shape.layers * attention + of_dense * dense + (shape.layers - of_dense) * experts
 

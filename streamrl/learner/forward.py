@@ -25,6 +25,7 @@ from torch import Tensor
 
 from streamrl.algo.diagnostics import MAX, merge
 from streamrl.config import Config
+from streamrl.learner import sigmoid_router
 from streamrl.learner.blame import DATA_ERRORS, MicroBatchFailed
 from streamrl.learner.full_kl import ReferenceStates
 from streamrl.learner.megatron_fields import values_of
@@ -70,7 +71,10 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Di
 
 def in_dtype(chunk: PolicyModel) -> torch.nn.Module:
     """A model chunk that takes and gives float32, whatever the dtype of its weights."""
-    return Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk
+    if not chunk.config.bf16:
+        return chunk
+    with sigmoid_router.biases_kept(chunk):
+        return Float16Module(chunk.config, chunk)
 
 
 def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:

@@ -26,8 +26,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from streamrl.learner.checkpoint import sync
+from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.lora import Adapted, is_adapter_parameter
-from streamrl.learner.mapping import Placement, place, tensor_names
+from streamrl.learner.mapping import Cut, Placement, is_unbuilt, named_weights, place, tensor_names
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.shape import (
     SHARD_BYTES,
@@ -51,7 +52,7 @@ class _Weight:
     """A parameter of this rank, the ranks that hold its other parts, and where it belongs."""
 
     module: torch.nn.Module
-    parameter: torch.nn.Parameter
+    parameter: Tensor  # or a buffer that a folder has
     at: Placement
     shape: ModelShape
     shards: dist.ProcessGroup  # ranks over which one such parameter is cut
@@ -100,12 +101,12 @@ class _Weight:
 
 
 def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
-    """Every parameter of this rank but adapters and a critic's head, in the order of the layers."""
+    """Every weight of this rank but adapters and a critic's head, in the order of the layers."""
     weights = []
     for model in chunks:
         groups, shape = model.pg_collection, model.shape
         layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_weights(model):
             if is_adapter_parameter(name) or name == HEAD:
                 continue
             at = place(name, shape, layers)
@@ -137,7 +138,7 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.
             like = cut.split(weight.shape, torch.empty_like(weight.parameter, device="meta"))
             for name, piece in zip(weight.own_names(), like, strict=True):
                 whole = cut.whole_shape(weight.shape, piece.shape, ranks)
-                pieces.append(source.read(name, whole, cut.dim, piece.shape, rank))
+                pieces.append(source.read(name, whole, cut, piece.shape, (rank, ranks)))
             weight.parameter.copy_(cut.join(weight.shape, pieces))
             done += weight.parameter.nbytes
             report(done, total)
@@ -157,19 +158,23 @@ def export_weights(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]
     if groups.pp.size() == 1 or groups.tp.rank() > 0 or groups.dp_cp.rank() > 0:
         yield from own  # a rank that is not the first of its stage has a part in the gathering, and gets nothing
     else:
-        listed = [(weight.at.layer, name, whole) for weight in weights for name, whole in weight.tensors()]
-        yield from _over_stages(own, listed, weights[0].parameter, groups.pp)
+        listed = [
+            (weight.at.layer, name, whole, weight.parameter.dtype)
+            for weight in weights
+            for name, whole in weight.tensors()
+        ]
+        yield from _over_stages(own, listed, weights[0].parameter.device, groups.pp)
 
 
 def _over_stages(
     own: Iterator[tuple[str, Tensor]],
-    listed: list[tuple[int, str, list[int]]],
-    like: Tensor,
+    listed: list[tuple[int, str, list[int], torch.dtype]],
+    device: torch.device,
     stages: dist.ProcessGroup,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all pipeline stages on the first of them, which receives one after the other.
 
-    own: this stage's; listed: their (layer, name, shape), in the same order; like: of the model's dtype and device.
+    own: this stage's; listed: their (layer, name, shape, dtype), in the same order.
     """
     first = stages.rank() == 0
     lists: list[Any] | None = [None] * stages.size() if first else None
@@ -178,12 +183,12 @@ def _over_stages(
         for _, tensor in own:
             dist.send(tensor.contiguous(), group=stages, group_dst=0)
         return
-    merged = [(layer, name, whole, stage) for stage, some in enumerate(lists) for layer, name, whole in some]
-    for _, name, whole, stage in sorted(merged, key=lambda entry: entry[0]):
+    merged = [(*entry, stage) for stage, some in enumerate(lists) for entry in some]
+    for _, name, whole, dtype, stage in sorted(merged, key=lambda entry: entry[0]):
         if stage == 0:
             yield next(own)
         else:
-            tensor = like.new_empty(whole)
+            tensor = torch.empty(whole, dtype=dtype, device=device)
             dist.recv(tensor, group=stages, group_src=stage)
             yield name, tensor
 
@@ -204,6 +209,7 @@ class _Safetensors:
         if missing := expected - self._files.keys():
             raise WeightsMismatchError(f"{self._folder}: tensor {min(missing)} is missing")
         unused = {name for name in self._files.keys() - expected if not name.endswith("rotary_emb.inv_freq")}
+        unused -= {name for name in unused if is_unbuilt(name, shape)}
         if shape.tied:
             unused -= {"lm_head.weight"}
         if unused:
@@ -211,8 +217,12 @@ class _Safetensors:
                 f"{self._folder}: {min(unused)} and {len(unused) - 1} more have no place in the model"
             )
 
-    def read(self, name: str, whole: list[int], dim: int | None, piece: Sequence[int], rank: int) -> Tensor:
-        """The `rank`th piece along `dim` of a tensor of the shape `whole`, with rows of zeros where it is shorter."""
+    def read(self, name: str, whole: list[int], cut: Cut, piece: Sequence[int], of: tuple[int, int]) -> Tensor:
+        """The piece of a tensor of the shape `whole` that a rank of so many has, with rows of zeros where it is short.
+
+        of: the rank, and how many there are.
+        """
+        dim, (rank, ranks) = cut.dim, of
         stored = self._files[name].get_slice(name)
         if stored.get_shape() != whole:
             raise WeightsMismatchError(
@@ -220,6 +230,8 @@ class _Safetensors:
             )
         if dim is None:
             return stored[:]
+        if cut.blocks > 1:
+            return torch.cat([stored[first:last] for first, last in cut.rows(whole[0], rank, ranks)])
         first, last = (min(index * piece[dim], whole[dim]) for index in (rank, rank + 1))
         if dim == 1:
             return stored[:, first:last]
@@ -282,7 +294,7 @@ def _name_dtype(description: Path, dtype: torch.dtype | None) -> None:
 def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, metadata: dict[str, str]) -> torch.dtype | None:
     """One `model.safetensors`, or numbered shards with an index when there is more than SHARD_BYTES.
 
-    Returns the dtype of all weights; None where there are several.
+    Returns the dtype of all weights but those that are always float32; None where there are several.
     """
     shards: list[list[str]] = []
     dtypes: set[torch.dtype] = set()
@@ -299,7 +311,8 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, metadata:
             write()
             pending_bytes = 0
         pending[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        dtypes.add(tensor.dtype)
+        if not name.endswith(FLOAT32):
+            dtypes.add(tensor.dtype)
         pending_bytes += tensor.nbytes
         total += tensor.nbytes
     write()

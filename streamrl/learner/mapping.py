@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from streamrl.learner.families.base import EMBEDDING, OUTPUT
+from streamrl.learner.families.base import EMBEDDING, FLOAT32, OUTPUT
 from streamrl.learner.shape import ModelShape, WeightsMismatchError
 
 
@@ -25,6 +25,7 @@ class Cut:
     join: Callable[[ModelShape, Sequence[Tensor]], Tensor]
     split: Callable[[ModelShape, Tensor], Sequence[Tensor]]
     vocabulary: bool = False  # rows are tokens: Megatron has pads behind them, Hugging Face has none
+    blocks: int = 1  # the tensor is so many equal blocks along `dim`, and each is cut over the ranks
 
     def whole_shape(self, shape: ModelShape, piece: Sequence[int], ranks: int) -> list[int]:
         """The shape of a Hugging Face tensor of which `ranks` ranks have such a piece."""
@@ -41,8 +42,27 @@ class Cut:
         if self.dim is None or len(parts) == 1:
             wholes = [first for first, *_ in pieces]
         else:
-            wholes = [torch.cat(of_ranks, self.dim) for of_ranks in pieces]
+            wholes = [self._together(of_ranks, self.dim) for of_ranks in pieces]
         return [whole[: shape.vocabulary] for whole in wholes] if self.vocabulary else wholes
+
+    def piece(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """The piece of a Hugging Face tensor that one of the ranks has."""
+        if self.dim is None:
+            return whole
+        return torch.cat([block.chunk(ranks, self.dim)[rank] for block in self._blocks(whole)], self.dim)
+
+    def rows(self, whole: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+        """First and last row, excluded, of each of its blocks, of `whole` rows that the ranks divide."""
+        block = whole // self.blocks
+        each = block // ranks
+        return [(at * block + rank * each, at * block + (rank + 1) * each) for at in range(self.blocks)]
+
+    def _together(self, of_ranks: Sequence[Tensor], dim: int) -> Tensor:
+        blocks = zip(*(self._blocks(piece) for piece in of_ranks), strict=True)
+        return torch.cat([part for of_block in blocks for part in of_block], dim)
+
+    def _blocks(self, tensor: Tensor) -> Sequence[Tensor]:
+        return tensor.chunk(self.blocks, self.dim or 0)
 
 
 def _one(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
@@ -75,6 +95,8 @@ REPLICATED = Cut(None, _one, _alone)
 COLUMNS = Cut(1, _one, _alone)
 QKV = Cut(0, _join_qkv, _split_qkv)
 GATE_AND_UP = Cut(0, _join_rows, lambda _, part: part.chunk(2))
+# The same of one tensor with the gate above the up projection, of which every rank reads its two parts.
+GATE_UP = Cut(0, _one, _alone, blocks=2)
 VOCABULARY = Cut(0, _one, _alone, vocabulary=True)
 
 CUTS: Mapping[str, Cut] = {
@@ -82,8 +104,11 @@ CUTS: Mapping[str, Cut] = {
     "columns": COLUMNS,
     "qkv": QKV,
     "gate_and_up": GATE_AND_UP,
+    "gate_up": GATE_UP,
     "vocabulary": VOCABULARY,
 }
+BUFFERS = FLOAT32  # ends of the names of buffers that a folder has
+
 _ENGINE_NAMES = {  # Transformer Engine keeps a norm inside the linear layer that follows it
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -108,6 +133,18 @@ class Placement:
     def names_of(self, expert: int) -> list[str]:
         """The Hugging Face names, for an expert counted over the whole layer."""
         return [name.format(expert) for name in self.names]
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a folder has of a model chunk, by Megatron's names: its parameters, adapters too, and some buffers."""
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(BUFFERS))
+
+
+def is_unbuilt(name: str, shape: ModelShape) -> bool:
+    """Is this a tensor of one of the layers that are in a folder and not in the model?"""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    return match is not None and shape.layers <= int(match[1]) < shape.layers + shape.unbuilt_layers
 
 
 def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placement:
@@ -149,20 +186,11 @@ def tensor_names(shape: ModelShape) -> Iterator[str]:
     for layer in range(shape.layers):
         experts = 0 if shape.moe is None or layer in shape.moe.dense_layers else shape.moe.experts
         for name, (_, names) in family.in_a_layer.items():
-            if _has(shape, name, experts > 0):
+            if family.has(shape, name, experts > 0):
                 yield from _in_layer(layer, names)
         for expert in range(experts):
             for _, names in family.in_an_expert.values():
                 yield from (name.format(expert) for name in _in_layer(layer, names))
-
-
-def _has(shape: ModelShape, name: str, mixture: bool) -> bool:
-    """Whether a layer of this model has the parameter of this name."""
-    if name.startswith("mlp."):
-        return mixture == (name == "mlp.router.weight")
-    if name.endswith(".bias"):
-        return shape.qkv_bias
-    return shape.qk_norm or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
 
 
 def _in_layer(layer: int, names: Sequence[str]) -> tuple[str, ...]:

@@ -118,6 +118,7 @@ FIXED = frozenset(
         "hierarchical_context_parallel_sizes",
         "max_seqlen_per_dp_cp_rank",
         "moe_router_load_balancing_type",
+        "moe_router_bias_update_rate",
         "moe_aux_loss_coeff",
         "moe_router_force_load_balancing",
         "transformer_impl",

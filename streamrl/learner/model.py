@@ -5,6 +5,7 @@ One factory decides which layers they are made of, and can say so: Transformer E
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import math
@@ -36,12 +37,12 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
-from streamrl.learner import lora, megatron_fields, router_replay
+from streamrl.learner import lora, megatron_fields, router_replay, sigmoid_router
 from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
 from streamrl.learner.full_kl import ReferenceStates, full_kl
 from streamrl.learner.host_memory import host_copy
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
-from streamrl.learner.shape import ModelShape, check_fit
+from streamrl.learner.shape import ModelShape, check_adapters, check_fit
 from streamrl.learner.te import start_overlap, te_problem
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,8 @@ def build(
     not fit the model, and for a router replay of a model without experts.
     """
     check_fit(shape, config.learner.layout)
+    if config.learner.lora.rank:
+        check_adapters(shape, config.learner.lora.targets)
     dtype = getattr(torch, config.model.dtype)
     layers = choose_layers(device, dtype)
     log.info("%s on %s", layers, device)
@@ -155,8 +158,11 @@ def build(
         )
     virtual = config.learner.layout.virtual_stages
     stages: Sequence[int | None] = range(virtual) if virtual else [None]
-    chunks = (_chunk(shape, config.learner, transformer, layers, stage, kind=kind) for stage in stages)
-    return [chunk.to(device.torch_device) for chunk in chunks]
+    chunks = [
+        _chunk(shape, config.learner, transformer, layers, stage, kind=kind).to(device.torch_device) for stage in stages
+    ]
+    sigmoid_router.freeze(chunks)
+    return chunks
 
 
 def row_multiple(config: TransformerConfig) -> int:
@@ -203,6 +209,9 @@ def _chunk(
     """The chunk of one virtual stage of this rank; None: there is one chunk alone."""
     engine = layers.kind == "transformer_engine"
     block = _engine_block(config, stage) if engine else _local_block(config, stage)
+    block.layer_specs = [copy.deepcopy(spec) for spec in block.layer_specs]  # Megatron's are one object for a kind
+    for spec in block.layer_specs:
+        shape.family.edit(spec, config)
     block.layer_specs = [lora.adapted(spec, learner.lora, engine=engine) for spec in block.layer_specs]
     model = kind(
         config,
@@ -212,6 +221,7 @@ def _chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="rope",
+        rotary_percent=shape.rope.part,
         rotary_base=shape.rope_theta,
         share_embeddings_and_output_weights=shape.tied,
         parallel_output=True,
@@ -264,6 +274,7 @@ def _transformer_config(
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,
         qk_layernorm=shape.qk_norm,
+        rotary_interleaved=shape.rope.interleaved,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -292,7 +303,7 @@ def _transformer_config(
         # These need kernels that come with Transformer Engine, or a compiler that does where it is.
         bias_activation_fusion=engine,
         bias_dropout_fusion=engine,
-        apply_rope_fusion=engine,
+        apply_rope_fusion=engine and not shape.rope.interleaved,
         tp_comm_overlap=learner.tp_comm_overlap,
         gradient_accumulation_fusion=learner.gradient_accumulation_fusion,
         # These need kernels of Apex, or are of no use to packed rows.
@@ -318,7 +329,7 @@ def _recomputed(learner: LearnerConfig) -> dict[str, Any]:
 
 
 def _experts(shape: ModelShape, learner: LearnerConfig, choice: LayerChoice) -> dict[str, Any]:
-    """The mixture-of-experts layers, routed as Hugging Face routes: softmax over all experts, then the largest."""
+    """The mixture-of-experts layers, routed as Hugging Face routes: by a softmax over all experts, or by sigmoids."""
     if shape.moe is None:
         return {}
     return {
@@ -333,6 +344,8 @@ def _experts(shape: ModelShape, learner: LearnerConfig, choice: LayerChoice) -> 
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": choice.kind == "transformer_engine",
         "moe_permute_fusion": learner.moe_permute_fusion,
+        "moe_shared_expert_intermediate_size": shape.moe.shared_ffn or None,
+        **sigmoid_router.fields(shape.moe),
     }
 
 

@@ -22,6 +22,7 @@ from streamrl.config.file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.host_memory import host_copy
 from streamrl.learner.huggingface import load_weights
+from streamrl.learner.mapping import named_weights
 from streamrl.learner.model import policy_of
 from streamrl.learner.shape import ModelShape, read_shape
 
@@ -65,7 +66,7 @@ class Reference:
         else:
             _refuse_another_shape(config, folder, policy_of(wrapped[0]).shape)
         load_weights([policy_of(chunk) for chunk in wrapped], folder, key)
-        named = (pair for chunk in wrapped for pair in chunk.named_parameters())
+        named = (pair for chunk in wrapped for pair in named_weights(chunk))
         reference = cls(wrapped, (parameter for name, parameter in named if not lora.is_adapter_parameter(name)))
         log.info("reference policy: %s, %.1f MB of this rank on the host", folder, reference.nbytes / 1e6)
         return reference

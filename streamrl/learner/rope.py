@@ -77,6 +77,8 @@ class Rope:
 
     theta: float = DEFAULT_THETA
     scaling: RopeScaling | None = None
+    part: float = 1.0  # of a head's dimensions, the first ones, that are turned
+    interleaved: bool = False  # neighbours are a pair, not a dimension and the one half of them further
 
     @property
     def attention(self) -> float:
@@ -84,24 +86,36 @@ class Rope:
         return 1.0 if self.scaling is None else self.scaling.attention
 
     def frequencies(self, head_dim: int) -> Tensor:
-        """Inverse frequencies, float32 [head_dim / 2], on the CPU: the angle of one position in radians."""
+        """Inverse frequencies, float32 [part * head_dim / 2], on the CPU: the angle of one position in radians."""
         import torch
 
-        plain = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        turned = int(head_dim * self.part)
+        plain = 1.0 / (self.theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned))
         return plain if self.scaling is None else self.scaling.scale(plain, self.theta)
 
 
-def read_rope(config: dict[str, Any]) -> Rope:
-    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before). Raises UnknownRopeError."""
+def read_rope(config: dict[str, Any], part: float | None = None, *, interleaved: bool = False) -> Rope:
+    """From `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before). Raises UnknownRopeError.
+
+    part: `partial_rotary_factor` where the configuration has none; None: the family turns whole heads alone.
+    """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(given.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in KINDS:
         raise UnknownRopeError(f"RoPE scaling {kind!r} is not supported; allowed: {', '.join(KINDS)}")
     rotated = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if rotated not in (None, 1, 1.0):
-        raise UnknownRopeError(f"partial_rotary_factor={rotated!r} is not supported; allowed: 1.0")
-    return Rope(theta=theta, scaling=None if kind == "default" else _read_scaling(kind, given, config))
+    scaling = None if kind == "default" else _read_scaling(kind, given, config)
+    if part is None:
+        if rotated not in (None, 1, 1.0):
+            raise UnknownRopeError(f"partial_rotary_factor={rotated!r} is not supported; allowed: 1.0")
+        return Rope(theta=theta, scaling=scaling, interleaved=interleaved)
+    turned = part if rotated is None else rotated
+    if not isinstance(turned, int | float) or not 0 < turned <= 1:
+        raise UnknownRopeError(f"partial_rotary_factor={turned!r} is not allowed; allowed: above 0, up to 1.0")
+    if scaling is not None and scaling.attention != 1 and turned < 1:  # a factor on scores is one on all dimensions
+        raise UnknownRopeError(f"RoPE scaling {kind!r} with partial_rotary_factor={turned!r} is not supported")
+    return Rope(theta=theta, scaling=scaling, part=float(turned), interleaved=interleaved)
 
 
 def _read_scaling(kind: str, given: dict[str, Any], config: dict[str, Any]) -> RopeScaling:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
-from streamrl.config.learner import LayoutConfig, LoraTarget
+from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
 from streamrl.learner.rope import Rope
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class MoeShape:
     ffn: int  # of one expert
     normalised: bool  # the weights of a token's experts sum to 1
     dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one MLP of the width ModelShape.ffn
+    sigmoid: bool = False  # scores are sigmoids, and a bias for each expert counts in the choice alone; else a softmax
+    scaling: float = 1.0  # factor on the weights of a token's experts
+    shared_ffn: int = 0  # of the MLP that every token meets beside its experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +86,7 @@ class ModelShape:
     rope: Rope
     max_length: int  # tokens
     moe: MoeShape | None = None  # None: every layer is dense
+    unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
 
     @property
     def softmax_scale(self) -> float:
@@ -108,6 +113,17 @@ def adapter_sizes(shape: ModelShape) -> dict[LoraTarget, tuple[int, int, int]]:
         "linear_fc1": (2, shape.hidden, 2 * shape.ffn),
         "linear_fc2": (1, shape.ffn, shape.hidden),
     }
+
+
+def check_adapters(shape: ModelShape, targets: Iterable[LoraTarget]) -> None:
+    """Refuse adapters on layers of which the family's folders know no single projections. Raises ConfigError."""
+    refused = sorted(shape.family.without_adapters.intersection(targets))
+    if refused:
+        allowed = ", ".join(target for target in LORA_PROJECTIONS if target not in shape.family.without_adapters)
+        raise ConfigError(
+            f"learner.lora.targets: {refused[0]} is not supported for {shape.architecture}, whose folders fuse its "
+            f"projections; allowed: {allowed}"
+        )
 
 
 def read_shape(folder: Path, key: str = "model.path", family: str | None = None) -> ModelShape:
@@ -209,6 +225,7 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
         return
     _must_divide("expert", layout.expert, shape.moe.experts, "experts")
     _must_divide("expert_tensor", layout.expert_tensor, shape.moe.ffn, "columns of an expert")
+    _must_divide("tensor", layout.tensor, shape.moe.shared_ffn, "columns of the shared experts")
     if layout.tensor > 1 and not layout.sequence:
         raise ConfigError("learner.layout.sequence: false with experts and tensor above 1; allowed: true")
 

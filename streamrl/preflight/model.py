@@ -9,7 +9,7 @@ from streamrl.config.refused import Refusals
 from streamrl.engine.block_fp8 import BLOCK
 from streamrl.learner import megatron_fields
 from streamrl.learner.critic_shape import critic_shape
-from streamrl.learner.shape import ModelShape, check_fit
+from streamrl.learner.shape import ModelShape, check_adapters, check_fit
 from streamrl.learner.teacher_shape import teacher_shape
 
 
@@ -47,6 +47,9 @@ def check_model(config: Config, shape: ModelShape) -> None:
             "learner.lora.targets: linear_fc1 and linear_fc2 are layers of experts in this model, which get no "
             "adapters; allowed: linear_qkv, linear_proj"
         )
+    if lora.rank:
+        with refusals:
+            check_adapters(shape, lora.targets)
     for pool in config.generate.each_pool:
         with refusals:
             _check_server(pool, shape)

@@ -15,6 +15,7 @@ The tests make tiny random models, with megatron-core, in one process.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +45,7 @@ SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
 WITHOUT = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+BUFFERS = ("e_score_correction_bias",)  # of transformers' models, that a folder has
 QUANTIZED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -54,10 +56,10 @@ def random_model(model_class: str, **config: Any) -> Any:
 
     torch.manual_seed(0)
     made = getattr(transformers, model_class)
-    model = made(made.config_class(**{**SIZES, **config}))
+    model = made(made.config_class(**copy.deepcopy({**SIZES, **config})))  # some write into `rope_parameters`
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+        for weight in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith(BUFFERS))):
+            weight.add_(torch.randn_like(weight) * 0.1)
     return model
 
 
@@ -122,18 +124,18 @@ class ModelFamilyConformance(Conformance):
     def test_a_parameter_that_is_cut_over_ranks_becomes_whole(self, tmp_path: Path) -> None:
         import torch
 
-        from streamrl.learner.mapping import place
+        from streamrl.learner.mapping import named_weights, place
 
         folder, _ = self._folder(tmp_path, False)
         with self._loaded(folder) as model, torch.no_grad():
-            for name, parameter in model.named_parameters():
+            for name, parameter in named_weights(model):
                 cut = place(name, model.shape, range(model.shape.layers)).cut
                 dim = getattr(parameter, "partition_dim", -1)  # -1: every rank has the whole
                 assert dim in (-1, cut.dim), f"Megatron cuts {name} along {dim}, the family along {cut.dim}"
                 parts: list[Tensor] = [parameter, parameter]
                 if cut.dim is not None:
-                    pieces = [tensor.chunk(2, cut.dim) for tensor in cut.split(model.shape, parameter)]
-                    parts = [cut.join(model.shape, of_rank) for of_rank in zip(*pieces, strict=True)]
+                    tensors = cut.split(model.shape, parameter)
+                    parts = [cut.join(model.shape, [cut.piece(one, rank, 2) for one in tensors]) for rank in (0, 1)]
                 wholes = zip(cut.whole(model.shape, parts), cut.whole(model.shape, [parameter]), strict=True)
                 assert all(torch.equal(ours, theirs) for ours, theirs in wholes), f"{name}, cut over two ranks"
 

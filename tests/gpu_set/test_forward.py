@@ -27,6 +27,7 @@ from benchmarks.random_models import FAMILIES, largest_difference, make_batch
 from streamrl.learner import lora, lora_folder
 from streamrl.learner.attention import Slice, describe_row_for_engine
 from streamrl.learner.huggingface import load_weights
+from streamrl.learner.shape import read_shape
 
 FOLDER = Path(__file__).parent
 SECONDS = 240.0  # that two ranks may take
@@ -45,7 +46,9 @@ def settings_of(model_folder: Any, learner: Any, tmp_path: Path) -> Callable[[st
     def make(family: str, rank: int) -> dict[str, Any]:
         if rank == 0:
             return {}
-        targets = ["linear_qkv", "linear_proj"] + ([] if family == "qwen3_moe" else ["linear_fc1", "linear_fc2"])
+        shape = read_shape(model_folder(family))
+        targets = ["linear_qkv", "linear_proj"] + ([] if shape.moe is not None else ["linear_fc1", "linear_fc2"])
+        targets = [target for target in targets if target not in shape.family.without_adapters]
         lora = {"rank": rank, "alpha": 6, "targets": targets}
         made = learner(model_folder(family), dtype="float32", engine=False, lora=lora)
         return {

@@ -15,16 +15,17 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file
 
 from benchmarks.random_models import FAMILIES
-from streamrl.choices import FAMILIES as KIND
+from streamrl.choices import FAMILIES as FAMILY
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.huggingface import export_folder, load_weights
 from streamrl.learner.lora_engine import AdaptedEngineColumn, AdaptedEngineRow
 from streamrl.learner.lora_folder import export_adapters, load_adapters
-from streamrl.learner.mapping import place, tensor_names
+from streamrl.learner.mapping import named_weights, place, tensor_names
 from streamrl.learner.model import padded
 from streamrl.publish.peft import write_adapter
 
@@ -34,7 +35,8 @@ ON_ALL = [*ON_ATTENTION, "linear_fc1", "linear_fc2"]
 
 def targets(family: str) -> list[str]:
     """Layers of this family that can have adapters."""
-    return ON_ATTENTION if family == "qwen3_moe" else ON_ALL
+    without = set(FAMILY.load(family).without_adapters)
+    return ON_ATTENTION if family.endswith("_moe") else [target for target in ON_ALL if target not in without]
 
 
 def adapters_of(family: str) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def adapters_of(family: str) -> dict[str, Any]:
 
 
 def test_every_family_is_here():
-    assert set(KIND.names) == FAMILIES.keys()
+    assert set(FAMILY.names) == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,14 +56,14 @@ def test_its_layers_are_transformer_engines_and_its_experts_are_grouped(family, 
         assert isinstance(attention.core_attention, TEDotProductAttention)
         assert type(attention.linear_qkv) is TELayerNormColumnParallelLinear
         assert type(attention.linear_proj) is TERowParallelLinear
-        if family == "qwen3_moe":
+        if isinstance(mlp, MoELayer):
             assert isinstance(mlp.experts, TEGroupedMLP)
             assert isinstance(mlp.experts.linear_fc1, TEColumnParallelGroupedLinear)
             assert isinstance(mlp.experts.linear_fc2, TERowParallelGroupedLinear)
         else:
             assert type(mlp.linear_fc1) is TELayerNormColumnParallelLinear
             assert type(mlp.linear_fc2) is TERowParallelLinear
-    assert model.config.apply_rope_fusion
+    assert model.config.apply_rope_fusion is not model.shape.rope.interleaved
     assert model.config.bias_activation_fusion
 
 
@@ -75,7 +77,7 @@ def test_every_parameter_has_its_hugging_face_names_and_every_weight_comes_back(
     model = learner(folder, lora=lora_settings).model
     layers = range(model.shape.layers)
     named = set()
-    for name, _ in model.named_parameters():
+    for name, _ in named_weights(model):
         if not lora.is_adapter_parameter(name):
             at = place(name, model.shape, layers)
             named.update(at.names if at.expert is None else at.names_of(at.expert))
@@ -84,7 +86,7 @@ def test_every_parameter_has_its_hugging_face_names_and_every_weight_comes_back(
     export_folder([model], folder, tmp_path / "written")
     written, stored = (load_file(each / "model.safetensors") for each in (tmp_path / "written", folder))
     assert written.keys() == stored.keys()
-    assert not [name for name, tensor in stored.items() if not torch.equal(written[name], tensor.bfloat16())]
+    assert all(torch.equal(written[name], tensor.to(written[name].dtype)) for name, tensor in stored.items())
 
 
 @pytest.mark.parametrize("rank", [0, 4])
@@ -120,8 +122,9 @@ def test_adapters_are_on_transformer_engines_layers_and_go_out_as_they_came_in(f
         kind = AdaptedEngineColumn if module.target in ("linear_qkv", "linear_fc1") else AdaptedEngineRow
         assert type(module) is kind
     assert len(list(lora.adapters(chunks))) == 2 * len(settings.targets)
-    if family == "qwen3_moe":
-        assert all(isinstance(layer.mlp.experts, TEGroupedMLP) for layer in made.model.decoder.layers)
+    mixtures = [layer.mlp for layer in made.model.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    assert all(isinstance(mlp.experts, TEGroupedMLP) for mlp in mixtures)
+    assert bool(mixtures) == family.endswith("_moe")
 
     fresh = sorted(export_adapters(chunks))
     given = {name: torch.randn_like(tensor).bfloat16() for name, tensor in fresh}

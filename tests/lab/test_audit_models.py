@@ -25,9 +25,10 @@ from streamrl.replay.records import Completed, Consumed
 from streamrl.stream.codec import encode_group
 from streamrl.types import Group, PolicyVersion, VersionSpan
 from tests.operations_table import documented
+from tests.slow_families import slow_but
 
 
-@pytest.mark.parametrize("family", tiny_model.FAMILIES)
+@pytest.mark.parametrize("family", slow_but(tiny_model.FAMILIES, "qwen2", "qwen3_moe"))
 def test_the_weights_of_a_version_are_those_that_are_audited(family, tmp_path):
     tiny_model.make(tmp_path / "base", seed=1, family=family)
     tiny_model.make(tmp_path / "trained", seed=2, family=family)

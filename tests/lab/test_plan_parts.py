@@ -107,11 +107,12 @@ def test_a_server_repeats_key_and_value_heads_where_it_has_more_ranks_than_heads
     assert of_server_rank(shape, 8) == halved + matrices // 2  # one head of keys and of values, not half a head
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "glm4", "glm4_moe"])
 def test_what_servers_quantise_is_counted_as_the_folder_has_it(tmp_path, family):
     tiny_model.make(tmp_path, family=family)
     weights = load_file(tmp_path / "model.safetensors")
     projections = sum(weight.numel() for name, weight in weights.items() if name.endswith("_proj.weight"))
+    assert whole_model(read_shape(tmp_path)) == sum(weight.numel() for weight in weights.values())
     assert quantised_of_server_rank(read_shape(tmp_path), 1) == projections
     assert quantised_of_server_rank(read_shape(tmp_path), 2) == projections // 2
 

@@ -14,8 +14,13 @@ from streamrl.testing.families import ModelFamilyConformance
 
 TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
 
+# In `make test`: those whose tables, layers or weights are unlike the others'; the rest are left to `make test-all`.
+FAST = ("qwen2", "qwen3_moe", "glm4", "glm4_moe")
+
 for _name in KIND.names:
     _members = {"name": _name, "config": FAMILIES[_name][1], **TOGETHER}
+    if _name not in FAST:
+        _members["pytestmark"] = pytest.mark.slow
     globals()[f"Test_{_name}"] = type(f"Test_{_name}", (ModelFamilyConformance,), _members)
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from streamrl.learner.mapping import is_unbuilt
 from streamrl.learner.rope import RopeScaling
 from streamrl.learner.shape import MoeShape, UnsupportedModelError, read_shape
 
@@ -34,6 +35,20 @@ MIXTURE = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+GLM_MOE = {  # GLM-4.5-Air's
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "routed_scaling_factor": 1.0,
+}
 
 
 def shape_of(tmp_path, **changes):
@@ -136,10 +151,20 @@ def test_a_sliding_window_as_long_as_the_context_is_none(tmp_path, window):
     assert shape_of(tmp_path, **MISTRAL, sliding_window=window, max_position_embeddings=4096).layers == 30
 
 
+def test_sigmoid_experts_shared_ones_and_layers_that_are_not_built_are_read(tmp_path):
+    shape = shape_of(tmp_path, **GLM_MOE)
+    assert (shape.qkv_bias, shape.qk_norm, shape.rope.part, shape.unbuilt_layers) == (True, False, 0.5, 1)
+    assert shape.moe == MoeShape(
+        experts=128, top_k=8, ffn=1408, normalised=True, dense_layers=(0,), sigmoid=True, shared_ffn=1408
+    )
+    assert [is_unbuilt(f"model.layers.{layer}.eh_proj.weight", shape) for layer in (29, 30, 31)] == [False, True, False]
+    assert shape_of(tmp_path, **GLM_MOE | {"first_k_dense_replace": 99}).moe is None
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported; allowed: LlamaForCausalLM"),
+        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported; allowed: .*LlamaForCausalLM"),
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "Qwen2_5_VLForConditionalGeneration is not supp"),
         ({"architectures": None}, "architecture none"),
         ({"vision_config": {"depth": 2}}, "vision_config="),
@@ -167,6 +192,16 @@ def test_a_sliding_window_as_long_as_the_context_is_none(tmp_path, window):
         ({"hidden_size": None}, r"config\.json: hidden_size=None is not allowed; allowed: a whole number above 0"),
         ({**MIXTURE, "moe_intermediate_size": "768"}, "moe_intermediate_size='768' is not allowed"),
         ({**MIXTURE, "num_experts_per_tok": 200}, "num_experts_per_tok=200 is not allowed; allowed: 1 to 128"),
+        ({**GLM_MOE, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported; allowed: 2 to 128"),
+        ({**GLM_MOE, "n_group": 8}, "n_group=8 is not supported; allowed: 1"),
+        ({**GLM_MOE, "norm_topk_prob": False}, "norm_topk_prob=False is not supported; allowed: True"),
+        ({**GLM_MOE, "n_shared_experts": 0}, "n_shared_experts=0 is not allowed"),
+        ({**GLM_MOE, "partial_rotary_factor": 2.0}, r"partial_rotary_factor=2\.0 is not allowed; allowed: above 0"),
+        ({**GLM_MOE, "rope_scaling": YARN}, r"RoPE scaling 'yarn' with partial_rotary_factor=0\.5 is not supported"),
+        (
+            {"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True},
+            "attention_out_bias=True is not supported",
+        ),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, changes, text):

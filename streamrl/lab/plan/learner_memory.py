@@ -229,7 +229,8 @@ def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: in
     if config.learner.recompute == "full":
         return shape.hidden * item // spread
     queries, keys = (heads * shape.head_dim // layout.tensor for heads in (shape.heads, shape.groups))
-    residual = 4 * shape.hidden // spread  # inputs of both norms and of both column-parallel layers
+    # Inputs of all norms and of both column-parallel layers.
+    residual = (2 + shape.family.norms_in_a_layer) * shape.hidden // spread
     attention = 3 * queries + 3 * keys  # the projection (its values are seen there), turned q and k, the output
     attention += queries if shape.qk_norm else 0
     norms = 4 * shape.heads // layout.tensor  # float32 log-sum-exps
@@ -241,6 +242,7 @@ def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: in
     own = 1 if layout.tensor == 1 or not layout.sequence else 1 / layout.tensor  # of a row's tokens, on this rank
     routed = own * shape.moe.top_k * layout.expert_tensor  # copies of tokens that meet its experts, spread evenly
     experts = routed * (2 * shape.hidden + mlp * shape.moe.ffn / layout.expert_tensor)
+    experts += mlp * shape.moe.shared_ffn / layout.tensor
     router = 2 * 4 * shape.moe.experts * own  # float32 logits and probabilities
     return int((residual + attention + experts) * item + router) + norms
 

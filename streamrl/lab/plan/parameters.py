@@ -88,8 +88,8 @@ def quantised_of_server_rank(shape: ModelShape, tensor: int) -> int:
     layers = shape.layers * _attention_of_server(shape, tensor)
     for layer in range(shape.layers):
         moe = shape.moe if has_experts(shape, layer) else None
-        experts, ffn = (1, shape.ffn) if moe is None else (moe.experts, moe.ffn)
-        layers += experts * 3 * shape.hidden * ffn // tensor
+        width = shape.ffn if moe is None else moe.experts * moe.ffn + moe.shared_ffn
+        layers += 3 * shape.hidden * width // tensor
     return layers
 
 
@@ -109,13 +109,14 @@ def _attention(shape: ModelShape, tensor: int) -> int:
 def _layer(shape: ModelShape, layer: int, layout: LayoutConfig) -> Parameters:
     """One layer on one rank."""
     projected = (shape.heads + 2 * shape.groups) * shape.head_dim // layout.tensor
-    dense = _attention(shape, layout.tensor) + 2 * shape.hidden
+    dense = _attention(shape, layout.tensor) + shape.family.norms_in_a_layer * shape.hidden
     dense += projected if shape.qkv_bias else 0
     dense += 2 * shape.head_dim if shape.qk_norm else 0
     if not has_experts(shape, layer):
         return Parameters(dense=dense + 3 * shape.hidden * shape.ffn // layout.tensor)
     assert shape.moe is not None
-    router = shape.moe.experts * shape.hidden
+    router = shape.moe.experts * (shape.hidden + shape.moe.sigmoid)  # with a bias for each expert
+    dense += 3 * shape.hidden * shape.moe.shared_ffn // layout.tensor
     experts = shape.moe.experts // layout.expert * 3 * shape.hidden * shape.moe.ffn // layout.expert_tensor
     return Parameters(dense=dense + router, expert=experts)
 

@@ -15,6 +15,10 @@ from streamrl.learner.rope import UnknownRopeError, read_rope
 from streamrl.learner.shape import ModelShape, MoeShape, UnsupportedModelError, need
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from streamrl.config.learner import LoraTarget
     from streamrl.learner.mapping import Cut
 
 # How a parameter is cut over ranks, by a name of `learner/mapping.py:CUTS` or of `cuts`, and the Hugging Face tensors
@@ -23,6 +27,9 @@ Entry = tuple[str, tuple[str, ...]]
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+
+# Ends of the names, Megatron's and Hugging Face's, of weights that stay float32 whatever the model's dtype is.
+FLOAT32 = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
 
 OUTSIDE_LAYERS: Mapping[str, Entry] = {
     EMBEDDING: ("vocabulary", ("model.embed_tokens.weight",)),
@@ -54,7 +61,11 @@ class ModelFamily(Choice):
     architectures: ClassVar[tuple[str, ...]]
 
     qkv_bias: ClassVar[bool] = False
+    # `attention_bias` of `config.json` says whether they have one; this where it says nothing. None: `qkv_bias` does.
+    attention_bias: ClassVar[bool | None] = None
     qk_norm: ClassVar[bool] = False
+
+    norms_in_a_layer: ClassVar[int] = 2  # over the hidden size
 
     # Its layers are mixtures of experts unless `config.json` says otherwise.
     experts: ClassVar[bool] = False
@@ -64,6 +75,13 @@ class ModelFamily(Choice):
 
     # Where `config.json` has none.
     sliding_window: ClassVar[int | None] = None
+
+    # `partial_rotary_factor` where `config.json` has none; None: whole heads are turned, anything else is refused.
+    rotary_part: ClassVar[float | None] = None
+    rotary_interleaved: ClassVar[bool] = False
+
+    # Targets of adapters that folders of this family have no projections for.
+    without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset()
 
     outside_layers: ClassVar[Mapping[str, Entry]] = OUTSIDE_LAYERS
     # Parameters of one Megatron layer; their tensors follow `model.layers.N.` in a folder.
@@ -81,7 +99,7 @@ class ModelFamily(Choice):
         cls.refuse(path, config)
         need(path, config, "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
         try:
-            rope = read_rope(config)
+            rope = read_rope(config, cls.rotary_part, interleaved=cls.rotary_interleaved)
         except UnknownRopeError as error:
             raise UnsupportedModelError(f"{path}: {error}") from error
         heads = config["num_attention_heads"]
@@ -96,7 +114,7 @@ class ModelFamily(Choice):
             ffn=config["intermediate_size"],
             vocabulary=config["vocab_size"],
             tied=config.get("tie_word_embeddings", False),
-            qkv_bias=cls.qkv_bias,
+            qkv_bias=cls.qkv_bias if cls.attention_bias is None else config.get("attention_bias", cls.attention_bias),
             qk_norm=cls.qk_norm,
             norm_eps=config.get("rms_norm_eps", 1e-6),
             rope=rope,
@@ -130,7 +148,7 @@ class ModelFamily(Choice):
         """Raise UnsupportedModelError for what is not built."""
         allowed = {
             "hidden_act": ("silu", config.get("hidden_act", "silu")),
-            "attention_bias": (False, config.get("attention_bias", False)),
+            "attention_bias": (False, cls.attention_bias is None and config.get("attention_bias", False)),
             "mlp_bias": (False, config.get("mlp_bias", False)),
             "use_sliding_window": (False, config.get("use_sliding_window", False)),
             "quantization_config": (None, config.get("quantization_config")),
@@ -156,6 +174,21 @@ class ModelFamily(Choice):
                 f"{path}: sliding_window={window} is not supported; allowed: null, or at least "
                 f"max_position_embeddings={longest}"
             )
+
+    @classmethod
+    def has(cls, shape: ModelShape, name: str, mixture: bool) -> bool:
+        """Whether a layer of this model, a mixture of experts or not, has the parameter `name` of `in_a_layer`."""
+        if name.startswith("mlp."):
+            if name.startswith("mlp.shared_experts."):
+                return mixture and shape.moe is not None and shape.moe.shared_ffn > 0
+            return mixture == name.startswith("mlp.router.")
+        if name.endswith(".bias"):
+            return shape.qkv_bias
+        return shape.qk_norm or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+
+    @classmethod
+    def edit(cls, layer: ModuleSpec, config: TransformerConfig) -> None:
+        """Change what one layer is made of: Megatron's specification, a copy for each layer. It may import torch."""
 
     @classmethod
     def cuts(cls) -> Mapping[str, Cut]:

@@ -1,0 +1,38 @@
+"""Real runs of models whose layers, router or server are unlike the others': their log-probs are audited."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from launch import tiny_model
+from streamrl.observe.metrics import read_metrics
+from tests.documented_commands import ROOT
+
+STEPS = 4
+SMALL = (f"run.steps={STEPS}", "generate.group_size=4", "generate.groups_in_flight=8", "replay.groups_per_step=4")
+DEADLINE = 900.0
+SETTINGS = {"seed_oss": (), "glm4": (), "glm4_moe": ("learner.router_replay=true",)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * DEADLINE)
+@pytest.mark.parametrize("family", SETTINGS)
+def test_a_run_trains_publishes_and_is_audited(family, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model.make(tmp_path / "model", family=family)
+    settings = ("run.name=run", "model.path=model", *SMALL, *SETTINGS[family])
+    streamrl("train", str(ROOT / "configs/quickstart.yaml"), *settings)
+    assert len(list(read_metrics(tmp_path / "runs" / "run"))) == STEPS
+    assert "tokens audited" in streamrl("audit", "runs/run")
+
+
+def streamrl(*words: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "streamrl.cli", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -1,0 +1,54 @@
+"""Families whose layers or tables are unlike the others', in every layout and with adapters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from learner_parts import VOCABULARY, make_config, write_model
+
+from benchmarks.parity import DTYPES, family_rows
+from streamrl.config.file import ConfigError
+from streamrl.learner import lora
+from streamrl.learner.huggingface import export_folder
+from streamrl.learner.shape import read_shape
+from streamrl.preflight.model import check_model
+
+TARGETS = {
+    "seed_oss": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "glm4": ["linear_qkv", "linear_proj", "linear_fc2"],
+    "glm4_moe": ["linear_qkv", "linear_proj"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4", "glm4_moe"])
+def test_every_layout_has_the_gradient_of_one_process(family):
+    for row in family_rows(family, False, DTYPES, further=False):
+        assert row.within, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TARGETS)
+def test_the_model_with_adapters_is_the_merged_one_that_it_exports(family, trainer_of, tmp_path):
+    folder = write_model(tmp_path / "model", family, layers=3)
+    settings = {"rank": 4, "alpha": 8.0, "targets": TARGETS[family]}
+    (model,) = trainer_of(make_config(folder, lora=settings))._chunks
+    adapted = list(lora.adapters([model]))
+    assert {module.target for _, module in adapted} == set(TARGETS[family])
+    ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for _, module in adapted:
+            module.lora_b.normal_(0.0, 0.1, generator=torch.Generator().manual_seed(2))
+        export_folder([model], folder, tmp_path / "merged")
+        ours = model(ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
+        paths = (folder, tmp_path / "merged")
+        base, merged = (transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in paths)
+    torch.testing.assert_close(ours, merged, rtol=0, atol=1e-5)
+    assert (ours - base).abs().max() > 1e-2
+
+
+def test_adapters_on_projections_that_folders_fuse_are_refused_by_name(model_folder):
+    config = make_config(model_folder("glm4"), lora={"rank": 4})
+    with pytest.raises(ConfigError, match=r"^learner\.lora\.targets: linear_fc1 is not supported for Glm4ForCausalLM"):
+        check_model(config, read_shape(config.model.path))
