@@ -16,6 +16,18 @@ from streamrl.publish.peft import tensor_name
 from streamrl.testing.families import VOCABULARY, random_model
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
+# Of models with latent attention, whose value heads have a width of their own.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
+
 # transformers' class, and what its configuration needs.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {}),
@@ -46,6 +58,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 48,
             "first_k_dense_replace": 1,
             "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "q_lora_rank": 32,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
         },
     ),
 }

@@ -94,6 +94,7 @@ def _join_rows(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
 REPLICATED = Cut(None, _one, _alone)
 COLUMNS = Cut(1, _one, _alone)
 QKV = Cut(0, _join_qkv, _split_qkv)
+ROWS = Cut(0, _one, _alone)
 GATE_AND_UP = Cut(0, _join_rows, lambda _, part: part.chunk(2))
 # The same of one tensor with the gate above the up projection, of which every rank reads its two parts.
 GATE_UP = Cut(0, _one, _alone, blocks=2)
@@ -102,6 +103,7 @@ VOCABULARY = Cut(0, _one, _alone, vocabulary=True)
 CUTS: Mapping[str, Cut] = {
     "replicated": REPLICATED,
     "columns": COLUMNS,
+    "rows": ROWS,
     "qkv": QKV,
     "gate_and_up": GATE_AND_UP,
     "gate_up": GATE_UP,

@@ -80,6 +80,9 @@ class ModelFamily(Choice):
     rotary_part: ClassVar[float | None] = None
     rotary_interleaved: ClassVar[bool] = False
 
+    # Its layers may be Transformer Engine's.
+    engine: ClassVar[bool] = True
+
     # Targets of adapters that folders of this family have no projections for.
     without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset()
 
