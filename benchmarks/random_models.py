@@ -80,6 +80,35 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "moonlight": (
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.446,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
 }
 
 

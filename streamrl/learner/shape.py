@@ -62,11 +62,12 @@ class MoeShape:
     shared_ffn: int = 0  # of the MLP that every token meets beside its experts
     groups: int = 1  # equal ones, in order; a token's experts are of `group_top_k` of them
     group_top_k: int = 1  # by the sum of each group's two largest scores
+    clamp: float | None = None  # of gate and up before the activation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentShape:
-    """Multi-head latent attention (arXiv 2405.04434, section 2.1): keys and values of all heads from one vector a token.
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): all heads' keys and values from one vector.
 
     Example: DeepSeek-V3 has `LatentShape(query_rank=1536, rank=512, plain=128, turned=64, value=128, scale=0.1352)`.
     """

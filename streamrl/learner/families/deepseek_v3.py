@@ -57,7 +57,7 @@ class DeepseekV3(SigmoidExperts):
         shape = super().read(path, {**config, "head_dim": plain + turned})
         scaling = shape.rope.scaling
         if shape.groups != shape.heads:
-            raise UnsupportedModelError(f"{path}: num_key_value_heads={shape.groups}; allowed: {shape.heads}, the heads")
+            raise UnsupportedModelError(f"{path}: num_key_value_heads={shape.groups}; allowed: {shape.heads}")
         if shape.rope.attention != 1:  # it would be on a part of the dimensions alone
             raise UnsupportedModelError(f"{path}: RoPE mscale and mscale_all_dim differ; allowed: equal ones")
         given = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -85,7 +85,9 @@ class DeepseekV3(SigmoidExperts):
         if moe is None or groups == 1:
             return moe
         if moe.experts % groups or not 1 <= chosen <= groups:
-            raise UnsupportedModelError(f"{path}: {groups} groups of {moe.experts} experts, {chosen} chosen; no such groups")
+            raise UnsupportedModelError(
+                f"{path}: n_group={groups}, topk_group={chosen} do not fit {moe.experts} experts; allowed: equal groups"
+            )
         if moe.top_k // chosen != 2:  # so many scores Megatron sums for a group; the model sums two
             raise UnsupportedModelError(
                 f"{path}: num_experts_per_tok={moe.top_k} with topk_group={chosen} is not supported; allowed: "
