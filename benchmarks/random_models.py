@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -112,6 +113,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Of the `config.json` of real models, by transformers' class: transformers 5 drops them, SGLang asks for them.
+STORED: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+}
+
+
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:
     """Save a model of this family with random weights, biases and norms, as transformers does. Returns `folder`.
 
@@ -120,6 +127,9 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
     model_class, needed = FAMILIES[family]
     config = {"num_hidden_layers": layers, "tie_word_embeddings": tied, **needed, **shape}
     random_model(model_class, **config).save_pretrained(folder)
+    if (stored := STORED.get(model_class)) is not None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | stored, indent=2))
     return folder
 
 

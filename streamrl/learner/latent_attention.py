@@ -74,14 +74,16 @@ class LatentAttention(MegatronModule):
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._heads = config.num_attention_heads // self.groups.tp.size()
         self._query = config.qk_head_dim + config.qk_pos_emb_head_dim  # width of a head's query and key
+        # The two stand together in what is published (publish/staging.py:JOINED).
+        if config.q_lora_rank is not None:
+            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
+        down = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.linear_kv_down_proj = WholeLinear(config.hidden_size, down, config)
         if config.q_lora_rank is None:
             self.linear_q_proj = self._up(submodules, config.hidden_size, self._query)
         else:
-            self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
             self.q_layernorm = RMSNorm(config, config.q_lora_rank, config.layernorm_epsilon)
             self.linear_q_up_proj = self._up(submodules, config.q_lora_rank, self._query)
-        down = config.kv_lora_rank + config.qk_pos_emb_head_dim
-        self.linear_kv_down_proj = WholeLinear(config.hidden_size, down, config)
         self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, config.layernorm_epsilon)
         self.linear_kv_up_proj = self._up(submodules, config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
         self.core_attention = build_module(

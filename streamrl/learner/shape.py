@@ -151,6 +151,16 @@ class ModelShape:
         """Base of the rotary embedding's frequencies."""
         return self.rope.theta
 
+    def attention_weights(self, tensor: int = 1) -> int:
+        """Weights of the matrices of one layer's attention, on one of so many tensor-parallel ranks."""
+        latent = self.latent
+        if latent is None:
+            return (2 * self.heads + 2 * self.groups) * self.head_dim // tensor * self.hidden
+        whole = self.hidden * (latent.rank + latent.turned + (latent.query_rank or 0))
+        query = (latent.query_rank or self.hidden) * self.head_dim
+        heads = query + latent.rank * (latent.plain + latent.value) + latent.value * self.hidden
+        return whole + self.heads // tensor * heads
+
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding in Megatron."""
         multiple = VOCABULARY_MULTIPLE * tensor_parallel
@@ -175,8 +185,8 @@ def check_adapters(shape: ModelShape, targets: Iterable[LoraTarget]) -> None:
     if refused:
         allowed = ", ".join(target for target in LORA_PROJECTIONS if target not in shape.family.without_adapters)
         raise ConfigError(
-            f"learner.lora.targets: {refused[0]} is not supported for {shape.architecture}, whose folders fuse its "
-            f"projections; allowed: {allowed}"
+            f"learner.lora.targets: {refused[0]} is not supported for {shape.architecture}, which has no projections "
+            f"of its own for it; allowed: {allowed}"
         )
 
 

@@ -42,6 +42,8 @@ class DeepseekV3(SigmoidExperts):
 
     architectures = ("DeepseekV3ForCausalLM",)
     engine = False
+    served_adapters = False
+    served_blocks = False
     without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset(("linear_qkv",))
     in_a_layer: ClassVar[Mapping[str, Entry]] = {
         **{name: entry for name, entry in IN_A_SIGMOID_LAYER.items() if not name.startswith(_ATTENTION)},
@@ -117,6 +119,15 @@ class DeepseekV3(SigmoidExperts):
         from streamrl.learner.latent_attention import use_latent_attention
 
         use_latent_attention(layer)
+
+    @classmethod
+    def arguments(cls, shape: ModelShape) -> Mapping[str, Any]:
+        return {
+            **cls.megatron(shape),
+            "multi_latent_attention": True,
+            "qk_layernorm": True,
+            "group_query_attention": False,
+        }
 
     @classmethod
     def megatron(cls, shape: ModelShape) -> Mapping[str, Any]:

@@ -36,6 +36,8 @@ class GptOss(ModelFamily):
 
     architectures = ("GptOssForCausalLM",)
     engine = False
+    served_adapters = False
+    served_blocks = False
     experts = True
     attention_bias = True
     head_dim = 64
@@ -123,6 +125,11 @@ class GptOss(ModelFamily):
             "pairs_bias": Cut(0, join, split),
             "turned": Cut(0, lambda _, pieces: pieces[0].t(), lambda _, part: [part.t()], turned=True),
         }
+
+    @classmethod
+    def arguments(cls, shape: ModelShape) -> Mapping[str, Any]:
+        given = {**cls.megatron(shape), "quick_geglu": True, "swiglu": False}
+        return {key: value for key, value in given.items() if key != "activation_func"}
 
     @classmethod
     def megatron(cls, shape: ModelShape) -> Mapping[str, Any]:
