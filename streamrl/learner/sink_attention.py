@@ -39,13 +39,14 @@ class SinkAttention(PackedAttention):
         **rest: Any,
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type, attention_type, softmax_scale, pg_collection, **rest)
-        self._groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self._tensor_parallel = None if pg_collection is None else pg_collection.tp
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self._window = config.window_size[0] if windowed and config.window_size else None  # tokens before a token
         self.softmax_offset: nn.Parameter | None = None  # as Megatron calls it, [heads of this rank]
         if config.softmax_type == "learnable":
             device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            heads = config.num_attention_heads // self._groups.tp.size()
+            ranks = 1 if self._tensor_parallel is None else self._tensor_parallel.size()
+            heads = config.num_attention_heads // ranks
             self.softmax_offset = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=device))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
 
@@ -100,7 +101,7 @@ class SinkAttention(PackedAttention):
             prefix,
             {"softmax_offset": 0},
             sharded_offsets,
-            tp_group=self._groups.tp,
+            tp_group=self._tensor_parallel,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
         return sharded

@@ -18,11 +18,13 @@ TARGETS = {
     "seed_oss": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
     "glm4": ["linear_qkv", "linear_proj", "linear_fc2"],
     "glm4_moe": ["linear_qkv", "linear_proj"],
+    "deepseek_v3": ["linear_proj"],
+    "gpt_oss": ["linear_qkv", "linear_proj"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4", "glm4_moe"])
+@pytest.mark.parametrize("family", ["glm4", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss"])
 def test_every_layout_has_the_gradient_of_one_process(family):
     for row in family_rows(family, False, DTYPES, further=False):
         assert row.within, row
