@@ -113,6 +113,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Those that are made of Transformer Engine's layers where it is.
+ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in ("deepseek_v3", "moonlight", "gpt_oss"))
+
 # Of the `config.json` of real models, by transformers' class: transformers 5 drops them, SGLang asks for them.
 STORED: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
