@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from launch.tiny_model import complete
 from streamrl.config.learner import LORA_PROJECTIONS
 from streamrl.publish.peft import tensor_name
 from streamrl.testing.families import VOCABULARY, random_model
@@ -116,11 +116,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # Those that are made of Transformer Engine's layers where it is.
 ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in ("deepseek_v3", "moonlight", "gpt_oss"))
 
-# Of the `config.json` of real models, by transformers' class: transformers 5 drops them, SGLang asks for them.
-STORED: dict[str, dict[str, Any]] = {
-    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-}
-
 
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:
     """Save a model of this family with random weights, biases and norms, as transformers does. Returns `folder`.
@@ -130,9 +125,7 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
     model_class, needed = FAMILIES[family]
     config = {"num_hidden_layers": layers, "tie_word_embeddings": tied, **needed, **shape}
     random_model(model_class, **config).save_pretrained(folder)
-    if (stored := STORED.get(model_class)) is not None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | stored, indent=2))
+    complete(folder)
     return folder
 
 
