@@ -229,9 +229,11 @@ def _mark_parameters(model: nn.Module) -> None:
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():
                 parameter.allreduce = False
-                # Biases say otherwise, and would be summed over ranks that have other experts.
+                # Biases say otherwise: they would be summed over ranks that have other experts, and be left out of the
+                # norm there.
                 if getattr(parameter, "sequence_parallel", False):
                     parameter.sequence_parallel = False
+                parameter.tensor_model_parallel = True
 
 
 def _transformer_config(
