@@ -344,10 +344,11 @@ class PackedAttention(MegatronModule):
         if query.device.type == "cpu":
             # torch's bfloat16 kernel for CPUs takes five times as long in the backward pass of short segments.
             query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
+        wide = _as_wide(value, query)
         output = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            query, key, wide, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
-        return output.to(dtype)
+        return output[..., : value.size(-1)].to(dtype)
 
     def _blockwise(self, query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...]) -> Tensor:
         output = query.new_zeros(*query.shape[:2], value.size(-1))
@@ -365,11 +366,10 @@ class PackedAttention(MegatronModule):
         repeat = query.size(1) // key.size(1)
         if repeat > 1:  # torch 2.11 has no grouped heads here
             key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
-        width = value.size(-1)
         output = varlen_attn(
             query,
             key,
-            pad(value, (0, query.size(-1) - width)),  # the kernel has one width
+            _as_wide(value, query),
             packed.query_ends,
             packed.key_ends,
             *packed.longest,
@@ -377,7 +377,13 @@ class PackedAttention(MegatronModule):
             window_size=(-1, 0),  # causal, counted from the ends of segment and keys
         )
         assert isinstance(output, Tensor)
-        return output[..., :width].flatten(1)
+        return output[..., : value.size(-1)].flatten(1)
+
+
+def _as_wide(value: Tensor, query: Tensor) -> Tensor:
+    """Values with zeros up to the width of the queries: the kernels that keep no scores have one width."""
+    missing = query.size(-1) - value.size(-1)
+    return pad(value, (0, missing)) if missing > 0 else value
 
 
 def _padded(packed: Tensor, tokens: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:
