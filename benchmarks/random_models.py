@@ -11,10 +11,23 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from launch.tiny_model import complete
 from streamrl.config.learner import LORA_PROJECTIONS
 from streamrl.publish.peft import tensor_name
 from streamrl.testing.families import VOCABULARY, random_model
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
+
+# Of models with latent attention, whose value heads have a width of their own.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 48,
+    "first_k_dense_replace": 1,
+}
 
 # transformers' class, and what its configuration needs.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,7 +61,60 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.5,
         },
     ),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "q_lora_rank": 32,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "moonlight": (
+        "DeepseekV3ForCausalLM",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.446,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            "head_dim": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 5000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "truncate": False,
+            },
+        },
+    ),
 }
+
+
+# Those that are made of Transformer Engine's layers where it is.
+ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in ("deepseek_v3", "moonlight", "gpt_oss"))
 
 
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:
@@ -59,6 +125,7 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
     model_class, needed = FAMILIES[family]
     config = {"num_hidden_layers": layers, "tie_word_embeddings": tied, **needed, **shape}
     random_model(model_class, **config).save_pretrained(folder)
+    complete(folder)
     return folder
 
 

@@ -9,6 +9,7 @@ is four tokens. So few tokens are what a random policy needs to hit a right answ
 from __future__ import annotations
 
 import argparse
+import json
 import string
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "first_k_dense_replace": 1,
     },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+    },
+}
+
+# What transformers 5 drops of the `config.json` of real models, and SGLang asks for, by the architecture.
+DROPPED: dict[str, dict[str, Any]] = {
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 }
 
 END = "<|endoftext|>"  # the end token of Qwen2's tokenizers
@@ -62,28 +83,36 @@ def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", l
         raise ValueError(f"symbols: {symbols} is not allowed; allowed: 2 to {len(string.ascii_lowercase)}")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(symbols)
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=INITIALIZER_RANGE,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-        dtype="float32",
-        **FAMILIES[family],
-    )
+    settings = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "initializer_range": INITIALIZER_RANGE,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+        "dtype": "float32",
+    }
+    config = AutoConfig.for_model(family, **{**settings, **FAMILIES[family]})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    complete(folder)
+
+
+def complete(folder: Path) -> None:
+    """Put into a folder's config.json what transformers has dropped of it."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    if dropped := DROPPED.get(config["architectures"][0]):
+        path.write_text(json.dumps(config | dropped, indent=2))
 
 
 def make_tokenizer(symbols: int) -> Qwen2Tokenizer:

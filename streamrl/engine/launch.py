@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.engine import model_modules, quantised_loading, stand_ins
+from streamrl.engine import latent_attention, model_modules, quantised_loading, stand_ins
 from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda
 from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
@@ -58,6 +58,8 @@ def main(arguments: list[str]) -> None:
 
     if not has_cuda():
         _sleep_while_paused()
+        if latent_attention.is_latent(_model_of(sglang_arguments)):
+            latent_attention.install()
         _fork_processes()
     load_plugins()
     if own.quantised:
@@ -82,12 +84,16 @@ def _compile_nothing() -> None:
 
 def _skip_unneeded_imports(arguments: Sequence[str]) -> None:
     """SGLang would load the modules of all other models, and Megatron-Core for its debug dumper."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--model-path", type=Path, default=Path())
-    model = parser.parse_known_args(arguments)[0].model_path
-    others = model_modules.unneeded(arguments, model, model_modules.of_sglang())
+    others = model_modules.unneeded(arguments, _model_of(arguments), model_modules.of_sglang())
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
     sys.modules["megatron"] = None  # type: ignore[assignment]  # an import of it fails as where it is not installed
+
+
+def _model_of(arguments: Sequence[str]) -> Path:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-path", type=Path, default=Path())
+    model: Path = parser.parse_known_args(arguments)[0].model_path
+    return model
 
 
 def _sleep_while_paused() -> None:

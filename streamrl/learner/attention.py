@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # A block's scores, pads included, are at most this many times the real ones: pads cost arithmetic.
 PADDING = 1.5
@@ -278,8 +278,10 @@ class PackedAttention(MegatronModule):
 
     On CUDA with half precision a packed row is one call of torch's varlen flash attention; otherwise its
     blocks are padded and go through `scaled_dot_product_attention`. Under context parallelism a rank has the
-    queries of its slice and gathers the keys and values of all.
+    queries of its slice and gathers the keys and values of all. Values may have a width of their own.
     """
+
+    takes_varlen = True
 
     def __init__(  # noqa: PLR0917 (Megatron's signature)
         self,
@@ -307,9 +309,9 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSegments | None = None,
     ) -> Tensor:
-        """Packed: query [t, heads, d], key and value [t, groups, d] of this rank's slice -> [t, heads * d].
+        """Packed: query [t, heads, d], key [t, groups, d], value [t, groups, v] of this rank's slice -> [t, heads * v].
 
-        Plain: query [s, b, heads, d], key and value [s, b, groups, d] -> [s, b, heads * d].
+        Plain: query [s, b, heads, d], key [s, b, groups, d], value [s, b, groups, v] -> [s, b, heads * v].
         """
         if packed_seq_params is None:
             if self._sliced:
@@ -317,7 +319,7 @@ class PackedAttention(MegatronModule):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
         key, value = self._of_all_slices(key, value)
-        if is_varlen(query.device, query.dtype):
+        if self.takes_varlen and is_varlen(query.device, query.dtype):
             return self._varlen(query, key, value, packed_seq_params)
         if packed_seq_params.blocks is None:
             raise ValueError(
@@ -330,22 +332,26 @@ class PackedAttention(MegatronModule):
         if not self._sliced:
             return key, value
         both = gather_from_sequence_parallel_region(torch.cat([key, value], -1).contiguous(), group=self._context)
-        gathered_key, gathered_value = both.chunk(2, -1)
+        gathered_key, gathered_value = both.split([key.size(-1), value.size(-1)], -1)
         return gathered_key, gathered_value
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """query [b, heads, s, d], key and value [b, groups, u, d] -> [b, heads, s, d]; causal without a mask."""
+        """query [b, heads, s, d], key [b, groups, u, d], value [b, groups, u, v] -> [b, heads, s, v].
+
+        mask: bool [b, 1, s, u], what is seen; None: causal.
+        """
         dtype = query.dtype
         if query.device.type == "cpu":
             # torch's bfloat16 kernel for CPUs takes five times as long in the backward pass of short segments.
             query, key, value = (x.to(torch.promote_types(dtype, torch.float32)) for x in (query, key, value))
+        wide = _as_wide(value, query)
         output = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
+            query, key, wide, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=True
         )
-        return output.to(dtype)
+        return output[..., : value.size(-1)].to(dtype)
 
     def _blockwise(self, query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...]) -> Tensor:
-        output = torch.zeros_like(query)
+        output = query.new_zeros(*query.shape[:2], value.size(-1))
         for block in blocks:
             q = _padded(query, block.tokens, block.slots, (block.count, block.queries))
             k, v = (_padded(x, block.key_tokens, block.key_slots, (block.count, block.keys)) for x in (key, value))
@@ -363,7 +369,7 @@ class PackedAttention(MegatronModule):
         output = varlen_attn(
             query,
             key,
-            value,
+            _as_wide(value, query),
             packed.query_ends,
             packed.key_ends,
             *packed.longest,
@@ -371,7 +377,13 @@ class PackedAttention(MegatronModule):
             window_size=(-1, 0),  # causal, counted from the ends of segment and keys
         )
         assert isinstance(output, Tensor)
-        return output.flatten(1)
+        return output[..., : value.size(-1)].flatten(1)
+
+
+def _as_wide(value: Tensor, query: Tensor) -> Tensor:
+    """Values with zeros up to the width of the queries: the kernels that keep no scores have one width."""
+    missing = query.size(-1) - value.size(-1)
+    return pad(value, (0, missing)) if missing > 0 else value
 
 
 def _padded(packed: Tensor, tokens: Tensor, slots: Tensor, shape: tuple[int, int]) -> Tensor:

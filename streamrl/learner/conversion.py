@@ -191,7 +191,7 @@ def megatron_arguments(shape: ModelShape, config: Config) -> Namespace:
             "moe_grouped_gemm": True,
             "moe_token_dispatcher_type": "alltoall",
         }
-    return Namespace(
+    arguments = Namespace(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
         ffn_hidden_size=shape.ffn,
@@ -244,6 +244,8 @@ def megatron_arguments(shape: ModelShape, config: Config) -> Namespace:
         no_save_optim=True,
         no_save_rng=True,
     )
+    vars(arguments).update(shape.family.arguments(shape))
+    return arguments
 
 
 def _model(config: Config, ranks: Ranks) -> PolicyModel:

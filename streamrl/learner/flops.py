@@ -61,7 +61,7 @@ def _weights_met(shape: ModelShape) -> int:
 
     Example: of Qwen3-30B-A3B those of 8 of the 128 experts of each layer, its router and its attention.
     """
-    attention = (2 * shape.heads + 2 * shape.groups) * shape.head_dim * shape.hidden
+    attention = shape.attention_weights()
     dense = 3 * shape.hidden * shape.ffn
     if shape.moe is None:
         return shape.layers * (attention + dense)
@@ -72,7 +72,7 @@ def _weights_met(shape: ModelShape) -> int:
 
 def _pair(shape: ModelShape) -> int:
     """Products of scores, and as many of values, by all heads of all layers for one pair."""
-    return shape.layers * shape.heads * shape.head_dim
+    return shape.layers * shape.heads * (shape.head_dim + shape.value_dim) // 2
 
 
 def _adapter_weights(shape: ModelShape, lora: LoraConfig) -> int:

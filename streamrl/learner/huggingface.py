@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 from streamrl.learner.checkpoint import sync
 from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.lora import Adapted, is_adapter_parameter
-from streamrl.learner.mapping import Cut, Placement, is_unbuilt, named_weights, place, tensor_names
+from streamrl.learner.mapping import Placement, is_unbuilt, named_weights, place, tensor_names
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.shape import (
     SHARD_BYTES,
@@ -78,18 +78,30 @@ class _Weight:
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
         """The Hugging Face tensors, on the first rank of the parts' group; all of its ranks must call this."""
-        for names, parts in zip(self._names(), self._parts(), strict=False):
+        for names, parts in zip(self._names(), self.parts_of_ranks(), strict=False):
             yield from zip(names, self.at.cut.whole(self.shape, parts), strict=True)
 
-    def _names(self) -> list[Sequence[str]]:
-        if self.at.expert is None:
-            return [self.at.names]
+    @property
+    def experts(self) -> list[int]:
+        """Numbers in the layer of the experts that this parameter is of, on each expert-parallel rank."""
+        assert self.at.expert is not None
         assert self.shape.moe is not None
         ranks = self.parts.size() // self.shards.size()
         each = self.shape.moe.experts // ranks
-        return [self.at.names_of(rank * each + self.at.expert) for rank in range(ranks)]
+        return [rank * each + self.at.expert for rank in range(ranks)]
 
-    def _parts(self) -> list[list[Tensor]]:
+    @property
+    def stack(self) -> tuple[int, int] | None:
+        """Where this rank's part is in a tensor of all experts, and how many are in it; None: it is in none."""
+        if not self.at.stacked:
+            return None
+        assert self.shape.moe is not None
+        return self.experts[self.parts.rank() // self.shards.size()], self.shape.moe.experts
+
+    def _names(self) -> list[Sequence[str]]:
+        return [self.at.names] if self.at.expert is None else [self.at.names_of(expert) for expert in self.experts]
+
+    def parts_of_ranks(self) -> list[list[Tensor]]:
         """The parts, in the order of the ranks, for each expert-parallel rank; empty on other ranks than the first."""
         part, ranks = self.effective, self.parts.size()
         if ranks == 1 or (self.at.expert is None and self.at.cut.dim is None):
@@ -98,6 +110,42 @@ class _Weight:
         dist.gather(part.contiguous(), parts, group=self.parts, group_dst=0)
         each = self.shards.size()
         return [] if parts is None else [parts[first : first + each] for first in range(0, ranks, each)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A parameter of every expert that a rank has of a layer, in order: one tensor in a folder, [experts, ...]."""
+
+    members: list[_Weight]
+
+    def tensors(self) -> list[tuple[str, list[int]]]:
+        first = self.members[0]
+        assert first.shape.moe is not None
+        ranks = len(first.experts)
+        each = first.tensors()[: len(first.at.names)]
+        return [(name, [ranks * len(self.members), *whole]) for name, whole in each]
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """As a weight's own `gather`."""
+        found: dict[int, list[Tensor]] = {}
+        for member in self.members:
+            for expert, parts in zip(member.experts, member.parts_of_ranks(), strict=False):
+                found[expert] = member.at.cut.whole(member.shape, parts)
+        if found:
+            for index, name in enumerate(self.members[0].at.names):
+                yield name, torch.stack([found[expert][index] for expert in range(len(found))])
+
+
+def _stacked(weights: Sequence[_Weight]) -> list[tuple[_Weight, _Weight | _Stack]]:
+    """What gives tensors, each with one of its weights."""
+    stacks: dict[tuple[str, ...], list[_Weight]] = {}
+    for weight in weights:
+        if weight.at.stacked:
+            stacks.setdefault(weight.at.names, []).append(weight)
+    first = {id(members[0]): _Stack(members) for members in stacks.values()}
+    return [
+        (weight, first.get(id(weight), weight)) for weight in weights if not weight.at.stacked or id(weight) in first
+    ]
 
 
 def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
@@ -133,12 +181,12 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.
         weights = _weights(chunks)
         done, total = 0, sum(weight.parameter.nbytes for weight in weights)
         for weight in weights:
-            cut, ranks, rank = weight.at.cut, weight.shards.size(), weight.shards.rank()
+            cut, ranks = weight.at.cut, weight.shards.size()
             pieces = []
             like = cut.split(weight.shape, torch.empty_like(weight.parameter, device="meta"))
             for name, piece in zip(weight.own_names(), like, strict=True):
                 whole = cut.whole_shape(weight.shape, piece.shape, ranks)
-                pieces.append(source.read(name, whole, cut, piece.shape, (rank, ranks)))
+                pieces.append(source.read(name, whole, piece.shape, weight))
             weight.parameter.copy_(cut.join(weight.shape, pieces))
             done += weight.parameter.nbytes
             report(done, total)
@@ -153,15 +201,16 @@ def export_weights(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]
     weights change, and a consumer that keeps one makes a copy.
     """
     weights = [weight for weight in _weights(chunks) if weight.leading and not weight.at.copy]
-    own = (pair for weight in weights for pair in weight.gather())
+    units = _stacked(weights)
+    own = (pair for _, unit in units for pair in unit.gather())
     groups = chunks[0].pg_collection
     if groups.pp.size() == 1 or groups.tp.rank() > 0 or groups.dp_cp.rank() > 0:
         yield from own  # a rank that is not the first of its stage has a part in the gathering, and gets nothing
     else:
         listed = [
             (weight.at.layer, name, whole, weight.parameter.dtype)
-            for weight in weights
-            for name, whole in weight.tensors()
+            for weight, unit in units
+            for name, whole in unit.tensors()
         ]
         yield from _over_stages(own, listed, weights[0].parameter.device, groups.pp)
 
@@ -217,17 +266,19 @@ class _Safetensors:
                 f"{self._folder}: {min(unused)} and {len(unused) - 1} more have no place in the model"
             )
 
-    def read(self, name: str, whole: list[int], cut: Cut, piece: Sequence[int], of: tuple[int, int]) -> Tensor:
-        """The piece of a tensor of the shape `whole` that a rank of so many has, with rows of zeros where it is short.
-
-        of: the rank, and how many there are.
-        """
-        dim, (rank, ranks) = cut.dim, of
+    def read(self, name: str, whole: list[int], piece: Sequence[int], weight: _Weight) -> Tensor:
+        """The piece of a tensor of the shape `whole` that this rank's part of a weight has, with rows of zeros where it
+        is short."""
+        cut, ranks, rank, stack = weight.at.cut, weight.shards.size(), weight.shards.rank(), weight.stack
+        dim = cut.dim
         stored = self._files[name].get_slice(name)
-        if stored.get_shape() != whole:
+        needed = whole if stack is None else [stack[1], *whole]
+        if stored.get_shape() != needed:
             raise WeightsMismatchError(
-                f"{self._folder}: tensor {name} is {stored.get_shape()}, the model needs {whole}"
+                f"{self._folder}: tensor {name} is {stored.get_shape()}, the model needs {needed}"
             )
+        if stack is not None:
+            return cut.piece(stored[stack[0] : stack[0] + 1][0], rank, ranks)
         if dim is None:
             return stored[:]
         if cut.blocks > 1:

@@ -92,7 +92,7 @@ def _sizes(projection: str, rank: int, shape: ModelShape) -> dict[Matrix, tuple[
         "self_attn.q_proj": (shape.hidden, queries),
         "self_attn.k_proj": (shape.hidden, keys),
         "self_attn.v_proj": (shape.hidden, keys),
-        "self_attn.o_proj": (queries, shape.hidden),
+        "self_attn.o_proj": (shape.heads * shape.value_dim, shape.hidden),
         "mlp.gate_proj": (shape.hidden, shape.ffn),
         "mlp.up_proj": (shape.hidden, shape.ffn),
         "mlp.down_proj": (shape.ffn, shape.hidden),

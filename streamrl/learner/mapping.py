@@ -25,7 +25,13 @@ class Cut:
     join: Callable[[ModelShape, Sequence[Tensor]], Tensor]
     split: Callable[[ModelShape, Tensor], Sequence[Tensor]]
     vocabulary: bool = False  # rows are tokens: Megatron has pads behind them, Hugging Face has none
+    turned: bool = False  # the parameter is the transpose of the tensor
     blocks: int = 1  # the tensor is so many equal blocks along `dim`, and each is cut over the ranks
+
+    @property
+    def along(self) -> int | None:
+        """The dimension of the parameter that is cut."""
+        return self.dim if self.dim is None or not self.turned else 1 - self.dim
 
     def whole_shape(self, shape: ModelShape, piece: Sequence[int], ranks: int) -> list[int]:
         """The shape of a Hugging Face tensor of which `ranks` ranks have such a piece."""
@@ -94,6 +100,7 @@ def _join_rows(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
 REPLICATED = Cut(None, _one, _alone)
 COLUMNS = Cut(1, _one, _alone)
 QKV = Cut(0, _join_qkv, _split_qkv)
+ROWS = Cut(0, _one, _alone)
 GATE_AND_UP = Cut(0, _join_rows, lambda _, part: part.chunk(2))
 # The same of one tensor with the gate above the up projection, of which every rank reads its two parts.
 GATE_UP = Cut(0, _one, _alone, blocks=2)
@@ -102,6 +109,7 @@ VOCABULARY = Cut(0, _one, _alone, vocabulary=True)
 CUTS: Mapping[str, Cut] = {
     "replicated": REPLICATED,
     "columns": COLUMNS,
+    "rows": ROWS,
     "qkv": QKV,
     "gate_and_up": GATE_AND_UP,
     "gate_up": GATE_UP,
@@ -115,7 +123,7 @@ _ENGINE_NAMES = {  # Transformer Engine keeps a norm inside the linear layer tha
 }
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERTS = (  # one module an expert, or all in one (Transformer Engine)
-    re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12])\.weight"),
+    re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<linear>linear_fc[12](\.bias)?)(\.weight)?"),
     re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.weight(?P<expert>\d+)"),
 )
 
@@ -130,9 +138,19 @@ class Placement:
     expert: int | None = None  # number among the experts of this rank
     copy: bool = False  # of the embedding, on the last pipeline stage of a tied model
 
+    @property
+    def stacked(self) -> bool:
+        """Whether the tensors are of all experts of the layer, [experts, ...]."""
+        return self.expert is not None and is_stack(self.names)
+
     def names_of(self, expert: int) -> list[str]:
         """The Hugging Face names, for an expert counted over the whole layer."""
         return [name.format(expert) for name in self.names]
+
+
+def is_stack(names: Sequence[str]) -> bool:
+    """Whether tensors of an expert by these names are of all experts: no number is in them."""
+    return not any("{}" in name for name in names)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -190,6 +208,8 @@ def tensor_names(shape: ModelShape) -> Iterator[str]:
                 yield from _in_layer(layer, names)
         for expert in range(experts):
             for _, names in family.in_an_expert.values():
+                if expert and is_stack(names):
+                    continue
                 yield from (name.format(expert) for name in _in_layer(layer, names))
 
 

@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -143,6 +143,8 @@ def build(
         check_adapters(shape, config.learner.lora.targets)
     dtype = getattr(torch, config.model.dtype)
     layers = choose_layers(device, dtype)
+    if layers.kind != "local" and not shape.family.engine:
+        layers = LayerChoice("local", f"{shape.architecture} has layers of its own; attention by torch SDPA")
     log.info("%s on %s", layers, device)
     _check_kernels(config.learner, layers)
     if (asked := megatron_fields.fp8(config)) is not None and layers.kind != "transformer_engine":
@@ -229,7 +231,7 @@ def _chunk(
     )
     model.shape, model.layers = shape, layers
     # Megatron scales by constants of its own; the configuration of the model says what to scale by.
-    model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.head_dim).to(model.rotary_pos_emb.inv_freq.device)
+    model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.turned).to(model.rotary_pos_emb.inv_freq.device)
     _mark_parameters(model)
     if learner.router_replay:
         router_replay.attach(model, shape)
@@ -253,6 +255,11 @@ def _mark_parameters(model: nn.Module) -> None:
         if isinstance(module, MoELayer):
             for parameter in module.experts.parameters():
                 parameter.allreduce = False
+                # Biases say otherwise: they would be summed over ranks that have other experts, and be left out of the
+                # norm there.
+                if getattr(parameter, "sequence_parallel", False):
+                    parameter.sequence_parallel = False
+                parameter.tensor_model_parallel = True
 
 
 def _transformer_config(
@@ -314,7 +321,8 @@ def _transformer_config(
     )
     given = megatron_fields.values_of(learner.megatron, "TransformerConfig")
     try:
-        return TransformerConfig(**{**fields, **shape.family.megatron(shape), **given})
+        kind = TransformerConfig if shape.latent is None else MLATransformerConfig
+        return kind(**{**fields, **shape.family.megatron(shape), **given})
     except (ValueError, AssertionError, ImportError) as error:
         raise megatron_fields.refused(given, error) if given else error from None
 

@@ -71,7 +71,7 @@ class RowMaker:
             one_length=layout.pipeline_model_parallel_size > 1,
             fixed=config.learner.tokens_per_micro_batch if layout.tp_comm_overlap else 0,
             engine=model.layers.kind == "transformer_engine",
-            varlen=is_varlen(device, getattr(torch, config.model.dtype)),
+            varlen=model.shape.attention.is_plain and is_varlen(device, getattr(torch, config.model.dtype)),
             entropy_gradient=config.algo.entropy > 0,
             device=device,
         )

@@ -60,6 +60,45 @@ class MoeShape:
     sigmoid: bool = False  # scores are sigmoids, and a bias for each expert counts in the choice alone; else a softmax
     scaling: float = 1.0  # factor on the weights of a token's experts
     shared_ffn: int = 0  # of the MLP that every token meets beside its experts
+    groups: int = 1  # equal ones, in order; a token's experts are of `group_top_k` of them
+    group_top_k: int = 1  # by the sum of each group's two largest scores
+    clamp: float | None = None  # of gate and up before the activation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentShape:
+    """Multi-head latent attention (arXiv 2405.04434, section 2.1): all heads' keys and values from one vector.
+
+    Example: DeepSeek-V3 has `LatentShape(query_rank=1536, rank=512, plain=128, turned=64, value=128, scale=0.1352)`.
+    """
+
+    query_rank: int | None  # of the queries' own vector; None: they come from the hidden state
+    rank: int  # of the vector that keys and values are made of
+    plain: int  # dimensions of a query or key that no rotary embedding turns
+    turned: int  # those that one turns; the keys of all heads share theirs
+    value: int  # width of a value head
+    scale: float  # of scores
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionShape:
+    """What attention has beside causal masks.
+
+    Example: gpt-oss-20b has `AttentionShape(window=128, windowed=(0, 2, ..., 22), sinks=True, bias=True)`.
+    """
+
+    window: int | None = None  # tokens that a token of a layer with a window sees, itself included
+    windowed: tuple[int, ...] = ()  # layers, from 0, with the window
+    sinks: bool = False  # each head has a score that takes part in the softmax and has no value
+    bias: bool = False  # on the output projection, the router and the experts
+
+    @property
+    def is_plain(self) -> bool:
+        """Only causal: whatever kernel is there computes it."""
+        return not self.windowed and not self.sinks
+
+
+PLAIN = AttentionShape()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,17 +125,41 @@ class ModelShape:
     rope: Rope
     max_length: int  # tokens
     moe: MoeShape | None = None  # None: every layer is dense
+    latent: LatentShape | None = None  # None: each head has projections of its own
+    attention: AttentionShape = PLAIN
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
 
     @property
     def softmax_scale(self) -> float:
         """What attention scores are multiplied by: the rotary embedding's factor, twice, and 1 / sqrt(head_dim)."""
+        if self.latent is not None:
+            return self.latent.scale
         return self.rope.attention**2 / math.sqrt(self.head_dim)
+
+    @property
+    def turned(self) -> int:
+        """Dimensions of a head that the rotary embedding is about."""
+        return self.head_dim if self.latent is None else self.latent.turned
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value
 
     @property
     def rope_theta(self) -> float:
         """Base of the rotary embedding's frequencies."""
         return self.rope.theta
+
+    def attention_weights(self, tensor: int = 1) -> int:
+        """Weights of the matrices of one layer's attention, on one of so many tensor-parallel ranks."""
+        latent = self.latent
+        if latent is None:
+            return (2 * self.heads + 2 * self.groups) * self.head_dim // tensor * self.hidden
+        whole = self.hidden * (latent.rank + latent.turned + (latent.query_rank or 0))
+        query = (latent.query_rank or self.hidden) * self.head_dim
+        heads = query + latent.rank * (latent.plain + latent.value) + latent.value * self.hidden
+        return whole + self.heads // tensor * heads
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding in Megatron."""
@@ -107,9 +170,10 @@ class ModelShape:
 def adapter_sizes(shape: ModelShape) -> dict[LoraTarget, tuple[int, int, int]]:
     """Of each target of adapters in one layer: its projections, their inputs, all their outputs (learner/lora.py)."""
     heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+    values = shape.heads * shape.value_dim
     return {
         "linear_qkv": (3, shape.hidden, heads + 2 * groups),
-        "linear_proj": (1, heads, shape.hidden),
+        "linear_proj": (1, values, shape.hidden),
         "linear_fc1": (2, shape.hidden, 2 * shape.ffn),
         "linear_fc2": (1, shape.ffn, shape.hidden),
     }
@@ -121,8 +185,8 @@ def check_adapters(shape: ModelShape, targets: Iterable[LoraTarget]) -> None:
     if refused:
         allowed = ", ".join(target for target in LORA_PROJECTIONS if target not in shape.family.without_adapters)
         raise ConfigError(
-            f"learner.lora.targets: {refused[0]} is not supported for {shape.architecture}, whose folders fuse its "
-            f"projections; allowed: {allowed}"
+            f"learner.lora.targets: {refused[0]} is not supported for {shape.architecture}, which has no projections "
+            f"of its own for it; allowed: {allowed}"
         )
 
 
@@ -216,6 +280,11 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
     for what, count in whole.items():
         _must_divide("tensor", layout.tensor, count, what)
     stage_layers(shape.layers, layout)
+    if shape.attention.bias and layout.expert_tensor > 1:
+        raise ConfigError(
+            f"learner.layout.expert_tensor: {layout.expert_tensor} ranks would each add the biases of "
+            f"{shape.architecture}'s experts; allowed: 1, with learner.layout.expert above 1"
+        )
     if shape.moe is None:
         if layout.expert > 1 or layout.expert_tensor > 1:
             raise ConfigError(

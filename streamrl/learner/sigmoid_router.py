@@ -23,7 +23,9 @@ def fields(moe: MoeShape) -> dict[str, Any]:
     """Of Megatron's TransformerConfig; none for a softmax."""
     if not moe.sigmoid:
         return {}
+    groups = {"moe_router_num_groups": moe.groups, "moe_router_group_topk": moe.group_top_k} if moe.groups > 1 else {}
     return {
+        **groups,
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
         "moe_router_enable_expert_bias": True,

@@ -50,6 +50,11 @@ def check_model(config: Config, shape: ModelShape) -> None:
     if lora.rank:
         with refusals:
             check_adapters(shape, lora.targets)
+    if lora.by_adapter and not shape.family.served_adapters:
+        refusals.add(
+            f"learner.lora.publish: adapter is not supported for {shape.architecture}, for which SGLang takes none; "
+            "allowed: merged"
+        )
     for pool in config.generate.each_pool:
         with refusals:
             _check_server(pool, shape)
@@ -63,6 +68,10 @@ def _check_server(pool: GenerateConfig, shape: ModelShape) -> None:
             f"allowed: a divisor of {shape.heads}"
         )
     if pool.quantization is not None:
+        if not shape.family.served_blocks:
+            raise ConfigError(
+                f"generate.quantization: {pool.quantization} is not supported for {shape.architecture}; allowed: null"
+            )
         _check_blocks(pool, shape)
 
 

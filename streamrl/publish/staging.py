@@ -7,7 +7,7 @@ publisher  waits for `copied` ──▶ reads the bytes, hashes them where check
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,6 +103,17 @@ class OwnMemory:
         self._buckets = []
 
 
+# Ends of names of tensors that follow each other, of which SGLang makes one weight when it has loaded both: it keeps
+# the first one until the end of the bucket alone, and says nothing (0.5.23, DeepSeek-V3).
+JOINED = (("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),)
+
+
+def _is_joined(content: Sequence[tuple[str, torch.Tensor]], name: str) -> bool:
+    """Whether a tensor must be in the bucket of those before it."""
+    former = content[-1][0] if content else ""
+    return any(former.endswith(first) and name.endswith(second) for first, second in JOINED)
+
+
 class Staging:
     """Keeps the buckets' memory from one version to the next."""
 
@@ -146,7 +157,8 @@ class Staging:
         content: list[tuple[str, torch.Tensor]] = []
         used = 0
         for name, tensor in tensors:
-            if content and (used + tensor.nbytes > self._limit or used % tensor.itemsize):
+            full = used + tensor.nbytes > self._limit and not _is_joined(content, name)
+            if content and (full or used % tensor.itemsize):
                 yield content
                 content, used = [], 0
             content.append((name, tensor))

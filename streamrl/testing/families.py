@@ -131,7 +131,7 @@ class ModelFamilyConformance(Conformance):
             for name, parameter in named_weights(model):
                 cut = place(name, model.shape, range(model.shape.layers)).cut
                 dim = getattr(parameter, "partition_dim", -1)  # -1: every rank has the whole
-                assert dim in (-1, cut.dim), f"Megatron cuts {name} along {dim}, the family along {cut.dim}"
+                assert dim in (-1, cut.along), f"Megatron cuts {name} along {dim}, the family along {cut.along}"
                 parts: list[Tensor] = [parameter, parameter]
                 if cut.dim is not None:
                     tensors = cut.split(model.shape, parameter)

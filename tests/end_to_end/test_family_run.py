@@ -15,7 +15,8 @@ from tests.documented_commands import ROOT
 STEPS = 4
 SMALL = (f"run.steps={STEPS}", "generate.group_size=4", "generate.groups_in_flight=8", "replay.groups_per_step=4")
 DEADLINE = 900.0
-SETTINGS = {"seed_oss": (), "glm4": (), "glm4_moe": ("learner.router_replay=true",)}
+REPLAY = "learner.router_replay=true"
+SETTINGS = {"seed_oss": (), "glm4": (), "glm4_moe": (REPLAY,), "deepseek_v3": (REPLAY,)}
 
 
 @pytest.mark.slow

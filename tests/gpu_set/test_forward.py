@@ -23,7 +23,7 @@ from engine_learner import log_probs_and_gradients, write_random_adapters
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.random_models import FAMILIES, largest_difference, make_batch
+from benchmarks.random_models import ENGINE_FAMILIES, largest_difference, make_batch
 from streamrl.learner import lora, lora_folder
 from streamrl.learner.attention import Slice, describe_row_for_engine
 from streamrl.learner.huggingface import load_weights
@@ -69,7 +69,7 @@ def assert_near(
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
 def test_log_probs_and_gradients_are_those_of_the_local_layers(family, rank, model_folder, learner, settings_of):
     folder, settings = model_folder(family), settings_of(family, rank)
     local = log_probs_and_gradients(learner(folder, dtype="float32", engine=False, **settings))

@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file
 
-from benchmarks.random_models import FAMILIES
-from streamrl.choices import FAMILIES as FAMILY
+from benchmarks.random_models import ENGINE_FAMILIES, FAMILIES
+from streamrl.choices import ENGINE_FAMILIES as FAMILY
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.huggingface import export_folder, load_weights
@@ -44,10 +44,10 @@ def adapters_of(family: str) -> dict[str, Any]:
 
 
 def test_every_family_is_here():
-    assert set(FAMILY.names) == FAMILIES.keys()
+    assert set(FAMILY.names) <= FAMILIES.keys()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
 def test_its_layers_are_transformer_engines_and_its_experts_are_grouped(family, model_folder, learner):
     model = learner(model_folder(family)).model
     assert model.layers.kind == "transformer_engine"
@@ -68,7 +68,7 @@ def test_its_layers_are_transformer_engines_and_its_experts_are_grouped(family, 
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
 def test_every_parameter_has_its_hugging_face_names_and_every_weight_comes_back(
     family, rank, model_folder, learner, tmp_path
 ):
@@ -90,7 +90,7 @@ def test_every_parameter_has_its_hugging_face_names_and_every_weight_comes_back(
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
 def test_a_checkpoint_names_its_weights_as_the_local_layers_do(family, rank, model_folder, learner):
     settings = {"lora": adapters_of(family)} if rank else {}
     made = learner(model_folder(family), **settings)
@@ -112,7 +112,7 @@ def sharded_keys(made: Any) -> set[str]:
     return {renamed.get(name, value.key) for name, value in weights.items()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ENGINE_FAMILIES)
 def test_adapters_are_on_transformer_engines_layers_and_go_out_as_they_came_in(family, model_folder, learner, tmp_path):
     folder = model_folder(family)
     made = learner(folder, lora=adapters_of(family))

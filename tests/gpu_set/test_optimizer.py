@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from transformer_engine.pytorch.optimizers import FusedAdam
 
-from benchmarks.random_models import FAMILIES
+from benchmarks.random_models import ENGINE_FAMILIES
 from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint_saver import Saver
 from streamrl.learner.huggingface import load_weights
@@ -28,7 +28,7 @@ def moments(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def test_megatron_makes_transformer_engines_adam_for_every_family(model_folder, learner):
-    for family in FAMILIES:
+    for family in ENGINE_FAMILIES:
         optimizer, *_ = learner(model_folder(family)).optimized()
         assert all(type(part.optimizer) is FusedAdam for part in optimizer.megatron.chained_optimizers)
         assert optimizer.torch_adams() == []

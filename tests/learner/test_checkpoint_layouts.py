@@ -79,6 +79,8 @@ def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(fami
         pytest.param(("qwen2", True), True, ["one", "tensor data", "pipeline", "tensor data"], marks=pytest.mark.slow),
         pytest.param(("qwen3_moe", False), False, ["one", "expert", "tensor"], marks=pytest.mark.slow),
         pytest.param(("qwen3_moe", False), True, ["one", "expert", "tensor", "expert"], marks=pytest.mark.slow),
+        pytest.param(("deepseek_v3", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
+        pytest.param(("gpt_oss", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
     ],
     ids=[
         "TP1 to TP2 to PP2",
@@ -86,6 +88,8 @@ def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(fami
         "DP1 to TP2 DP2 to PP2 and back, distributed",
         "EP1 to EP2 to TP2",
         "EP1 to EP2 to TP2 to EP2, distributed",
+        "latent attention, TP1 to TP2 to PP2",
+        "sinks and biased experts, TP1 to TP2 to PP2",
     ],
 )
 def test_a_checkpoint_goes_from_layout_to_layout_with_every_number_as_it_was(model, distributed, layouts, run):

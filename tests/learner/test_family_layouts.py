@@ -14,18 +14,26 @@ from streamrl.learner.huggingface import export_folder
 from streamrl.learner.shape import read_shape
 from streamrl.preflight.model import check_model
 
+# Of gpt-oss the gradient of a router's bias is a small sum of large numbers.
+LOOSE, LOOSE_BAR = ("gpt_oss",), 1e-5
+
 TARGETS = {
     "seed_oss": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
     "glm4": ["linear_qkv", "linear_proj", "linear_fc2"],
     "glm4_moe": ["linear_qkv", "linear_proj"],
+    "deepseek_v3": ["linear_proj"],
+    "gpt_oss": ["linear_qkv", "linear_proj"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4", "glm4_moe"])
+@pytest.mark.parametrize("family", ["glm4", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss"])
 def test_every_layout_has_the_gradient_of_one_process(family):
     for row in family_rows(family, False, DTYPES, further=False):
-        assert row.within, row
+        if family in LOOSE and row.rounding is None:
+            assert max(row.gradient, row.loss, row.norm, row.scores) < LOOSE_BAR, row
+        else:
+            assert row.within, row
 
 
 @pytest.mark.slow

@@ -42,7 +42,15 @@ def counted(trainer, batch) -> tuple[float, float]:
     return products, training_flops(trainer._chunks[0].shape, trainer._config.learner.lora, work)
 
 
-@pytest.mark.parametrize(("family", "lora"), [("qwen2", {}), ("qwen3_moe", {}), ("qwen3", ADAPTERS)])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("qwen2", {}),
+        ("qwen3_moe", {}),
+        ("qwen3", ADAPTERS),
+        pytest.param("deepseek_v3", {}, marks=pytest.mark.slow),
+    ],
+)
 def test_products_are_as_many_as_torch_counts(family, lora, model_folder, trainer_of):
     trainer = trainer_of(make_config(model_folder(family), lora=lora, tokens_per_micro_batch=1000))
     products, model = counted(trainer, make_batch())

@@ -78,10 +78,13 @@ def test_a_rate_at_which_it_would_move_is_refused(model_folder):
 
 
 @pytest.mark.slow
-def test_replayed_experts_give_what_hugging_face_gives_when_it_is_made_to_take_them(trainer_of, tmp_path):
-    folder = write_model(tmp_path / "model", "glm4_moe", layers=3)
+@pytest.mark.parametrize(("family", "experts", "top_k"), [("glm4_moe", 4, 2), ("deepseek_v3", 8, 4)])
+def test_replayed_experts_give_what_hugging_face_gives_when_it_is_made_to_take_them(
+    family, experts, top_k, trainer_of, tmp_path
+):
+    folder = write_model(tmp_path / "model", family, layers=3)
     random = np.random.default_rng(1)
-    choices = random.permuted(np.tile(np.arange(4, dtype=np.int16), (TOKENS, 3, 1)), axis=2)[..., :2]
+    choices = random.permuted(np.tile(np.arange(experts, dtype=np.int16), (TOKENS, 3, 1)), axis=2)[..., :top_k]
     ids = torch.randint(0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(1))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     own = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
@@ -91,10 +94,10 @@ def test_replayed_experts_give_what_hugging_face_gives_when_it_is_made_to_take_t
     forced = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     (model,) = trainer_of(make_config(folder, router_replay=True))._chunks
     assert (own - forced).abs().max() > 1e-2
-    for experts, expected in ((None, own), (choices, forced)):
+    for replayed, expected in ((None, own), (choices, forced)):
         row = describe_row(np.array([[0, TOKENS, 0, 0]]), torch.device("cpu"))
-        if experts is not None:
-            row.routed_experts = row_experts(experts, model.shape, TOKENS, torch.device("cpu"))
+        if replayed is not None:
+            row.routed_experts = row_experts(replayed, model.shape, TOKENS, torch.device("cpu"))
         targets = Targets(torch.arange(TOKENS - 1), ids[1:], temperature=1.0)
         ours, _ = model(ids[None], torch.arange(TOKENS)[None], None, labels=targets, packed_seq_params=row)
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)

@@ -77,7 +77,9 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
     if config.learner.lora.by_adapter:  # a place for each version in use, each rank with its part
         weights += int(arguments.get("max_loras_per_batch", 8)) * whole_adapters(shape, config.learner.lora) * item
     small = str(arguments.get("kv_cache_dtype", "auto")) in SMALL_CACHE
-    token = 2 * shape.layers * max(1, shape.groups // tensor) * shape.head_dim * (1 if small else item)
+    heads = 2 * max(1, shape.groups // tensor) * shape.head_dim
+    width = heads if shape.latent is None else shape.latent.rank + shape.latent.turned  # one vector, on every rank
+    token = shape.layers * width * (1 if small else item)
     total = machines.gpu_memory if machines.has_gpus else machines.host_memory / tensor
     cache = int(total * GIB * float(arguments.get("mem_fraction_static", machines.mem_fraction))) - weights
     tokens = max(0, cache) // token

@@ -31,7 +31,8 @@ h hidden and f MLP columns, in values of e bytes:
 and 4 bytes a head for attention's normaliser unless `recompute` is `selective`. This is the count of Korthikanti et al.
 2022 (arXiv:2205.05198, section 4) for layers without dropout, with grouped queries, a gated MLP, and attention that
 keeps no scores. A mixture of experts replaces the last line by top_k copies of the rank's own tokens with 2 h and the
-MLP of an expert each, spread evenly, and float32 router logits. With `recompute: full` a layer keeps its input, and one
+MLP of an expert each, spread evenly, and float32 router logits. Latent attention has its vectors before and behind
+their norms, and the queries, keys and values of all heads. With `recompute: full` a layer keeps its input, and one
 layer is whole while it is computed again.
 
 A row has `tokens_per_micro_batch` / `context` tokens on a rank. Stage i of p has p - i rows under way (1F1B, Narayanan
@@ -224,7 +225,9 @@ def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: in
     attention that keeps no scores, a gated MLP.
     """
     layout, item = config.learner.layout, ITEM[config.model.dtype]
-    mlp = 3 if is_fused(config, machines) else 4  # gate and up, their product, and without fusion silu(gate)
+    mlp = (
+        3 if is_fused(config, machines) and shape.family.engine else 4
+    )  # gate and up, their product, and without fusion silu(gate)
     spread = layout.tensor if layout.sequence else 1  # what tensor parallelism leaves whole
     if config.learner.recompute == "full":
         return shape.hidden * item // spread
@@ -233,6 +236,10 @@ def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: in
     residual = (2 + shape.family.norms_in_a_layer) * shape.hidden // spread
     attention = 3 * queries + 3 * keys  # the projection (its values are seen there), turned q and k, the output
     attention += queries if shape.qk_norm else 0
+    if (latent := shape.latent) is not None:  # vectors before and behind their norms; keys are put together, too
+        vectors = 2 * (latent.rank + (latent.query_rank or 0)) + latent.turned
+        heads = 2 * shape.head_dim + shape.head_dim + latent.plain + 2 * latent.value
+        attention = vectors // spread + shape.heads // layout.tensor * heads
     norms = 4 * shape.heads // layout.tensor  # float32 log-sum-exps
     if config.learner.recompute == "selective":
         norms = 0

@@ -78,7 +78,7 @@ def of_server_rank(shape: ModelShape, tensor: int) -> int:
     layers = 0
     for layer in range(shape.layers):
         counted = _layer(shape, layer, LayoutConfig(tensor=tensor, expert_tensor=tensor))
-        layers += counted.all - _attention(shape, tensor) + _attention_of_server(shape, tensor)
+        layers += counted.all - shape.attention_weights(tensor) + _attention_of_server(shape, tensor)
     ends = (1 if shape.tied else 2) * shape.padded_vocabulary(tensor) // tensor * shape.hidden
     return layers + ends + shape.hidden
 
@@ -94,6 +94,8 @@ def quantised_of_server_rank(shape: ModelShape, tensor: int) -> int:
 
 
 def _attention_of_server(shape: ModelShape, tensor: int) -> int:
+    if shape.latent is not None:
+        return shape.attention_weights(tensor)
     groups, heads = max(1, shape.groups // tensor), shape.heads // tensor
     return (heads + 2 * groups + heads) * shape.head_dim * shape.hidden
 
@@ -101,23 +103,25 @@ def _attention_of_server(shape: ModelShape, tensor: int) -> int:
 _WHOLE = LayoutConfig()
 
 
-def _attention(shape: ModelShape, tensor: int) -> int:
-    """The two matrices of one layer's attention on one rank."""
-    return (2 * shape.heads + 2 * shape.groups) * shape.head_dim // tensor * shape.hidden
-
-
 def _layer(shape: ModelShape, layer: int, layout: LayoutConfig) -> Parameters:
     """One layer on one rank."""
     projected = (shape.heads + 2 * shape.groups) * shape.head_dim // layout.tensor
-    dense = _attention(shape, layout.tensor) + shape.family.norms_in_a_layer * shape.hidden
+    dense = shape.attention_weights(layout.tensor) + shape.family.norms_in_a_layer * shape.hidden
     dense += projected if shape.qkv_bias else 0
     dense += 2 * shape.head_dim if shape.qk_norm else 0
+    dense += shape.heads // layout.tensor if shape.attention.sinks else 0
+    dense += shape.hidden if shape.attention.bias else 0
+    if shape.latent is not None:  # norms
+        dense += shape.latent.rank + (shape.latent.query_rank or 0)
     if not has_experts(shape, layer):
         return Parameters(dense=dense + 3 * shape.hidden * shape.ffn // layout.tensor)
     assert shape.moe is not None
     router = shape.moe.experts * (shape.hidden + shape.moe.sigmoid)  # with a bias for each expert
     dense += 3 * shape.hidden * shape.moe.shared_ffn // layout.tensor
     experts = shape.moe.experts // layout.expert * 3 * shape.hidden * shape.moe.ffn // layout.expert_tensor
+    if shape.attention.bias:
+        router += shape.moe.experts
+        experts += shape.moe.experts // layout.expert * (2 * shape.moe.ffn // layout.expert_tensor + shape.hidden)
     return Parameters(dense=dense + router, expert=experts)
 
 

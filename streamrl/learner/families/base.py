@@ -80,6 +80,13 @@ class ModelFamily(Choice):
     rotary_part: ClassVar[float | None] = None
     rotary_interleaved: ClassVar[bool] = False
 
+    # Its layers may be Transformer Engine's.
+    engine: ClassVar[bool] = True
+
+    # SGLang takes adapters for it, and quantises its weights in blocks.
+    served_adapters: ClassVar[bool] = True
+    served_blocks: ClassVar[bool] = True
+
     # Targets of adapters that folders of this family have no projections for.
     without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset()
 
@@ -193,6 +200,11 @@ class ModelFamily(Choice):
     @classmethod
     def cuts(cls) -> Mapping[str, Cut]:
         """Ways of its own to cut a parameter, by their names in the tables. It may import torch."""
+        return {}
+
+    @classmethod
+    def arguments(cls, shape: ModelShape) -> Mapping[str, Any]:
+        """Of Megatron-LM's arguments those that differ from other families'."""
         return {}
 
     @classmethod

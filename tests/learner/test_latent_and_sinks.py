@@ -1,0 +1,133 @@
+"""Latent attention, sinks, windows and experts with biases: what is computed, what is refused, what stays together."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from benchmarks.random_models import FAMILIES, write_model
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig
+from streamrl.lab.plan.parameters import whole_model
+from streamrl.learner.attention import describe_row
+from streamrl.learner.shape import UnsupportedModelError, check_adapters, check_fit, read_shape
+from streamrl.learner.sink_attention import SinkAttention
+from streamrl.publish.staging import Staging
+from streamrl.testing.families import SIZES
+from streamrl.types import PolicyVersion
+
+HEADS, GROUPS, DIM, VALUE = 4, 2, 8, 6
+
+# A prompt of 5 with answers of 4 and 7 behind it, then sequences of 6 and of 1.
+SEGMENTS = np.array([[0, 5, 0, 0], [5, 4, 0, 5], [9, 7, 0, 5], [16, 6, 0, 0], [22, 1, 0, 0]])
+
+
+def by_segment(query, key, value, sinks, window):
+    """Each segment by itself, with explicit scores in the order of the definition."""
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    output = []
+    for start, length, first, prefix in SEGMENTS.tolist():
+        seen = [*range(first, first + prefix), *range(start, start + length)]
+        scores = torch.einsum("qhd,khd->hqk", query[start : start + length], key[seen]) / DIM**0.5
+        distance = prefix + torch.arange(length)[:, None] - torch.arange(prefix + length)
+        scores = scores.masked_fill((distance < 0) | (distance > window), -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(HEADS, 1, 1).expand(-1, length, 1)], -1)
+        weights = scores.softmax(-1)[..., : prefix + length]
+        output.append(torch.einsum("hqk,khd->qhd", weights, value[seen]))
+    return torch.cat(output).flatten(1)
+
+
+@pytest.mark.parametrize(("window", "sink"), [(3, True), (3, False), (100, True)])
+def test_windows_and_sinks_are_as_defined_in_values_and_gradients(window, sink):
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HEADS * DIM,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=DIM,
+        params_dtype=torch.float64,
+        use_cpu_initialization=True,
+        window_size=None if window == 100 else (window, 0),
+        softmax_type="learnable" if sink else "vanilla",
+    )
+    attention = SinkAttention(config, 1, None, "self")
+    torch.manual_seed(0)
+    total = int(SEGMENTS[:, 1].sum())
+    shapes = ((HEADS, DIM), (GROUPS, DIM), (GROUPS, VALUE))
+    tensors = [torch.randn(total, *shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    learned = list(tensors)
+    if sink:
+        torch.nn.init.normal_(attention.softmax_offset)
+        learned.append(attention.softmax_offset)
+    packed = attention(*tensors, packed_seq_params=describe_row(SEGMENTS, torch.device("cpu")))
+    expected = by_segment(*tensors, attention.softmax_offset, window)
+    torch.testing.assert_close(packed, expected)
+    weights = torch.randn_like(packed)
+    for ours, theirs in zip(
+        *(torch.autograd.grad((x * weights).sum(), learned) for x in (packed, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def config_of(family, **changes):
+    architecture, needed = FAMILIES[family]
+    return SIZES | needed | {"architectures": [architecture]} | changes
+
+
+REFUSED = [
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "FP8 weights.* dequantised to bfloat16"),
+    ("deepseek_v3", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 with topk_group=2 .* allowed: 4 or 5"),
+    ("deepseek_v3", {"n_group": 3}, "n_group=3, topk_group=2 do not fit 8 experts"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2; allowed: 4"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"MXFP4 weights.*\(dequantize=True\)"),
+    ("gpt_oss", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types=.* allowed: 2 of full_attention"),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0 is not supported"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias=false is not supported"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "text"), REFUSED)
+def test_what_would_be_computed_otherwise_is_refused_in_one_line(family, changes, text, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family)))
+    read_shape(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
+    with pytest.raises(UnsupportedModelError, match=text) as refused:
+        read_shape(tmp_path)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_layouts_and_adapters_that_these_models_cannot_have_are_refused_by_name(tmp_path):
+    shapes = {}
+    for family in ("deepseek_v3", "gpt_oss"):
+        (tmp_path / "config.json").write_text(json.dumps(config_of(family)))
+        shapes[family] = read_shape(tmp_path)
+    with pytest.raises(ConfigError, match=r"^learner\.layout\.expert_tensor: 2 ranks would each add the biases"):
+        check_fit(shapes["gpt_oss"], LayoutConfig(tensor=2, expert_tensor=2))
+    with pytest.raises(ConfigError, match=r"^learner\.lora\.targets: linear_qkv is not supported for DeepseekV3"):
+        check_adapters(shapes["deepseek_v3"], ("linear_qkv", "linear_proj"))
+
+
+def test_tensors_that_servers_join_are_in_one_bucket():
+    names = ["a", "self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", "b"]
+    tensors = [(f"model.layers.0.{name}", torch.zeros(10)) for name in names]
+    staged = Staging(bucket_bytes=80).fill(PolicyVersion(1), tensors)
+    sizes = [len(bucket.layout.names) for bucket in staged.buckets]
+    assert sizes == [3, 1]
+    assert [bucket.layout.bytes for bucket in staged.buckets] == [120, 40]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "moonlight", "gpt_oss"])
+def test_a_plan_counts_the_weights_that_a_folder_has(family, tmp_path):
+    from safetensors.torch import load_file
+
+    folder = write_model(tmp_path / "model", family, layers=3)
+    weights = load_file(folder / "model.safetensors")
+    assert whole_model(read_shape(folder)) == sum(weight.numel() for weight in weights.values())
