@@ -19,7 +19,7 @@ from streamrl.stream.codec import decode_group, encode_group
 from tests.rewritten_journal import copy_with_journal
 
 STEPS = 4
-PATIENCE = 1200.0  # seconds; two starts of SGLang on a crowded machine
+DEADLINE = 240.0  # seconds
 VOCABULARY = 28  # letters, "=" and the end: about 0.05 of a random policy's probability is two of them
 TASK = '''
 import asyncio
@@ -60,16 +60,15 @@ class TwoTurns(Environment):
 def run(make_run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sampling")
     make = [sys.executable, "-m", "streamrl.launch.tiny_model", str(folder / "model"), "--symbols", "26"]
-    subprocess.run(make, check=True, timeout=PATIENCE)
+    subprocess.run(make, check=True, timeout=DEADLINE)
     (folder / "turns.py").write_text(TASK)
     run = make_run(steps=STEPS).start(
         f"model.path={folder / 'model'}", f"task.name={folder / 'turns.py'}:TwoTurns", "generate.stream_every=2",
         "generate.sampling={top_p: 0.95, top_k: 64, max_new_tokens: 12}", "algo.kl=0.01", "algo.entropy=0.01",
-        "evaluate={every: 2, prompts: 2, samples: 2, temperature: 0.6, top_p: 0.7, top_k: 5}", "run.start_timeout=900",
-        "evaluate.timeout=200", "run.silence_timeout=900", "replay.lease=120",
+        "evaluate={every: 2, prompts: 2, samples: 2, temperature: 0.6, top_p: 0.7, top_k: 5}",
     )  # fmt: skip
-    output, _ = run.process.communicate(timeout=PATIENCE)
-    assert run.process.returncode == 0, output
+    code, output = run.finish()
+    assert code == 0, output
     return run
 
 

@@ -34,7 +34,7 @@ def micro_batches(ranks: int) -> list[MicroBatch]:
         replace(
             micro,
             routed_experts=random.integers(0, EXPERTS, (len(micro.ids), *shape)).astype(np.int16),
-            kept=KeptSets(counts := random.integers(0, 3, len(micro.tokens)), np.arange(counts.sum())),
+            kept=KeptSets(counts := random.integers(1, 4, len(micro.tokens)), np.arange(counts.sum())),
         )
         for micro in made
     ]
