@@ -84,7 +84,7 @@ class Session:
             else:
                 self._add(_added(self._shown, messages))
             turn = await self._generate(sampling)
-            message, reasoning = self._message(_before(turn, sampling.get("stop")))
+            message, reasoning = shown(_before(turn, sampling.get("stop")), self._tools, self._parsers)
             self._shown = (*messages, message)
             return turn, Message(**message, reasoning_content=reasoning) if reasoning else message
 
@@ -144,22 +144,6 @@ class Session:
         with _refused():
             self._conversation.add(added)
 
-    def _message(self, turn: Completion) -> tuple[Message, str]:
-        """The answer as the agent is given it, and as it must come back: its text, and its calls; and its reasoning.
-
-        An answer with a call that cannot be read is text, as the policy wrote it.
-        """
-        said = self._parsers.said(turn, self._tools)
-        text, calls = said.text, [call for call in said.calls if isinstance(call, FunctionCall)]
-        if self._parsers.tools is None and self._tools:
-            text, calls = split_calls(text)
-        elif len(calls) < len(said.calls) or not self._tools:
-            text, calls = self._parsers.thought(turn)[1] if said.calls else text, []
-        message = Message(role="assistant", content=text)
-        if calls:
-            message["tool_calls"] = [_called(call) for call in calls]
-        return message, said.reasoning
-
     async def _generate(self, sampling: dict[str, Any]) -> Completion:
         assert self._conversation is not None
         with self._undone(), _refused():
@@ -193,6 +177,23 @@ def _before(turn: Completion, stop: str | Sequence[str] | None) -> Completion:
         return text[: min(places)] if places else text
 
     return replace(turn, text=before(turn.text), marked=None if turn.marked is None else before(turn.marked))
+
+
+def shown(turn: Completion, tools: Sequence[dict[str, Any]], parsers: Parsers) -> tuple[Message, str]:
+    """The answer as the agent is given it, and as it must come back: its text, and its calls; and its reasoning.
+
+    An answer with a call that cannot be read is text, as the policy wrote it. Without `tools` it has no calls.
+    """
+    said = parsers.said(turn, tools)
+    text, calls = said.text, [call for call in said.calls if isinstance(call, FunctionCall)]
+    if parsers.tools is None and tools:
+        text, calls = split_calls(text)
+    elif said.calls and (len(calls) < len(said.calls) or not tools):
+        text, calls = parsers.thought(turn)[1], []
+    message = Message(role="assistant", content=text)
+    if calls:
+        message["tool_calls"] = [_called(call) for call in calls]
+    return message, said.reasoning
 
 
 def _called(call: FunctionCall) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from streamrl.tasks import openai_server
 from streamrl.tasks.anthropic_protocol import MessagesCall, message_reply
 from streamrl.tasks.environment import Completion, Prompt
 from streamrl.tasks.openai_server import OpenAIServer
-from streamrl.tasks.openai_session import CallRefused, Session
-from streamrl.tasks.openai_session import _shown as shown
+from streamrl.tasks.openai_session import CallRefused, Session, shown
+from streamrl.tasks.parsing import Parsers
 from streamrl.tasks.registry import build_task
 
 END = "<|im_end|>"
@@ -322,7 +322,7 @@ def turn_of(text: str, finish_reason: str = "stop") -> Completion:
 )
 def test_the_reason_of_an_end_is_told_as_anthropic_has_it(turn, reason, sequence):
     call = call_of(USER, stop_sequences=["Stop", "End"])
-    reply = json.loads(message_reply(call, turn, shown(turn, with_tools=True)))
+    reply = json.loads(message_reply(call, turn, shown(turn, [ADD], Parsers())[0]))
     assert (reply["stop_reason"], reply["stop_sequence"]) == (reason, sequence)
     assert call.sampling() == {"most_new_tokens": 8, "stop": ["Stop", "End"]}
 
@@ -332,7 +332,7 @@ def test_the_reason_of_an_end_is_told_as_anthropic_has_it(turn, reason, sequence
 def test_every_answer_comes_back_as_the_session_gave_it(text, arguments):
     call = f"<tool_call>{json.dumps({'name': 'add', 'arguments': arguments})}</tool_call>"
     for turn in (turn_of(text), turn_of(text + call), turn_of(call)):
-        message = shown(turn, with_tools=True)
+        message = shown(turn, [ADD], Parsers())[0]
         reply = json.loads(message_reply(call_of(USER), turn, message))
         again = call_of(USER, {"role": "assistant", "content": reply["content"]}, USER).conversation()
         assert again[1] == message

@@ -69,7 +69,8 @@ def of_arguments(name: str, arguments: Any) -> Called:
 
 def values_of(text: str, separators: str) -> tuple[list[Any], str]:
     """The JSON values at the beginning of a text, with `separators` and spaces between them, and what is left."""
-    values, place = [], 0
+    values: list[Any] = []
+    place = 0
     while True:
         while place < len(text) and (text[place].isspace() or text[place] in separators):
             place += 1
