@@ -48,7 +48,7 @@ class TransformersPolicy:
         if device == "cuda" and not torch.cuda.is_available():
             raise EngineRefused(NAME, "device: cuda is not there; allowed: cpu")
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 model, dtype=getattr(torch, dtype), trust_remote_code=False, local_files_only=True
             )
         except (OSError, ValueError, ImportError) as error:
