@@ -60,14 +60,16 @@ def slow_value_loss(
     counts = Counter({"far": 0, "near": 0, "clipped": 0, "plain": 0} if clip is not None else {"plain": 0})
     for t in range(len(old)):
         squared, value = (values[t] - returns[t]) ** 2, values[t]
+        now = float(value.detach())
         if clip is not None:
-            counts["far" if abs(float(value) - old[t]) > clip else "near"] += 1
+            counts["far" if abs(now - old[t]) > clip else "near"] += 1
             low, high = old[t] - clip, old[t] + clip
-            edge = torch.tensor(low if float(value) < low else high, dtype=torch.float64)
-            held = value if low <= float(value) <= high else edge
+            edge = torch.tensor(low if now < low else high, dtype=torch.float64)
+            held = value if low <= now <= high else edge
             other = (held - returns[t]) ** 2
-            counts["clipped" if float(other) > float(squared) else "plain"] += 1
-            squared = other if float(other) > float(squared) else squared
+            is_clipped = bool(other > squared)
+            counts["clipped" if is_clipped else "plain"] += 1
+            squared = other if is_clipped else squared
         else:
             counts["plain"] += 1
         total = total + squared / 2

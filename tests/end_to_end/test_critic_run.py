@@ -61,7 +61,6 @@ def test_the_quickstart_learns_with_a_critic_through_a_kill_and_trains_again_bit
     assert sum(rewards[-10:]) / 10 > BAR, rewards
     explained = sorted(row.get("critic/explained_variance", 0.0) for row in rows)
     assert sum(explained[-10:]) / 10 > EXPLAINED, explained
-    print(f"reward {sum(rewards[-10:]) / 10:.3f}, explained variance {sum(explained[-10:]) / 10:.3f}")
     assert cli.main(["audit", str(run)]) == 0, capsys.readouterr().out
     assert cli.main(["retrain", str(run), "--output", str(tmp_path / "again")]) == 0
     assert f"equal to the run's weights of step {steps}: bit for bit" in capsys.readouterr().out
