@@ -7,7 +7,7 @@
     straggler      one group in SLOW_EVERY takes many times as long, in different orders of consumption: which
                    wait, and how old the trained tokens become
     submission     answers of long-tailed lengths, capacity counted in groups and in requests (G/B and R/B, as
-                   Megatron-RL calls them) of the same engine: what of it stays idle (benchmarks/pressure_submission.py)
+                   Megatron-RL calls them) on the same engine: what of it stays idle (benchmarks/pressure_submission.py)
 
 The replay service is the real one, with its journal; workers and learner speak the real protocol and only let time
 pass (benchmarks/pressure_roles.py). Orders and forms take turns in every repeat; a speed is a ratio to the first one's
@@ -311,7 +311,8 @@ def main() -> int:
         repeats, steps = (1, 24) if options.quick else (options.repeats, 120)
         submitted: list[Submitted] = forms(folder, repeats, steps)
         show_forms(submitted)
-    broken = [*slow.broken(), *(line for row in (*rows, *submitted) for line in row.broken())]
+    broken = [line for row in rows for line in row.broken()] + [line for row in submitted for line in row.broken()]
+    broken = [*slow.broken(), *broken]
     print("\nbroken: " + ("; ".join(broken) or "nothing"))
     if options.json:
         figures = {"slow_learner": asdict(slow), "straggler": [asdict(row) for row in rows]}

@@ -138,8 +138,9 @@ class Meter:
 class SlotMeter:
     """What an engine's slots do. Tokens count as they are drawn, at the pace of `Load.token`."""
 
-    def __init__(self, token: float) -> None:
+    def __init__(self, token: float, slots: int) -> None:
         self._token = token
+        self._slots = slots
         self._used = self._held = 0  # now
         self._sums = [0.0, 0.0]
         self._since = time.monotonic()
@@ -147,7 +148,7 @@ class SlotMeter:
     def change(self, used: int = 0, held: int = 0) -> None:
         now = time.monotonic()
         self._sums[0] += self._used * (now - self._since)
-        self._sums[1] += self._held * (now - self._since)
+        self._sums[1] += min(self._slots, self._held) * (now - self._since)  # what is beyond them waits
         self._since, self._used, self._held = now, self._used + used, self._held + held
 
     @property
@@ -160,11 +161,12 @@ class SlotMeter:
 async def run_engine(config: Config, run_folder: Path, index: int, load: Load) -> None:
     """A worker whose engine has `load.slots`; it submits as `generate.submission` says, by the real rules."""
     record, slots = open_record(seen_path(run_folder, index)), open_record(slots_path(run_folder, index))
-    meter, by_sample, size = SlotMeter(load.token), submission(config), config.generate.group_size
+    meter, by_sample, size = SlotMeter(load.token, load.slots), submission(config), config.generate.group_size
+    engine = asyncio.Semaphore(load.slots)
     places = RequestPlaces(by_sample) if by_sample else None
 
     async def sample(key: TicketKey, length: int) -> None:
-        async with places.place(key) if places else contextlib.nullcontext():
+        async with places.place(key) if places else contextlib.nullcontext(), engine:
             meter.change(used=1, held=1 if places else 0)
             await asyncio.sleep(length * load.token)
             meter.change(used=-1, held=-1 if places else 0)

@@ -3,7 +3,9 @@
 Each of the workers' engines runs SLOTS requests at once, and draws a token of each in the same time, whatever runs
 beside it: a decoding step that is bound by memory, the best case for filling slots. By group (G/B) a worker has as many
 groups as fill them; by sample (R/B) `generate.requests_in_flight` of them, by the product's own rules
-(streamrl/generate/submission.py). Batches are consumed in order, within the same bound, by a learner that is fast.
+(streamrl/generate/submission.py). *G/B, queued* has three times as many groups, whose requests queue in the engine:
+what R/B gains over it is what a longer queue does not give. Batches are consumed in order, within the same bound, by a
+learner that is fast.
 
 Two figures have a second definition that flatters one form, and both are printed:
 
@@ -35,6 +37,7 @@ REPLAY = {"groups_per_step": 8, "max_staleness": 5}
 FORMS: dict[str, dict[str, Any]] = {
     "G/B": {"submission": "group", "groups_in_flight": SLOTS // 8},
     "R/B": {"submission": "sample", "requests_in_flight": SLOTS},
+    "G/B, queued": {"submission": "group", "groups_in_flight": 3 * SLOTS // 8},
 }
 
 
@@ -138,23 +141,26 @@ def show_forms(rows: Sequence[Submitted]) -> None:
     print(
         f"\nsubmission: log-normal answers (median {LONG_TAIL.median:g}, sigma {LONG_TAIL.sigma:g}, at most "
         f"{LONG_TAIL.longest} tokens), {WORKERS} engines of {SLOTS} slots; {len(rows[0].shares)} repeats\n"
-        f"{'':6}tokens/s                              idle share of slots     staleness         slots of\n"
-        f"{'form':6}trained (spread)   to G/B  generated  no request  not taken   most  bound  mean  the bound"
+        f"{'':13}tokens/s                              idle share of slots     staleness         slots of\n"
+        f"{'form':13}trained (spread)   to G/B  generated  no request  not taken   most  bound  mean  the bound"
     )
     for row in rows:
         trained = [share.trained_per_s for share in row.shares]
         print(
-            f"{row.name:6}{row.middle('trained_per_s'):7.0f} ({spread(trained):4.0%})"
+            f"{row.name:13}{row.middle('trained_per_s'):7.0f} ({spread(trained):4.0%})"
             f"{statistics.median(row.ratios):10.2f}{row.middle('generated_per_s'):11.0f}"
             f"{row.middle('idle'):12.0%}{row.middle('untaken'):11.0%}"
             f"{max(share.staleness for share in row.shares):7d}{row.bound:7d}{row.middle('mean_staleness'):6.2f}"
             f"{max(share.charged for share in row.shares):5d} of {row.slots}"
         )
-    group, sample = rows[0], rows[-1]
+    group, sample, queued = rows
     generated = sample.middle("generated_per_s") / group.middle("generated_per_s")
+    longer = sample.middle("trained_per_s") / queued.middle("trained_per_s")
     older = sample.middle("mean_staleness") - group.middle("mean_staleness")
     print(
-        f"by generated tokens/s {sample.name} is {generated:.2f} times {group.name}; by slots that are not taken "
-        f"{group.name} is {group.middle('untaken'):.0%} idle instead of {group.middle('idle'):.0%}; {sample.name} "
-        f"trains tokens that are {older:+.2f} steps older"
+        f"{sample.name} looks worse by trained tokens/s; by generated ones it is {generated:.2f} times {group.name}, "
+        f"and {longer:.2f} times {queued.name} by trained ones\n"
+        f"{group.name} looks worse by slots without a request; by slots that are not taken it is "
+        f"{group.middle('untaken'):.0%} idle instead of {group.middle('idle'):.0%}\n"
+        f"{sample.name} trains tokens that are {older:+.2f} steps older than those of {group.name}"
     )

@@ -67,8 +67,10 @@ def tickets(requests: int) -> int:
 def wanted(places: int, group_size: int, groups: int, asked: int) -> int:
     """Tickets to hold at the most: `groups` are open and have `asked` requests that run or wait.
 
+    At least one: a worker that wants none is about to end (replay/generator_side.py).
+
     >>> [wanted(64, 8, groups, asked) for groups, asked in ((0, 0), (9, 72), (9, 64), (30, 60))]
     [9, 9, 10, 32]
     """
     short = places + AHEAD * group_size - asked
-    return min(tickets(places), groups + max(0, math.ceil(short / group_size)))
+    return max(1, min(tickets(places), groups + max(0, math.ceil(short / group_size))))

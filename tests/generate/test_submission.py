@@ -86,6 +86,10 @@ def test_what_cannot_be_meant_is_refused_in_a_line(generate, said):
         config(**generate)
 
 
+def test_a_worker_whose_groups_are_gone_before_their_requests_wants_a_ticket_yet():
+    assert wanted(places=4, group_size=2, groups=0, asked=9) == 1
+
+
 def test_the_oldest_groups_requests_run_first_and_each_answer_makes_room_for_the_next():
     submission = Submission(places=3, group_size=2)
     for group_id in (5, 4):
@@ -108,7 +112,7 @@ def test_the_oldest_groups_requests_run_first_and_each_answer_makes_room_for_the
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 60), st.integers(0, 90))
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 60), st.integers(0, 90))
 def test_one_group_waits_ahead_of_the_places_and_no_more_are_wanted_than_there_may_be(places, size, groups, asked):
     told = wanted(places, size, groups, asked)
     assert told <= tickets(places) == places + 1
@@ -286,4 +290,5 @@ def test_a_worker_by_sample_gives_whole_groups_and_finishes_what_it_has_begun(
     for event in read_events(event_path(run.folder, "replay")):
         held += len(event["tickets"]) if event["event"] == "tickets" else -(event["event"] == "group.accepted")
         most = max(most, held)
-    assert 2 < most <= most_tickets(run.config, run.config.generate)  # by group, six requests are one of them
+    assert most <= most_tickets(run.config, run.config.generate)
+    assert requests == "auto" or most > 2  # by group, six requests are those of one

@@ -13,7 +13,7 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.simulate.figures import figures
-from streamrl.lab.simulate.validation import Compared, settings
+from streamrl.lab.simulate.validation import Compared, fewer, settings
 
 ROW = {"time/step": 1.0, "time/wait": 0.5, "tokens/generated": 9, "idle/generator": 0.0, "staleness/p95": 1.0}
 
@@ -60,6 +60,19 @@ def test_what_is_neither_a_run_nor_a_configuration_is_refused_by_name(
     broken.write_text("replay: {max_stalenes: 2}\n")
     assert cli.main(["simulate", str(broken), "--validate"]) == 2
     assert "replay.max_stalenes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "few"),
+    [
+        (["generate.groups_in_flight=8"], ["generate.lag=null", "generate.groups_in_flight=2"]),
+        (["generate.lag=0.5"], ["generate.lag=null", "generate.groups_in_flight=3"]),
+        (["generate.submission=sample", "generate.lag=0"], ["generate.lag=null", "generate.requests_in_flight=16"]),
+    ],
+)
+def test_the_second_calibration_has_a_quarter_in_flight_in_every_form(given: list[str], few: list[str]) -> None:
+    assert fewer(config_file.load(None, given)) == few
+    config_file.load(None, [*given, *few])
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from streamrl import preflight
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.in_flight import most_requests, without_lag
 from streamrl.engine.server import serving
 from streamrl.hub.model import with_local_models
 from streamrl.lab.simulate.calibration import calibrate
@@ -96,6 +97,14 @@ class RunEndedError(RuntimeError):
     """A run of the validation failed; the text has the last lines of what it printed."""
 
 
+def fewer(config: Config) -> list[str]:
+    """Overrides with a part of what is in flight."""
+    own = without_lag(config, config.generate)
+    key = "requests_in_flight" if own.by_sample else "groups_in_flight"
+    now = most_requests(config, own) if own.by_sample else own.groups_in_flight
+    return ["generate.lag=null", f"generate.{key}={max(1, now // FEWER)}"]
+
+
 def validate(
     config_path: Path, overrides: Sequence[str], count: int, steps: int = STEPS
 ) -> tuple[Model, list[Compared]]:
@@ -119,9 +128,8 @@ def validate(
             address = server.address
             common = [*overrides, *SAME, f"generate.attach=[{address}]", f"run.folder={folder}", f"run.steps={steps}"]
             run = partial(_measure, config_path, folder, halves, bar)
-            few = max(1, config.generate.groups_in_flight // FEWER)
             own, first = run([*common, "run.name=calibration"])
-            run([*common, f"generate.groups_in_flight={few}", "run.name=few-in-flight"])
+            run([*common, *fewer(config), "run.name=few-in-flight"])
             model = calibrate([folder / "calibration", folder / "few-in-flight"])
             compared = [_compare("the calibration run", own, model, first)]
             before = first
