@@ -218,7 +218,9 @@ def test_rewards_are_shown_as_trained_where_the_kl_took_something_off(run: Run, 
         if (loaded := found.load(each)) is not None
     ]
     with event_path(folder, "learner").open("a") as file:
-        file.write(json.dumps({"event": TAKEN_OFF, "time": 0.0, "step": 0, "groups": lost}) + "\n")
+        file.write(
+            json.dumps({"time": BEGIN, "role": "learner-0", "event": TAKEN_OFF, "step": 0, "groups": lost}) + "\n"
+        )
     shown = [each for each in samples.choose(run, found) if each.step == 0]
     assert (shown[0].sample.reward, shown[-1].sample.reward) == (0.0, 1.0)  # 1 has become -2
     assert shown[0].advantage > 1
