@@ -33,8 +33,7 @@ from streamrl.hub.model import with_local_model
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner import torch_format
-from streamrl.learner.families.base import FLOAT32
-from streamrl.learner.shape import ModelShape, check_fit, open_weights, read_shape, weight_files
+from streamrl.learner.shape import FLOAT32, ModelShape, check_fit, open_weights, read_shape, weight_files
 from streamrl.lifeline import end_tree
 from streamrl.observe.bars import Bar
 from streamrl.observe.tail import Tail

@@ -26,11 +26,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from streamrl.learner.checkpoint import sync
-from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.lora import Adapted, is_adapter_parameter
 from streamrl.learner.mapping import Placement, is_unbuilt, named_weights, place, tensor_names
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.shape import (
+    FLOAT32,
     SHARD_BYTES,
     WEIGHTS_INDEX,
     ModelShape,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from streamrl.learner.families.base import EMBEDDING, FLOAT32, OUTPUT
-from streamrl.learner.shape import ModelShape, WeightsMismatchError
+from streamrl.learner.families.base import EMBEDDING, OUTPUT
+from streamrl.learner.shape import FLOAT32, ModelShape, WeightsMismatchError
 
 
 @dataclass(frozen=True, slots=True)

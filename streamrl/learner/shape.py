@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # The pads are on no machine part of a softmax.
 VOCABULARY_MULTIPLE = 64
 
+# Ends of the names, Megatron's and Hugging Face's, of weights that stay float32 whatever the model's dtype is.
+FLOAT32 = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
+
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
 # Bytes of the float32 logits that are computed at once: large enough for efficient products, small beside a model.

@@ -15,10 +15,9 @@ from benchmarks.random_models import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.learner import huggingface
 from streamrl.learner.attention import describe_row
-from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.huggingface import save_folder
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.shape import WeightsMismatchError
+from streamrl.learner.shape import FLOAT32, WeightsMismatchError
 from tests.operations_table import documented
 from tests.slow_families import slow_but
 

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from streamrl.config.algo import AlgoConfig
 from streamrl.config.file import ConfigError
 from streamrl.learner.attention import describe_row
-from streamrl.learner.families.base import FLOAT32
 from streamrl.learner.forward import in_dtype
 from streamrl.learner.huggingface import export_weights
 from streamrl.learner.logprobs import Targets
 from streamrl.learner.router_replay import row_experts
-from streamrl.learner.shape import read_shape
+from streamrl.learner.shape import FLOAT32, read_shape
 from streamrl.preflight.model import check_model
 
 TOKENS = 20

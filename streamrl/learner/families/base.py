@@ -28,9 +28,6 @@ Entry = tuple[str, tuple[str, ...]]
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
-# Ends of the names, Megatron's and Hugging Face's, of weights that stay float32 whatever the model's dtype is.
-FLOAT32 = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
-
 OUTSIDE_LAYERS: Mapping[str, Entry] = {
     EMBEDDING: ("vocabulary", ("model.embed_tokens.weight",)),
     "decoder.final_layernorm.weight": ("replicated", ("model.norm.weight",)),
