@@ -51,6 +51,7 @@ OURS = {
     "generate.single_requests": "speed: long answers",
     "generate.workers": "machines",
     "learner.collective_timeout": "deadlines",
+    "learner.layout.expert": "the script shards by FSDP",
     "learner.layout.first_stage": STAGES,
     "learner.layout.last_stage": STAGES,
     "learner.layout.tensor": "the script shards by FSDP",
@@ -75,6 +76,7 @@ OURS = {
     "run.start_timeout": "deadlines",
     "run.steps": "300 is what Megatron-RL reports; DAPO's epochs say nothing",
     "run.stop_timeout": "deadlines",
+    "task.shares": "where the script leaves its files to the user",
     "stream.max_message": "room for a group of long answers",
 }
 

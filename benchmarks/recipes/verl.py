@@ -31,8 +31,8 @@ def _files(value: Any) -> list[str]:
 
 
 def tasks(train_files: str) -> Any:
-    """The tasks that are trained."""
-    return [TASKS[name][0] for name in _files(train_files)]
+    """The tasks that are trained; a script that leaves its files to the user says nothing."""
+    return [TASKS[name][0] for name in _files(train_files)] or UNSAID
 
 
 def evaluated(val_files: str) -> Any:
@@ -43,7 +43,7 @@ def evaluated(val_files: str) -> Any:
 def steps(epochs: int, batch: int, train_files: str) -> Any:
     """Whole batches of all epochs. DAPO's file has each prompt many times, so that its epochs say nothing."""
     sizes = [TASKS[name][1] for name in _files(train_files)]
-    return UNSAID if None in sizes else epochs * (sum(size for size in sizes if size) // batch)
+    return UNSAID if None in sizes or not sizes else epochs * (sum(size for size in sizes if size) // batch)
 
 
 def model(path: str) -> Any:
