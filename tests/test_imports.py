@@ -72,8 +72,8 @@ WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate"
 WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api", "sft")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
-RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "sampling_columns"}
-RECORDS |= {"places", "observe", "recorded", "lab"}
+RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "places", "observe", "recorded", "lab"}
+RECORDS |= {"sampling_columns"}
 BESIDE_RECORDS = {
     "acceptance": {
         "device_map",
