@@ -39,9 +39,7 @@ class Reference:
     LoRA without `algo.reference`: the reference is the model without its adapters, and nothing is kept or swapped.
     """
 
-    def __init__(
-        self, wrapped: Sequence[DistributedDataParallel], parameters: Iterable[torch.nn.Parameter] = ()
-    ) -> None:
+    def __init__(self, wrapped: Sequence[DistributedDataParallel], parameters: Iterable[Tensor] = ()) -> None:
         """Hold these parameters of the chunks as they are now; with none, the reference is the model that the
         chunks are without their adapters."""
         self._wrapped = list(wrapped)
