@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
