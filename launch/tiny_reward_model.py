@@ -28,10 +28,10 @@ def make(folder: Path, seed: int = 1, labels: int = 1) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        pad_token_id=tokenizer.convert_tokens_to_ids(END),
-        num_labels=labels,
+        pad_token_id=tokenizer.get_vocab()[END],
         initializer_range=0.2,
     )
+    config.num_labels = labels
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForSequenceClassification(config)

@@ -79,6 +79,7 @@ class EvaluateConfig(Section):
         if self.top_k == 0:
             raise ValueError("top_k: 0 is not allowed; allowed: -1, 1 and above, null")
 
+    @rule
     def _a_run_measures_its_own_weights(self) -> None:
         if self.every and not self.chosen("engine").trains:
             able = [name for name in ENGINES.names if ENGINES.load(name).trains]

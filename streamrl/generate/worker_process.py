@@ -114,8 +114,10 @@ async def _run_worker(
             if await unless(stop, models.ready()):
                 return
         rewards = weighted.Weighted.of(config, models)
-        given = {"address": address, "events": events, "tasks": tasks, "rewards": rewards, "evaluator": evaluator}
-        worker = Worker(config, run_folder, index, fleet, **given)
+        worker = Worker(
+            config, run_folder, index, fleet,
+            address=address, events=events, tasks=tasks, rewards=rewards, evaluator=evaluator,
+        )  # fmt: skip
         try:
             await worker.run(stop)
         finally:

@@ -109,7 +109,7 @@ class PolicyModel(GPTModel):
         chosen, group = self._states_of(hidden_states, labels), self.pg_collection.tp
         if self.states is not None:
             self.states.append(ReferenceStates(host_copy(chosen.detach()), weight.detach()))
-        measured = token_logprobs(chosen, weight, labels, self.shape.vocabulary, group)
+        measured: tuple[Tensor, ...] = token_logprobs(chosen, weight, labels, self.shape.vocabulary, group)
         if labels.reference is not None:
             measured = (
                 *measured,

@@ -27,7 +27,11 @@ def doctor(*paths: Path) -> tuple[int, str, str]:
             "raise FileNotFoundError('Could not find shared object file')",
             "FileNotFoundError: Could not find shared object",
         ),
-        ("import no_such_package_of_onnx", "ModuleNotFoundError: No module named 'no_such_package_of_onnx'"),
+        pytest.param(
+            "import no_such_package_of_onnx",
+            "ModuleNotFoundError: No module named 'no_such_package_of_onnx'",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_half_an_installation_of_transformer_engine_is_one_line(tmp_path, part, reason):

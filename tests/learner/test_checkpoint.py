@@ -14,7 +14,7 @@ TIMED = ("time/", "learner/")  # seconds, and what is made of them
 
 
 @pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_five_steps_after_a_resume_equal_the_uninterrupted_run(dtype, distributed, model_folder, trainer_of, tmp_path):
     optimizer = {"distributed": distributed, "decay": "linear", "warmup_steps": 2, "weight_decay": 0.1}
     config = make_config(model_folder("qwen2", True), dtype=dtype, optimizer=optimizer)

@@ -169,7 +169,10 @@ def test_what_a_kill_left_is_removed_and_what_it_was_replacing_comes_back(model_
     assert sorted(path.name for path in root.iterdir()) == ["incarnation", "step_0"]
 
 
-@pytest.mark.parametrize("stage", ["write", "index", "rename", "prune", "remove"])
+@pytest.mark.parametrize(
+    "stage",
+    ["write", "rename", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("index", "prune", "remove"))],
+)
 def test_a_kill_in_the_middle_of_a_save_leaves_the_former_checkpoint(stage, model_folder, trainer_of, tmp_path):
     config = make_config(model_folder())
     (tmp_path / "config.json").write_text(config.model_dump_json())

@@ -48,7 +48,7 @@ def work(tmp_path, on_ranks) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("layout", [name if name == "DP2" else pytest.param(name, marks=SLOW) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=SLOW) for name in LAYOUTS])
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
 def test_each_rank_writes_its_share_and_holds_no_more_of_it(layout, dtype, model_folder, work):
     model, learner = LAYOUTS[layout]

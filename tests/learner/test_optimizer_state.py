@@ -50,15 +50,15 @@ def resumes(model_folder, trainer_of, tmp_path):
 # -- Transformer Engine's Adam
 
 
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("before", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("distributed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_fused_adam_is_saved_before_its_first_update_and_after(dtype, distributed, before, monkeypatch, resumes):
     use_fused_adam(monkeypatch)
     assert isinstance(resumes(before, dtype, {"distributed": distributed}), FusedAdam)
 
 
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("before", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_moments_in_bfloat16_and_master_weights_inside_the_fused_adam_are_saved(before, monkeypatch, resumes):
     use_fused_adam(monkeypatch)
     package = types.ModuleType("transformer_engine.pytorch.optimizers")
@@ -82,7 +82,7 @@ def test_moments_in_bfloat16_and_master_weights_inside_the_fused_adam_are_saved(
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("before", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("share", [0.5, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_an_offloaded_optimizer_trains_saves_and_resumes(share, before, fused, monkeypatch, resumes):
     if fused:

@@ -184,7 +184,9 @@ def test_a_class_of_the_users_is_loaded_in_processes_of_its_own_and_never_here(h
     assert (tmp_path / f"closed.{int(pid)}").exists()  # the user's `close` was called
 
 
-@pytest.mark.parametrize("text", ["loop", "sleep", "later"])
+@pytest.mark.parametrize(
+    "text", ["loop", pytest.param("sleep", marks=pytest.mark.slow), pytest.param("later", marks=pytest.mark.slow)]
+)
 def test_a_scorer_that_blocks_stops_nobody_and_costs_its_own_sample_alone(host, tmp_path, text):
     async def play() -> tuple[list[Rollout], list[int], list[int]]:
         async with host("Own", processes=1) as task:
@@ -223,7 +225,14 @@ def test_a_scorer_that_waits_for_ever_is_ended_by_the_same_deadline_without_its_
     assert before == after
 
 
-@pytest.mark.parametrize(("text", "how"), [("exit", "exit code 3"), ("crash", "SIGSEGV"), ("kill", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("text", "how"),
+    [
+        pytest.param("exit", "exit code 3", marks=pytest.mark.slow),
+        pytest.param("crash", "SIGSEGV", marks=pytest.mark.slow),
+        ("kill", "SIGKILL"),
+    ],
+)
 def test_a_process_that_dies_masks_the_answer_that_killed_it_and_is_replaced(host, text, how):
     async def play() -> tuple[list[Rollout], Rollout]:
         async with host("Own", processes=1) as task:
