@@ -89,7 +89,7 @@ KEYS: list[tuple[str, str]] = [
     ("evaluate.top_k=0", "evaluate.top_k: 0 is not allowed"),
     (
         "generate={attach: ['http://a:1'], router: 'http://r:1', sampling: {top_p: 0.9}}",
-        "generate.router: http://r:1/ does not pass on that kept sets are asked for",
+        "generate.router: http://r:1 does not pass on that kept sets are asked for",
     ),
     (
         "generate={server_args: {enable_deterministic_inference: true}, sampling: {min_p: 0.1}}",
@@ -120,7 +120,10 @@ KEYS: list[tuple[str, str]] = [
     ("replay.filter={min_pass_rate: 0.9, max_pass_rate: 0.1}", "replay.filter.min_pass_rate: 0.9 is above"),
     ("replay.adaptive={ess_low: 0.9}", "replay.adaptive.ess_low: 0.9 is not below"),
     ("journal.keep=some", "one of none, resume, all"),
-    ("algo.loss=ppo", "one of cispo, clip, gmpo, gspo, reinforce, sapo, package.module:Class"),
+    (
+        "algo.loss=ppo",
+        "one of cispo, clip, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, reinforce, sapo, package.module:Class",
+    ),
     ("algo.eps_low=1.5", "algo.eps_low: 1.5"),
     ("algo={mask_low: 2, mask_high: 1}", "algo.mask_low: 2 is not below"),
     ("algo.mask=second_moment", "algo.mask: second_moment needs proximal=recompute"),
@@ -165,7 +168,7 @@ KEYS: list[tuple[str, str]] = [
 MODEL: list[tuple[str, str]] = [
     # what the model, the prompts or this machine do not allow; `plan` says the same
     ("model.path=nowhere", "nowhere is no model; allowed: a Hugging Face folder"),
-    ("model.path=foreign", "architecture GPT2LMHeadModel is not supported; allowed: LlamaForCausalLM"),
+    ("model.path=foreign", "architecture GPT2LMHeadModel is not supported; allowed: DeepseekV3ForCausalLM"),
     ("model.path=broken", "is not JSON"),
     (
         "model.path=torn",
@@ -173,7 +176,10 @@ MODEL: list[tuple[str, str]] = [
     ),
     ("model.path=wordless", "wordless: no tokenizer ("),
     ("algo.distillation.teacher=nowhere", "algo.distillation.teacher: nowhere is no model; allowed: a Hugging Face"),
-    ("algo.distillation.teacher=foreign", "architecture GPT2LMHeadModel is not supported; allowed: LlamaForCausalLM"),
+    (
+        "algo.distillation.teacher=foreign",
+        "architecture GPT2LMHeadModel is not supported; allowed: DeepseekV3ForCausalLM",
+    ),
     ("algo.distillation.teacher=torn", "torn/model-00002-of-00002.safetensors is missing, model.safetensors.index"),
     ("algo.distillation.teacher=wordless", "wordless: no tokenizer ("),
     ("learner.ranks=3 learner.layout.tensor=3", "learner.layout.tensor: 3 does not divide 4 attention heads"),

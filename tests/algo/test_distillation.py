@@ -93,7 +93,7 @@ def of_tokens(logprobs: torch.Tensor, behaviour: torch.Tensor, teacher: torch.Te
     )
 
 
-@pytest.mark.parametrize("loss", LOSSES.names)
+@pytest.mark.parametrize("loss", [name for name in LOSSES.names if name != "dro"])  # whose pull is to the behaviour
 def test_a_policy_that_has_become_its_teacher_is_left_alone_however_stale_the_tokens(token_batch, loss):
     batch = token_batch(1, spread=0.6)
     batch = dataclasses.replace(batch, teacher=batch.logprobs.detach().clone())

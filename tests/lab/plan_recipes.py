@@ -37,8 +37,12 @@ SHAPE_OF = {
     "verl/deepseek-7b-gsm8k-balance": "deepseek-7b",
     "verl/deepseek-7b-math": "deepseek-7b",
     "verl/deepseek-7b-math-megatron": "deepseek-7b",
+    "verl/deepseek-v3-dapo": "deepseek-v3",
+    "verl/deepseek-v3-gsm8k": "deepseek-v3",
+    "verl/gpt-oss-20b-gsm8k": "gpt-oss-20b",
     "verl/llama3.1-8b-gsm8k": "llama3.1-8b",
     "verl/mistral-7b-gsm8k": "mistral-7b",
+    "verl/moonlight-16b-gsm8k": "moonlight-16b-a3b",
     "verl/qwen2-7b-gsm8k": "qwen2.5-7b",
     "verl/qwen2-7b-gsm8k-balance": "qwen2.5-7b",
     "verl/qwen2-7b-math": "qwen2.5-7b",
@@ -56,6 +60,7 @@ SHAPE_OF = {
     "verl/qwen3-30b-a3b-dapo": "qwen3-30b-a3b",
     "verl/qwen3-30b-a3b-gsm8k-lora": "qwen3-30b-a3b",
     "verl/qwen3-8b-gsm8k": "qwen3-8b",
+    "verl/seed-oss-36b-gsm8k": "seed-oss-36b",
 }
 H100 = Machines()
 

@@ -305,7 +305,9 @@ def test_a_runs_checkpoint_is_of_the_family_that_its_run_names(renamed, tmp_path
 def test_a_family_that_is_none_is_refused_by_one_line(renamed, tmp_path):
     out = tmp_path / "out"
     assert "or a family of your own by --family" in refusal(renamed, out)
-    assert refusal(renamed, out, family="qwen5").startswith("--family: qwen5 is not allowed; allowed: one of llama, ")
+    assert refusal(renamed, out, family="qwen5").startswith(
+        "--family: qwen5 is not allowed; allowed: one of deepseek_v3, "
+    )
 
 
 def changed(model: Path, folder: Path, **keys: object) -> Path:
@@ -353,7 +355,7 @@ def test_what_cannot_be_converted_is_refused_before_anything_starts(model, check
     assert f"{bare} has no config.json in {tmp_path / 'huggingface'}; allowed: --model" in refusal(bare, out)
     (tmp_path / "legacy").mkdir()
     (tmp_path / "legacy/latest_checkpointed_iteration.txt").write_text("500")
-    assert "iter_0000500 has no metadata.json; allowed: Megatron's format torch_dist" in refusal(
+    assert "iter_0000500 has neither metadata.json nor mp_rank_*; allowed: Megatron's formats" in refusal(
         tmp_path / "legacy", out
     )
     usage = namedtuple("usage", "total used free")

@@ -37,8 +37,11 @@ from tests.lab.plan_recipes import H100, LORA, MOE, QWEN, SHAPES, UNEVEN, planne
 PARAMETERS = {  # as the published safetensors indices count them
     "deepseek-7b": 6_910_365_696,
     "deepseek-r1-distill-qwen-7b": 7_615_616_512,
+    "deepseek-v3": 671_026_419_200,  # without the layer that predicts one token more
+    "gpt-oss-20b": 20_914_757_184,
     "llama3.1-8b": 8_030_261_248,
     "mistral-7b": 7_248_023_552,
+    "moonlight-16b-a3b": 15_960_110_208,
     "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-math-7b": 7_615_616_512,
@@ -48,6 +51,7 @@ PARAMETERS = {  # as the published safetensors indices count them
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "seed-oss-36b": 36_151_104_512,
 }
 
 # -- parameters

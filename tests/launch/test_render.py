@@ -240,7 +240,8 @@ def test_a_dry_run_of_every_recipe_in_every_form(recipe, tmp_path, capsys):
         f"grace: {config.run.stop_timeout:g}\noverride: [model.path=/shared/{config.model.path}]\n"
     )
     last = f"generator-{config.workers - 1} on GPUs"
-    for form, workers in (("hosts", last), ("slurm", last), ("kubernetes", f"generator: {config.workers} pod")):
+    pods = config.workers * config.generate.server_nodes
+    for form, workers in (("hosts", last), ("slurm", last), ("kubernetes", f"generator: {pods} pod")):
         assert render.main([form, str(description), "-o", str(tmp_path / "out"), "--dry-run"]) == 0
         assert workers in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]

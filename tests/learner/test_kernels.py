@@ -90,7 +90,8 @@ def test_buffers_of_the_overlap_are_made_before_the_layers_that_use_them(model_f
     monkeypatch.setattr(model_module, "choose_layers", lambda *_: ENGINE)
     monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())  # of Transformer Engine
     monkeypatch.setattr(te.importlib, "import_module", {"transformer_engine.pytorch.module.base": base}.__getitem__)
-    monkeypatch.setattr(model_module, "_chunk", lambda *_: SimpleNamespace(to=lambda device: asked[:]))
+    monkeypatch.setattr(model_module, "_chunk", lambda *_, **__: SimpleNamespace(to=lambda device: asked[:]))
+    monkeypatch.setattr(model_module.sigmoid_router, "freeze", lambda chunks: None)
     (at_the_layers,) = build(shape, config, Device("cpu", 0))
     assert at_the_layers == [{"shape": [62, shape.hidden], "tp_size": 2, "bootstrap_backend": "gloo"}]
 

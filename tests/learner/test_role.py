@@ -37,6 +37,7 @@ class Trainer:
     rank_seconds = (0.1,)
     phases = (("scores", 1.0, 2.0),)
     peak = None
+    taken_off = ()
 
     def __init__(self, version: PolicyVersion) -> None:
         self.version = version

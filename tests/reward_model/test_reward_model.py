@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from launch import tiny_model, tiny_reward_model
 from streamrl.config import Config
 from streamrl.config.refused import ConfigError
+from streamrl.config.task import ScoringConfig
 from streamrl.observe.events import EventLog, Events
 from streamrl.reward_model.batches import Batches, Waiting
 from streamrl.reward_model.classifier import Classifier
@@ -28,7 +29,9 @@ from streamrl.reward_model.service import Service
 from streamrl.reward_model.wire import PATH, Ask, BadReply, Turn, scores_of, write_address
 from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.tasks.environment import Prompt
-from streamrl.tasks.failures import ScorerUnready
+from streamrl.tasks.failures import ScorerUnready, describe
+from streamrl.tasks.scoring import ScorerBroken, Scoring
+from tests.operations_table import documented
 
 LETTERS = "abcdefgh"
 
@@ -214,5 +217,22 @@ def test_what_is_late_full_or_nonsense_is_asked_again(tmp_path):
 
 def test_none_that_answers_in_time_leaves_the_group_unjudged_with_the_last_reason(tmp_path):
     broken = Broken(*(web.Response(status=503, text="full") for _ in range(1000)))
-    with pytest.raises(ScorerUnready, match=r"patience=0\.6 s: reward-model-0: status 503: full"):
+    with pytest.raises(ScorerUnready, match=r"patience=0\.6 s: reward-model-0: status 503: full") as raised:
         asyncio.run(asked(tmp_path, broken, timeout=0.5, patience=0.6))
+    scoring = Scoring(ScoringConfig(window=4, most_failed=0.5))
+    with pytest.raises(ScorerBroken) as broke:
+        scoring.count("copy", [describe(raised.value)] * 4)
+    documented(
+        "the scorer of ... failed on ... of its last ... answers (task.scoring.most_failed=...): ... no reward model "
+        "has answered in reward_model.patience=... s: ...",
+        str(broke.value),
+        1,
+    )
+
+
+def test_a_reward_model_that_never_listens_ends_the_wait_with_one_line(tmp_path):
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"start_timeout": 0.1})})
+    with pytest.raises(TimeoutError) as raised:
+        asyncio.run(RewardModels(config, tmp_path, Events()).ready())
+    documented("no reward model was ready in run.start_timeout=... s", str(raised.value), 1)
