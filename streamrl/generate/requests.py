@@ -125,9 +125,8 @@ class _Request:
         self._at: Policy | None = None
         self._parts = 0
         self._avoid: str | None = None  # the server that was lost last
-        self._ending: asyncio.Future[None] | None = (
-            None  # of the present part, whose answer has come to its stop string
-        )
+        # Ends the present part, whose answer has come to its stop string.
+        self._ending: asyncio.Future[None] | None = None
 
     @property
     def _name(self) -> str | None:
