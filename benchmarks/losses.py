@@ -385,6 +385,7 @@ def combinations() -> Iterator[AlgoConfig]:
             continue
         keys |= WIDE if keys["mask"] == "geometric" else {}
         keys |= {"dual_clip": 1.5} if keys["loss"] in ("clip", "gspo") else {}
+        keys |= DPPO if keys["loss"] in ("dppo_tv", "dppo_kl") else {}
         further, limit = next(limits)
         keys |= {"more_masks": [{"mask": further, "mask_high": limit}], "kl_estimator": next(estimators)}
         keys["weight_normalise"] = keys["proximal"] == "recompute" and keys["weight"] != "none"
