@@ -59,6 +59,7 @@ def test_poison_is_well_formed_and_untrainable(tmp_path: Path) -> None:
     assert msgspec.structs.replace(bad, samples=group.samples) == group
 
 
+@pytest.mark.slow
 def test_groups_that_servers_generate_again_which_are_ahead_of_the_step_are_trained(tmp_path: Path) -> None:
     """Without a journal all that the killed learner had trained is generated again: this seed kills it first."""
     command = [sys.executable, "-m", "benchmarks.faults", "--kills", "1", "--keep", "none", "--seed", "1"]

@@ -108,6 +108,7 @@ def assert_exact(answers: list[Answer], version: PolicyVersion, learner: Learner
         assert (given - expected).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_an_adapter_on_a_server_gives_the_log_probs_of_the_merged_weights(
     server: Server, model_folders: tuple[Path, Path], tmp_path: Path, forward_logprobs: Callable
 ) -> None:
@@ -205,6 +206,7 @@ def test_only_the_newest_folders_are_kept(model_folders: tuple[Path, Path], tmp_
     assert sorted(folder.name for folder in (tmp_path / "adapters").iterdir()) == ["2.0", "3.0"]
 
 
+@pytest.mark.slow
 def test_a_server_is_started_for_the_adapters_of_the_run(model_folders: tuple[Path, Path]):
     arguments = server_arguments(config_of(model_folders[0]), index=0)
     assert arguments["max_lora_rank"] == 4
