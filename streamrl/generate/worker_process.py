@@ -28,7 +28,7 @@ from streamrl.stream.session import PeerRefused
 from streamrl.tasks import left_out, parsing, weighted
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.failures import ScorerUnready
-from streamrl.tasks.hosted import host_tasks
+from streamrl.tasks.hosted import close_tasks, host_tasks
 
 REFUSED = 2  # exit code of a configuration that is not the run's
 
@@ -103,13 +103,15 @@ async def _run_worker(
         return
     address = await _address(config, run_folder, stop)
     tasks: dict[str, Environment] = {}
+    models: RewardModels | None = None
+    worker: Worker | None = None
     begin_part(events, "loads the tasks")
-    if await unless(stop, _load(tasks, config, run_folder)):
-        return
-    weighted.check_turns(config, tasks)
-    models = RewardModels(config, run_folder, events) if config.reward_model.path is not None else None
     try:
-        if models is not None:
+        if await unless(stop, _load(tasks, config, run_folder)):
+            return
+        weighted.check_turns(config, tasks)
+        if config.reward_model.path is not None:
+            models = RewardModels(config, run_folder, events)
             begin_part(events, "waits for the reward model")
             if await unless(stop, models.ready()):
                 return
@@ -118,11 +120,9 @@ async def _run_worker(
             config, run_folder, index, fleet,
             address=address, events=events, tasks=tasks, rewards=rewards, evaluator=evaluator,
         )  # fmt: skip
-        try:
-            await worker.run(stop)
-        finally:
-            await worker.close()
+        await worker.run(stop)
     finally:
+        await (close_tasks(tasks) if worker is None else worker.close())
         if models is not None:
             await models.close()
 

@@ -20,6 +20,7 @@ from launch import tiny_model, tiny_reward_model
 from streamrl.config import Config
 from streamrl.config.refused import ConfigError
 from streamrl.config.task import ScoringConfig
+from streamrl.generate import worker_process
 from streamrl.observe.events import EventLog, Events
 from streamrl.reward_model.batches import Batches, Waiting
 from streamrl.reward_model.classifier import Classifier
@@ -236,3 +237,34 @@ def test_a_reward_model_that_never_listens_ends_the_wait_with_one_line(tmp_path)
     with pytest.raises(TimeoutError) as raised:
         asyncio.run(RewardModels(config, tmp_path, Events()).ready())
     documented("no reward model was ready in run.start_timeout=... s", str(raised.value), 1)
+
+
+def test_a_worker_that_waits_in_vain_closes_the_tasks_that_it_has_loaded(tmp_path, monkeypatch):
+    closed: list[str] = []
+
+    class Loaded:
+        async def close(self) -> None:
+            closed.append("task")
+
+    class Started:
+        async def start(self) -> None: ...
+
+    async def load(tasks, config, run_folder) -> None:
+        tasks["copy"] = Loaded()
+
+    async def address(config, run_folder, stop) -> str:
+        return "tcp://127.0.0.1:1"
+
+    monkeypatch.setattr(worker_process, "_load", load)
+    monkeypatch.setattr(worker_process, "_address", address)
+    monkeypatch.setattr(worker_process.weighted, "check_turns", lambda config, tasks: None)
+    config = config_of(tmp_path)
+    config = config.model_copy(update={"run": config.run.model_copy(update={"start_timeout": 0.1})})
+
+    async def start() -> None:
+        parts = {"stop": asyncio.Event(), "events": Events(), "evaluator": None}
+        await worker_process._run_worker(config, tmp_path, 0, Started(), **parts)
+
+    with pytest.raises(TimeoutError, match="no reward model was ready"):
+        asyncio.run(start())
+    assert closed == ["task"]
