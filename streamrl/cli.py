@@ -23,6 +23,13 @@ from streamrl.starter import parsers as starter
 class _Parser(argparse.ArgumentParser):
     """A parser that says what is wrong in one line."""
 
+    takes_keys = False  # of the configuration: its help ends with their reference, which takes a while to write
+
+    def format_help(self) -> str:
+        if self.takes_keys:
+            self.epilog = f"keys, defaults, [allowed values]:\n{config_file.describe()}"
+        return super().format_help()
+
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: {message}", file=sys.stderr)
         raise SystemExit(2)
@@ -251,18 +258,18 @@ def _add_records(subparsers: argparse._SubParsersAction) -> None:
     group.add_argument("--json", action="store_true", help="as one line of JSON")
 
 
-def _command(subparsers: argparse._SubParsersAction, name: str, function: object, text: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+def _command(subparsers: argparse._SubParsersAction, name: str, function: object, text: str) -> _Parser:
+    parser: _Parser = subparsers.add_parser(
         name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.set_defaults(command=function)
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser, *, optional: bool) -> None:
+def _add_config(parser: _Parser, *, optional: bool) -> None:
     parser.add_argument("config", type=config_path, nargs="?" if optional else None, help="YAML file")
     parser.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
-    parser.epilog = f"keys, defaults, [allowed values]:\n{config_file.describe()}"
+    parser.takes_keys = True
 
 
 if __name__ == "__main__":
