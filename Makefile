@@ -6,6 +6,8 @@ RUN := $(VENV)/bin
 PYTEST := $(RUN)/python -m pytest --numprocesses 3 --no-loadscope-reorder
 export HF_HUB_OFFLINE ?= 1
 export PYTHONUNBUFFERED := 1
+# Hundreds of processes start: each module is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo demo-pretrained test test-all test-gpu-set check bench docs clean
 

@@ -53,6 +53,7 @@ MORE = (
 # Commands that another test runs. A benchmark's full form is long: `make bench` runs the short one of each.
 ELSEWHERE = (
     (r"make test(-all)?", "tests/test_docs_commands.py"),
+    (r"make check", ".ci/run"),
     (r"(UV=1 )?/path/to/streamrl/requirements/install\.sh.*", "tests/test_install.py"),
     (r"make test-gpu-set", "tests/gpu_set/test_installed.py"),  # in an environment of its own
     (r"python3\.11 -m venv envs/\w+ && .*", "tests/foreign_environments.py"),
@@ -245,9 +246,8 @@ class Clone:
         words = self.words(command)
         found = {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
         environment = os.environ | found | command.environment
-        where = ROOT if command.text == "make check" else self.folder
         process = subprocess.Popen(
-            words, cwd=where, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            words, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:

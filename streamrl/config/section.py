@@ -28,7 +28,7 @@ def rule(check: Check) -> Check:
 class Section(BaseModel):
     """A frozen part of the tree that knows its keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     def choices(self) -> Iterator[tuple[str, Kind]]:
         """The keys of this section that hold a choice, whose options are beside it."""
@@ -64,7 +64,7 @@ class Section(BaseModel):
                 yield from _errors("rule", error)
 
     def _refused_by_rules(self) -> Iterator[PydanticCustomError]:
-        for check in vars(type(self)).values():
+        for check in list(vars(type(self)).values()):
             if not getattr(check, _RULE, False):
                 continue
             try:
