@@ -122,6 +122,7 @@ BENCHMARKS = (
     Benchmark("faults", quick=("--kills", "20")),
     Benchmark("model_check"),
     Benchmark("pressure"),
+    Benchmark("release"),
     Benchmark("publish"),
     Benchmark("generation", ratios=_generation),
     Benchmark("end_to_end"),

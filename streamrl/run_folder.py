@@ -40,7 +40,7 @@ RESUMABLE = (
     "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
     "generate.submission", "generate.requests_in_flight", "generate.lag",
     "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
-    "replay.host", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
+    "replay.host", "replay.release", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
     "learner.gradient_accumulation_fusion", "learner.moe_permute_fusion", "learner.tp_comm_overlap",
     "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "learner.peak_tflops",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from streamrl.choices import CURRICULA, ORDERS
+from streamrl.choices import CURRICULA, ORDERS, RELEASES
 from streamrl.config.section import Section, rule
 
 # Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them.
@@ -102,6 +102,12 @@ class ReplayConfig(Section):
     groups_per_step: int = Field(8, ge=1, le=MOST_GROUPS, description="P, groups of one learner step")
     max_staleness: float = Field(
         2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
+    )
+    release: Annotated[str, RELEASES] = Field(
+        "eager", description="when tickets go out that the bound allows: at once, or as late as keeps the learner fed"
+    )
+    release_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the release policy: `quantile` and `margin` of `just_in_time`"
     )
     host: str | None = Field(
         None,

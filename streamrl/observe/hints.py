@@ -298,9 +298,9 @@ RULES = (
     Rule("entropy", _entropy, ("algo.entropy", "algo.eps_high", "learner.optimizer.lr"), LEARNING),
     Rule("mismatch", _mismatch, ("algo.weight", "learner.router_replay", "model.dtype"), LEARNING),
     Rule("cut", _cut, ("generate.sampling.max_new_tokens", "task.overlong.buffer"), LEARNING),
-    Rule("clipped", _clipped, ("replay.max_staleness", "learner.optimizer.lr", "learner.mini_batches"), LEARNING),
+    Rule("clipped", _clipped, ("replay.max_staleness", "replay.release", "learner.optimizer.lr"), LEARNING),
     Rule("unscored", _unscored, ("task.scoring.timeout", "task.scoring.most_failed"), LEARNING),
-    Rule("off_policy", _off_policy, ("replay.max_staleness", "replay.adaptive.enabled"), LEARNING),
+    Rule("off_policy", _off_policy, ("replay.max_staleness", "replay.release", "replay.adaptive.enabled"), LEARNING),
     Rule("learner_bound", _learner_bound, ("learner.ranks", "learner.tokens_per_micro_batch"), SPEED),
     Rule("generator_bound", _generator_bound, ("generate.workers", "generate.groups_in_flight"), SPEED),
 )

@@ -155,6 +155,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("buffer/groups", "groups", "complete groups that wait for training"),
     Metric("buffer/bytes", "bytes", "their size"),
     Metric("staleness/admitted", "steps", "staleness that admission allows now; below replay.max_staleness if adapted"),
+    Metric("release/held", "tickets", "tickets that the bound allows and replay.release holds back, at the batch"),
+    Metric("release/lead", "s", "how long before a step needs its groups their tickets go out; none while all go out"),
+    Metric("release/quantile", "s", "time of a group from its first ticket on, at the quantile of replay.release"),
     *(
         Metric(f"selection/{which}/{name}", unit, f"{meaning} of the groups that were {which} since the last batch")
         for which in ("generated", "dropped", "trained")

@@ -24,7 +24,7 @@ from streamrl.replay.adaptive import AdaptiveBound
 from streamrl.replay.curricula import make_curriculum
 from streamrl.replay.curricula.base import Curriculum
 from streamrl.replay.leases import Leases
-from streamrl.replay.life import DROP, ISSUED, LOSE, WAITING, Phase
+from streamrl.replay.life import DROP, LOSE, WAITING, Phase
 from streamrl.replay.lives import NEVER, Life
 from streamrl.replay.orders import make_order
 from streamrl.replay.orders.base import Order
@@ -43,19 +43,15 @@ from streamrl.replay.records import (
     Snapshot,
     Stored,
 )
+from streamrl.replay.refusals import DuplicateGroup, GroupRefused, refusal
+from streamrl.replay.release_gate import ReleaseGate
+from streamrl.replay.releases import make_release
+from streamrl.replay.releases.base import Release
 from streamrl.replay.selection import Audit, measure, mismatch, reason_to_drop
 from streamrl.replay.shares import Shares, make_shares
 from streamrl.replay.state import State
 from streamrl.trainable import Limits
 from streamrl.types import Group, Ledger, PolicyVersion, Ticket
-
-
-class GroupRefused(Exception):
-    """The group cannot be taken; the message says why."""
-
-
-class DuplicateGroup(GroupRefused):
-    """This very attempt was accepted before: its worker may forget it."""
 
 
 class Buffer:
@@ -68,6 +64,8 @@ class Buffer:
         shares: Shares,
         curriculum: Curriculum,
         adaptive: AdaptiveBound,
+        release: Release,
+        publish_every: int,
         filters: FilterConfig,
         last_step: int,
         seed: int,
@@ -89,6 +87,7 @@ class Buffer:
         self._lease = lease
         self._state = State(shares)
         self._lives = self._state.lives
+        self.gate = ReleaseGate(release, self._state, publish_every)
         self._records: list[AnyRecord] = []
         self.emitted = self._lives.emitted  # (event, fields), for the log: what happened to groups, and no answer says
         self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
@@ -162,7 +161,7 @@ class Buffer:
     def selection_metrics(self) -> dict[str, float]:
         """The audit since the last call, by the names of its metrics: called once a batch."""
         audit, self._audit = self._audit, Audit()
-        return audit.metrics() | self.adaptive.metrics()
+        return audit.metrics() | self.adaptive.metrics() | self.gate.metrics(self.adaptive.slots - self.charged)
 
     # -- what outlives a crash
 
@@ -215,6 +214,7 @@ class Buffer:
         """
         resumed, lost = self._state.redeliverable(version.step)
         self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost, limits=limits))
+        self.gate.began(version.step, self._lives)
         self._trained = version.step
 
     def lose(self, step: int, group_ids: Iterable[int]) -> None:
@@ -259,6 +259,8 @@ class Buffer:
     def issue(self, holder: str, newest: PolicyVersion, now: float) -> Ticket | None:
         """The next ticket for a worker whose newest server is at `newest`; None when there is none for it."""
         state, waiting = self._state, self._lives.first_waiting
+        if self.gate.due_at <= now:
+            self.gate.tick(now)
         required = self._required(waiting)
         if required is None or newest.step < required:
             return None
@@ -343,7 +345,9 @@ class Buffer:
         any other.
         """
         state = self._state
+        self.gate.asked(step)
         if step in state.batches:
+            self.gate.delivered(step)
             self._trained = step + 1
             return tuple(self._lives[group_id].stored() for group_id in state.batches[step])
         if step != state.next_step:
@@ -358,6 +362,7 @@ class Buffer:
             if life.completed is not None:
                 self._audit.trained.add(life.completed)
         self._emit(Consumed(step=step, group_ids=ids))
+        self.gate.delivered(step)
         self._trained, self._popped = step + 1, step
         return batch
 
@@ -387,6 +392,8 @@ class Buffer:
         group_id = state.next_id if waiting is None else waiting.group_id
         if state.began is None or state.acknowledged is None or group_id >= self._end_id:
             return None
+        if waiting is None and group_id >= self.gate.limit:
+            return None
         required = self.order.required_step(group_id, state.next_step, self.adaptive.slots)
         return required if required <= self._contained else None
 
@@ -398,6 +405,7 @@ class Buffer:
 
     def _emit(self, record: AnyRecord) -> None:
         self._state.apply(record)
+        self.gate.record(record)
         self._records.append(record)
 
     def _accept(self, life: Life, group: Group, record: Completed, frames: Sequence[Any]) -> Completed | None:
@@ -441,23 +449,10 @@ class Buffer:
         life = self._lives.out.get(group_id)
         if life is not None and life.attempt == attempt and (life.holder is None or life.holder == holder):
             return life
-        raise self._refusal(group_id, attempt)
-
-    def _refusal(self, group_id: int, attempt: int) -> GroupRefused:
-        """Why an answer is for no ticket of its worker."""
-        what = f"group {group_id} attempt {attempt}"
         life = self._lives.get(group_id)
-        if life is None:
-            return GroupRefused(
-                f"{what} is trained already" if group_id < self._state.next_id else f"{what}: no ticket"
-            )
-        if life.completed is not None and life.completed.attempt == attempt:
-            return DuplicateGroup(f"{what} is {life.phase} already")
-        self._audit.counts["late_duplicates"] += 1
-        if life.phase is ISSUED and life.attempt == attempt:
-            return GroupRefused(f"{what} is the ticket of worker {life.holder}")
-        is_lost = life.recorded is ISSUED and life.phase is not ISSUED
-        return GroupRefused(f"{what}: attempt {life.attempt} is {'lost' if is_lost else life.phase}")
+        refused = refusal(group_id, attempt, life, self._state.next_id)
+        self._audit.counts["late_duplicates"] += life is not None and not isinstance(refused, DuplicateGroup)
+        raise refused
 
 
 def make_buffer(config: Config) -> Buffer:
@@ -469,6 +464,8 @@ def make_buffer(config: Config) -> Buffer:
         shares=make_shares(config),
         curriculum=make_curriculum(replay, config.run.seed),
         adaptive=AdaptiveBound(replay.adaptive, order, replay.bound, every),
+        release=make_release(replay),
+        publish_every=every,
         filters=replay.filter,
         last_step=config.run.steps,
         seed=config.run.seed,

@@ -77,7 +77,8 @@ class Core:
 
     def longest_wait(self, now: float, most: float) -> float:
         """Seconds until a tick is due without a message, `most` at most."""
-        return most if self._time.catches_up else min(most, max(0.0, self._run.durable.due_at - now))
+        due = min(self._run.durable.due_at - now, self._run.buffer.gate.due_at - self._time.now)
+        return most if self._time.catches_up else min(most, max(0.0, due))
 
     # -- messages
 

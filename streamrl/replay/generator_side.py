@@ -158,6 +158,7 @@ class GeneratorSide:
     def send_tickets(self, now: float) -> None:
         """Every ticket that may be issued now."""
         run = self._run
+        run.buffer.gate.tick(now, sum(worker.capacity for worker in run.workers.live))
         if not run.phases.goes_on or run.durable.full or run.buffer.required is None:
             return
         by_name = {worker.name: worker for worker in run.workers.live}

@@ -65,6 +65,48 @@ def test_an_infinitely_fast_server_leaves_the_learners_own_rate() -> None:
     assert found.staleness_mean == pytest.approx(2.0, abs=0.3)
 
 
+@pytest.mark.parametrize(
+    ("learner", "replay", "oldest"),
+    [
+        (Line(2.0, 0.0, (0.8, 1.2)), {}, 3.0),  # the learner is the slow side
+        (Line(2.0, 0.0), {"order": "windowed", "window": 5}, 3.0),
+        (Line(2.0, 0.0), {"order": "ready"}, 3.0),
+        (Line(2.0, 0.0), {"every": 3}, 4.0),
+        (Line(0.4, 0.0, (0.8, 1.2)), {}, 16.0),  # both sides take as long
+        (Line(0.05, 0.0), {}, 16.0),  # generation is the slow side
+    ],
+)
+def test_tickets_just_in_time_make_data_younger_at_the_same_speed(
+    learner: Line, replay: dict[str, Any], oldest: float
+) -> None:
+    parts = Model(answers(4, 9, 30, 70, 16), ServerSpeed(0.01, 0.0001), learner, Line(0.05, 0.0))
+    eager, just_in_time = (
+        figures(Circle(config(60, release=release, max_staleness=16, **replay), parts).run()[20:])
+        for release in ("eager", "just_in_time")
+    )
+    assert just_in_time.trained > 0.97 * eager.trained
+    assert just_in_time.staleness_mean < oldest
+    assert just_in_time.staleness_mean <= eager.staleness_mean
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_bound_up_to_one_leaves_nothing_to_hold_back(staleness: int) -> None:
+    parts = model(learner=Line(0.4, 0.0), update=Line(0.05, 0.0))
+    eager, just_in_time = (
+        Circle(config(30, max_staleness=staleness, release=release), parts).run()
+        for release in ("eager", "just_in_time")
+    )
+    assert eager == just_in_time
+
+
+def test_by_sample_tickets_come_just_in_time_too() -> None:
+    keys = config(60, release="just_in_time", max_staleness=16)
+    generate = keys.generate.model_copy(update={"submission": "sample", "requests_in_flight": 32})
+    circle = Circle(keys.model_copy(update={"generate": generate}), model(learner=Line(2.0, 0.0)))
+    assert figures(circle.run()[20:]).staleness_mean < 3.0
+    assert figures(circle.rows[20:]).idle_learner < 0.03
+
+
 def test_synchronous_steps_take_the_sum_of_both_and_have_no_staleness() -> None:
     parts = Model(answers(51), ServerSpeed(0.01, 0.0), Line(1.0, 0.0), Line(0.25, 0.0))
     rows = Circle(config(steps=10, max_staleness=0), parts).run()

@@ -61,6 +61,8 @@ PANELS = (
     Panel("Throughput", "Idle", "share", ("idle/learner", "idle/generator")),
     Panel("Throughput", "Seconds of a step", "s", ("time/step", "time/wait", "time/forward_backward")),
     Panel("Throughput", "Groups waiting in the buffer", "groups", ("buffer/groups",)),
+    Panel("Throughput", "Tickets held back", "tickets", ("release/held",)),
+    Panel("Throughput", "Lead time of tickets", "s", ("release/lead", "release/quantile")),
     Panel(
         "Selection",
         "Groups since the last batch",

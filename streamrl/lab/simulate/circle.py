@@ -58,6 +58,7 @@ from streamrl.types import Batch, Group, PolicyVersion, Ticket
 SIMULATIONS = 8  # whose mean is what is expected of a run
 
 TURN = 0.2  # seconds between two turns of the service's loop without a message, as in replay/service.py
+SHORTEST = 1e-4  # seconds between two turns, so that time passes
 
 # Heartbeats of a run that one of a simulation stands for: half of the silence after which a worker counts as lost.
 BEATS = 5
@@ -77,6 +78,7 @@ class Circle:
         self._core = Core.in_memory(config, self._from_service)
         self._sent: list[tuple[bytes, Message, Sequence[Buffer]]] = []  # by the service, and not yet received
         self._has_news = False  # the service has got something since its last turn
+        self._due = 0.0  # the last turn that was arranged for a ticket
         self._stop: Stop | None = None
         self._sites = [site for index in range(config.workers) for site in self._sites_of(index)]
         self._by_identity = {site.identity: site for site in self._sites}
@@ -142,6 +144,17 @@ class Circle:
             sent, self._sent = self._sent, []
             for peer, message, frames in sent:
                 self._receive(peer, message, frames)
+        self._turn_when_due()
+
+    def _turn_when_due(self) -> None:
+        """A ticket that is held back goes out at its time, as in the service's own loop."""
+        wait = self._core.longest_wait(self._clock.now, TURN)
+        if wait < TURN and self._due != (due := self._clock.now + max(wait, SHORTEST)):
+            self._due = due
+            self._clock.at(due, self._news)
+
+    def _news(self) -> None:
+        self._has_news = True
 
     def _receive(self, peer: bytes, message: Message, frames: Sequence[Buffer]) -> None:
         """What is not here, nobody waits for."""

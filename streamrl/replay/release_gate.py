@@ -1,0 +1,125 @@
+"""Which of the legal tickets go out now: what a release policy's lead time means in group ids.
+
+    D(m) = when learner step m needs its groups: the learner asks for the next step one step's time after it got the
+           last batch, or asks now; every further step takes as long
+    a ticket of step m goes out from D(m) - lead on
+
+Whatever the policy says, nothing is held back that holding makes no younger, or that the learner waits for:
+
+    steps up to v + k        v = acknowledged weights, k = `publish.every`: no newer weights come before these train
+    the step that is asked for, and P groups more where it is asked for and nothing is out
+    a group that had a ticket before
+
+Pure, like the buffer: it reads the buffer's state, and is told the time. What it has measured is not durable: a service
+that was started again releases as early as is legal until STEPS steps are measured again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+from streamrl.replay.lives import NEVER, Life
+from streamrl.replay.records import AnyRecord, Completed, Issued
+from streamrl.replay.releases.base import Release
+from streamrl.replay.state import State
+
+STEPS = 4  # of the learner that must be measured first
+KEPT = 16  # whose median is the time of a step: one with a checkpoint is long, and no measure of the others
+MOST = 1e9  # steps
+ROUNDING = 1e-6  # of a step: what a sum of times may be off by
+
+_AT_ONCE = -NEVER
+
+
+class ReleaseGate:
+    """Holds tickets back. Times are in seconds, on the clock of `tick`."""
+
+    def __init__(self, release: Release, state: State, publish_every: int) -> None:
+        self.limit = NEVER  # first group id that is held back
+        self.due_at = NEVER  # when the limit rises by itself
+        self._release = release
+        self._state = state
+        self._groups = release.groups_per_step
+        self._every = publish_every
+        self._now = 0.0
+        self._opened: dict[int, float] = {}  # groups that are out, in the order of their first tickets, and when
+        self._came: list[float] = []  # first tickets of those that were completed since the last tick
+        self._rounds = 1.0
+        self._steps: deque[float] = deque(maxlen=KEPT)
+        self._wanted: int | None = None  # the step that the learner asks for, or will ask for next
+        self._asked = False
+        self._delivered: float | None = None  # when it got the batch before
+        self._lead = NEVER
+
+    def tick(self, now: float, capacity: int | None = None) -> None:
+        """It is `now`. `capacity`: groups that the workers generate at once, where that is known."""
+        if not self._release.holds:
+            return
+        self._now = now
+        if capacity is not None:
+            self._rounds = max(1.0, self._groups / max(1, capacity))
+        for opened in self._came:
+            self._release.completed(max(0.0, now - opened))
+        self._came.clear()
+        state, steps = self._state, self._decide(now)
+        self.limit = state.below + len(state.above) + steps * self._groups
+        if self._asked and not state.lives.out and state.lives.first_waiting is None:
+            self.limit = max(self.limit, state.next_id + self._groups)
+
+    def record(self, record: AnyRecord) -> None:
+        """What happens to groups."""
+        if not self._release.holds:
+            return
+        match record:
+            case Issued(ticket=ticket):
+                self._opened.setdefault(ticket.group_id, self._now)
+            case Completed(group_id=group_id):
+                if (opened := self._opened.pop(group_id, None)) is not None:
+                    self._came.append(opened)
+
+    def began(self, step: int, lives: Mapping[int, Life]) -> None:
+        """A learner goes on from `step`; `lives`: the groups that it leaves."""
+        self._opened = {i: at for i, at in self._opened.items() if i in lives and lives[i].completed is None}
+        self._wanted, self._asked, self._delivered = step, False, None
+        self.due_at = _AT_ONCE if self._release.holds else NEVER
+
+    def asked(self, step: int) -> None:
+        """The learner waits for the batch of `step`."""
+        if not self._release.holds or (self._asked and step == self._wanted):
+            return
+        if self._delivered is not None and step == self._wanted:
+            self._steps.append(self._now - self._delivered)
+        self._wanted, self._asked, self.due_at = step, True, _AT_ONCE
+
+    def delivered(self, step: int) -> None:
+        """It gets it."""
+        if self._release.holds:
+            self._wanted, self._asked, self._delivered, self.due_at = step + 1, False, self._now, _AT_ONCE
+
+    def metrics(self, legal: int) -> dict[str, float]:
+        """What was decided last; `legal`: tickets that the bound allows. Nothing where none is ever held back."""
+        if not self._release.holds:
+            return {}
+        held = max(0.0, legal - max(0.0, self.limit - self._state.next_id))
+        lead = {} if self._lead == NEVER else {"release/lead": self._lead}
+        return {"release/held": held, **lead, **self._release.metrics()}
+
+    def _decide(self, now: float) -> float:
+        """Steps that are not consumed, and whose tickets go out; NEVER for all of them."""
+        self.due_at, self._lead = NEVER, NEVER
+        if self._wanted is None or len(self._steps) < STEPS or (seconds := median(self._steps)) <= 0:
+            return NEVER
+        lead = self._release.lead((now - at for at in self._opened.values()), self._rounds)
+        if lead == NEVER:
+            return NEVER
+        self._lead = lead = lead if lead > 0 else 0.0
+        asks = now if self._asked or self._delivered is None else max(now, self._delivered + seconds)
+        steps = math.floor(min((now + lead - asks) / seconds, MOST) + ROUNDING) + 1
+        if steps <= lead / seconds:  # later than that the learner asks, or is late itself
+            self.due_at = asks + steps * seconds - lead
+        state, acknowledged = self._state, self._state.acknowledged
+        fresh = min(state.next_step, acknowledged.step if acknowledged else 0) + self._every + 1
+        return max(self._wanted + max(steps, int(self._asked)), fresh) - state.next_step

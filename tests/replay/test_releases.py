@@ -1,0 +1,239 @@
+"""When tickets go out: the policies, what the gate makes of them, and runs in which they are held back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import Phase as HypothesisPhase
+from hypothesis.stateful import run_state_machine_as_test
+from replay_schedule import Schedule
+
+from streamrl.choices import Options
+from streamrl.config import Config
+from streamrl.config.replay import ReplayConfig
+from streamrl.replay import release_gate
+from streamrl.replay.buffer import Buffer, make_buffer
+from streamrl.replay.lives import NEVER
+from streamrl.replay.release_gate import ReleaseGate
+from streamrl.replay.releases.base import EARLIEST, Release
+from streamrl.replay.releases.just_in_time import LEAST_GROUPS, JustInTime, Timing
+from streamrl.replay.shares import Shares
+from streamrl.replay.state import State
+from streamrl.testing.releases import ReleaseConformance
+from streamrl.types import PolicyVersion
+
+SCHEDULES = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
+)
+FIRST_FAILURE = settings(SCHEDULES, phases=[HypothesisPhase.generate], report_multiple_bugs=False)
+
+
+class TestEager(ReleaseConformance):
+    name = "eager"
+
+
+class TestJustInTime(ReleaseConformance):
+    name = "just_in_time"
+    settings: ClassVar[dict[str, Any]] = {"release_options": {"quantile": 0.5}}
+
+
+def policy(groups: int = 1, quantile: float = 0.9, margin: float = 0.0) -> JustInTime:
+    release = JustInTime(groups, Timing(quantile=quantile, margin=margin))
+    for seconds in range(100):
+        release.completed(float(seconds))
+    return release
+
+
+# -- the policy
+
+
+def test_nothing_is_held_back_until_enough_groups_are_measured() -> None:
+    release = JustInTime(8, Timing())
+    for _ in range(LEAST_GROUPS - 1):
+        release.completed(1.0)
+    assert release.lead((), 1.0) == EARLIEST
+    assert release.metrics() == {}
+    release.completed(1.0)
+    assert release.lead((), 1.0) == 1.25
+
+
+def test_the_quantile_is_that_of_whole_steps() -> None:
+    assert policy(groups=1).lead((), 1.0) == 89
+    assert policy(groups=8).lead((), 1.0) == math.ceil(100 * 0.9 ** (1 / 8)) - 1
+
+
+def test_margin_and_rounds_lengthen_the_lead() -> None:
+    assert policy(margin=0.5).lead((), 1.0) == pytest.approx(1.5 * 89)
+    assert policy().lead((), 3.0) == pytest.approx(89 + 2 * 49.5)
+
+
+@pytest.mark.parametrize(
+    ("open_for", "lead"),
+    [((89.0, 50.0), 89), ((95.0,), 90), ((500.0,) * 5, 94), ((500.0,) * 11, 99), ((500.0, 300.0, *(200.0,) * 10), 200)],
+)
+def test_a_straggler_counts_before_it_is_back(open_for: tuple[float, ...], lead: float) -> None:
+    assert policy().lead(open_for, 1.0) == lead
+
+
+def test_what_was_long_ago_does_not_count() -> None:
+    release = policy()
+    for _ in range(256):
+        release.completed(7.0)
+    assert release.lead((), 1.0) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"quantile": 1.0}, "quantile"), ({"margin": -1}, "margin"), ({"quantil": 0.5}, "replay.release_options.quantil")],
+)
+def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ReplayConfig.model_validate({"release": "just_in_time", "release_options": options})
+
+
+# -- the gate
+
+
+class Fixed(Release):
+    """The same lead time always."""
+
+    seconds = 10.0
+
+    def lead(self, open_for: Iterable[float], rounds: float) -> float:
+        return self.seconds
+
+
+def gate(seconds: float, acknowledged: int = 5) -> tuple[ReleaseGate, State]:
+    """Of steps of two groups, 4 s each; the learner has got step 5 at 20 s, and asks for step 6 at 24 s."""
+    state, release = State(Shares({"copy": 1}, 2)), Fixed(2, Options())
+    release.seconds = seconds
+    gate = ReleaseGate(release, state, publish_every=1)
+    gate.began(0, {})
+    for step in range(6):
+        gate.tick(4.0 * step)
+        gate.asked(step)
+        gate.delivered(step)
+        state.next_step, state.below = step + 1, 2 * (step + 1)
+    state.acknowledged, state.next_id = PolicyVersion(acknowledged), 12
+    return gate, state
+
+
+@pytest.mark.parametrize(
+    ("lead", "now", "step", "due"),
+    [
+        (0.0, 20.0, 7, 24.0),  # no weights can be newer for step 6
+        (10.0, 20.0, 8, 22.0),
+        (10.0, 21.9, 8, 22.0),
+        (10.0, 22.0, 9, NEVER),
+        (10.0, 30.0, 9, NEVER),  # the learner is late
+        (EARLIEST, 20.0, NEVER, NEVER),
+        (math.nan, 20.0, 7, 24.0),
+        (-5.0, 20.0, 7, 24.0),
+    ],
+)
+def test_a_ticket_goes_out_its_lead_time_before_its_step_is_asked_for(
+    lead: float, now: float, step: float, due: float
+) -> None:
+    held, _ = gate(lead)
+    held.tick(now)
+    assert (held.limit, held.due_at) == (2 * step, pytest.approx(due))
+
+
+def test_what_the_learner_asks_for_is_never_held_back() -> None:
+    held, state = gate(0.0, acknowledged=2)
+    held.tick(20.0)
+    assert held.limit == 12
+    held.asked(6)
+    assert held.due_at < 20.0  # the service looks again at once
+    state.lives.add(12, "copy", 0)
+    held.tick(24.0)
+    assert held.limit == 14
+    del state.lives[12]
+    state.next_id = 14  # all of them are back, and the order wants more
+    held.tick(24.0)
+    assert held.limit == 16
+
+
+def test_a_publish_interval_leaves_the_steps_before_it_free() -> None:
+    held, _ = gate(0.0)
+    held._every = 3
+    held.tick(20.0)
+    assert held.limit == 2 * (5 + 3 + 1)
+
+
+def test_steps_that_are_delivered_again_come_first() -> None:
+    held, _ = gate(10.0)
+    held.began(2, {})
+    held.tick(30.0)
+    assert held.limit == 2 * 7  # step 6 is wanted in 16 s, and nothing newer comes before it
+
+
+def test_groups_that_a_learner_leaves_behind_are_no_stragglers() -> None:
+    buffer = buffer_of("just_in_time")
+    for _ in range(4):
+        assert buffer.issue("a", PolicyVersion(0), 0.0) is not None
+    buffer.begin(PolicyVersion(3, 1))  # weights that know of none
+    assert buffer.gate._opened == {}
+
+
+def buffer_of(release: str, **replay: Any) -> Buffer:
+    keys = {"groups_per_step": 2, "max_staleness": 9, "release": release, **replay}
+    buffer = make_buffer(Config.model_validate({"run": {"steps": 99}, "replay": keys}))
+    buffer.begin(PolicyVersion(0))
+    buffer.acknowledge(PolicyVersion(0))
+    return buffer
+
+
+# -- every schedule
+
+
+class Whims(Release):
+    """Mostly as late as can be."""
+
+    asked = 0
+
+    def lead(self, open_for: Iterable[float], rounds: float) -> float:
+        self.asked += 1
+        return (0.0, 0.0, math.nan, 2.5, 0.0, -1.0, EARLIEST)[self.asked % 7]
+
+
+class HeldBack(Schedule):
+    """Every step takes a second, and tickets are held back by whims."""
+
+    held: ClassVar[int] = 0
+
+    @staticmethod
+    def make(config: Config) -> Buffer:
+        replay = config.replay.model_copy(update={"release": f"{__name__}:Whims"})
+        return make_buffer(config.model_copy(update={"replay": replay}))
+
+    def train(self) -> bool:
+        trained = super().train()
+        self.now += float(trained)
+        return trained
+
+    def issue_all(self, worker: str) -> None:
+        super().issue_all(worker)
+        gate = self.buffer.gate
+        if self.buffer.required is None:
+            limit, gate.limit = gate.limit, NEVER
+            type(self).held += self.buffer.required is not None
+            gate.limit = limit
+
+
+def test_no_whim_of_a_policy_breaks_the_bound_or_the_order_or_stops_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release_gate, "STEPS", 1)
+    run_state_machine_as_test(HeldBack, settings=SCHEDULES)
+    assert HeldBack.held > 20
+
+
+def test_a_gate_that_does_not_look_at_the_learner_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(release_gate, "STEPS", 1)
+    monkeypatch.setattr(ReleaseGate, "asked", lambda self, step: None)
+    monkeypatch.setattr(ReleaseGate, "_decide", lambda self, now: 0)
+    with pytest.raises(AssertionError, match="does not go on"):
+        run_state_machine_as_test(HeldBack, settings=FIRST_FAILURE)
