@@ -47,9 +47,8 @@ class AdaptiveBound:
         if self.staleness == former:
             return None
         self._moves.append(f"{former:.3g} -> {self.staleness:.3g}: {move.reason}")
-        return Adapted(
-            step=step, former=former, staleness=self.staleness, reason=move.reason, memory=self._controller.memory()
-        )
+        memory = {name: float(value) for name, value in self._controller.memory().items()}
+        return Adapted(step=step, former=former, staleness=self.staleness, reason=move.reason, memory=memory)
 
     def restore(self, last: Adapted | None) -> None:
         """A service that was started again goes on from the last move; without one, from the configured bound."""
