@@ -315,7 +315,7 @@ def run_learner(config: Config, run_folder: Path) -> None:
         write_line(record, _trained(batch))
         quarantine.trained(batch.step)
         version = PolicyVersion(version.step + 1, version.incarnation)
-        source.trained(version, 1.0)
+        source.trained(version, {})
         if version.step % CHECKPOINT_EVERY == 0:
             kept = _save(run_folder, source, version, kept)
     _save(run_folder, source, version, kept)

@@ -137,7 +137,7 @@ class LearnerModel:
     def _train(self, batch: Batch) -> None:
         self._world.trains(batch)
         self.version = PolicyVersion(self.version.step + 1, self.version.incarnation)
-        self._source.trained(self.version, 1.0)
+        self._source.trained(self.version, {})
         if self.version.step % self._world.checkpoint_every == 0:
             self._save()
 

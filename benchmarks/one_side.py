@@ -50,7 +50,7 @@ def train_side(config: Config, run_folder: Path) -> None:
         if delivery.batch is None:
             continue
         version = PolicyVersion(version.step + 1)
-        source.trained(version)
+        source.trained(version, {})
         taken = time.monotonic()
         times = {"time": time.time(), "time/step": taken - asked, "time/wait": taken - asked}
         metrics.write({"step": version.step, **times, **batch_metrics(delivery.batch), **delivery.stats})

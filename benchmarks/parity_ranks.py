@@ -24,6 +24,7 @@ from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
 from streamrl.learner.forward import Passes, wrap
+from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer
@@ -54,6 +55,7 @@ class Gradient:
     norm: float  # as the optimizer clips by it
     params_norm: float
     zeros: float  # share of the gradient's entries
+    of_norm: float  # squared norm of the final norm's gradient, signal and noise together, from its micro batches
     scores: float  # largest difference of the log-probs that `score` gives to those that the loss saw, nats
     tensors: dict[str, Tensor]
 
@@ -94,7 +96,9 @@ def gradient_of(case: Case) -> Gradient:
         batch = make_batch(groups=4, longest=40)
         mine = _micro_batches(batch, config, case.packed)[parallel_state.get_data_parallel_rank()]
         step = Step(mine, Denominators.of(sample.loss_mask for sample in batch.samples), config)
-        sums = passes.forward_backward(mine, step.loss)
+        noise = GradientNoise(wrapped[-1], ranks.device.torch_device)
+        with noise.observing(mine):
+            sums = passes.forward_backward(mine, step.loss)
         scores = step.difference(passes.score(mine), ranks)
         optimizer = PolicyOptimizer(wrapped, config.learner.optimizer, getattr(torch, config.model.dtype), 1, 0)
         optimizer.megatron.prepare_grads()
@@ -108,6 +112,7 @@ def gradient_of(case: Case) -> Gradient:
             norm=norm,
             params_norm=params_norm,
             zeros=zeros,
+            of_norm=sum(noise.metrics().values()),
             scores=scores,
             tensors=_whole_gradient(chunks, wrapped),
         )

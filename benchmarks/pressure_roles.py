@@ -243,7 +243,7 @@ def run_learner(config: Config, run_folder: Path) -> None:
         pressed = load.pressed_after is not None and received - began > load.pressed_after
         stop.wait(load.pressed_step if pressed else load.step)
         version = PolicyVersion(version.step + 1)
-        source.trained(version, 1.0)
+        source.trained(version, {})
         publisher.newest = version
         ended = time.monotonic()
         write_line(record, _trained(delivery.batch, delivery.stats, load, (asked, received, ended), pressed))

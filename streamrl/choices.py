@@ -195,6 +195,9 @@ def _load_file(path: Path) -> ModuleType:
 ORDERS = Kind("replay.order", "streamrl.replay.orders", "streamrl.replay.orders.base:Order")
 CURRICULA = Kind("replay.curriculum", "streamrl.replay.curricula", "streamrl.replay.curricula.base:Curriculum")
 RELEASES = Kind("replay.release", "streamrl.replay.releases", "streamrl.replay.releases.base:Release")
+CONTROLLERS = Kind(
+    "replay.adaptive.controller", "streamrl.replay.controllers", "streamrl.replay.controllers.base:Controller"
+)
 TRANSPORTS = Kind("publish.transport", "streamrl.publish.transports", "streamrl.publish.transports.base:Transport")
 ENGINES = Kind("evaluate.engine", "streamrl.generate.engines", "streamrl.generate.engines.base:Engine")
 TRAINED_ENGINES = replace(ENGINES, key="generate.engine")
@@ -235,4 +238,5 @@ SINKS = Kind("observe.sink", "streamrl.observe.sinks", "streamrl.observe.sinks.b
 
 ALGORITHM = (LOSSES, WEIGHTS, MASKS, REGULARISERS, PROXIMALS, DIVERGENCES, REWARD_DIVERGENCES, AGGREGATIONS, BASELINES)
 OF_TASKS = (TASKS, TOOLS, REWARDS, TOOL_PARSERS, REASONING_PARSERS)
-KINDS = (ORDERS, CURRICULA, RELEASES, TRANSPORTS, ENGINES, TRAINED_ENGINES, *ALGORITHM, FAMILIES, *OF_TASKS, SINKS)
+OF_REPLAY = (ORDERS, CURRICULA, RELEASES, CONTROLLERS)
+KINDS = (*OF_REPLAY, TRANSPORTS, ENGINES, TRAINED_ENGINES, *ALGORITHM, FAMILIES, *OF_TASKS, SINKS)

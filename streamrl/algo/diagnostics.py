@@ -133,6 +133,18 @@ def finish(
     return metrics
 
 
+def before_updates(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """What the age of the data alone does: from the sums of a step's first mini batch, before any update of the step.
+
+    `offpolicy/clipped`, `offpolicy/masked`: shares of n that the clip takes the gradient of, and that a mask zeroes.
+    `loss/clip_*` and `weights/masked` also have what later updates of the step did.
+    """
+    total = _over_buckets(_rows(sums))
+    clipped = sum(total.get(name, 0.0) for name in CLIPPED)
+    n = total["measured"]
+    return {"offpolicy/clipped": _share(clipped, n), "offpolicy/masked": _share(total["masked"], n)}
+
+
 def _rows(sums: Mapping[str, Tensor]) -> dict[str, list[float]]:
     table = torch.stack(list(sums.values())).tolist()
     return dict(zip(sums, table, strict=True))

@@ -206,7 +206,9 @@ class LearnerConfig(Section):
     )
     threads: int = Field(1, ge=1, description="CPU threads of a rank")
     params_metrics: bool = Field(
-        False, description="params_norm and grad_zeros: one more pass over parameters and gradients in each step"
+        False,
+        description="params_norm, grad_zeros, gradient/signal and /noise: one more pass over parameters and gradients "
+        "in each step",
     )
     peak_tflops: float | None = Field(
         None,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from streamrl.choices import CURRICULA, ORDERS, RELEASES
+from streamrl.choices import CONTROLLERS, CURRICULA, ORDERS, RELEASES
 from streamrl.config.section import Section, rule
 
 # Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them.
@@ -73,18 +73,37 @@ class FilterConfig(Section):
 
 
 class AdaptiveConfig(Section):
-    """The controller that lowers the admitted staleness where the data becomes too far off-policy."""
+    """How much of the staleness is admitted now: less where the data teaches no more, more where it does."""
 
     enabled: bool = Field(False, description="adapt the admitted staleness within [0, replay.max_staleness]")
+    controller: Annotated[str, CONTROLLERS] = Field(
+        "teaching", description="what moves it, by the metrics of each step"
+    )
+    controller_options: dict[str, Any] = Field(default_factory=dict, description="options of a controller of your own")
+    clipped_low: float = Field(0.08, ge=0, lt=1, description="share of clipped tokens up to which it is raised")
+    clipped_high: float = Field(0.15, gt=0, le=1, description="share of clipped tokens above which it is lowered")
+    masked_low: float = Field(0.1, ge=0, lt=1, description="share of masked tokens up to which it is raised")
+    masked_high: float = Field(0.2, gt=0, le=1, description="share of masked tokens above which it is lowered")
     ess_low: float = Field(0.5, gt=0, lt=1, description="off-policy effective sample size under which it is lowered")
-    ess_high: float = Field(0.8, gt=0, le=1, description="effective sample size above which it is raised")
-    change: float = Field(0.25, gt=0, description="learner steps of staleness by which it is changed at once")
-    patience: int = Field(4, ge=1, description="learner steps between two changes")
+    ess_high: float = Field(0.8, gt=0, le=1, description="effective sample size from which it is raised")
+    least_signal: float = Field(
+        0.1, ge=0, description="gradient signal to noise under which a share between low and high lowers it; 0: never"
+    )
+    change: float = Field(0.5, gt=0, description="learner steps of staleness by which it is raised at once")
+    patience: int = Field(4, ge=1, description="learner steps whose mean is judged")
 
     @rule
-    def _has_a_dead_band(self) -> None:
-        if self.ess_low >= self.ess_high:
-            raise ValueError(f"ess_low: {self.ess_low:g} is not below ess_high={self.ess_high:g}")
+    def _has_dead_bands(self) -> None:
+        ends = [
+            (key, getattr(self, f"{key}_low"), getattr(self, f"{key}_high")) for key in ("clipped", "masked", "ess")
+        ]
+        if wrong := [f"{key}_low: {low:g} is not below {key}_high={high:g}" for key, low, high in ends if low >= high]:
+            raise ValueError("\n".join(wrong))
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """Metrics of each step that the learner reports to the service; none where the bound is fixed."""
+        return tuple(self.chosen("controller").signals) if self.enabled else ()
 
 
 class ReplayConfig(Section):

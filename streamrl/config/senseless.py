@@ -15,6 +15,7 @@ from streamrl.choices import Kind, kind_in
 from streamrl.config.critic import CriticOptimizer
 from streamrl.config.file import fields, value_at
 from streamrl.config.in_flight import most_requests
+from streamrl.config.replay import AdaptiveConfig
 from streamrl.config.tree import Config
 
 # Adam moves a weight by about the learning rate in each update, and the weights of a model are about 0.02.
@@ -29,7 +30,7 @@ MANY_ROUNDS = 1000
 # Keys, what they need to have an effect, and whether a configuration has it.
 _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
     (
-        ("replay.adaptive.ess_low", "replay.adaptive.ess_high", "replay.adaptive.change", "replay.adaptive.patience"),
+        tuple(f"replay.adaptive.{key}" for key in AdaptiveConfig.model_fields if key != "enabled"),
         "replay.adaptive.enabled=true",
         lambda c: c.replay.adaptive.enabled,
     ),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -43,7 +44,7 @@ class Delivery:
 
     kind: Literal["batch", "nothing", "stop"]
     batch: Batch | None = None
-    stats: dict[str, float] = field(default_factory=dict)  # metrics that only the service knows
+    stats: dict[str, Any] = field(default_factory=dict)  # metrics that only the service knows
     failure: str | None = None  # of a stop: why the run is given up; None where it is over in good order
 
 
@@ -72,8 +73,8 @@ class BatchSource(Protocol):
         """Hear that a group of `step`, (group id, attempt), cannot be trained: it is never delivered whole again."""
         ...
 
-    def trained(self, version: PolicyVersion, ess: float | None) -> None:
-        """Hear that `version` has been made, with which off-policy effective sample size (0..1)."""
+    def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
+        """Hear that `version` has been made; measured: the metrics of its step."""
         ...
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:
@@ -174,10 +175,13 @@ class ServiceBatches:
             self._delivered = replace(self._delivered, quarantined=held)
         self._peer.send(self._quarantined[-1])
 
-    def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
+    def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
         self._version, self.ledger, self._asked = version, self._delivered, None
         self._peer.answered(Next)
-        self._peer.send(Progress(version=version, ess=None if ess is None else min(1.0, max(0.0, ess))))
+        values = {name: float(measured[name]) for name in self._config.replay.adaptive.signals if name in measured}
+        self._peer.send(
+            Progress(version=version, signals={name: each for name, each in values.items() if math.isfinite(each)})
+        )
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:
         self._quarantined = [each for each in self._quarantined if each.step >= oldest]
@@ -268,7 +272,7 @@ class RecordedBatches:
             raise ValueError(f"the record has no batch of step {step}, the next is {batch.step}")
         return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in batch.groups)})
 
-    def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
+    def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
         return None
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:
@@ -284,7 +288,7 @@ class RecordedBatches:
         return None
 
 
-def _metrics(stats: dict[str, Any]) -> dict[str, float]:
+def _metrics(stats: dict[str, Any]) -> dict[str, Any]:
     """The service's figures under their metric names."""
     return {
         "tokens/generated": stats["tokens_generated"],
@@ -293,4 +297,5 @@ def _metrics(stats: dict[str, Any]) -> dict[str, float]:
         "buffer/bytes": stats["bytes"],
         **stats["selection"],
         **stats["evaluation"],
+        **({"staleness/reason": stats["bound"]} if stats["bound"] else {}),
     }

@@ -270,9 +270,10 @@ class LeadLoop:
             trained = self._train_step(batch)
         self._quarantine.trained(batch.step)
         self._empty.add(batch)
-        self.source.trained(self.trainer.version, trained.get("offpolicy/ess"))
         if not self.config.trains_rows:  # rows have no rewards, no lengths that say anything
             trained |= self._batch_metrics.of(batch)
+        self.source.trained(self.trainer.version, trained)
+        if not self.config.trains_rows:
             self.metrics.write_batch(self.trainer.version.step, batch)
         return {
             "step": self.trainer.version.step,

@@ -7,7 +7,7 @@ So a resume at any step trains the rows that an uninterrupted run would have tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +46,7 @@ class RowBatches:
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
         return None
 
-    def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
+    def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
         return None
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from streamrl.algo.advantages import group_advantages
 from streamrl.algo.aggregations.base import Denominators
-from streamrl.algo.diagnostics import finish, merge
+from streamrl.algo.diagnostics import before_updates, finish, merge
 from streamrl.algo.importance import weight_sums
 from streamrl.algo.kl_control import KlControl
 from streamrl.algo.losses import policy_loss
@@ -40,6 +40,7 @@ from streamrl.learner.critic import Critic
 from streamrl.learner.critic_estimates import Estimates, estimate
 from streamrl.learner.forward import Passes
 from streamrl.learner.full_kl import ReferenceStates
+from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.optimizer import PolicyOptimizer, Update
 from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
 from streamrl.learner.reference import Reference
@@ -136,8 +137,10 @@ class LearnerStep:
         critic: Critic | None = None,
         device: Device,
         kl_control: KlControl | None = None,
+        noise: GradientNoise | None = None,
     ) -> None:
-        """`kl_control`: with the state of the checkpoint that the run resumes from."""
+        """`kl_control`: with the state of the checkpoint that the run resumes from; `noise`: measured if given."""
+        self._noise = noise
         self._config = config
         self._kl_control = kl_control or KlControl(config.algo)
         self._algo = self._kl_control.applied()
@@ -172,7 +175,9 @@ class LearnerStep:
         updates: list[Update] = []
         for _ in range(self._config.learner.passes):
             for mini, known in zip(share.mini_batches, signals, strict=True):
-                sums.append(self.differentiate(mini, known))
+                observed = self._noise if self._noise is not None and not sums else None
+                with observed.observing(mini.micro_batches) if observed else nullcontext():
+                    sums.append(self.differentiate(mini, known))
                 clock.lap("backward", forward=self._passes.forward)
                 updates.append(self._optimizer.hold() if held else self._update(share.step, sums[-1]))
                 clock.lap("optimizer")
@@ -180,6 +185,7 @@ class LearnerStep:
             self._optimizer.end_step()
         self.phases = clock.phases
         measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
+        measured |= before_updates(sums[0]) | (self._noise.metrics() if self._noise else {})
         measured |= self._kl_control.metrics()
         self._kl_control.update(measured, sum(mini.denominators.samples for mini in share.mini_batches))
         if self._config.trains_rows:

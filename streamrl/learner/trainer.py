@@ -26,6 +26,7 @@ from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import Saver
 from streamrl.learner.critic import Critic
 from streamrl.learner.forward import Passes, gather_parameters, wrap
+from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.huggingface import export_folder, export_weights, load_weights
 from streamrl.learner.model import LayerChoice, build
 from streamrl.learner.optimizer import PolicyOptimizer
@@ -95,6 +96,7 @@ class Trainer:
                 self._optimizer.observer = ParamsMetrics(self._optimizer.megatron, padding, device.torch_device)
             self._critic = Critic.of(config, shape, self._ranks)
             self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
+            self._noise = GradientNoise.of(config, self._wrapped[-1], device.torch_device)
             self._stragglers = Stragglers(self._ranks)
             self._profiler = Profiler(config.learner.profile, run_folder / "profile", self._ranks.rank, device)
             self._utilisation = Utilisation(shape, config, self._ranks) if self.rank == 0 else None
@@ -169,6 +171,7 @@ class Trainer:
             critic=self._critic,
             device=self._ranks.device,
             kl_control=self._kl_control,
+            noise=self._noise,
         )
 
     def train_step(self, batch: Batch | None) -> dict[str, float]:

@@ -92,6 +92,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("offpolicy/kl_k1", "nats/token", "the same by k1"),
     Metric("offpolicy/log_ratio_mean", "nats", "mean |log ratio| of policy and behaviour policy"),
     Metric("offpolicy/log_ratio_max", "nats", "largest |log ratio|"),
+    Metric("offpolicy/clipped", "share", "tokens that the clip stops before the first update of the step"),
+    Metric("offpolicy/masked", "share", "tokens that a mask zeroes before the first update of the step"),
     Metric("weights/ess", "share", "effective sample size of the weights that were applied"),
     Metric("weights/masked", "share", "tokens with weight 0"),
     Metric("weights/masked_token", "share", "tokens that the token mask removed"),
@@ -110,6 +112,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/masked_own", "share", "tokens that a regulariser of your own removed"),
     Metric("weights/masked_second_moment", "share", "tokens that the second-moment mask removed"),
     Metric("grad_norm", "", "gradient norm before clipping, of several updates the largest; null where not finite"),
+    Metric(
+        "gradient/signal",
+        "",
+        "squared norm of the expected gradient of the final norm, estimated; with learner.params_metrics, or where "
+        "replay.adaptive asks for it",
+    ),
+    Metric("gradient/noise", "", "expected squared distance of its gradient from that; their ratio is signal to noise"),
     Metric("params_norm", "", "norm of the trained parameters after the step; only with learner.params_metrics"),
     Metric(
         "grad_zeros", "share", "gradient entries of the last update that are zero; only with learner.params_metrics"
@@ -158,6 +167,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("release/held", "tickets", "tickets that the bound allows and replay.release holds back, at the batch"),
     Metric("release/lead", "s", "how long before a step needs its groups their tickets go out; none while all go out"),
     Metric("release/quantile", "s", "time of a group from its first ticket on, at the quantile of replay.release"),
+    Metric("staleness/reason", "", "moves of the adaptive bound since the last batch, and why; absent without any"),
     *(
         Metric(f"selection/{which}/{name}", unit, f"{meaning} of the groups that were {which} since the last batch")
         for which in ("generated", "dropped", "trained")

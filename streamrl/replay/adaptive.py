@@ -1,58 +1,71 @@
-"""The adaptive bound: how much of max_staleness is admitted now, by the off-policy effective sample size.
+"""The adaptive bound: how much of max_staleness is admitted now, as a controller says (`replay/controllers/`).
 
-Pure: from the metric of each step it computes a number of slots. It acts on admission alone: what is out
-comes back and is trained, so nothing is thrown away, and the proved bound stays that of all slots.
+Pure: signals of each step come in, a number of slots comes out. It acts on admission alone: what is out comes back
+and is trained, so nothing is thrown away, and the proved bound stays that of all slots.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Mapping
 
 from streamrl.config.replay import AdaptiveConfig
+from streamrl.replay.controllers import make_controller
+from streamrl.replay.controllers.base import Seen
 from streamrl.replay.orders.base import Order
+from streamrl.replay.records import Adapted
 
 
 class AdaptiveBound:
-    """Between the staleness that a publish every k steps needs and the configured one.
-
-        mean ess of `patience` steps  < ess_low ─▶ lower by `change`      > ess_high ─▶ raise by `change`
-
-    After a change the next `patience` steps are heard before another.
-    """
+    """Between the staleness that a publish every k steps needs and the configured one, whatever a controller says."""
 
     def __init__(self, config: AdaptiveConfig, order: Order, highest: float, publish_every: int = 1) -> None:
         """`highest` is the configured S; it is where the bound begins."""
-        self._config = config
+        self._enabled = config.enabled
+        self._controller = make_controller(config)
         self._order = order
         self._least = publish_every * order.groups_per_step  # slots: fewer would deadlock
         self._lowest = min(highest, publish_every - 1 + (order.window - 1) / order.groups_per_step)
         self._highest = highest
-        self._ess: deque[float] = deque(maxlen=config.patience)
         self._step = -1
+        self._moves: list[str] = []  # since the last `reason`
         self.staleness = highest  # S that is admitted now, in learner steps
-        self.slots = max(self._least, order.slots_at(highest)) if config.enabled else order.capacity  # of it
+        self.slots = order.capacity  # of it
+        if self._enabled:
+            self._admit(highest)
 
-    def record(self, step: int, ess: float | None) -> None:
-        """A learner step is trained. `ess` is its metric offpolicy/ess, None where it has none."""
-        if not self._config.enabled or ess is None or step <= self._step:
-            return
-        self._step = step
-        self._ess.append(ess)
-        if len(self._ess) < self._config.patience:
-            return
-        mean = sum(self._ess) / len(self._ess)
-        if mean < self._config.ess_low:
-            self._move(-self._config.change)
-        elif mean > self._config.ess_high:
-            self._move(self._config.change)
+    def record(self, step: int, signals: Mapping[str, float]) -> Adapted | None:
+        """A learner step is trained; `signals`: the metrics that the controller asks for. Returns a move, if any."""
+        if not self._enabled or step <= self._step:
+            return None
+        self._step, former = step, self.staleness
+        move = self._controller.judge(
+            Seen(step=step, admitted=former, lowest=self._lowest, highest=self._highest, signals=signals)
+        )
+        if move is None:
+            return None
+        self._admit(move.staleness)
+        if self.staleness == former:
+            return None
+        self._moves.append(f"{former:.3g} -> {self.staleness:.3g}: {move.reason}")
+        memory = {name: float(value) for name, value in self._controller.memory().items()}
+        return Adapted(step=step, former=former, staleness=self.staleness, reason=move.reason, memory=memory)
+
+    def restore(self, last: Adapted | None) -> None:
+        """A service that was started again goes on from the last move; without one, from the configured bound."""
+        if self._enabled and last is not None:
+            self._step = last.step
+            self._admit(last.staleness)
+            self._controller.recall(last.memory)
 
     def metrics(self) -> dict[str, float]:
         """Nothing while the bound is not adaptive."""
-        return {"staleness/admitted": self.staleness} if self._config.enabled else {}
+        return {"staleness/admitted": self.staleness} if self._enabled else {}
 
-    def _move(self, change: float) -> None:
-        staleness = min(self._highest, max(self._lowest, self.staleness + change))
-        if staleness != self.staleness:
-            self.staleness = staleness
-            self.slots = max(self._least, self._order.slots_at(staleness))  # never fewer than k steps need
-            self._ess.clear()
+    def reason(self) -> str:
+        """The moves since the last call, each with its reason; empty where there were none."""
+        moves, self._moves = self._moves, []
+        return "; ".join(moves)
+
+    def _admit(self, staleness: float) -> None:
+        self.staleness = min(self._highest, max(self._lowest, staleness))
+        self.slots = max(self._least, self._order.slots_at(self.staleness))  # never fewer than k steps need

@@ -15,7 +15,7 @@ Told the same things in the same order, a buffer answers the same: time is an ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from streamrl.config import Config
@@ -30,6 +30,7 @@ from streamrl.replay.orders import make_order
 from streamrl.replay.orders.base import Order
 from streamrl.replay.records import (
     Acknowledged,
+    Adapted,
     AnyRecord,
     Began,
     Completed,
@@ -167,9 +168,7 @@ class Buffer:
 
     def drain(self) -> list[AnyRecord]:
         """The records since the last call, in order: for the journal. `placed` then says where each Completed is."""
-        if not (records := self._records):
-            return []
-        self._records = []
+        records, self._records = self._records, []
         return records
 
     def stored(self, group_id: int) -> Stored:
@@ -193,11 +192,9 @@ class Buffer:
         if snapshot is not None:
             self._state.load(snapshot)
         for record in records:
-            if isinstance(record, tuple):
-                self._state.recover(*record)
-            else:
-                self._state.recover(record)
+            self._state.recover(*record if isinstance(record, tuple) else (record,))
         self.emitted.clear()  # they were emitted when it happened
+        self.adaptive.restore(self._state.adapted)
         self._state.reopen_placeless()
         self._trained = self._state.next_step
         for life in self._lives.out.values():
@@ -245,9 +242,11 @@ class Buffer:
         self._emit(Acknowledged(version=version))
         return True
 
-    def progress(self, version: PolicyVersion, ess: float | None) -> None:
-        """The learner has made `version`; `ess` is the off-policy effective sample size of its step."""
-        self.adaptive.record(version.step, ess)
+    def progress(self, version: PolicyVersion, signals: Mapping[str, float]) -> Adapted | None:
+        """The learner has made `version`, with these signals of its step. Returns a move of the adaptive bound."""
+        if (move := self.adaptive.record(version.step, signals)) is not None:
+            self._emit(move)
+        return move
 
     # -- tickets
 

@@ -15,7 +15,7 @@ from streamrl.replay.durable import RETRY, DurableBuffer, Frame
 from streamrl.replay.evaluations import Evaluations
 from streamrl.replay.journal import JournalFull
 from streamrl.replay.workers import Workers
-from streamrl.stream.messages import BatchHeader, BatchStats
+from streamrl.stream.messages import MAX_REASON, BatchHeader, BatchStats
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class Delivery:
             bytes=buffer.bytes,
             selection=buffer.selection_metrics(),
             evaluation=self.evaluations.metrics(step, now),
+            bound=buffer.adaptive.reason()[:MAX_REASON],
         )
         self._tokens = 0
         ids = [stored.group_id for stored in groups]

@@ -66,11 +66,8 @@ class LearnerSide:
                 if run.buffer.quarantine(step, group_id, attempt, reason):
                     run.delivery.quarantined(step)
                     run.events.emit("group.quarantined", step=step, group_id=group_id, attempt=attempt, reason=reason)
-            case Progress(version=version, ess=ess):
-                self._watch.step(now)
-                self._herald.step(message)
-                run.events.emit("learner.progress", version=version)
-                run.buffer.progress(version, ess)
+            case Progress():
+                self._progress(message, now)
             case Saved(version=version, oldest=oldest):
                 run.events.emit("learner.saved", version=version, oldest=oldest)
                 run.durable.saved(oldest, clock)
@@ -89,6 +86,15 @@ class LearnerSide:
                 run.peers.learner = None
             case _:
                 raise MalformedMessage(f"{type(message).__name__} from a learner")
+
+    def _progress(self, progress: Progress, now: float) -> None:
+        """A step is trained, which may move the adaptive bound."""
+        self._watch.step(now)
+        self._herald.step(progress)
+        self._run.events.emit("learner.progress", version=progress.version)
+        if (move := self._run.buffer.progress(progress.version, progress.signals)) is not None:
+            moved = {"former": round(move.former, 3), "staleness": round(move.staleness, 3)}
+            self._run.events.emit("bound.moved", step=move.step, **moved, reason=move.reason)
 
     def send_progress(self, now: float) -> None:
         """To the workers, who watch for steps as well."""

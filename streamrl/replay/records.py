@@ -94,7 +94,17 @@ class Saved(Record, frozen=True, kw_only=True):
     oldest: int
 
 
-AnyRecord = Began | Issued | Completed | Dropped | Consumed | Lost | Quarantined | Acknowledged | Saved
+class Adapted(Record, frozen=True, kw_only=True):
+    """The adaptive bound has moved, after learner step `step`. Staleness in learner steps."""
+
+    step: int
+    former: float
+    staleness: float  # admitted from now on
+    reason: str
+    memory: dict[str, float] = {}  # of its controller (`replay/controllers/`)
+
+
+AnyRecord = Began | Issued | Completed | Dropped | Consumed | Lost | Quarantined | Acknowledged | Saved | Adapted
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -158,3 +168,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: PolicyVersion | None = None
     limits: Limits | None = None
     history: dict[int, int] = {}  # steps that can still be asked for, and the next: digest of all steps before
+    adapted: Adapted | None = None  # the last move of the adaptive bound

@@ -34,7 +34,7 @@ class Herald:
 
     def step(self, progress: Progress) -> None:
         """The learner has made a step."""
-        self._untold = progress
+        self._untold = Progress(version=progress.version)  # the signals are the service's
 
     def due(self, now: float) -> Progress | None:
         """The newest step, when it is time to tell of it."""

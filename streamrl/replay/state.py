@@ -29,6 +29,7 @@ from streamrl.replay.life import (
 from streamrl.replay.lives import Life, Lives
 from streamrl.replay.records import (
     Acknowledged,
+    Adapted,
     AnyRecord,
     Began,
     Completed,
@@ -66,6 +67,7 @@ class State:
         self.began: PolicyVersion | None = None
         self.acknowledged: PolicyVersion | None = None
         self.limits: Limits | None = None  # of the learner that began last
+        self.adapted: Adapted | None = None  # the last move of the adaptive bound
         self.history = {0: 0}  # step that can be asked for, or comes next: digest of what all steps before consumed
 
     @property
@@ -113,6 +115,8 @@ class State:
                 self._forget([step for step in self.batches if step < oldest])
             case Began():
                 self._began(record)
+            case Adapted():
+                self.adapted = record
 
     def snapshot(self) -> Snapshot:
         """A copy of everything."""
@@ -127,6 +131,7 @@ class State:
             acknowledged=self.acknowledged,
             limits=self.limits,
             history=dict(self.history),
+            adapted=self.adapted,
         )
 
     def load(self, snapshot: Snapshot) -> None:
@@ -136,7 +141,7 @@ class State:
         self.next_id, self.next_step = snapshot.next_id, snapshot.next_step
         self.cursors |= snapshot.cursors
         self.began, self.acknowledged, self.limits = snapshot.began, snapshot.acknowledged, snapshot.limits
-        self.history = dict(snapshot.history)
+        self.history, self.adapted = dict(snapshot.history), snapshot.adapted
         self._queue(snapshot.completed)
         self._count_settled()
 

@@ -1,6 +1,6 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 7, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 8, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
@@ -17,6 +17,7 @@ peer says Hello again, with what it holds. The same answer follows a gap in a pe
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from msgspec import Meta
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 7  # raised by every change that an older peer would misread
+PROTOCOL = 8  # raised by every change that an older peer would misread
 
 NUMBERED = 8  # bytes of its number before every header frame (`stream/sockets.py`)
 
@@ -35,6 +36,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 MAX_REASON = 4096  # characters
 Reason = Annotated[str, Meta(max_length=MAX_REASON)]
+MAX_SIGNALS = 64
 Seconds = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 
@@ -251,6 +253,7 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bytes: Count  # of their frames
     selection: dict[str, float] = {}  # metrics `selection/...` of the groups that were generated and dropped
     evaluation: dict[str, float] = {}  # metrics `eval/...` that came since the last batch
+    bound: Reason = ""  # moves of the adaptive bound since the last batch, each with its reason
 
 
 class BatchHeader(Message, frozen=True, kw_only=True):
@@ -273,12 +276,18 @@ class Quarantined(Message, frozen=True, kw_only=True):
 
 
 class Progress(Versioned, frozen=True, kw_only=True):
-    """The learner has made `version`: its step is trained. `ess` is its metric offpolicy/ess.
+    """The learner has made `version`: its step is trained.
 
-    The service passes it on to the workers, who know by it that the run goes on.
+    `signals` are metrics of the step, by their names: those that `replay.adaptive.controller` asks for. The service
+    passes the message on to the workers without them: they know by it that the run goes on.
     """
 
-    ess: Fraction | None = None
+    signals: Annotated[dict[Name, float], Meta(max_length=MAX_SIGNALS)] = {}  # finite
+
+    def __post_init__(self) -> None:
+        _check_version(self.version)
+        if lost := [name for name, value in self.signals.items() if not math.isfinite(value)]:
+            raise ValueError(f"signals that are not finite: {', '.join(lost)}")
 
 
 class Saved(Versioned, frozen=True, kw_only=True):

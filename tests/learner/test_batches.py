@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ class Service(ScriptedService):
                 bytes=99,
                 selection={"selection/dropped/groups": 2.0},
                 evaluation={"eval/copy/pass@1": 0.5},
+                bound="16 -> 2: clipped",
             )
             header = BatchHeader(step=word.step, groups=1, stats=stats, ledger=AFTER)
             yield header, encode_group(self.make_group(word.step), 1 << 20)
@@ -112,19 +114,20 @@ def test_a_batch_brings_its_figures_and_its_ledger_counts_once_it_is_trained(ser
     assert delivery.stats["selection/dropped/groups"] == 2.0
     assert delivery.stats["eval/copy/pass@1"] == 0.5
     assert delivery.stats["idle/generator"] == 0.75
+    assert delivery.stats["staleness/reason"] == "16 -> 2: clipped"
     assert source.ledger == BEFORE  # it is not in the weights yet
-    source.trained(PolicyVersion(5, 1), 0.5)
+    source.trained(PolicyVersion(5, 1), {"offpolicy/ess": 0.5, "offpolicy/clipped": math.nan, "loss/total": 1.0})
     assert source.ledger == AFTER
     source.saved(PolicyVersion(5, 1), oldest=2)
     heard = service.wait_for(Progress, Saved)
-    assert Progress(version=PolicyVersion(5, 1), ess=0.5) in heard
+    assert Progress(version=PolicyVersion(5, 1), signals={"offpolicy/ess": 0.5}) in heard
     assert Saved(version=PolicyVersion(5, 1), oldest=2) in heard
 
 
 def test_a_service_that_was_started_again_hears_the_present_version_its_ledger_and_the_open_question(service, source):
     begin(source)
     take(source, 4)
-    source.trained(PolicyVersion(5, 1), None)
+    source.trained(PolicyVersion(5, 1), {})
     service.generous = False
     service.wait_for(Progress)
     source.next(5, TICK)

@@ -44,12 +44,14 @@ def gradients(model, layouts) -> tuple[Gradient, dict[str, Gradient]]:
 )
 def test_every_layout_has_the_gradient_loss_norms_zeros_and_scores_of_one_process(family, tied, layouts, tmp_path):
     alone, given = gradients(write_model(tmp_path / "model", family, tied, layers=4), layouts)
+    of_norm = float(alone.tensors["model.norm.weight"].square().sum())
     for name, gradient in given.items():
         assert largest_difference(gradient.tensors, alone.tensors) < BAR, name
         assert gradient.loss == pytest.approx(alone.loss, rel=BAR), name
         assert gradient.norm == pytest.approx(alone.norm, rel=BAR), name
         assert gradient.scores < 1e-5, name
         assert gradient.params_norm == pytest.approx(alone.params_norm, rel=1e-6), name
+        assert gradient.of_norm == pytest.approx(of_norm, rel=1e-4), name
         assert gradient.zeros == pytest.approx(alone.zeros, abs=1e-5), name
     entries = sum(tensor.numel() for tensor in alone.tensors.values())
     zeros = sum(int((tensor == 0).sum()) for tensor in alone.tensors.values())

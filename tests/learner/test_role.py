@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,9 +121,9 @@ class Source:
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
         self.told.append(("quarantined", step, group))
 
-    def trained(self, version: PolicyVersion, ess: float | None) -> None:
+    def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
         self.ledger = Ledger(below=8 * version.step)
-        self.told.append((str(version), ess))
+        self.told.append((str(version), measured.get("offpolicy/ess")))
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:
         self.told.append(("saved", version.step, oldest))

@@ -69,7 +69,7 @@ def test_the_norm_of_parameters_and_the_zeros_of_gradients_are_there_where_they_
     distributed, model_folder, trainer_of
 ):
     plain = trainer_of(make_config(model_folder())).train_step(make_batch())
-    assert not {"params_norm", "grad_zeros"} & plain.keys()
+    assert not {"params_norm", "grad_zeros", "gradient/signal"} & plain.keys()
     config = make_config(model_folder(), optimizer={"distributed": distributed}, params_metrics=True)
     trainer = trainer_of(config)
     row = trainer.train_step(make_batch())
@@ -77,6 +77,8 @@ def test_the_norm_of_parameters_and_the_zeros_of_gradients_are_there_where_they_
         math.sqrt(sum(float(w.square().sum()) for w in weights(trainer).values()))
     )
     assert 0 < row["grad_zeros"] < 1
+    assert row["gradient/noise"] > 0
+    assert "gradient/signal" in row
 
 
 def test_bfloat16_keeps_a_float32_master_that_small_updates_reach(model_folder, trainer_of):

@@ -114,6 +114,15 @@ def test_clipped_tokens_failing_scorers_and_few_effective_samples_are_told() -> 
     documented("the effective sample size is ...", told("off_policy", offpolicy__ess=0.3), GOES_ON)
 
 
+def test_an_adaptive_bound_that_fell_is_told_with_its_reason() -> None:
+    rows = course({hints.ADMITTED: 16.0}, {hints.ADMITTED: 2.0}, {hints.ADMITTED: 16.0})
+    rows[LONG] |= {"staleness/reason": "16 -> 2: clipped 0.3"}
+    (begun, first), (ended, _) = Hints(rows).lines
+    documented("the adaptive bound admits ... of ... steps of staleness...", first, GOES_ON)
+    assert "of 16 steps of staleness (16 -> 2: clipped 0.3)" in first
+    assert LONG < begun < 2 * LONG < ended
+
+
 def test_the_side_that_waits_is_told_but_not_two_that_take_turns() -> None:
     learner = told("learner_bound", idle__generator=0.6, idle__learner=0.0)
     documented("the generators wait for the learner ...% of the time; try ...", learner, GOES_ON)

@@ -17,12 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from streamrl.config import Config
 from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
+from streamrl.replay.controllers.base import Controller, Move, Seen
 from streamrl.replay.life import Phase
 from streamrl.replay.lives import Lives
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Snapshot, Stored
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
 
 STEPS = 7
+WISH = "staleness/mean"  # of `Erratic`
 WORKERS = ("a", "b", "c")
 NEW = PolicyVersion(0)
 
@@ -68,6 +70,15 @@ def _group(ticket: Ticket, samples: tuple[Sample, ...]) -> Group:
     )
 
 
+class Erratic(Controller):
+    """Moves the adaptive bound with every step to wherever it is told."""
+
+    signals = (WISH,)
+
+    def judge(self, seen: Seen) -> Move | None:
+        return Move(seen.signals[WISH], "drawn")
+
+
 def check_indexes(lives: Lives) -> None:
     """Are the tickets that are out, their holders, what waits and what is exhausted what the records say?"""
     of_phase: dict[Phase, set[int]] = {phase: set() for phase in Phase}
@@ -96,6 +107,7 @@ class Schedule(RuleBasedStateMachine):
         groups=st.integers(1, 4),
         journalled=st.booleans(),
         filtered=st.booleans(),
+        wishes=st.lists(st.floats(-1, 5), max_size=STEPS),
         attempts=st.sampled_from([1, 2, 10**6]),
         data=st.data(),
     )
@@ -107,6 +119,7 @@ class Schedule(RuleBasedStateMachine):
         groups: int,
         journalled: bool,
         filtered: bool,
+        wishes: list[float],
         attempts: int,
         data: st.DataObject,
     ) -> None:
@@ -130,9 +143,11 @@ class Schedule(RuleBasedStateMachine):
                     "group_timeout": 300.0,
                     "max_attempts": attempts,
                     "filter": {"signal": filtered, "tries": 3},
+                    "adaptive": {"enabled": bool(wishes), "controller": f"{__file__}:Erratic"},
                 },
             }
         )
+        self.wishes = wishes
         self.groups, self.journalled, self.now = groups, journalled, 0.0
         self.buffer: Buffer = self.make(self.config)
         self.snapshot: Snapshot | None = None
@@ -293,6 +308,9 @@ class Schedule(RuleBasedStateMachine):
         self.trained[step] = groups
         self.position += 1
         self.ledger = self.buffer.ledger()
+        for wish in self.wishes[step : step + 1]:
+            self.buffer.progress(PolicyVersion(self.position), {WISH: wish})
+            self.write()
         return True
 
     def group(self, stored: Stored) -> Group:

@@ -491,10 +491,12 @@ def test_a_dropped_group_of_a_mix_keeps_its_task_and_every_task_its_prompts() ->
 
 
 def test_the_adaptive_bound_admits_fewer_groups_and_takes_nothing_back() -> None:
-    buffer = buffer_of(max_staleness=2, adaptive={"enabled": True, "patience": 1, "change": 1.0})
+    buffer = buffer_of(max_staleness=2, adaptive={"enabled": True, "patience": 1})
     assert len(issue_all(buffer)) == 12
-    buffer.progress(PolicyVersion(1), ess=0.1)
-    assert buffer.selection_metrics()["staleness/admitted"] == 1.0
+    move = buffer.progress(PolicyVersion(1), {"offpolicy/ess": 0.1})
+    assert move is not None
+    assert move.reason == "ess 0.1 (range 0.5..0.8) at staleness 2"
+    assert buffer.selection_metrics()["staleness/admitted"] == move.staleness == pytest.approx(0.194, abs=1e-3)
     buffer.acknowledge(PolicyVersion(1))
     assert buffer.issue("a", PolicyVersion(9), 0.0) is None  # nothing is contained yet
     complete(buffer, [slot.ticket(1, 0.0) for slot in buffer.snapshot().slots])

@@ -1,18 +1,11 @@
-"""Filters, the audit of selection, and the adaptive bound."""
+"""Filters and the audit of selection."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from replay_schedule import answer, placeholder
 
-from streamrl.config.replay import AdaptiveConfig, FilterConfig
-from streamrl.replay.adaptive import AdaptiveBound
-from streamrl.replay.orders.fifo import Fifo
-from streamrl.replay.orders.windowed import Windowed
+from streamrl.config.replay import FilterConfig
 from streamrl.replay.selection import Audit, measure, reason_to_drop
 from streamrl.types import Group, PolicyVersion, Ticket
 
@@ -65,55 +58,3 @@ def test_what_is_measured_is_what_the_group_says() -> None:
     assert (record.tokens, record.answers, record.size, record.oldest) == (group.tokens, 3, 7, 0)
     assert record.pass_rate == group.pass_rate
     assert measure(placeholder(TICKET), 1).oldest is None
-
-
-# -- the adaptive bound
-
-
-def adaptive(highest: float = 2.0, every: int = 1, patience: int = 2, change: float = 0.5) -> AdaptiveBound:
-    order = Fifo(4, math.floor((highest + 1) * 4))
-    return AdaptiveBound(AdaptiveConfig(enabled=True, patience=patience, change=change), order, highest, every)
-
-
-def test_the_admitted_staleness_follows_the_effective_sample_size() -> None:
-    bound = adaptive()
-    admitted = []
-    for step, ess in enumerate([0.3] * 6 + [0.65] * 4 + [0.9] * 4):
-        bound.record(step, ess)
-        admitted.append(bound.staleness)
-    assert admitted == [2, 1.5, 1.5, 1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1, 1, 1.5]
-    assert bound.slots == 10
-    assert bound.metrics() == {"staleness/admitted": 1.5}
-
-
-@given(
-    ess=st.lists(st.none() | st.floats(0, 1), max_size=60),
-    groups=st.integers(1, 6),
-    highest=st.sampled_from([0, 0.5, 1, 2.25, 3]),
-    data=st.data(),
-)
-def test_it_never_leaves_what_is_configured_and_never_deadlocks(
-    ess: list[float | None], groups: int, highest: float, data: st.DataObject
-) -> None:
-    slots = math.floor((highest + 1) * groups)
-    window = data.draw(st.integers(1, slots - groups + 1))
-    order = Windowed(groups, slots - (window - 1), window)
-    every = data.draw(st.integers(1, order.capacity // groups))
-    bound = AdaptiveBound(AdaptiveConfig(enabled=True, patience=1, change=0.7), order, highest, every)
-    for step, value in enumerate(ess):
-        bound.record(step, value)
-        assert every * groups <= bound.slots <= order.capacity
-
-
-def test_it_is_off_unless_it_is_asked_for() -> None:
-    bound = AdaptiveBound(AdaptiveConfig(), Fifo(4, 12), 2.0)
-    for step in range(20):
-        bound.record(step, 0.01)
-    assert (bound.slots, bound.metrics()) == (12, {})
-
-
-def test_steps_that_are_trained_again_are_not_heard_twice() -> None:
-    bound = adaptive(patience=2)
-    for step in (5, 5, 4, 5):
-        bound.record(step, 0.1)
-    assert bound.staleness == 2.0

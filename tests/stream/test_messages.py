@@ -58,13 +58,14 @@ ONE_OF_EACH = [
     Publish(server="server-0", version=V, manifest={"buckets": [1, 2], "dtype": "float32"}),
     Stop(reason="done"),
     Next(step=3),
-    Progress(version=V),
+    Progress(version=V, signals={"offpolicy/ess": 0.5}),
     Finished(version=V),
     Exited(version=V, reason="run.exit_interval=7 divides step 21"),
     BatchHeader(step=3, groups=8, stats=STATS),
     Announce(version=V),
     Roster(servers=(SERVER,)),
 ]
+PROGRESS = {"v": PROTOCOL, "kind": "progress", "version": {"step": 1, "incarnation": 0}}
 CREDIT = {"v": PROTOCOL, "kind": "credit", "capacity": 3}
 
 
@@ -84,7 +85,7 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 7"),
+        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 8"),
         ({**CREDIT, "kind": "debit"}, "unknown kind 'debit'"),
         ({**CREDIT, "extra": 1}, "unknown field `extra`"),
         ({"v": PROTOCOL, "kind": "credit"}, "missing required field `capacity`"),
@@ -93,6 +94,8 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
         ({**CREDIT, "capacity": True}, "capacity"),
         ({"v": PROTOCOL, "kind": "heartbeat", "busy": float("nan")}, "busy"),
         ({"v": PROTOCOL, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
+        ({**PROGRESS, "signals": {"offpolicy/ess": float("nan")}}, "signals that are not finite: offpolicy/ess"),
+        ({**PROGRESS, "signals": {str(name): 0.0 for name in range(65)}}, "length <= 64"),
         ({"v": PROTOCOL, "kind": "hello", "run": "r", "role": "learner", "name": "l"}, "learner without its version"),
         ({"v": PROTOCOL, "kind": "hello", "run": "r", "role": "king", "name": "l"}, "role"),
         ({"v": PROTOCOL, "kind": "hello", "role": "generator", "name": "l"}, "missing required field `run`"),

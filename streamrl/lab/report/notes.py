@@ -28,6 +28,7 @@ EVENTS: dict[str, tuple[Grade, str]] = {
     "journal.recovered": ("warning", "the buffer came back from its journal at step {step}"),
     "journal.full": ("bad", "the journal cannot grow: {reason}"),
     "journal.room": ("plain", "the journal has room again"),
+    "bound.moved": ("plain", "the bound moved from {former} to {staleness}: {reason}"),
     "learner.saved": ("plain", "checkpoint of version {version}"),
     "learner.finished": ("good", "the learner finished with version {version}"),
     "learner.stopped": ("plain", "{reason}"),
@@ -39,6 +40,9 @@ EVENTS: dict[str, tuple[Grade, str]] = {
 }
 """Event: its grade, and what the page says, in terms of the event's fields. Others are not of note, unless they
 have an `error`."""
+
+SINGLE = frozenset({"bound.moved"})
+"""Events of which each is a note of its own, by its step."""
 
 
 @dataclass(slots=True)
@@ -96,7 +100,8 @@ class Notes:
             if event == "replay.stop":
                 self.stop = record
                 grade = "good" if record.get("code") == 0 else "bad"
-            self._add(record, event, grade, text.format_map(_Fields(record)))
+            each = (record.get("step"),) if event in SINGLE else ()
+            self._add(record, event, grade, text.format_map(_Fields(record)), *each)
         elif record.get("phase") == "end" and "error" in record:
             self._fail(record)
 

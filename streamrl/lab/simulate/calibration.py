@@ -97,6 +97,8 @@ def calibrate(run_folders: Sequence[Path]) -> Model:
         delivery=_gap(_points(own.records, "batch", "step"), _ends(own.records, "learner.wait", "step")),
         save=_low([record["seconds"] for record in records if _is(record, "learner.save", "end")]),
         ess_decay=_ess_decay(rows),
+        clipped_growth=_growth(rows, "offpolicy/clipped"),
+        masked_growth=_growth(rows, "offpolicy/masked"),
     )
 
 
@@ -292,6 +294,13 @@ def _ess_decay(rows: Sequence[dict[str, Any]]) -> float:
     logs = [(-math.log(min(1.0, ess)), age) for ess, age in pairs if ess and ess > 0]
     ages = sum(age for _, age in logs)
     return sum(log for log, _ in logs) / ages if ages > 0 else 0.0
+
+
+def _growth(rows: Sequence[dict[str, Any]], name: str) -> float:
+    """Of a share, a step of mean staleness."""
+    pairs = [(row[name], row["staleness/mean"]) for row in rows if row.get(name) is not None]
+    ages = sum(age for _, age in pairs)
+    return sum(share for share, _ in pairs) / ages if ages > 0 else 0.0
 
 
 def _as_recorded(group: Group) -> RecordedGroup:

@@ -295,8 +295,9 @@ class Circle:
 
     def _trained(self, row: dict[str, Any]) -> None:
         self._version += 1
-        ess = math.exp(-self._model.ess_decay * row["staleness/mean"])
-        self._to_service(LEARNER, Progress(version=PolicyVersion(self._version), ess=ess))
+        seen = self._model.signals(row["staleness/mean"])
+        signals = {name: seen[name] for name in self._config.replay.adaptive.signals if name in seen}
+        self._to_service(LEARNER, Progress(version=PolicyVersion(self._version), signals=signals))
         row["time/publish"] = -self._clock.now  # until the learner goes on
         if self._version % self._config.publish.every and self._version < self._config.run.steps:
             self._end_step(row)

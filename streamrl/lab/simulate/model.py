@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -76,6 +77,17 @@ class Model:
     delivery: float = 0.0  # from a complete batch to the learner
     save: float = 0.0  # a checkpoint
     ess_decay: float = 0.0  # effective sample size = exp(-ess_decay x mean staleness)
+    clipped_growth: float = 0.0  # share of clipped tokens a step of mean staleness
+    masked_growth: float = 0.0  # the same of masked ones
+
+    def signals(self, age: float) -> dict[str, float]:
+        """What the learner reports of a step whose tokens are `age` steps old in the mean, by the metrics' names."""
+        return {
+            "staleness/mean": age,
+            "offpolicy/ess": math.exp(-self.ess_decay * age),
+            "offpolicy/clipped": min(1.0, self.clipped_growth * age),
+            "offpolicy/masked": min(1.0, self.masked_growth * age),
+        }
 
 
 def deviations(measured: Sequence[float], fitted: Sequence[float]) -> tuple[float, ...]:
