@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
     )
 
-    for add in (_add_records, _add_simulate, _add_plan, _add_convert, _add_doctor):
+    for add in (_add_records, _add_simulate, _add_tune, _add_plan, _add_convert, _add_doctor):
         add(subparsers)
     starter.add_commands(subparsers, _command)
     return parser
@@ -208,6 +208,36 @@ def _add_simulate(subparsers: argparse._SubParsersAction) -> None:
     simulate.add_argument("--steps", type=flags.count, default=30, help="learner steps of each real run (default: 30)")
     simulate.add_argument("--fleet", type=Path, metavar="FILE", help="plan fleets from the figures in a YAML file")
     simulate.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
+
+
+def _add_tune(subparsers: argparse._SubParsersAction) -> None:
+    text = "choose bound, window, groups in flight, publish interval, servers and ranks by simulation"
+    tune = _command(subparsers, "tune", commands.tune, text)
+    tune.add_argument(
+        "config", type=config_path, metavar="CONFIG", help="YAML file; a finished run's folder: no new run"
+    )
+    tune.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
+    tune.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help="calibrate by it, too")
+    tune.add_argument("--folder", type=Path, help="of the calibration runs (default: runs/NAME-tune)")
+    tune.add_argument("--steps", type=flags.count, default=30, help="learner steps of a calibration run (default: 30)")
+    tune.add_argument(
+        "--budget", type=flags.seconds, default=3600.0, metavar="SECONDS", help="of all of them (default: 3600)"
+    )
+    for name, unit in (("cores", "cores"), ("gpus", "GPUs")):
+        tune.add_argument(f"--{name}", type=flags.count, metavar="N", help=f"{unit} to divide (default: those in use)")
+    tune.add_argument("--oldest", type=flags.limit, default=8.0, metavar="S", help="largest bound (default: 8)")
+    tune.add_argument("--mean-age", type=flags.limit, metavar="STEPS", help="mean age of trained tokens at the most")
+    tune.add_argument(
+        "--within", type=flags.share, default=0.02, metavar="SHARE",
+        help="of the fastest one's tokens/s, given up for fresher data (default: 0.02)",
+    )  # fmt: skip
+    tune.add_argument(
+        "--doubling", type=flags.share, default=0.9, metavar="SHARE",
+        help="of a rank's tokens/s that each doubling of unmeasured ranks keeps (default: 0.9)",
+    )  # fmt: skip
+    tune.add_argument("--points", type=flags.count, default=200, help="settings to simulate at the most (default: 200)")
+    tune.add_argument("-o", "--output", type=Path, metavar="FILE.yaml", help="write a configuration with the choice")
+    tune.add_argument("--json", type=Path, metavar="PATH", help="write the figures here")
 
 
 def _add_plan(subparsers: argparse._SubParsersAction) -> None:

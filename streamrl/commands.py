@@ -183,6 +183,21 @@ def simulate(options: argparse.Namespace) -> int:
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 
+def tune(options: argparse.Namespace) -> int:
+    """Of a configuration, which is calibrated first, or of a finished run."""
+    if options.cores is not None and options.gpus is not None:
+        raise ConfigError(f"--gpus: {options.gpus} beside --cores {options.cores}; allowed: one of the two")
+    from streamrl.lab.tune import command
+    from streamrl.lab.tune.search import Rule
+    from streamrl.lab.tune.tuned import Limits, Runs
+
+    rule = Rule(within=options.within, mean_age=options.mean_age)
+    limits = Limits(**{name: getattr(options, name) for name in ("cores", "gpus", "oldest", "doubling", "points")})
+    runs = Runs(folder=options.folder, steps=options.steps, budget=options.budget, others=tuple(options.also))
+    files = {"output": options.output, "figures": options.json}
+    return command.main(options.config, options.override, rule, limits, runs, **files)
+
+
 def plan(options: argparse.Namespace) -> int:
     from streamrl.lab.plan import command
     from streamrl.lab.plan.machines import Machines

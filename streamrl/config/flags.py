@@ -35,6 +35,11 @@ def limit(text: str) -> float:
     return _number(text, float, lambda value: 0 <= value < math.inf, "a number from 0 on")
 
 
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    return _number(text, float, lambda value: 0 <= value <= 1, "a number from 0 to 1")
+
+
 def _number(text: str, kind: Callable[[str], N], fits: Callable[[N], bool], allowed: str) -> N:
     """Raises ArgumentTypeError, of which the parser makes the line that the user reads."""
     try:

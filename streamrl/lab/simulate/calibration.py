@@ -83,7 +83,7 @@ def calibrate(run_folders: Sequence[Path]) -> Model:
     """
     runs = [_read(folder) for folder in run_folders]
     own = runs[0]
-    rows = [row for run in runs for row in run.rows[WARM_UP:]]
+    rows = [row for run in runs if learner_kind(run.config) == learner_kind(own.config) for row in run.rows[WARM_UP:]]
     records = [record for run in runs for record in run.records]
     return Model(
         answers=Answers(tuple(sorted((_as_recorded(group) for group in own.groups), key=lambda group: group.step))),
@@ -100,6 +100,11 @@ def calibrate(run_folders: Sequence[Path]) -> Model:
         clipped_growth=_growth(rows, "offpolicy/clipped"),
         masked_growth=_growth(rows, "offpolicy/masked"),
     )
+
+
+def learner_kind(config: Config) -> tuple[int, int]:
+    """Ranks and micro batch, in tokens: learners that differ in them say nothing of each other's speed."""
+    return config.learner.ranks, config.learner.tokens_per_micro_batch
 
 
 def _read(folder: Path) -> _Run:

@@ -22,7 +22,8 @@ from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
-from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, RunEndedError, validate
+from streamrl.lab.simulate.on_cores import RunEndedError
+from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, validate
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
@@ -51,9 +52,9 @@ def main(
     check_file("--json", output)
     choices = [tuple(overrides) + each for each in varied(vary)]
     own = load_run(run_folder, ["generate.attach=[]"])
-    settings = [_checked(run_folder, own, choice) for choice in choices if choice]
+    settings = [checked(run_folder, own, choice) for choice in choices if choice]
     recorded = list(read_metrics(run_folder))
-    _check_lengths(run_folder, own, settings)
+    check_lengths(run_folder, own, settings)
     with Bar("simulate", "settings", 1 + len(settings)) as bar:
         model = calibrate([run_folder, *others])
         length = load_run(run_folder, ["generate.attach=[]", f"run.steps={len(recorded)}"])
@@ -62,7 +63,7 @@ def main(
         for choice, config in bar.over(zip([choice for choice in choices if choice], settings, strict=True)):
             results[" ".join(choice)] = simulated(config, model)
     Console(width=WIDTH).print(_table(f"{run_folder}: what was, and what would have been", results))
-    _print_model(model)
+    print_model(model)
     _write(output, {name: result.as_json() for name, result in results.items()})
     return 0
 
@@ -78,7 +79,7 @@ def main_validate(
         print(f"streamrl: {failure}", file=sys.stderr)
         return 1
     Console(width=WIDTH).print(_compared_table(compared))
-    _print_model(model)
+    print_model(model)
     judged = compared[1:]
     held = sum(each.holds for each in judged)
     print(
@@ -143,7 +144,7 @@ def varied(vary: Sequence[str]) -> list[tuple[str, ...]]:
     return list(itertools.product(*axes))
 
 
-def _checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
+def checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
     """The configuration of a setting. Raises ConfigError for a key that the model does not know."""
     config = load_run(run_folder, ["generate.attach=[]", *overrides])
     for key in config_file.changed(own, config):
@@ -152,7 +153,7 @@ def _checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
     return config
 
 
-def _check_lengths(run_folder: Path, own: Config, settings: Sequence[Config]) -> None:
+def check_lengths(run_folder: Path, own: Config, settings: Sequence[Config]) -> None:
     """Nobody knows how an answer would have gone on that was cut. Raises ConfigError."""
     recorded = own.generate.sampling.max_new_tokens
     given = max((config.generate.sampling.max_new_tokens for config in settings), default=0)
@@ -218,7 +219,7 @@ def _verdict(compared: Compared) -> str:
     return "held" if compared.holds else "MISSED"
 
 
-def _print_model(model: Model) -> None:
+def print_model(model: Model) -> None:
     """What was fitted, so that a reader can judge it."""
     server, learner, update = model.server, model.learner, model.update
     print(

@@ -8,17 +8,12 @@ run on one half of the cores, the learner on the other. One server serves all ru
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import psutil
 
 from streamrl import preflight
 from streamrl.config import Config
@@ -31,6 +26,7 @@ from streamrl.lab.simulate.calibration import calibrate
 from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.model import Model
+from streamrl.lab.simulate.on_cores import Cores, pin, run_command
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 
@@ -39,7 +35,6 @@ STALENESS_BAR = 0.3  # mean staleness: largest difference in learner steps
 
 STEPS = 30  # learner steps of one run, the warm-up included
 RUN_TIMEOUT = 1800.0  # seconds that one run may take
-PIN_PERIOD = 0.5  # seconds between two looks for new processes and threads
 
 # What all runs have in common besides the run's own configuration.
 SAME = (
@@ -93,10 +88,6 @@ def settings(config: Config) -> list[tuple[str, ...]]:
     ]
 
 
-class RunEndedError(RuntimeError):
-    """A run of the validation failed; the text has the last lines of what it printed."""
-
-
 def fewer(config: Config) -> list[str]:
     """Overrides with a part of what is in flight."""
     own = without_lag(config, config.generate)
@@ -143,11 +134,12 @@ def validate(
 
 
 def _measure(
-    config_path: Path, folder: Path, halves: tuple[set[int], set[int]], bar: Bar, overrides: Sequence[str]
+    config_path: Path, folder: Path, halves: Cores, bar: Bar, overrides: Sequence[str]
 ) -> tuple[Config, Figures]:
     """One run for real, and its figures."""
     config = config_file.load(config_path, overrides)
-    _run(config_path, overrides, folder, halves)
+    command = [sys.executable, "-m", "streamrl.cli", "train", str(config_path), *overrides]
+    run_command(command, folder / "train.log", RUN_TIMEOUT, halves)
     bar.advance()
     return config, figures(list(read_metrics(folder / config.run.name)))
 
@@ -158,54 +150,3 @@ def _compare(name: str, config: Config, model: Model, measured: Figures, speed: 
         f"{name}: {compared.expected:.0f} tokens/s expected, {compared.measured.trained:.0f} measured", file=sys.stderr
     )
     return compared
-
-
-def _run(config_path: Path, overrides: Sequence[str], folder: Path, halves: tuple[set[int], set[int]]) -> None:
-    """One run in processes of its own, each on its half of the cores. Raises RunEndedError where it fails."""
-    command = [sys.executable, "-m", "streamrl.cli", "train", str(config_path), *overrides]
-    with (folder / "train.log").open("ab") as output:
-        training = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + RUN_TIMEOUT
-    try:
-        while training.poll() is None and time.monotonic() < deadline:
-            for role in _children(training.pid):
-                if (cores := _cores_of(role, halves)) is not None:
-                    pin(role.pid, cores)
-            time.sleep(PIN_PERIOD)
-    finally:
-        if training.poll() is None:
-            training.terminate()
-        code = training.wait()
-    if code:
-        lines = (folder / "train.log").read_text(errors="replace").splitlines()
-        raise RunEndedError(f"{' '.join(command)}\nended with {code}:\n" + "\n".join(lines[-20:]))
-
-
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children()
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _cores_of(role: psutil.Process, halves: tuple[set[int], set[int]]) -> set[int] | None:
-    """The half of a role by its command line; None for one that may run anywhere."""
-    try:
-        words = role.cmdline()
-    except psutil.Error:
-        return None
-    if "generator" in words:
-        return halves[0]
-    return halves[1] if "learner" in words else None
-
-
-def pin(pid: int, cores: set[int]) -> None:
-    """A process, all that it started, and every thread of them. What is begun later inherits it."""
-    try:
-        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            for thread in os.listdir(f"/proc/{process.pid}/task"):
-                os.sched_setaffinity(int(thread), cores)

@@ -1,0 +1,212 @@
+"""The runs from which a configuration is calibrated: its own, one with fewer in flight, then the learner alone.
+
+    FOLDER/calibration ─▶ FOLDER/few-in-flight ─▶ FOLDER/learner-RANKS-TOKENS, each on the recorded batches (`retrain`)
+
+The second tells what a decoding step costs from what a sample of it costs. The learner alone tells what another micro
+batch, or another number of ranks, takes of the time of its own ones. What is finished is not run again.
+
+Without GPUs, generation and learner have cores of their own: a run measures what both take, not where the kernel puts
+them. The weights hardly move, as in `simulate --validate`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.file import ConfigError
+from streamrl.engine.hardware import has_cuda, visible_gpus
+from streamrl.hub.model import with_local_models
+from streamrl.lab.simulate.figures import WARM_UP
+from streamrl.lab.simulate.on_cores import Cores, RunEndedError, run_command
+from streamrl.lab.simulate.validation import SAME, fewer
+from streamrl.lab.tune.space import used
+from streamrl.lab.tune.speeds import Kind, seconds_of_a_token
+from streamrl.observe.bars import Bar
+from streamrl.observe.metrics import read_metrics
+from streamrl.places import RECORD, absolute, load_run
+
+ALONE_STEPS = 8  # learner steps of each measurement of the learner alone, of which the first ones do not count
+
+# Numbers of ranks that are measured at the most; those in between are taken to lie in between.
+MOST_RANKS = 3
+
+MICRO_BATCH = "learner.tokens_per_micro_batch"
+
+# Micro batches that are tried, as shares of the configured one.
+MICRO_BATCHES = (0.5, 2)
+
+# What may differ between a finished calibration run and what would be run now.
+SAME_RUN = ("run.folder", "generate.attach", "stream.keys", "observe.console")
+
+
+@dataclass(slots=True)
+class Measured:
+    """What the runs gave."""
+
+    folders: list[Path]  # run folders, as `calibrate` takes them
+    learner: dict[Kind, float] = field(default_factory=dict)  # seconds of a token, over those of its own kind
+    left_out: list[str] = field(default_factory=list)  # a line each
+
+
+@dataclass(slots=True)
+class Calibration:
+    """The runs of one configuration in one folder. `prepare` before `run`."""
+
+    path: Path  # of the configuration
+    overrides: Sequence[str]
+    folder: Path
+    steps: int
+    budget: float  # seconds of all runs
+    ranks: Sequence[int]  # other numbers of ranks that are wanted
+    _config: Config = field(init=False)
+    _deadline: float = field(init=False, default=0.0)
+
+    def prepare(self) -> None:
+        """Refuse what could not be run. Raises ConfigError."""
+        if self.steps <= WARM_UP + 1:
+            raise ConfigError(f"--steps: {self.steps} are too few to calibrate; allowed: above {WARM_UP + 1}")
+        self._config = self._load("calibration", ())
+        for name, more in self._wanted():
+            if (run := self.folder / name / RECORD).exists():
+                changed = config_file.changed(load_run(run.parent), absolute(with_local_models(self._load(name, more))))
+                if other := [key for key in changed if key not in SAME_RUN]:
+                    raise ConfigError(
+                        f"--folder: {run.parent} was run with another {other[0]}; allowed: that one, or another folder"
+                    )
+        ends = min(os.cpu_count() or 1, len(os.sched_getaffinity(0)))
+        fits = len(visible_gpus()) if has_cuda() else max(1, ends // 2) // self._config.learner.threads
+        self.ranks = _spread([ranks for ranks in self.ranks if ranks <= fits and ranks != self._config.learner.ranks])
+
+    def lines(self) -> Iterator[str]:
+        """What will be run, for a reader who may stop it."""
+        config, done = self._config, [name for name, more in self._wanted() if self._is_done(name, more)]
+        answers = self.steps * config.replay.groups_per_step * config.generate.group_size
+        alone = len(MICRO_BATCHES) + 1 + len(self.ranks)
+        yield (
+            f"calibration in {self.folder}: 2 runs of {self.steps} steps ({answers:,} answers each), then the learner "
+            f"alone, up to {alone} times {min(ALONE_STEPS, self.steps)} steps; ended after {self.budget:,.0f} s "
+            "(--budget)"
+        )
+        if done:
+            yield f"  done before: {', '.join(done)}"
+
+    def run(self) -> Measured:
+        """Raises RunEndedError where a run of the whole loop fails, or the budget is used up."""
+        self._deadline = time.monotonic() + self.budget
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with Bar("calibrate", "runs", 2 + len(MICRO_BATCHES) + 1 + len(self.ranks)) as bar:
+            for name, more in self._wanted():
+                if not self._is_done(name, more):
+                    self._train(name, more)
+                bar.advance()
+            measured = Measured([self.folder / name for name, _ in self._wanted()])
+            self._measure_learner(measured, bar)
+        return measured
+
+    # -- the whole loop
+
+    def _wanted(self) -> list[tuple[str, list[str]]]:
+        return [("calibration", []), ("few-in-flight", fewer(self._config))]
+
+    def _words(self, name: str, more: Sequence[str]) -> list[str]:
+        own = [f"run.folder={self.folder}", f"run.name={name}", f"run.steps={self.steps}", "run.epochs=null"]
+        return [*self.overrides, *SAME, "evaluate.every=0", *own, *more]
+
+    def _load(self, name: str, more: Sequence[str]) -> Config:
+        return config_file.load(self.path, self._words(name, more))
+
+    def _is_done(self, name: str, more: Sequence[str]) -> bool:
+        rows = list(read_metrics(self.folder / name)) if (self.folder / name / RECORD).exists() else []
+        return len(rows) >= self._load(name, more).run.steps
+
+    def _train(self, name: str, more: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "streamrl.cli", "train", str(self.path), "--fresh", *self._words(name, more)]
+        self._run(command)
+
+    def _run(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise RunEndedError(f"--budget: {self.budget:,.0f} s are used up; the same command goes on with the rest")
+        run_command(command, self.folder / "runs.log", left, cores_of(self._config), environment)
+
+    # -- the learner alone
+
+    def _measure_learner(self, measured: Measured, bar: Bar) -> None:
+        own: Kind = (self._config.learner.ranks, self._config.learner.tokens_per_micro_batch)
+        rows = list(read_metrics(self.folder / "calibration"))
+        step_tokens = sum(row["tokens/trained"] for row in rows) / len(rows)
+        wanted = [(ranks, own[1]) for ranks in self.ranks]
+        for share in MICRO_BATCHES:
+            micro_batch = int(own[1] * share)
+            if step_tokens / own[0] <= (enough := min(micro_batch, own[1])):
+                reason = f"a step has {step_tokens:,.0f} trained tokens, for which {enough} are enough"
+                measured.left_out.append(f"{MICRO_BATCH}={micro_batch}: {reason}")
+            else:
+                wanted.append((own[0], micro_batch))
+        if not wanted:
+            return
+        base = self._alone(own)
+        bar.advance()
+        for kind in wanted:
+            try:
+                measured.learner[kind] = self._alone(kind) / base
+            except RunEndedError as error:
+                if time.monotonic() >= self._deadline:
+                    raise
+                said = str(error).splitlines()[-1].removeprefix("streamrl: ")
+                measured.left_out.append(f"learner.ranks={kind[0]} with {MICRO_BATCH}={kind[1]}: {said}")
+            bar.advance()
+
+    def _alone(self, kind: Kind) -> float:
+        """Seconds of a token. Raises RunEndedError."""
+        ranks, micro_batch = kind
+        folder = self.folder / f"learner-{ranks}-{micro_batch}"
+        steps = min(ALONE_STEPS, self.steps)
+        if len(_rows(folder)) < steps:
+            shutil.rmtree(folder, ignore_errors=True)
+            sets = [
+                f"learner.ranks={ranks}",
+                f"{MICRO_BATCH}={micro_batch}",
+                "checkpoint.export=false",
+            ]
+            command = [sys.executable, "-m", "streamrl.cli", "retrain", str(self.folder / "calibration")]
+            command += ["--output", str(folder), "--steps", str(steps), "--set", *sets]
+            self._run(command, {"OMP_NUM_THREADS": str(self._config.learner.threads)})
+        return seconds_of_a_token(_rows(folder)[min(WARM_UP, steps - 1) :])
+
+
+def cores_of(config: Config) -> Cores | None:
+    """The cores of generation and those of the learner, by what each has threads for; None with GPUs, or one core."""
+    cores = sorted(os.sched_getaffinity(0))
+    if has_cuda() or len(cores) < 2:
+        return None
+    rank, worker = used(config, "cores")
+    share = worker / (worker + rank * config.learner.ranks)
+    generating = min(len(cores) - 1, max(1, round(share * len(cores))))
+    return set(cores[:generating]), set(cores[generating:])
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return list(read_metrics(folder)) if folder.exists() else []
+
+
+def _spread(ranks: Iterable[int]) -> list[int]:
+    """At most MOST_RANKS of them, the smallest and the largest first.
+
+    >>> _spread([1, 2, 3, 4, 5]), _spread([4])
+    ([1, 3, 5], [4])
+    """
+    ordered = sorted(ranks)
+    if len(ordered) <= MOST_RANKS:
+        return ordered
+    last = len(ordered) - 1
+    return [ordered[round(place * last / (MOST_RANKS - 1))] for place in range(MOST_RANKS)]
