@@ -29,6 +29,24 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+# Of vision-language models: tokens that stand for images, and a tower of two layers.
+IMAGE, START, END = 120, 122, 123
+SEES: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": 121,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
+
 # transformers' class, and what its configuration needs.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2ForCausalLM", {}),
@@ -110,11 +128,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            **SEES,
+            "vision_config": {**TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]},
+        },
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {
+            **SEES,
+            "head_dim": 32,
+            "vision_config": {
+                **TOWER,
+                "patch_size": 16,
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
 }
 
 
+LOCAL_FAMILIES = ("deepseek_v3", "moonlight", "gpt_oss", "qwen2_5_vl", "qwen3_vl")
+
 # Those that are made of Transformer Engine's layers where it is.
-ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in ("deepseek_v3", "moonlight", "gpt_oss"))
+ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in LOCAL_FAMILIES)
 
 
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:

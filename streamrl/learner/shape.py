@@ -20,6 +20,7 @@ from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
 from streamrl.learner.rope import Rope
+from streamrl.learner.vision.shape import VisionShape
 
 if TYPE_CHECKING:
     from streamrl.learner.families.base import ModelFamily
@@ -130,6 +131,7 @@ class ModelShape:
     moe: MoeShape | None = None  # None: every layer is dense
     latent: LatentShape | None = None  # None: each head has projections of its own
     attention: AttentionShape = PLAIN
+    vision: VisionShape | None = None  # None: it reads no images
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
 
     @property
