@@ -284,7 +284,12 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
     whole = {"attention heads": shape.heads, "key and value heads": shape.groups, "MLP columns": shape.ffn}
     for what, count in whole.items():
         _must_divide("tensor", layout.tensor, count, what)
-    stage_layers(shape.layers, layout)
+    first = stage_layers(shape.layers, layout)[0] // layout.virtual
+    if shape.vision is not None and first < shape.vision.levels:
+        raise ConfigError(
+            f"learner.layout.pipeline: {layout.pipeline} stages leave {first} layers to the first chunk, and features "
+            f"of images enter the first {shape.vision.levels}; allowed: fewer stages, or first_stage"
+        )
     if shape.attention.bias and layout.expert_tensor > 1:
         raise ConfigError(
             f"learner.layout.expert_tensor: {layout.expert_tensor} ranks would each add the biases of "

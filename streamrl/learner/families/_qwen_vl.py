@@ -81,6 +81,6 @@ class QwenVL(ModelFamily):
         )
         if vision.levels > shape.layers:
             raise UnsupportedModelError(
-                f"{path}: deepstack_visual_indexes has {vision.levels} levels; allowed: at most {shape.layers}, one a layer"
+                f"{path}: deepstack_visual_indexes has {vision.levels} levels; allowed: one a layer, {shape.layers}"
             )
         return replace(vision, tensors=cls.tower_tensors(vision))

@@ -90,7 +90,7 @@ class ModelFamily(Choice):
     without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset()
 
     outside_layers: ClassVar[Mapping[str, Entry]] = OUTSIDE_LAYERS
-    # Parameters of one Megatron layer; their tensors follow `model.layers.N.` in a folder, or what `layers_prefix` says.
+    # Parameters of one Megatron layer; their tensors follow `layers_prefix` and `N.` in a folder.
     in_a_layer: ClassVar[Mapping[str, Entry]] = IN_A_LAYER
 
     layers_prefix: ClassVar[str] = "model.layers."
@@ -202,7 +202,7 @@ class ModelFamily(Choice):
 
     @classmethod
     def tower(cls, vision: VisionShape) -> nn.Module:
-        """The vision tower, without weights: called with pixels and `grid_thw`, as transformers'. It may import torch."""
+        """The vision tower, which takes pixels and `grid_thw` as transformers' do. It may import torch."""
         raise NotImplementedError(f"{cls.__name__} has no vision tower")
 
     @classmethod

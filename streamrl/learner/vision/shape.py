@@ -44,8 +44,20 @@ class VisionShape:
         return self.channels * self.temporal * self.patch**2
 
     @property
+    def input(self) -> tuple[int, ...]:
+        """What prompts and patches are made for."""
+        return (self.image, self.merge, self.patch, self.temporal, self.channels)
+
+    @property
     def parameters(self) -> int:
         return sum(math.prod(shape) for shape in self.tensors.values())
+
+    @property
+    def products(self) -> int:
+        """Multiplications by weights that one image token takes: of its patches, and of the mergers."""
+        sizes = {name: math.prod(shape) for name, shape in self.tensors.items() if len(shape) > 1}
+        patches = sum(size for name, size in sizes.items() if name.startswith(("blocks.", "patch_embed.")))
+        return self.unit * patches + sum(size for name, size in sizes.items() if "merger" in name)
 
     @property
     def axes(self) -> list[int]:

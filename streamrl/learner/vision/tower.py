@@ -54,7 +54,7 @@ class VisionTower(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, pixels: Tensor, grids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Features [tokens, hidden], and as many of each level, of pixels [patches, patch_dim] and grids [images, 3]."""
+        """Features [tokens, hidden], and those of each level, of pixels [patches, patch_dim] and grids [images, 3]."""
         given: Any = self.tower(pixels, grid_thw=grids)
         return given.pooler_output, list(getattr(given, "deepstack_features", None) or [])
 
@@ -97,7 +97,7 @@ class VisionTower(nn.Module):
 
 
 class _Joined(torch.autograd.Function):
-    """The embeddings, whose gradient is the last of the language model's to be known: that of the levels is then complete.
+    """The embeddings. Their gradient is the last one of the language model: that of the levels is then complete.
 
     Layers add the levels as leaves of their own, because a layer that is computed again in the backward pass would run
     through the tower's graph once for each.
