@@ -25,7 +25,7 @@ from streamrl.hub.model import with_local_models
 from streamrl.learner.shape import ModelShape, read_shape, weight_files
 from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
-from streamrl.preflight.model import check_folder, check_model
+from streamrl.preflight.model import check_folder, check_images, check_model
 from streamrl.preflight.prompts import Seen, look_at, tokenizer_of, unread_variables
 from streamrl.preflight.teacher import check_critic, check_teacher, check_teacher_length
 from streamrl.preflight.tokenizer import check_tokenizer
@@ -190,6 +190,7 @@ def check_layout(config: Config, *, weights: bool = True) -> ModelShape:
     if weights:
         weight_files(config.model.path)
     check_model(config, shape)
+    check_images(config, shape)
     check_teacher(config, shape, weights=weights)
     check_critic(config, shape, weights=weights)
     return shape
