@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.family_images import packed_difference
 from benchmarks.family_server import FOLDER, Asked, answers_of
 from benchmarks.parity import Layout, configure
 from benchmarks.parity_ranks import Case, run_ranks
-from benchmarks.random_models import VOCABULARY, largest_difference, worst, write_model
+from benchmarks.random_models import VOCABULARY, largest_difference, load_model, worst, write_model
 from streamrl.config import Config
 from streamrl.learner.attention import describe_row
 from streamrl.learner.families.base import ModelFamily
@@ -61,11 +61,12 @@ def make_folder(folder: Path, family: str, check: Check) -> tuple[Path, Path]:
 
 def against_transformers(folder: Path, check: Check, work: Path) -> dict[str, float]:
     """The columns `logits`, `gradient`, `packed`, `export`, `changed`."""
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    theirs = load_model(folder, attn_implementation="eager")
     ids = torch.randint(5, VOCABULARY - 5, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     weights = torch.randn(2, LENGTH - 1, generator=torch.Generator().manual_seed(4))
     expected = theirs(ids).logits
     packed = _packed_by_transformers(theirs)
+    sees = read_shape(folder).vision is not None
     _weighted(expected, ids, weights).backward()
     gradient = _gradient_by_transformers(theirs, work / "gradient")
     with loaded(folder) as model:
@@ -73,6 +74,8 @@ def against_transformers(folder: Path, check: Check, work: Path) -> dict[str, fl
         _weighted(given, ids, weights).backward()
         with torch.no_grad():
             figures = {"logits": _difference(given, expected), "packed": _difference(_packed(model), packed)}
+            if sees:
+                figures["packed"] = max(figures["packed"], packed_difference(model, theirs, folder))
             export_folder([model], folder, work / "exported")
             figures["gradient"] = largest_difference(_gradient(model), gradient)
     figures["export"] = unlike(work / "exported", folder)

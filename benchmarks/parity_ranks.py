@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from benchmarks import ready_ranks
-from benchmarks.random_models import make_batch, worst
+from benchmarks.random_models import make_batch, with_images, worst
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
@@ -93,7 +93,7 @@ def gradient_of(case: Case) -> Gradient:
         load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
         passes = Passes(wrapped, ranks, config)
-        batch = make_batch(groups=4, longest=40)
+        batch = with_images(make_batch(groups=4, longest=40), config.model.path)
         mine = _micro_batches(batch, config, case.packed)[parallel_state.get_data_parallel_rank()]
         step = Step(mine, Denominators.of(sample.loss_mask for sample in batch.samples), config)
         noise = GradientNoise(wrapped[-1], ranks.device.torch_device)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+import transformers
+from PIL import Image
 from safetensors.torch import load_file
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from launch.tiny_model import complete
 from streamrl.config.learner import LORA_PROJECTIONS
+from streamrl.learner.shape import read_shape
 from streamrl.publish.peft import tensor_name
 from streamrl.testing.families import VOCABULARY, random_model
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
@@ -27,6 +34,41 @@ LATENT: dict[str, Any] = {
     "n_routed_experts": 8,
     "moe_intermediate_size": 48,
     "first_k_dense_replace": 1,
+}
+
+# Of vision-language models: tokens that stand for images, and a tower of two layers.
+IMAGE, VIDEO, START, END = range(VOCABULARY - 11, VOCABULARY - 7)  # prompts and answers have smaller ones alone
+SEES: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
+
+QWEN3_VL: dict[str, Any] = {
+    **SEES,
+    "head_dim": 32,
+    "vision_config": {
+        **TOWER,
+        "patch_size": 16,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 5000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    },
 }
 
 # transformers' class, and what its configuration needs.
@@ -110,11 +152,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {
+            **SEES,
+            "vision_config": {**TOWER, "patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]},
+        },
+    ),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3_VL),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoeForConditionalGeneration",
+        {**QWEN3_VL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
 }
 
 
+LOCAL_FAMILIES = ("deepseek_v3", "moonlight", "gpt_oss", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+
 # Those that are made of Transformer Engine's layers where it is.
-ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in ("deepseek_v3", "moonlight", "gpt_oss"))
+ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in LOCAL_FAMILIES)
 
 
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:
@@ -126,7 +183,51 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
     config = {"num_hidden_layers": layers, "tie_word_embeddings": tied, **needed, **shape}
     random_model(model_class, **config).save_pretrained(folder)
     complete(folder)
+    if "vision_config" in config:
+        patch = config["vision_config"]["patch_size"]
+        _image_processor(patch).save_pretrained(folder)
     return folder
+
+
+def _image_processor(patch: int) -> Any:
+    """Of images of 4 to 36 tokens."""
+    side = 2 * patch
+    size = {"shortest_edge": 4 * side**2, "longest_edge": 36 * side**2}
+    return Qwen2VLImageProcessorPil(patch_size=patch, merge_size=2, temporal_patch_size=2, size=size)
+
+
+def load_model(folder: Path, **options: Any) -> Any:
+    """What transformers makes of a folder, whatever its architecture."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, architecture).from_pretrained(folder, **options).eval()
+
+
+def picture(seed: int, rows: int, columns: int) -> bytes:
+    """A random image of so many pixels, as PNG."""
+    random = np.random.default_rng(seed)
+    file = io.BytesIO()
+    Image.fromarray(random.integers(0, 256, (rows, columns, 3), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def with_images(batch: Batch, model: Path) -> Batch:
+    """The batch with images in the prompts of all groups but the last; the first two differ in their pixels alone.
+
+    Of a model that reads none it is the same batch.
+    """
+    vision = read_shape(model).vision
+    if vision is None:
+        return batch
+    side = vision.merge * vision.patch
+    groups = []
+    for index, group in enumerate(batch.groups[:-1]):
+        rows = 2 * side
+        images = (picture(index, rows, rows), picture(index + 10, rows, rows + side))[: 1 if index > 1 else 2]
+        places = [part for count in (4, 6)[: len(images)] for part in (START, *[IMAGE] * count, END)]
+        prompt = np.concatenate([[7, 8], places, batch.groups[max(index, 1)].samples[0].prompt_ids]).astype(np.int32)
+        samples = tuple(msgspec.structs.replace(sample, prompt_ids=prompt) for sample in group.samples)
+        groups.append(msgspec.structs.replace(group, samples=samples, images=images))
+    return msgspec.structs.replace(batch, groups=(*groups, batch.groups[-1]))
 
 
 def random_adapter(model: Path, seed: int, size: float = 0.125, rank: int = 4) -> dict[str, torch.Tensor]:
@@ -152,7 +253,7 @@ def make_batch(step: int = 0, groups: int = 3, size: int = 4, longest: int = 19)
 
 
 def _group(random: np.random.Generator, step: int, index: int, size: int, longest: int) -> Group:
-    prompt = random.integers(0, VOCABULARY, random.integers(2, 9)).astype(np.int32)
+    prompt = random.integers(0, IMAGE, random.integers(2, 9)).astype(np.int32)
     samples = [_sample(random, step, prompt, int(random.integers(1, longest + 1))) for _ in range(size)]
     if index == 0:
         samples[0] = _sample(random, step, prompt, 0, finish_reason="placeholder")
@@ -166,7 +267,7 @@ def _sample(
     spans = [VersionSpan(PolicyVersion(max(0, step - 1)), 0, old), VersionSpan(PolicyVersion(step), old, length)]
     return Sample(
         prompt_ids=prompt,
-        output_ids=random.integers(0, VOCABULARY, length).astype(np.int32),
+        output_ids=random.integers(0, IMAGE, length).astype(np.int32),
         logprobs=(-4 - random.random(length)).astype(np.float32),
         loss_mask=random.random(length) < 0.9,
         spans=tuple(span for span in spans if span.end > span.start),

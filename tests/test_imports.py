@@ -11,6 +11,7 @@ PACKAGE = Path("streamrl")
 LAYERS = [
     {
         "types",
+        "images",
         "machine",
         "trainable",
         "moe_routing",
@@ -39,6 +40,7 @@ LAYERS = [
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LOWEST = {
     "types": 0,
+    "images": 0,
     "machine": 0,
     "device": 0,
     "lifeline": 0,
@@ -55,6 +57,7 @@ LOWEST = {
 }  # order inside the lowest layer
 WITHOUT_TORCH = (
     "types",
+    "images",
     "trainable",
     "moe_routing",
     "sampling_columns",
@@ -73,7 +76,7 @@ WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api", "sft")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "places", "observe", "recorded", "lab"}
-RECORDS |= {"sampling_columns"}
+RECORDS |= {"images", "sampling_columns"}
 BESIDE_RECORDS = {
     "acceptance": {
         "device_map",

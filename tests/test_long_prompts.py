@@ -58,6 +58,13 @@ def configured(rows: Path, tmp_path: Path, model_folders: tuple[Path, Path]):
     return make
 
 
+def ids_by(tokenizer: Tokenizer):
+    async def tokenise(prompt):
+        return tokenizer.prompt_ids(prompt.content)
+
+    return tokenise
+
+
 def texts(config: Config, folder: Path) -> list[str | None]:
     """Of the first two epochs, as a worker asks them."""
 
@@ -65,7 +72,7 @@ def texts(config: Config, folder: Path) -> list[str | None]:
         tasks = await host_tasks(config.task.trained, config.run.seed, "train", config.task.scoring)
         try:
             left_out.apply(tasks, left_out.load(folder).trained, config.run.seed)
-            task, tokenise = tasks["jsonl"], Tokenizer(config.model.path).prompt_ids
+            task, tokenise = tasks["jsonl"], ids_by(Tokenizer(config.model.path))
             return [(await fitting_prompt(task, i, tokenise)).text for i in range(2 * (fitting_size(task) or 0))]
         finally:
             await close_tasks(tasks)
@@ -136,7 +143,7 @@ def test_a_run_cuts_what_it_would_leave_out_and_a_resume_does_it_at_the_same_pla
             try:
                 left_out.apply(tasks, left_out.load(config.run_folder).trained, config.run.seed)
                 task, tokenizer = tasks["jsonl"], Tokenizer(config.model.path)
-                prompts = [await fitting_prompt(task, index, tokenizer.prompt_ids) for index in range(len(LENGTHS))]
+                prompts = [await fitting_prompt(task, index, ids_by(tokenizer)) for index in range(len(LENGTHS))]
                 assert task.cut is not None
                 ids = [task.cut.kept(tokenizer.prompt_ids(prompt.content)) for prompt in prompts]
                 return tokenizer.text([each.tolist() for each in ids])

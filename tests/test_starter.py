@@ -21,7 +21,7 @@ from streamrl.tasks.questions import Questions
 from tests.operations_table import documented
 
 OF_A_HUB = {name for name in TASKS.names if issubclass(TASKS.load(name), Questions) and name != "jsonl"}
-OF_A_SERVER = {"remote", "judged", "openenv", "gymnasium", "verifiers", "harbor"}  # or of another environment, folder
+OF_A_SERVER = {"remote", "judged", "openenv", "gymnasium", "verifiers", "harbor", "shapes"}  # or environment, model
 HERE = [name for name in TASKS.names if name not in OF_A_HUB | OF_A_SERVER]
 LONG = ("agent", "reasoning_gym", "tools")  # start processes, or import what takes seconds
 DEADLINE = 280.0  # seconds, for a start of SGLang on two busy cores

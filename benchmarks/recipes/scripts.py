@@ -70,10 +70,19 @@ ORIGINS = {
     "verl/qwen2.5-3b-gsm8k-lora": _verl("qwen2_5-3b_gsm8k_grpo_lora"),
     "verl/qwen2.5-3b-gsm8k-lora-from-adapter": _verl("qwen2_5-3b_gsm8k_grpo_lora_from_adapter"),
     "verl/qwen2.5-7b-math": _verl("qwen2_5-7b_math_megatron_diff_tp"),
+    "verl/qwen2.5-vl-7b-geo3k": _verl("qwen2_5_vl-7b"),
+    "verl/qwen2.5-vl-7b-geo3k-balance": _verl("qwen2_5_vl-7b_seq_balance"),
+    "verl/qwen2.5-vl-7b-geo3k-freeze-vision": _verl("qwen2_5_vl-7b_freeze_vision"),
+    "verl/qwen2.5-vl-7b-geo3k-lora": _verl("qwen2_5_vl-7b_lora"),
+    "verl/qwen2.5-vl-7b-geo3k-megatron": _verl("qwen2_5_vl-7b-megatron"),
+    "verl/qwen2.5-vl-7b-geo3k-sglang": _verl("qwen2_5_vl-7b-sglang"),
     "verl/qwen3-235b-a22b-dapo": _verl("qwen3-235b_megatron_96gb"),
     "verl/qwen3-30b-a3b-dapo": _verl("qwen3moe-30b_megatron_96gb"),
     "verl/qwen3-30b-a3b-gsm8k-lora": _verl("qwen3moe-30b_megatron_lora"),
     "verl/qwen3-8b-gsm8k": _verl("qwen3-8b"),
+    "verl/qwen3-vl-235b-a22b-geo3k": _verl("qwen3_vl-235b-megatron"),
+    "verl/qwen3-vl-30b-a3b-geo3k": _verl("qwen3_vl-30b-megatron"),
+    "verl/qwen3-vl-8b-geo3k": _verl("qwen3_vl-8b-megatron"),
     "verl/seed-oss-36b-gsm8k": _verl("seed_oss_36b"),
 }
 
@@ -86,15 +95,11 @@ OWN = {
     "verl/qwen2.5-32b-dapo",
 }
 
-# Scripts whose model no family of streamrl/learner/families builds, by its architecture; [!u] leaves out `npu`.
+# Scripts whose model no family of streamrl/learner/families builds, by its architecture.
 NOT_BUILT = {
     "nemotron*.sh": "NemotronHForCausalLM",
     "run_glm41v_9b.sh": "Glm4vForConditionalGeneration",
     "run_minicpmo2_6.sh": "MiniCPMO",
-    "run_qwen2_5_vl*[!u].sh": "Qwen2_5_VLForConditionalGeneration",
-    "run_qwen3_vl-8b-*.sh": "Qwen3VLForConditionalGeneration",
-    "run_qwen3_vl-*30b-*.sh": "Qwen3VLMoeForConditionalGeneration",
-    "run_qwen3_vl-*235b-*.sh": "Qwen3VLMoeForConditionalGeneration",
 }
 WITHOUT_RECIPE = {pattern: f"no {architecture}" for pattern, architecture in NOT_BUILT.items()} | {
     "common.sh": "no training",

@@ -14,7 +14,12 @@ CORRECTION = f"{ALGORITHM}.rollout_correction"
 OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 # Its data files, our tasks, and the prompts that each has to train.
-TASKS = {"gsm8k": ("gsm8k", 7473), "math": ("math", 7500), "dapo-math-17k": ("dapo_math", None)}
+TASKS = {
+    "gsm8k": ("gsm8k", 7473),
+    "math": ("math", 7500),
+    "geo3k": ("geo3k", 2101),
+    "dapo-math-17k": ("dapo_math", None),
+}
 HELD_OUT = {"aime-2024": "aime_2024"}
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -108,6 +113,7 @@ RULES = (
         (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.fsdp_config.strategy"),
         lambda tokens, packed, _: tokens if packed else UNSAID,
     ),
+    Rule("learner.freeze_vision", (f"{ACTOR}.freeze_vision_tower",), lambda frozen: frozen or UNSAID),
     Rule("learner.layout.tensor", (f"{LAYOUT}.tensor_model_parallel_size",)),
     Rule("learner.layout.sequence", (f"{LAYOUT}.sequence_parallel",)),
     Rule("learner.layout.pipeline", (f"{LAYOUT}.pipeline_model_parallel_size",)),
@@ -180,7 +186,7 @@ MEMORY = "memory and speed alone"
 ENGINE = "of the engine that generates there"
 PLACES = "names, logs and machines"
 WITHOUT_KEY = {
-    r"data\.(prompt_key|return_raw_chat|shuffle|trust_remote_code)": "how their loader reads a file",
+    r"data\.(prompt_key|image_key|return_raw_chat|shuffle|trust_remote_code)": "how their loader reads a file",
     r"data\.(filter_overlong_prompts|truncation)": "longer prompts are left out",
     r"algorithm\.kl_ctrl\..*": "of a KL in the reward",
     r"reward_model\..*": "who adds the penalty for length",
@@ -188,6 +194,7 @@ WITHOUT_KEY = {
     r"actor_rollout_ref\.model\.(use_remove_padding|use_fused_kernels|enable_gradient_checkpointing|use_shm)": MEMORY,
     r"actor_rollout_ref\.model\.override_config\..*": "room for the longest sequence",
     r"actor_rollout_ref\.model\.lora\.lora_A_init_method": "A is drawn as PEFT draws it, which is Kaiming's",
+    r"actor_rollout_ref\.model\.exclude_modules": "adapters are of the language model alone",
     r"actor_rollout_ref\.model\.lora_adapter_path": "given on the command line: learner.lora.adapter",
     r"actor_rollout_ref\.model\.trust_remote_code": "a family of our own builds it",
     r"actor_rollout_ref\.actor\.(ppo_micro_batch_size_per_gpu|use_torch_compile|strategy|fsdp_config\..*)": MEMORY,
@@ -201,6 +208,8 @@ WITHOUT_KEY = {
     r"actor_rollout_ref\.rollout\.(name|mode|gpu_memory_utilization|max_num_\w+|engine_kwargs\..*)": ENGINE,
     r"actor_rollout_ref\.rollout\.(enable_chunked_prefill|enforce_eager|free_cache_engine|load_format)": ENGINE,
     r"actor_rollout_ref\.rollout\.(layered_summon|multi_turn\..*|checkpoint_engine\..*|calculate_log_probs)": ENGINE,
+    r"actor_rollout_ref\.rollout\.multi_stage_wake_up": ENGINE,
+    r"global_profiler\..*": PLACES,
     r"actor_rollout_ref\.nccl_timeout": PLACES,
     r"trainer\.(logger|project_name|experiment_name|default_local_dir|n_gpus_per_node|nnodes)": PLACES,
     r"trainer\.(critic_warmup|val_before_train|resume_mode|log_val_generations)": PLACES,

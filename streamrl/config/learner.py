@@ -195,6 +195,9 @@ class LearnerConfig(Section):
         "DistributedDataParallelConfig, by their names; fp8 is never run",
     )
     lora: LoraConfig = Field(default_factory=LoraConfig, description="low-rank adapters")
+    freeze_vision: bool = Field(
+        False, description="the vision tower of a vision-language model is not trained; with adapters it never is"
+    )
     bad_steps: int = Field(
         8, ge=0, description="steps in a row without an update after which the run stops, its batch saved; 0: never"
     )

@@ -88,6 +88,9 @@ class TaskConfig(Section):
         "leave_out",
         description="what becomes of prompts that are too long: left out, the run refused, or cut to that many tokens",
     )
+    max_image_bytes: int = Field(
+        16 << 20, ge=1, description="bytes that the encoded images of one prompt may have, which travel with its group"
+    )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="penalty on answers near the cut")
     rewards: tuple[RewardShare, ...] = Field(
         (), description="parts of the reward with their weights, added up; empty: the task's own alone"

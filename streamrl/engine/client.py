@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import aiohttp
 import msgspec
@@ -69,6 +69,7 @@ class AnswerMeta(msgspec.Struct, frozen=True):
     # Where kept sets were asked for: of each token the ids from which it was drawn, and its log-prob among them.
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
+    prompt_tokens: int | None = None  # those of the prompt's images among them
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -90,6 +91,7 @@ class PieceMeta(msgspec.Struct, frozen=True):
     output_token_sampling_logprobs: list[float] | None = None
     completion_tokens: int = 0  # of the answer up to the end of the piece
     weight_version: str = ""  # of the weights that the server has now
+    prompt_tokens: int | None = None
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -142,6 +144,13 @@ STREAM_END = b"[DONE]"
 ERROR_START = b'{"error"'
 
 
+class SentImage(NamedTuple):
+    """An image of a prompt."""
+
+    reference: str  # a path, a URL or a data URL
+    tokens: int | None = None  # that the server is to make of the one in its place; None: not known here
+
+
 class RequestOptions(TypedDict, total=False):
     """What a request may ask for beyond its tokens."""
 
@@ -151,7 +160,7 @@ class RequestOptions(TypedDict, total=False):
     ends: object  # for whoever sends a request in parts (generate/requests.py); a server is not asked about it
     cache: str | None  # under which name the server keeps what it computes: only requests of the same name reuse it
     priority: int  # where several wait, lower ones are drawn first, by a server that was started to (engine/server.py)
-    images: Sequence[str]  # paths, URLs or data URLs, in the order of their places in the prompt
+    images: Sequence[SentImage]  # in the order of their places in the prompt
     pieces: Callable[[Piece], None]  # is given the answers as they are drawn, and then none are returned
     every: int  # tokens of a piece
     at_least: PolicyVersion | None  # for whoever has several servers to choose from; one server has what it has
@@ -190,16 +199,21 @@ class EngineClient:
     ) -> list[Answer]:
         """`n` answers to one prompt. `sampling` is SGLang's sampling_params without `n`.
 
-        Raises EngineError, without a status where the server was lost; with `pieces` also in the middle.
+        Raises EngineError, without a status where the server was lost; with `pieces` also in the middle. With a status
+        where the server makes another number of tokens of the images.
         """
+        prompt_tokens = _prompt_tokens(input_ids, options.get("images", ()))
         body = _request(input_ids, {**sampling, "n": n}, request_id, options)
         if on_piece := options.get("pieces"):
             body["stream"] = True
             body["sampling_params"]["stream_interval"] = options.get("every")
-            await self._stream(body, on_piece)
+            await self._stream(body, on_piece, prompt_tokens)
             return []
         answers = self._decode(_ANSWERS, "/generate", await self._post("/generate", body))
-        return answers if isinstance(answers, list) else [answers]
+        answers = answers if isinstance(answers, list) else [answers]
+        for answer in answers:
+            self._check_prompt(answer.meta_info, prompt_tokens)
+        return list(answers)
 
     async def abort(self, request_id: str = "", timeout: float | None = None) -> None:
         """End one request where it is, or all without an id; their answers come back with what they have."""
@@ -337,7 +351,7 @@ class EngineClient:
             raise EngineError(self.address, path, response.status, _first_line(content))
         return content
 
-    async def _stream(self, body: dict[str, Any], on_piece: Callable[[Piece], None]) -> None:
+    async def _stream(self, body: dict[str, Any], on_piece: Callable[[Piece], None], prompt_tokens: int | None) -> None:
         """Give every piece of the answers to `take`, until the server says that there are no more."""
         async with self._answering("POST", "/generate", _JSON.encode(body), self._timeout) as response:
             if response.status != 200:
@@ -348,8 +362,20 @@ class EngineClient:
                 if event.startswith(ERROR_START):
                     error = self._decode(_EVENT, "/generate", event).error or _StreamError()
                     raise EngineError(self.address, "/generate", _status(error.code), error.message[:500])
-                on_piece(self._decode(_PIECE, "/generate", event))
+                piece = self._decode(_PIECE, "/generate", event)
+                self._check_prompt(piece.meta_info, prompt_tokens)
+                on_piece(piece)
         raise EngineError(self.address, "/generate", None, "the answer broke off")
+
+    def _check_prompt(self, meta: AnswerMeta | PieceMeta, expected: int | None) -> None:
+        if expected is not None and meta.prompt_tokens != expected:
+            raise EngineError(
+                self.address,
+                "/generate",
+                200,
+                f"with its images the prompt has {meta.prompt_tokens} tokens there, and {expected} by the image "
+                "processor of the model's folder",
+            )
 
     @contextlib.asynccontextmanager
     async def _answering(
@@ -395,8 +421,14 @@ def _request(
     if (priority := options.get("priority")) is not None:
         body["priority"] = priority
     if images := options.get("images"):
-        body["image_data"] = list(images)
+        body["image_data"] = [image.reference for image in images]
     return body
+
+
+def _prompt_tokens(input_ids: Sequence[int], images: Sequence[SentImage]) -> int | None:
+    """Of a prompt with images; None where there are none, or their tokens are not known."""
+    counts = [image.tokens for image in images if image.tokens is not None]
+    return len(input_ids) - len(counts) + sum(counts) if images and len(counts) == len(images) else None
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

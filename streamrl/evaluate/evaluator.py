@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -44,6 +44,8 @@ class Handle(Inference, Protocol):
     failures: list[str]
 
     def cut_prompt(self, prompt: Prompt, cut: Cut) -> None: ...
+
+    async def hold_images(self, references: Sequence[str]) -> object: ...
 
 
 class Handles(Protocol):
@@ -145,8 +147,11 @@ class Walk:
             reasons=tuple(dict.fromkeys(reason for _, reasons in found for reason in reasons)),
         )
 
-    def _tokenise(self, content: Any) -> np.ndarray:
-        return self._handles(greedy=True, deadline=self._deadline).prompt_ids(content)
+    async def _tokenise(self, prompt: Prompt) -> np.ndarray:
+        handle = self._handles(greedy=True, deadline=self._deadline)
+        if prompt.images:
+            await handle.hold_images(prompt.images)
+        return handle.prompt_ids(prompt.content)
 
     async def _answers(
         self, task: Environment, prompt: Prompt, greedy: bool, n: int
@@ -157,6 +162,8 @@ class Walk:
             handle.cut_prompt(prompt, task.cut)
         try:
             async with asyncio.timeout_at(self._deadline + SCORING_TIME):
+                if prompt.images:
+                    await handle.hold_images(prompt.images)
                 rollouts = await task.rollout_group(handle, prompt, n)
         except EngineError:
             raise

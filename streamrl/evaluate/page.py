@@ -149,7 +149,10 @@ def _inside(question: Question) -> Iterator[str]:
     """The whole prompt, what was expected, and every answer."""
     yield f'<div class="label">prompt</div><pre>{escape(_plain(question.prompt))}</pre>'
     for image in question.images:
-        yield f'<div class="label">image {escape(image)}</div>'
+        if image.startswith("data:"):
+            yield f'<div class="label">image <img alt="" src="{escape(image)}"></div>'
+        else:
+            yield f'<div class="label">image {escape(image)}</div>'
     if question.expected is not None:
         yield f'<div class="label">expected</div><pre>{escape(question.expected)}</pre>'
     if question.greedy is not None:

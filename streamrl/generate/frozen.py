@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from streamrl.engine.client import Answer, AnswerMeta, EngineError, FinishReason, WeightVersionSpan
+from streamrl.engine.client import Answer, AnswerMeta, EngineError, FinishReason, SentImage, WeightVersionSpan
 from streamrl.types import PolicyVersion
 
 VERSION = PolicyVersion(0)  # of every token: its weights never change
@@ -82,7 +82,7 @@ class Ends(Protocol):
 
 
 def check_request(
-    engine: str, *, experts: bool, sets: bool, images: Sequence[str], at_least: PolicyVersion | None
+    engine: str, *, experts: bool, sets: bool, images: Sequence[SentImage], at_least: PolicyVersion | None
 ) -> None:
     """Raise EngineRefused for what a request has beyond token ids, or asks for beyond log-probs.
 

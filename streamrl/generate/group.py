@@ -71,7 +71,7 @@ async def run_group(
         given = await _outcome(ticket, task, inference, group_size, rewards or Weighted())
         rollouts = [overlong.penalised(each) for each in given.rollouts]
         masked = says_nothing(rollouts)
-        samples = tuple(_sample(rollout, ticket, longest, inference.failures, masked) for rollout in rollouts)
+        samples = tuple(_sample(rollout, ticket, longest, inference, masked) for rollout in rollouts)
         samples = shared_prompt_routing(samples) or (Sample.placeholder(failure=given.failure),) * group_size
         group = Group(
             group_id=ticket.group_id,
@@ -79,6 +79,7 @@ async def run_group(
             task=ticket.task,
             prompt_index=ticket.prompt_index,
             samples=samples,
+            images=() if all(sample.is_placeholder for sample in samples) else inference.images,
             arena=arena_of(samples),
             started=started,
             finished=now(),
@@ -112,7 +113,8 @@ async def _outcome(
     deadline = None if inference.deadline is None else inference.deadline + SCORING_TIME
     try:
         async with asyncio.timeout_at(deadline):
-            prompt = await fitting_prompt(task, ticket.prompt_index, inference.prompt_ids)
+            prompt = await fitting_prompt(task, ticket.prompt_index, inference.ids_of)
+            await inference.hold_images(prompt.images)
             if task.cut is not None:
                 inference.cut_prompt(prompt, task.cut)
             rollouts = await rewards.judged(prompt, await task.rollout_group(inference, prompt, group_size))
@@ -129,9 +131,9 @@ async def _outcome(
     return Outcome(tuple(rollouts))
 
 
-def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str], masked: bool) -> Sample:
+def _sample(rollout: Rollout, ticket: Ticket, longest: int, inference: EngineInference, masked: bool) -> Sample:
     """A rollout as a sample, or a placeholder where it is none that can be trained on. `masked`: the whole group is."""
-    answer = rollout.completion
+    answer, failures = rollout.completion, inference.failures
     if answer.finish_reason == "abort":
         return Sample.placeholder(answer.prompt_ids, answer.failure or "server")
     if rollout.masked or masked:
@@ -150,6 +152,8 @@ def _sample(rollout: Rollout, ticket: Ticket, longest: int, failures: list[str],
     try:
         sample.check(f"group {ticket.group_id}")
         if sample.extras and (problem := sampling_columns.problem(sample)) is not None:
+            raise ValueError(f"group {ticket.group_id}: {problem}")
+        if (problem := inference.wrong_prompt(sample.prompt_ids)) is not None:
             raise ValueError(f"group {ticket.group_id}: {problem}")
         _check_age(sample, ticket)
     except ValueError as error:

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamrl.config.generate import GenerateConfig
-from streamrl.engine.client import Answer, EngineError
+from streamrl.engine.client import Answer, EngineError, SentImage
 from streamrl.generate.moe_routing import routing_columns
+from streamrl.generate.prompt_images import PromptImage
 from streamrl.generate.sampling import Drawing, Sampling
 from streamrl.generate.stop_strings import StopStrings
 from streamrl.generate.tokenizer import Tokenizer
@@ -86,7 +87,7 @@ class Policy(Protocol):
         kept_sets: bool = False,
         ends: StopStrings | None = None,
         priority: int = 0,
-        images: Sequence[str] = (),
+        images: Sequence[SentImage] = (),
         at_least: PolicyVersion | None = None,
     ) -> list[Answer]:
         """`ends`: where one of them is found the rest need not be drawn; whoever asks cuts the answer there."""
@@ -134,6 +135,10 @@ class EngineInference:
         self._options |= {"priority": priority} if priority is not None else {}
         self.failures: list[str] = []
         self._cut: tuple[Prompt, Cut] | None = None
+        self._references: tuple[str, ...] = ()
+        self._images: tuple[PromptImage, ...] = ()  # of them; none for a model whose images are not known here
+        self._drawn = False  # answers to a prompt with images
+        self._trained = trained
         self._sampling = Sampling(config, tokenizer, greedy=greedy, trained=trained)
 
     async def generate(
@@ -147,9 +152,10 @@ class EngineInference:
     ) -> list[Completion]:
         """`n` completions. Raises ValueError for a prompt that has no ids, or `sampling` that is not possible."""
         drawing = self._sampling.drawing(sampling)
+        await self.hold_images(images)
         prompt_ids = prompt if isinstance(prompt, np.ndarray) else self.prompt_ids(prompt)
-        ids: list[int] = prompt_ids.tolist()
-        options = self._options | ({"images": list(images)} if images else {})
+        ids, sent = self._sent(prompt_ids, images)
+        options = self._options | ({"images": sent} if sent else {})
         options |= {"at_least": at_least} if at_least is not None else {}
         options |= {"kept_sets": True} if drawing.kept_sets else {}
         options |= {"ends": drawing.stop} if drawing.stop is not None else {}
@@ -160,7 +166,7 @@ class EngineInference:
 
     def prompt_ids(self, prompt: str | Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """As `Inference` has it. Raises ValueError, too, for a prompt with images that is cut."""
-        ids = self._tokenizer.prompt_ids(prompt, tools)
+        ids = self._expanded(self._tokenizer.prompt_ids(prompt, tools))
         if self._cut is None or prompt != self._cut[0].content:
             return ids
         asked, cut = self._cut
@@ -168,6 +174,48 @@ class EngineInference:
         if asked.images and len(kept) < len(ids):
             raise ValueError(f"prompt {asked.index}: it has images and {len(ids)} tokens, and a cut might part one")
         return kept
+
+    async def ids_of(self, prompt: Prompt) -> np.ndarray:
+        """int32 [P] of a task's prompt. Raises ValueError as `prompt_ids` and `hold_images`."""
+        await self.hold_images(prompt.images)
+        return self.prompt_ids(prompt.content)
+
+    async def hold_images(self, references: Sequence[str]) -> None:
+        """Read the images of the prompt that is asked now; `prompt_ids` then has all tokens of each.
+
+        Raises ValueError for what is no image, and, in training, for further images where answers to some were drawn.
+        """
+        if not references or tuple(references) == self._references:
+            return
+        if self._drawn and self._trained:
+            raise ValueError("a group has one prompt's images; allowed: the same ones in all requests of it")
+        known = self._tokenizer.images
+        self._images = () if known is None else await known.load(references)
+        self._references = tuple(references)
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The encoded files of the images that answers were drawn to."""
+        return tuple(image.file for image in self._images) if self._drawn else ()
+
+    def wrong_prompt(self, prompt_ids: np.ndarray) -> str | None:
+        """Why prompt ids are not those of a prompt with `images`; None where they are."""
+        known = self._tokenizer.images
+        return None if known is None else known.wrong(prompt_ids, self._images if self._drawn else ())
+
+    def _expanded(self, ids: np.ndarray) -> np.ndarray:
+        """With all tokens of the images, where it has places for them. Raises ValueError where it has not as many."""
+        known = self._tokenizer.images if self._images else None
+        return ids if known is None or not known.has_places(ids) else known.expanded(ids, self._images)
+
+    def _sent(self, ids: np.ndarray, references: Sequence[str]) -> tuple[list[int], list[SentImage]]:
+        """Ids and images as a server is asked with them."""
+        known = self._tokenizer.images
+        if known is None or not references:
+            return ids.tolist(), [SentImage(reference) for reference in references]
+        self._drawn = True
+        sent = [SentImage(image.url, image.tokens) for image in self._images]
+        return known.collapsed(ids, self._images).tolist(), sent
 
     def cut_prompt(self, prompt: Prompt, cut: Cut) -> None:
         """Cut the ids of this prompt, and of no other: those of a further turn are added behind what stays."""

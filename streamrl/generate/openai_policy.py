@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
-from streamrl.engine.client import Answer, EngineError
+from streamrl.engine.client import Answer, EngineError, SentImage
 from streamrl.generate.frozen import Ends, EngineRefused, Parameters, check_request, typed_answer
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.types import PolicyVersion
@@ -126,7 +126,7 @@ class OpenAiPolicy:
         kept_sets: bool = False,
         ends: Ends | None = None,
         priority: int = 0,
-        images: Sequence[str] = (),
+        images: Sequence[SentImage] = (),
         at_least: PolicyVersion | None = None,
     ) -> list[Answer]:
         """`n` answers. `sampling`: SGLang's names. The log-probs are what the endpoint means by them.

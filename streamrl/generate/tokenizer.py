@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from streamrl.config import Config
+from streamrl.generate.prompt_images import PromptImages
 from streamrl.tasks.environment import Message
 from streamrl.tasks.parsing import Parsers
 
@@ -43,13 +44,23 @@ class Tokenizer:
     def of(cls, config: Config) -> Tokenizer:
         """That of a run. Raises as it does."""
         task = config.task
-        return cls(config.model.path, task.chat_template_kwargs, keeps_marks=Parsers.of(task).marks)
+        images = PromptImages.of(config.model.path, task.max_image_bytes)
+        return cls(config.model.path, task.chat_template_kwargs, keeps_marks=Parsers.of(task).marks, images=images)
 
-    def __init__(self, model: Path, variables: Mapping[str, Any] | None = None, *, keeps_marks: bool = False) -> None:
+    def __init__(
+        self,
+        model: Path,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        keeps_marks: bool = False,
+        images: PromptImages | None = None,
+    ) -> None:
         """Read `tokenizer.json` and, where there, the chat template and end tokens. Raises OSError, ValueError.
 
         variables: further ones of the chat template. keeps_marks: does a parser need the special tokens of answers?
+        images: those of the prompts, for whoever asks; they are no part of what is tokenised here.
         """
+        self.images = images
         self.keeps_marks = keeps_marks
         self._variables = dict(variables or {})
         self._tokenizer = FastTokenizer.from_file(str(model / "tokenizer.json"))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from streamrl.engine.client import Answer
+from streamrl.engine.client import Answer, SentImage
 from streamrl.generate.frozen import Ends, EngineRefused, Parameters, check_request, typed_answer
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.types import PolicyVersion
@@ -70,7 +70,7 @@ class TransformersPolicy:
         kept_sets: bool = False,
         ends: Ends | None = None,
         priority: int = 0,
-        images: Sequence[str] = (),
+        images: Sequence[SentImage] = (),
         at_least: PolicyVersion | None = None,
     ) -> list[Answer]:
         """`n` answers. `sampling`: SGLang's names; the log-probs are those at its temperature, before truncation.

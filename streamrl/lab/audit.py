@@ -16,12 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from streamrl.config import Config
 from streamrl.hub.model import with_local_model
 from streamrl.lab.as_drawn import as_drawn
+from streamrl.lab.audited_images import image_inputs
 from streamrl.observe.bars import Bar, track
 from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
@@ -128,7 +135,8 @@ def _check_versions(
     with Bar("log-probs", "tokens", sum(span.tokens for version in known for span in tokens[version])) as bar:
         for number, version in enumerate(known, 1):
             bar.what = f"version {number} of {len(known)}"
-            _check_logprobs(load_kept(kept[version], settings, config.model.path), tokens[version], findings, bar)
+            model = load_kept(kept[version], settings, config.model.path)
+            _check_logprobs(model, tokens[version], findings, bar, config.model.path)
     for version in sorted(tokens.keys() - kept.keys()):
         if config.publish.keep_every and version.step % config.publish.keep_every == 0:
             findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
@@ -142,6 +150,7 @@ class Stamped(NamedTuple):
     end: int
     temperature: float  # of its group
     exact: bool = True
+    images: tuple[bytes, ...] = ()  # of its prompt
 
     @property
     def tokens(self) -> int:
@@ -153,7 +162,7 @@ def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, Stamped]]:
     for group in batch.groups:
         for sample in group.samples:
             for span in sample.spans:
-                yield span.version, Stamped(sample, span.start, span.end, group.temperature, span.exact)
+                yield span.version, Stamped(sample, span.start, span.end, group.temperature, span.exact, group.images)
 
 
 def _check_differences(findings: Findings, limits: Limits) -> None:
@@ -282,7 +291,10 @@ def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTraine
     Raises ValueError where a weight is missing.
     """
     # Not load_state_dict: only this way a model that fuses its experts takes them one by one.
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    mapping = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if hasattr(settings, "vision_config") else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    kind: Any = mapping[type(settings)]
     model, report = kind.from_pretrained(
         None,
         config=settings,
@@ -297,10 +309,10 @@ def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTraine
 
 
 @torch.inference_mode()
-def _check_logprobs(model: PreTrainedModel, spans: Sequence[Stamped], findings: Findings, bar: Bar) -> None:
+def _check_logprobs(model: PreTrainedModel, spans: Sequence[Stamped], findings: Findings, bar: Bar, base: Path) -> None:
     """Compute the log-probs of all tokens that carry one version again, by the Hugging Face model in fp32."""
-    for block in _blocks(spans, model.config.vocab_size):
-        for (sample, start, end, _, exact), computed in zip(block, logprobs(model, block), strict=True):
+    for block in _blocks(spans, model.config.get_text_config().vocab_size):
+        for (sample, start, end, _, exact, _), computed in zip(block, logprobs(model, block, base), strict=True):
             trained = sample.loss_mask[start:end]
             difference = np.abs(computed[start:end] - sample.logprobs[start:end])[trained]
             difference = np.nan_to_num(difference, nan=np.inf)
@@ -329,8 +341,11 @@ def _length(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.output_ids)
 
 
-def logprobs(model: PreTrainedModel, spans: Sequence[Stamped]) -> list[np.ndarray]:
-    """Log-probs of every output token of the sample of each span, as it was drawn: one float32 [T] a span."""
+def logprobs(model: PreTrainedModel, spans: Sequence[Stamped], base: Path) -> list[np.ndarray]:
+    """Log-probs of every output token of the sample of each span, as it was drawn: one float32 [T] a span.
+
+    base: the model's folder, by which images are read.
+    """
     samples = [span.sample for span in spans]
     longest = max(_length(sample) for sample in samples)
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
@@ -339,9 +354,10 @@ def logprobs(model: PreTrainedModel, spans: Sequence[Stamped]) -> list[np.ndarra
         sequence = np.concatenate([sample.prompt_ids, sample.output_ids]).astype(np.int64)
         ids[row, : len(sequence)] = torch.from_numpy(sequence)
         attention[row, : len(sequence)] = 1
-    logits = model(input_ids=ids, attention_mask=attention).logits[:, :-1].float()
+    seen = image_inputs(model, str(base), ids, [span.images for span in spans])
+    logits = model(input_ids=ids, attention_mask=attention, **seen).logits[:, :-1].float()
     found = []
-    for row, (sample, _, _, temperature, _) in enumerate(spans):
+    for row, (sample, _, _, temperature, *_) in enumerate(spans):
         output = slice(len(sample.prompt_ids) - 1, _length(sample) - 1)
         drawn = torch.log_softmax(as_drawn(logits[row, output], sample, temperature), dim=-1)
         found.append(drawn.gather(-1, ids[row, 1:][output, None])[:, 0].numpy())

@@ -50,7 +50,7 @@ ALLOWED = (
 
 BYTES = {"float32": 4, "bfloat16": 2}  # of a value, by dtype
 _STORED = {"F32": "float32", "BF16": "bfloat16", torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MODEL = ("embedding", "decoder", "output_layer")  # first words of the names of weights in a checkpoint
+_MODEL = ("embedding", "decoder", "output_layer", "vision")  # first words of the names of weights in a checkpoint
 
 _REFUSAL = "streamrl: "  # how the one line begins by which a rank refuses
 _READ = "bytes read:"  # how the lines begin by which the first rank says how far it is
@@ -103,6 +103,11 @@ def main(
     found = identify(source, model)
     found = replace(found, family=family or found.family)
     shape = _shape(found)
+    if shape.vision is not None and found.checkpoint is None:
+        raise ConfigError(
+            f"SOURCE: {source} is a vision-language model, of which no Megatron checkpoint is written; allowed: a "
+            "checkpoint of a run, which becomes a Hugging Face folder"
+        )
     config = _config(found, _layout(found, sizes), shape, dtype or _stored_dtype(found), timeout)
     size = whole_model(shape) * BYTES[config.model.dtype] + (_pads(shape, config) if found.checkpoint is None else 0)
     _check_space(output, size)

@@ -1,4 +1,7 @@
-"""The groups of a journal as a table, one row a sample: `.jsonl` for any tool, `.parquet` for large runs."""
+"""The groups of a journal as a table, one row a sample: `.jsonl` for any tool, `.parquet` for large runs.
+
+Images of prompts lie beside it in NAME.images, each content once; a row has their names.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from streamrl.images import write_named
 from streamrl.observe.bars import track
 from streamrl.observe.taken_off import taken_off
 from streamrl.recorded.journal import RunJournal
@@ -39,6 +43,7 @@ SCHEMA = pa.schema(
         "reward": pa.float64(),
         "taken_off": pa.float64(),  # from the reward by algo.kl_reward when it was trained
         "reward_parts": pa.map_(pa.string(), pa.float64()),
+        "images": pa.list_(pa.string()),  # files in the folder of the images, in the order of their places
         "prompt_ids": pa.list_(pa.int32()),
         "output_ids": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
@@ -57,18 +62,19 @@ def export(journal: RunJournal, output: Path, lost: list[str]) -> int:
     """
     draft = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        count = FORMATS[output.suffix](_rows(journal, lost), draft)
+        count = FORMATS[output.suffix](_rows(journal, output.with_suffix(".images"), lost), draft)
         os.replace(draft, output)
     finally:
         draft.unlink(missing_ok=True)
     return count
 
 
-def _rows(journal: RunJournal, lost: list[str]) -> Iterator[Row]:
+def _rows(journal: RunJournal, folder: Path, lost: list[str]) -> Iterator[Row]:
     lost_rewards = taken_off(journal.folder.parent)
     for recorded in track(journal.groups, "export", "groups"):
         try:
             group = journal.load(recorded)
+            images = [write_named(image, folder).name for image in group.images]
         except ValueError as error:
             lost.append(str(error))
             continue
@@ -76,7 +82,7 @@ def _rows(journal: RunJournal, lost: list[str]) -> Iterator[Row]:
         penalties = lost_rewards.get((recorded.step, group.group_id)) if recorded.step is not None else None
         for index, sample in enumerate(group.samples):
             penalty = penalties[index] if penalties else 0.0
-            yield {**fate, **_of_group(group), **_of_sample(index, sample), "taken_off": penalty}
+            yield {**fate, **_of_group(group), "images": images, **_of_sample(index, sample), "taken_off": penalty}
 
 
 def _of_group(group: Group) -> Row:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
+
+if TYPE_CHECKING:
+    from streamrl.learner.vision.tower import RowImages
 
 # A block's scores, pads included, are at most this many times the real ones: pads cost arithmetic.
 PADDING = 1.5
@@ -49,6 +52,7 @@ class PackedRow(PackedSeqParams):
     """Megatron's description of a packed row, which it hands to every layer."""
 
     routed_experts: Tensor | None = None  # int16 [t, layers, top_k] of this rank's slice: `router_replay.row_experts`
+    images: RowImages | None = None
 
 
 @dataclass

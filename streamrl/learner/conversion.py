@@ -47,7 +47,7 @@ DESCRIPTION = "huggingface"  # beside it: all of the Hugging Face folder that is
 CHECKPOINT_VERSION = 3.0  # since when Megatron-LM keeps query, key and value of a group together
 
 # First words of the names of weights in a checkpoint; all else is the optimizer's, the schedule's, the generators'.
-MODEL = ("embedding", "decoder", "output_layer", "mtp")
+MODEL = ("embedding", "decoder", "output_layer", "mtp", "vision")
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row for each token, and pads
 

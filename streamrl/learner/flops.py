@@ -5,12 +5,13 @@
 
 Model FLOPs, as in PaLM (arXiv 2204.02311, appendix B): activations that are computed again and pads count nothing. A
 token meets `top_k` experts, a shared prompt is one sequence of tokens, and the output layer is at trained tokens alone.
+Of a vision tower the products with weights count, not its attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -30,18 +31,29 @@ class Work:
     tokens: int = 0
     pairs: int = 0  # of a token and one that it sees, itself included
     targets: int = 0  # trained tokens
+    images: int = 0  # tokens of images
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.tokens + other.tokens, self.pairs + other.pairs, self.targets + other.targets)
+        return Work(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
-def work_of(micro_batches: Iterable[MicroBatch]) -> Work:
+def work_of(micro_batches: Iterable[MicroBatch], image_token: int | None = None) -> Work:
     """Of packed rows; one without a trained token only keeps a rank company."""
-    return sum((_of_row(micro) for micro in micro_batches if len(micro.targets)), Work())
+    return sum((_of_row(micro, image_token) for micro in micro_batches if len(micro.targets)), Work())
 
 
-def training_flops(shape: ModelShape, lora: LoraConfig, work: Work) -> float:
+def training_flops(shape: ModelShape, lora: LoraConfig, work: Work, *, freeze_vision: bool = False) -> float:
     """Of one forward and backward pass over all ranks."""
+    return _of_text(shape, lora, work) + _of_images(shape, work, frozen=freeze_vision or lora.rank > 0)
+
+
+def _of_images(shape: ModelShape, work: Work, *, frozen: bool) -> float:
+    if shape.vision is None:
+        return 0.0
+    return (1.0 if frozen else 3.0) * 2 * shape.vision.products * work.images
+
+
+def _of_text(shape: ModelShape, lora: LoraConfig, work: Work) -> float:
     by_token, by_pair = 2 * _weights_met(shape) * work.tokens, 4 * _pair(shape) * work.pairs
     by_target = 2 * shape.hidden * shape.vocabulary * work.targets
     if not lora.rank:
@@ -50,10 +62,12 @@ def training_flops(shape: ModelShape, lora: LoraConfig, work: Work) -> float:
     return 2.0 * (by_token + by_target) + 3.0 * (by_pair + adapters)
 
 
-def _of_row(micro: MicroBatch) -> Work:
+def _of_row(micro: MicroBatch, image_token: int | None) -> Work:
     length, prefix = micro.segments[:, 1], micro.segments[:, 3]
     pairs = int(np.sum(length * prefix + length * (length + 1) // 2))
-    return Work(int(length.sum()), pairs, len(micro.targets))
+    starts = micro.segments[[segment for segment, _ in micro.images], :2]
+    images = sum(int((micro.ids[start : start + count] == image_token).sum()) for start, count in starts)
+    return Work(int(length.sum()), pairs, len(micro.targets), images)
 
 
 def _weights_met(shape: ModelShape) -> int:

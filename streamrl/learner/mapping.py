@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from streamrl.learner.families.base import EMBEDDING, OUTPUT
+from streamrl.learner.families.base import EMBEDDING, OUTPUT, ModelFamily
 from streamrl.learner.shape import FLOAT32, ModelShape, WeightsMismatchError
+from streamrl.learner.vision.shape import TOWER
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +183,18 @@ def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placeme
     if name in family.outside_layers:
         cut, names = family.outside_layers[name]
         return Placement(cuts[cut], names, layer=-1 if name == EMBEDDING else shape.layers)
+    if shape.vision is not None and name.startswith(TOWER):
+        return Placement(REPLICATED, (family.vision_prefix + name.removeprefix(TOWER),), layer=-1)
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, inner = layer_numbers[int(match[1])], _ENGINE_NAMES.get(match[2], match[2])
         if inner in family.in_a_layer:
             cut, names = family.in_a_layer[inner]
-            return Placement(cuts[cut], _in_layer(layer, names), layer)
+            return Placement(cuts[cut], _in_layer(family, layer, names), layer)
         for pattern in _EXPERTS:
             if (expert := pattern.fullmatch(inner)) is not None:
                 cut, names = family.in_an_expert[expert["linear"]]
-                return Placement(cuts[cut], _in_layer(layer, names), layer, int(expert["expert"]))
+                return Placement(cuts[cut], _in_layer(family, layer, names), layer, int(expert["expert"]))
     raise WeightsMismatchError(f"parameter {name} has no Hugging Face counterpart")
 
 
@@ -201,17 +204,19 @@ def tensor_names(shape: ModelShape) -> Iterator[str]:
     for name, (_, names) in family.outside_layers.items():
         if not (shape.tied and name == OUTPUT):
             yield from names
+    if shape.vision is not None:
+        yield from (family.vision_prefix + name for name in shape.vision.tensors)
     for layer in range(shape.layers):
         experts = 0 if shape.moe is None or layer in shape.moe.dense_layers else shape.moe.experts
         for name, (_, names) in family.in_a_layer.items():
             if family.has(shape, name, experts > 0):
-                yield from _in_layer(layer, names)
+                yield from _in_layer(family, layer, names)
         for expert in range(experts):
             for _, names in family.in_an_expert.values():
                 if expert and is_stack(names):
                     continue
-                yield from (name.format(expert) for name in _in_layer(layer, names))
+                yield from (name.format(expert) for name in _in_layer(family, layer, names))
 
 
-def _in_layer(layer: int, names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(f"model.layers.{layer}.{name}" for name in names)
+def _in_layer(family: type[ModelFamily], layer: int, names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"{family.layers_prefix}{layer}.{name}" for name in names)

@@ -44,6 +44,8 @@ from streamrl.learner.host_memory import host_copy
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.shape import ModelShape, check_adapters, check_fit
 from streamrl.learner.te import start_overlap, te_problem
+from streamrl.learner.vision import tower
+from streamrl.learner.vision.positions import angles as multimodal_angles
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +82,14 @@ class PolicyModel(GPTModel):
 
     shape: ModelShape
     layers: LayerChoice
+    vision: tower.VisionTower | None  # of a model that reads images, on its first stage
     states: list[ReferenceStates] | None = None  # of each micro batch that goes through, while it is a list
 
     def _preprocess(
         self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **rest: Any
     ) -> Any:
-        """Megatron's, with the RoPE angles of a packed row by `position_ids`, [1, T], instead of by place.
+        """Megatron's, with the RoPE angles of a packed row by `position_ids`, [1, T], instead of by place, and with the
+        features of its images; with images `position_ids` are [3, T].
 
         Megatron counts positions from 0 in each sequence; an answer behind a shared prompt begins later. Of a
         row that is cut over context-parallel ranks the angles are those of all tokens: Megatron takes its slice.
@@ -95,7 +99,16 @@ class PolicyModel(GPTModel):
             position_ids=position_ids, packed_seq_params=packed_seq_params, **rest
         )
         if isinstance(packed_seq_params, PackedSegments):
-            angles = angles.index_select(0, position_ids.squeeze(0))  # [T, 1, 1, d]
+            if position_ids.size(0) == 1:
+                angles = angles.index_select(0, position_ids.squeeze(0))  # [T, 1, 1, d]
+            else:
+                assert self.shape.vision is not None
+                axes = torch.tensor(self.shape.vision.axes, device=position_ids.device)
+                angles = multimodal_angles(position_ids, self.rotary_pos_emb.inv_freq.to(position_ids.device), axes)
+        if self.vision is not None:
+            images = getattr(packed_seq_params, "images", None)
+            rank = self.pg_collection.tp.rank() if self.config.sequence_parallel else 0
+            embedded = self.vision.place(embedded, images, rank)
         return embedded, angles, *others
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Targets | None = None, **rest: Any) -> Any:
@@ -232,6 +245,9 @@ def _chunk(
     model.shape, model.layers = shape, layers
     # Megatron scales by constants of its own; the configuration of the model says what to scale by.
     model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.turned).to(model.rotary_pos_emb.inv_freq.device)
+    model.vision = None
+    if shape.vision is not None and model.pre_process:
+        tower.attach(model, frozen=learner.freeze_vision, recompute=learner.recompute != "none")
     _mark_parameters(model)
     if learner.router_replay:
         router_replay.attach(model, shape)

@@ -60,6 +60,7 @@ class MicroBatch:
     samples: int
     groups: tuple[tuple[int, int], ...] = ()  # (id, attempt) of those that it has samples of
     routed_experts: np.ndarray | None = None  # int16 [T, layers, top_k] of the generator, -1 where unknown
+    images: tuple[tuple[int, tuple[bytes, ...]], ...] = ()  # (segment, encoded files) of those with images
     kept: KeptSets | None = None  # of the N trained tokens; None: all were drawn from the whole vocabulary
 
 
@@ -77,6 +78,7 @@ class Packing:
     sequence_multiple: int = 1  # of tokens that a sequence takes in a row, pads included: `learner/rows.py`
     multiple: int = 1  # the rows of a rank are a multiple of it: pipelines with virtual stages need their size
     routing: tuple[int, int] | None = None  # (layers, top_k) of `routed_experts`; None: the learner's router decides
+    image_token: int | None = None  # in whose places images stand; None: the model reads none
 
 
 def plan_step(
@@ -118,7 +120,7 @@ def plan_batch(
     token. Samples without a trained token are left out. Raises SequenceTooLongError and ValueError, naming
     group and sample.
     """
-    _check(batch, packing.budget)
+    _check(batch, packing)
     answers = _answers(batch, advantages, packing, first_place)
     bundles = list(_bundles(answers, packing.budget if packing.share_prompts else 0, apart=packing.apart))
     lengths = [_padded(length, packing) for _, length in bundles]
@@ -201,8 +203,11 @@ def _evened(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
     return [evened[index] for index in np.argsort(-loads, kind="stable")]
 
 
-def _check(batch: Batch, budget: int) -> None:
+def _check(batch: Batch, packing: Packing) -> None:
+    budget = packing.budget
     for group in batch.groups:
+        if group.images and packing.image_token is None:
+            raise ValueError(f"group {group.group_id} has images, which the model does not read")
         for index, sample in enumerate(group.samples):
             if (answer := answer_length(sample)) is None:
                 continue
@@ -210,6 +215,8 @@ def _check(batch: Batch, budget: int) -> None:
             length = len(sample.prompt_ids) + answer
             if not len(sample.prompt_ids):
                 raise ValueError(f"{where} has an empty prompt: nothing predicts its first token")
+            if not group.images and packing.image_token in sample.prompt_ids:
+                raise ValueError(f"{where} has image tokens in its prompt and no images")
             if length > budget:
                 raise SequenceTooLongError(
                     f"learner.tokens_per_micro_batch: {budget} tokens are too few for {where} of {length} tokens"
@@ -227,6 +234,7 @@ class _Answer:
     first_place: int  # of its first trained token
     length: int  # output tokens that must be read
     prompt_experts: np.ndarray | None  # int [P, layers * top_k]
+    images: tuple[bytes, ...]  # of the prompt
 
 
 def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place: int) -> list[_Answer]:
@@ -247,6 +255,7 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
                         first_place=place,
                         length=answer_length(sample) or 0,
                         prompt_experts=prompt_experts,
+                        images=group.images,
                     )
                 )
             place += trained
@@ -282,8 +291,8 @@ def _bundles(answers: Sequence[_Answer], budget: int, *, apart: bool) -> Iterato
 
 
 def _share_a_prompt(answer: _Answer, other: _Answer) -> bool:
-    """The same tokens, routed to the same experts."""
-    same = np.array_equal(answer.sample.prompt_ids, other.sample.prompt_ids)
+    """The same tokens and images, routed to the same experts."""
+    same = np.array_equal(answer.sample.prompt_ids, other.sample.prompt_ids) and answer.images == other.images
     return same and answer.prompt_experts is other.prompt_experts
 
 
@@ -317,6 +326,7 @@ class _Row:
         self._segments: list[tuple[int, int, int, int]] = []
         self._experts: list[np.ndarray] = []
         self._kept: list[KeptSets] = []
+        self._images: list[tuple[int, tuple[bytes, ...]]] = []
         self._trained: dict[str, list[np.ndarray]] = {
             name: []
             for name in ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place", "temperature")
@@ -325,6 +335,7 @@ class _Row:
     def add_bundle(self, bundle: Sequence[_Answer]) -> None:
         """The prompt of the samples once, then each answer."""
         prompt = bundle[0].sample.prompt_ids
+        self._add_images(bundle[0])
         start = self._append(prompt, 0, (0, 0))
         self._append_experts(len(prompt), bundle[0].prompt_experts)
         for answer in bundle:
@@ -338,6 +349,7 @@ class _Row:
         """Prompt and answer as one segment."""
         sample = answer.sample
         ids = np.concatenate([sample.prompt_ids, sample.output_ids[: answer.length]])
+        self._add_images(answer)
         start = self._append(ids, 0, (0, 0))
         self._append_experts(len(sample.prompt_ids), answer.prompt_experts)
         self._append_experts(answer.length, sample.extras.get(OUTPUT))
@@ -366,6 +378,7 @@ class _Row:
             samples=self._samples,
             groups=tuple(self._groups),
             routed_experts=np.concatenate(self._experts) if self._routing else None,
+            images=tuple(self._images),
             kept=KeptSets.joined(self._kept) if any(len(sets.ids) for sets in self._kept) else None,
         )
 
@@ -377,6 +390,11 @@ class _Row:
         self._segments.append((start, len(ids), *prefix))
         self._end += len(ids)
         return start
+
+    def _add_images(self, answer: _Answer) -> None:
+        """Those of the segment that comes next."""
+        if answer.images:
+            self._images.append((len(self._segments), answer.images))
 
     def _append_experts(self, length: int, experts: np.ndarray | None) -> None:
         """The experts of the next `length` tokens: the first of `experts` [>= length, layers * top_k], or unknown."""

@@ -19,6 +19,9 @@ from streamrl.learner.logprobs import Targets
 from streamrl.learner.model import LayerChoice, PolicyModel, row_multiple
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.shape import ModelShape
+from streamrl.learner.vision.pixels import ImageReader, image_reader
+from streamrl.learner.vision.positions import place_images
+from streamrl.learner.vision.tower import RowImages
 from streamrl.moe_routing import UNKNOWN
 
 
@@ -27,7 +30,8 @@ class Row:
     """One micro batch as this rank's chunks take it; T is the length of the padded row."""
 
     ids: Tensor  # int64 [1, T / context], the tokens of this rank's slice
-    positions: Tensor  # int64 [1, T], of the whole row: Megatron takes the slice of the RoPE angles itself
+    # int64 [1, T], [3, T] with images: of the whole row, Megatron takes the slice of the RoPE angles itself
+    positions: Tensor
     packed: PackedRow
     targets: Targets
 
@@ -56,6 +60,8 @@ class RowMaker:
     varlen: bool  # the local layers' attention is torch's varlen kernel
     entropy_gradient: bool
     device: torch.device
+    images: ImageReader | None = None  # of a model that reads images
+    tower: bool = False  # this rank has it
 
     @classmethod
     def of_model(cls, model: PolicyModel, config: Config, device: torch.device) -> RowMaker:
@@ -74,6 +80,8 @@ class RowMaker:
             varlen=model.shape.attention.is_plain and is_varlen(device, getattr(torch, config.model.dtype)),
             entropy_gradient=config.algo.entropy > 0,
             device=device,
+            images=None if model.shape.vision is None else image_reader(config.model.path),
+            tower=model.vision is not None,
         )
 
     def length(self, micro_batches: Sequence[MicroBatch]) -> int:
@@ -105,12 +113,50 @@ class RowMaker:
         ids, positions = np.zeros(row, micro.ids.dtype), np.zeros(row, micro.positions.dtype)
         ids[places], positions[places] = micro.ids, micro.positions
         positions[filled:] = np.arange(row - filled)
+        rotary = positions[None]
+        if micro.images:
+            rotary = self._with_images(micro, places, rotary, tokens, packed)
         return Row(
             ids=self._moved(ids[tokens])[None],
-            positions=self._moved(positions)[None],
+            positions=self._moved(rotary),
             packed=packed,
             targets=self._targets(micro, places[micro.targets], tokens),
         )
+
+    def _with_images(
+        self, micro: MicroBatch, places: np.ndarray, positions: np.ndarray, tokens: np.ndarray, packed: PackedRow
+    ) -> np.ndarray:
+        """Positions int64 [3, T] of the row with images, which `packed` then has for the tower.
+
+        places: int64, of the micro batch's tokens in the row; positions: int64 [1, T], of text alone; tokens: places in
+        the row of this rank's tokens. Raises ValueError for images that do not fit their prompt.
+        """
+        vision = self.shape.vision
+        assert vision is not None
+        assert self.images is not None
+        positions = np.repeat(positions, 3, 0)
+        pixels, found = [], []
+        for segment, files in micro.images:
+            start, length, *_ = micro.segments[segment]
+            given = self.images.read_all(files)
+            grids = np.stack([each.grid for each in given])
+            own = places[start : start + length]
+            positions[:, own], image_tokens = place_images(micro.ids[start : start + length], grids, vision)
+            behind = micro.segments[(micro.segments[:, 2] == start) & (micro.segments[:, 3] > 0)]
+            for answer, count, *_ in behind:
+                positions[:, places[answer : answer + count]] += positions[:, own].max() + 1 - length
+            pixels += given
+            found.append(own[image_tokens])
+        if self.tower:
+            where = _where_in(tokens, np.concatenate(found), len(positions[0]))
+            mine = np.flatnonzero(where >= 0)
+            packed.images = RowImages(
+                pixels=self._moved(np.concatenate([each.values for each in pixels])),
+                grids=self._moved(np.stack([each.grid for each in pixels])),
+                places=self._moved(where[mine]),
+                features=self._moved(mine),
+            )
+        return positions
 
     def _lengths(self, micro: MicroBatch) -> np.ndarray:
         """Tokens of each sequence with its pads, int64 [B]."""
@@ -125,9 +171,7 @@ class RowMaker:
             positions, chosen, drawn, places = targets, micro.tokens, micro.temperature, None
             kept = micro.kept
         else:
-            place_of = np.full(self.part.ranks * len(tokens), -1)  # in the slice, by the place in the row
-            place_of[tokens] = np.arange(len(tokens))
-            positions = place_of[targets]
+            positions = _where_in(tokens, targets, self.part.ranks * len(tokens))
             mine = positions >= 0
             positions, chosen, drawn = positions[mine], micro.tokens[mine], micro.temperature[mine]
             places = self._moved(np.flatnonzero(mine))
@@ -144,6 +188,13 @@ class RowMaker:
 
     def _moved(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _where_in(tokens: np.ndarray, places: np.ndarray, row: int) -> np.ndarray:
+    """Where tokens at `places` of a row of so many are in a slice with `tokens`; -1: in another one."""
+    found = np.full(row, -1)
+    found[tokens] = np.arange(len(tokens))
+    return found[places]
 
 
 def _is_one(temperatures: np.ndarray) -> bool:

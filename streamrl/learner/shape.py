@@ -20,6 +20,7 @@ from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
 from streamrl.learner.rope import Rope
+from streamrl.learner.vision.shape import VisionShape
 
 if TYPE_CHECKING:
     from streamrl.learner.families.base import ModelFamily
@@ -130,6 +131,7 @@ class ModelShape:
     moe: MoeShape | None = None  # None: every layer is dense
     latent: LatentShape | None = None  # None: each head has projections of its own
     attention: AttentionShape = PLAIN
+    vision: VisionShape | None = None  # None: it reads no images
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
 
     @property
@@ -282,7 +284,12 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
     whole = {"attention heads": shape.heads, "key and value heads": shape.groups, "MLP columns": shape.ffn}
     for what, count in whole.items():
         _must_divide("tensor", layout.tensor, count, what)
-    stage_layers(shape.layers, layout)
+    first = stage_layers(shape.layers, layout)[0] // layout.virtual
+    if shape.vision is not None and first < shape.vision.levels:
+        raise ConfigError(
+            f"learner.layout.pipeline: {layout.pipeline} stages leave {first} layers to the first chunk, and features "
+            f"of images enter the first {shape.vision.levels}; allowed: fewer stages, or first_stage"
+        )
     if shape.attention.bias and layout.expert_tensor > 1:
         raise ConfigError(
             f"learner.layout.expert_tensor: {layout.expert_tensor} ranks would each add the biases of "

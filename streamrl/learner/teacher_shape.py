@@ -39,6 +39,10 @@ def shape_beside(policy: ModelShape, folder: Path, key: str, family: str | None,
             f"{key}: {folder} has {shape.vocabulary} tokens, and the policy draws from {policy.vocabulary}; "
             "allowed: a model with the policy's vocabulary"
         )
+    if policy.vision is not None and (shape.vision is None or shape.vision.input != policy.vision.input):
+        raise ConfigError(
+            f"{key}: {folder} does not read images as the policy does; allowed: a model of its image tokens and patches"
+        )
     try:
         check_fit(shape, layout)
     except ConfigError as error:

@@ -346,4 +346,5 @@ def _packing(learner: LearnerConfig, shape: ModelShape, layers: LayerChoice) -> 
         sequence_multiple=sequence_multiple(learner.layout.context, layers),
         multiple=learner.layout.rows_multiple,
         routing=(shape.layers, moe.top_k) if learner.router_replay and moe else None,
+        image_token=None if shape.vision is None else shape.vision.image,
     )

@@ -34,7 +34,10 @@ class Utilisation:
     def metrics(self, shares: Sequence[Share], step: Mapping[str, float]) -> dict[str, float]:
         """The `learner/` metrics of a step; `step`: its times."""
         rows = (micro for share in shares for micro in share.micro_batches)
-        flops = self._learner.passes * training_flops(self._shape, self._learner.lora, work_of(rows))
+        vision = self._shape.vision
+        work = work_of(rows, None if vision is None else vision.image)
+        each = training_flops(self._shape, self._learner.lora, work, freeze_vision=self._learner.freeze_vision)
+        flops = self._learner.passes * each
         seconds = max(step["time/forward_backward"] + step["time/optimizer"], 1e-9)
         tflops = flops / seconds / self._learner.ranks / 1e12
         return {"learner/tflops": tflops} | ({"learner/mfu": tflops / self.peak.tflops} if self.peak else {})

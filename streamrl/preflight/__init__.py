@@ -19,12 +19,13 @@ from streamrl.config import Config, senseless
 from streamrl.config.file import ConfigError
 from streamrl.config.refused import Refusals
 from streamrl.evaluate.evaluator import host_evaluated
+from streamrl.generate.prompt_images import PromptImages
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.hub.model import with_local_models
 from streamrl.learner.shape import ModelShape, read_shape, weight_files
 from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
-from streamrl.preflight.model import check_folder, check_model
+from streamrl.preflight.model import check_folder, check_images, check_model
 from streamrl.preflight.prompts import Seen, look_at, tokenizer_of, unread_variables
 from streamrl.preflight.teacher import check_critic, check_teacher, check_teacher_length
 from streamrl.preflight.tokenizer import check_tokenizer
@@ -71,7 +72,8 @@ def _readable(config: Config, *, weights: bool) -> tuple[ModelShape, Tokenizer]:
     refusals = Refusals()
     with refusals:
         shape = check_layout(config, weights=weights)
-        tokenizer = tokenizer_of(config.model.path, variables=config.task.chat_template_kwargs)
+        images = PromptImages.of(config.model.path, config.task.max_image_bytes)
+        tokenizer = tokenizer_of(config.model.path, variables=config.task.chat_template_kwargs, images=images)
         check_tokenizer(config.model.path, tokenizer, shape)
     with refusals:
         check_reward_model(config)
@@ -155,7 +157,7 @@ async def _check_sizes(
         with refusals:
             check_evaluated(config, shape, held_out.longest)
     with refusals:
-        check_wire(config, group_bytes(config, shape, trained.longest.tokens))
+        check_wire(config, group_bytes(config, shape, trained.longest.tokens, trained.image_bytes))
     refusals.tell()
     return LeftOut(trained=trained.of_tasks, evaluated=held_out.of_tasks if held_out else {})
 
@@ -188,6 +190,7 @@ def check_layout(config: Config, *, weights: bool = True) -> ModelShape:
     if weights:
         weight_files(config.model.path)
     check_model(config, shape)
+    check_images(config, shape)
     check_teacher(config, shape, weights=weights)
     check_critic(config, shape, weights=weights)
     return shape

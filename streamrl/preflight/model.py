@@ -12,6 +12,9 @@ from streamrl.learner.critic_shape import critic_shape
 from streamrl.learner.shape import ModelShape, check_adapters, check_fit
 from streamrl.learner.teacher_shape import teacher_shape
 
+# Where transformers and SGLang find how images are read.
+IMAGE_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
 
 def check_folder(config: Config) -> None:
     """Refuse a model.path without a configuration. Raises ConfigError."""
@@ -20,6 +23,16 @@ def check_folder(config: Config) -> None:
             f"model.path: {config.model.path} is no model; allowed: a Hugging Face folder (config.json, safetensors, "
             f"tokenizer); `python -m streamrl.launch.tiny_model {config.model.path}` makes a tiny one"
         )
+
+
+def check_images(config: Config, shape: ModelShape) -> None:
+    """Refuse a vision-language model without the description of its image processor. Raises ConfigError."""
+    if shape.vision is None or any((config.model.path / name).is_file() for name in IMAGE_PROCESSORS):
+        return
+    raise ConfigError(
+        f"model.path: {config.model.path} has no {IMAGE_PROCESSORS[0]}, by which {shape.architecture} reads images; "
+        "allowed: a complete folder"
+    )
 
 
 def check_model(config: Config, shape: ModelShape) -> None:
@@ -40,6 +53,10 @@ def check_model(config: Config, shape: ModelShape) -> None:
     if config.learner.moe_permute_fusion and shape.moe is None:
         refusals.add(
             f"learner.moe_permute_fusion: true needs a mixture of experts, not {shape.architecture}; allowed: false"
+        )
+    if config.learner.freeze_vision and shape.vision is None:
+        refusals.add(
+            f"learner.freeze_vision: true needs a vision-language model, not {shape.architecture}; allowed: false"
         )
     lora = config.learner.lora
     if lora.rank and shape.moe is not None and {"linear_fc1", "linear_fc2"}.intersection(lora.targets):

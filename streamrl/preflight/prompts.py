@@ -2,19 +2,20 @@
 
 Every prompt of a data set is looked at, of a longer or an endless one a sample. Only those are tokenised that may be
 too long, or the longest: a token of these tokenisers has a byte at least, so that a long prompt cannot hide behind a
-short text.
+short text. Those with images are all tokenised, each image as many tokens as the image processor makes of it.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from streamrl.config.file import ConfigError
+from streamrl.generate.prompt_images import PromptImage, PromptImages
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import Environment, Prompt, message_text
 from streamrl.tasks.failures import describe
@@ -51,15 +52,22 @@ class Seen:
 
     longest: Longest  # of the prompts that fit; of a task without such ones, of all
     of_tasks: dict[str, OfTask]
+    image_bytes: int = 0  # of the images of one prompt, at most
 
 
-def tokenizer_of(folder: Path, key: str = "model.path", variables: Mapping[str, Any] | None = None) -> Tokenizer:
+def tokenizer_of(
+    folder: Path,
+    key: str = "model.path",
+    variables: Mapping[str, Any] | None = None,
+    images: PromptImages | None = None,
+) -> Tokenizer:
     """That of a model; `key`: of the configuration that names it. `variables`: further ones of its chat template.
+    `images`: those of its prompts.
 
     Raises ConfigError where the folder has none.
     """
     try:
-        return Tokenizer(folder, variables)
+        return Tokenizer(folder, variables, images=images)
     except Exception as error:  # the tokenizers library raises Exception itself for a file that it cannot read
         reason = " ".join(str(error).split())
         raise ConfigError(f"{key}: {folder}: no tokenizer ({reason}); allowed: with tokenizer.json") from None
@@ -88,6 +96,7 @@ async def look_at(
     """
     longest = Longest(tokens=0, whose="a prompt")
     of_tasks: dict[str, OfTask] = {}
+    image_bytes = 0
     for name, task in tasks.items():
         before = recorded.get(name)
         _check_size(name, task, before)
@@ -95,7 +104,8 @@ async def look_at(
         found = lengths.longest()
         longest = max(longest, found, key=lambda each: each.tokens)
         of_tasks[name] = before or lengths.of_task(task)
-    return Seen(longest=longest, of_tasks=of_tasks)
+        image_bytes = max(image_bytes, lengths.image_bytes)
+    return Seen(longest=longest, of_tasks=of_tasks, image_bytes=image_bytes)
 
 
 def _check_size(name: str, task: Environment, recorded: OfTask | None) -> None:
@@ -115,14 +125,19 @@ class _Lengths:
     limit: int  # tokens
     cut: str | None = None
     looked: int = 0
+    image_bytes: int = 0
     whole: bool = False  # were all prompts looked at?
     too_long: dict[int, int] = field(default_factory=dict)  # index -> tokens
     fitting: Longest | None = None  # the longest that was tokenised and fits
     short: list[tuple[int, Prompt]] = field(default_factory=list)  # that fit for sure, the ones with the most bytes
     around: dict[int, int] = field(default_factory=dict)  # messages -> bytes that the chat template writes around them
 
-    def add(self, index: int, prompt: Prompt) -> None:
+    def add(self, index: int, prompt: Prompt, images: Sequence[PromptImage] = ()) -> None:
         self.looked += 1
+        if images:
+            self.image_bytes = max(self.image_bytes, sum(len(image.file) for image in images))
+            self._tokenise(index, prompt, images)
+            return
         if _bytes(prompt) + self._around(prompt) > self.limit:
             self._tokenise(index, prompt)
             return
@@ -158,10 +173,11 @@ class _Lengths:
     def _most_bytes(self) -> list[tuple[int, Prompt]]:
         return heapq.nlargest(TOKENISED, self.short, key=lambda each: _bytes(each[1]))
 
-    def _tokenise(self, index: int, prompt: Prompt) -> None:
-        whose = f"prompt {index} of {self.name}"
+    def _tokenise(self, index: int, prompt: Prompt, images: Sequence[PromptImage] = ()) -> None:
+        whose, known = f"prompt {index} of {self.name}", self.tokenizer.images
         try:
-            tokens = len(self.tokenizer.prompt_ids(prompt.content, prompt.tools))
+            ids = self.tokenizer.prompt_ids(prompt.content, prompt.tools)
+            tokens = len(ids if known is None or not images else known.expanded(ids, images))
         except ValueError as error:
             raise ConfigError(f"model.path: {whose} cannot be tokenised: {error}") from None
         if not tokens:
@@ -198,11 +214,21 @@ async def _look(name: str, task: Environment, tokenizer: Tokenizer, limit: int, 
             prompt = await task.fetch(index)
         except Exception as error:  # whatever code of the user's raises
             raise ConfigError(f"task.name: prompt {index} of {name} cannot be made: {describe(error)}") from error
-        lengths.add(index, prompt)
+        lengths.add(index, prompt, await _images(f"prompt {index} of {name}", prompt, tokenizer))
         if time.monotonic() > deadline:
             break
     lengths.whole = lengths.looked == task.size
     return lengths
+
+
+async def _images(whose: str, prompt: Prompt, tokenizer: Tokenizer) -> Sequence[PromptImage]:
+    """None where the model has no images, or those are not known here."""
+    if not prompt.images or tokenizer.images is None:
+        return ()
+    try:
+        return await tokenizer.images.load(prompt.images)
+    except ValueError as error:
+        raise ConfigError(f"task.name: {whose}: {error}") from None
 
 
 def _bytes(prompt: Prompt) -> int:

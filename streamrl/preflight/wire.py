@@ -25,15 +25,19 @@ class GroupBytes:
     prompt: int  # the prompt's ids, and what the router replay says of them
     token: int  # of one output token
     longest: int  # the whole group when every answer is cut
+    images: int = 0  # of the prompt
 
     @property
     def fixed(self) -> int:
         """Bytes of a group besides its output tokens."""
-        return self.header + self.prompt
+        return self.header + self.prompt + self.images
 
 
-def group_bytes(config: Config, shape: ModelShape, prompt: int) -> GroupBytes:
-    """Of a group whose answers are all cut, to a prompt of so many tokens; its header is what the codec makes."""
+def group_bytes(config: Config, shape: ModelShape, prompt: int, images: int = 0) -> GroupBytes:
+    """Of a group whose answers are all cut, to a prompt of so many tokens; its header is what the codec makes.
+
+    `images`: bytes of the prompt's.
+    """
     answer = max(pool.sampling.max_new_tokens for pool in config.generate.each_pool)
     size = config.generate.group_size
     header, _ = encode_group(zero_group(size, prompt, answer), max_message=1 << 62)
@@ -45,15 +49,17 @@ def group_bytes(config: Config, shape: ModelShape, prompt: int) -> GroupBytes:
     # With top_k the kept sets are no larger (streamrl/sampling_columns.py); by top_p alone they may be of any size.
     kept = max(min(pool.sampling.top_k, shape.vocabulary) for pool in config.generate.each_pool)
     token = TOKEN + routing + (2 + 4 * kept if kept > 0 else 0)
-    return GroupBytes(len(header), fixed, token, len(header) + fixed + size * answer * token)
+    return GroupBytes(len(header), fixed, token, len(header) + fixed + images + size * answer * token, images)
 
 
 def check_wire(config: Config, group: GroupBytes) -> None:
     """Refuse groups that no message holds. Raises ConfigError."""
     if group.longest > config.stream.max_message:
+        images = f", {group.images} of them images," if group.images else ","
         raise ConfigError(
             f"stream.max_message: a group of {config.generate.group_size} answers that are cut has {group.longest} "
-            f"bytes, allowed are {config.stream.max_message}; allowed: at least {group.longest}, or fewer samples"
+            f"bytes{images} allowed are {config.stream.max_message}; allowed: at least {group.longest}, or fewer "
+            "samples"
         )
 
 

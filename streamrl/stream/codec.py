@@ -1,7 +1,8 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 7, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
-    frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns     (8 bytes an output token)
+    frame 0   {"v": 8, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
+    frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns | images
+                                                                                          (8 bytes an output token)
 
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
 header, and a prompt that samples share travels once. What samples have one of stands in the header column by
@@ -14,6 +15,9 @@ of the received frame, which lives as long as any of them. Integers and floats a
 for one token of each, and which samples have it, so that a new field needs no line here. A column begins at
 a multiple of its item's size. Any bool, whole or floating dtype of numpy up to 8 bytes travels; others
 (bfloat16, say) travel as the unsigned integers of their size.
+
+The images of a group's prompt end frame 1, as the encoded files that they are: each content once, however many places
+of the prompt show it.
 """
 
 from __future__ import annotations
@@ -71,6 +75,8 @@ class _GroupHeader(
     temperature: Annotated[float, Meta(gt=0)]
     prompts: list[Length]  # lengths of the distinct prompts
     columns: list[_Column]
+    images: list[Length] = []  # bytes of the distinct images
+    image: list[Length] = []  # of each image of the prompt, in order: index into the distinct ones
     failures: dict[Length, _Failure] = {}  # of placeholders, by the place of the sample
     # from here on an entry for each sample
     prompt: list[Length]  # index into the distinct prompts
@@ -103,8 +109,8 @@ def new_arena(size: int) -> np.ndarray:
 def encode_group(
     group: Group, max_message: int, allocate: Callable[[int], np.ndarray] = new_arena
 ) -> tuple[bytes, memoryview]:
-    """The two frames of a group. The arena is the group's own where it has one, and else the uint8 [size] that
-    `allocate(size)` gave.
+    """The two frames of a group. The arena is the group's own where it has one and no images, and else the uint8
+    [size] that `allocate(size)` gave.
 
     Raises ValueError, naming what is wrong, for a group that no service would accept: badly formed
     (`Group.check`), with a field whose dtype does not travel, or of more than `max_message` bytes.
@@ -118,6 +124,7 @@ def encode_group(
     else:  # `Arena` says what is known of its samples
         places, prompts = [0] * len(samples), [samples[0].prompt_ids]
         columns, owned, pieces = [], [[]] * len(samples), []
+    images = list(dict.fromkeys(group.images))
     header = _GroupHeader(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -129,6 +136,8 @@ def encode_group(
         temperature=group.temperature,
         prompts=[len(prompt) for prompt in prompts],
         columns=columns,
+        images=[len(image) for image in images],
+        image=[images.index(image) for image in group.images],
         failures={place: sample.failure for place, sample in enumerate(samples) if sample.failure},
         prompt=places,
         tokens=[len(sample.output_ids) for sample in samples],
@@ -146,9 +155,13 @@ def encode_group(
             f"group {group.group_id}: header of {len(frame)} and arena of {layout.size} bytes, "
             f"stream.max_message allows {max_message}"
         )
-    if arena is not None:
+    if arena is not None and not images:
         return frame, arena.data
-    arena = allocate(layout.size)
+    given, arena = arena, allocate(layout.size)
+    layout.put_images(arena, images)
+    if given is not None:
+        arena[: len(given)] = given
+        return frame, arena.data
     layout.clear_gaps(arena)
     _concatenate([*prompts, *(sample.output_ids for sample in samples)], layout.ids(arena))
     _concatenate([sample.logprobs for sample in samples], layout.logprobs(arena))
@@ -239,8 +252,13 @@ class _Layout:
         self.alignment = _INT.itemsize
         self._columns: list[tuple[int, int, np.dtype, tuple[int, ...]]] = []  # start, end, dtype, shape
         self._gaps: list[tuple[int, int]] = []  # start, end
-        if not header.columns:
-            return
+        if header.columns:
+            self._append_columns(header)
+        self.numbers = self.size  # bytes before the images
+        self._images = header.images
+        self.size += sum(header.images)
+
+    def _append_columns(self, header: _GroupHeader) -> None:
         counts = [0] * len(header.columns)
         for owned, length in zip(header.extras, header.tokens, strict=True):
             for index in owned:
@@ -259,6 +277,14 @@ class _Layout:
         """One group has one encoding, whatever the memory held before."""
         for start, end in self._gaps:
             arena[start:end] = 0
+
+    def put_images(self, arena: np.ndarray, images: Sequence[bytes]) -> None:
+        if images:
+            arena[self.numbers :] = np.frombuffer(b"".join(images), np.uint8)
+
+    def images(self, arena: np.ndarray) -> list[bytes]:
+        """The distinct ones."""
+        return [piece.tobytes() for piece in _cut(arena[self.numbers :], self._images)] if self._images else []
 
     def ids(self, arena: np.ndarray) -> np.ndarray:
         return arena[: self._logprobs].view(_INT)
@@ -344,13 +370,16 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
             )
         )
     samples = tuple(made)
+    images = layout.images(numbers)
+    is_arena = len(header.prompts) == 1 and not header.columns
     return Group(
         group_id=header.group_id,
         attempt=header.attempt,
         task=header.task,
         prompt_index=header.prompt_index,
         samples=samples,
-        arena=Arena(samples, numbers) if len(header.prompts) == 1 and not header.columns else None,
+        images=tuple(images[place] for place in header.image),
+        arena=Arena(samples, numbers[: layout.numbers]) if is_arena else None,
         started=header.started,
         finished=header.finished,
         worker=header.worker,
@@ -372,6 +401,8 @@ def _check_table(header: _GroupHeader) -> None:
             raise ValueError(f"a failure of sample {place}, which is no placeholder")
     if max(header.prompt) >= len(header.prompts):
         raise ValueError(f"a sample has prompt {max(header.prompt)} of {len(header.prompts)}")
+    if set(header.image) != set(range(len(header.images))) or not all(header.images):
+        raise ValueError(f"places {header.image} of {len(header.images)} images: each is in one, and none is empty")
     if max(itertools.chain.from_iterable(header.extras), default=-1) >= len(header.columns):
         raise ValueError(f"a sample has a column beyond the {len(header.columns)} of its group")
     if not all(map(math.isfinite, header.rewards)):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from streamrl.images import write_named
 from streamrl.tasks.environment import Message, message_text
 
 # What stands for an image in the question's text.
 PLACE = "<image>"
-
-# First bytes and endings of the formats that servers read; they know them by their endings.
-_KINDS = {b"\x89PNG": ".png", b"\xff\xd8": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
 
 
 def image_references(value: Any, *, beside: Path, folder: Path) -> tuple[str, ...]:
@@ -58,7 +54,7 @@ def _parts(text: str) -> list[dict[str, Any]]:
 
 def _reference(entry: Any, beside: Path, folder: Path) -> str:
     if isinstance(entry, dict) and entry.get("bytes"):
-        return str(_written(entry["bytes"], folder))
+        return str(write_named(entry["bytes"], folder))
     if isinstance(entry, dict):
         entry = entry.get("path")
     if not isinstance(entry, str) or not entry:
@@ -69,17 +65,3 @@ def _reference(entry: Any, beside: Path, folder: Path) -> str:
     if not path.is_file():
         raise ValueError(f"image {path} does not exist; allowed: a path beside the data, or a URL")
     return str(path)
-
-
-def _written(content: bytes, folder: Path) -> Path:
-    """The file of these bytes: whole or not there, whoever else writes it."""
-    kind = next((kind for start, kind in _KINDS.items() if content.startswith(start)), None)
-    if kind is None:
-        raise ValueError(f"image bytes begin with {content[:4]!r}; allowed: PNG, JPEG, GIF, WebP")
-    path = folder.resolve() / f"{hashlib.sha256(content).hexdigest()[:32]}{kind}"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(content)
-        os.replace(draft, path)
-    return path

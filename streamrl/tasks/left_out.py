@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,8 +33,8 @@ STRIDE = 15_485_863
 # Places that are looked at for one index. Where half of the prompts are too long, one index in 2^64 has no prompt.
 TRIES = 64
 
-# Token ids of a prompt's content.
-Tokenise = Callable[[Any], np.ndarray]
+# Token ids of a prompt, with those of its images.
+Tokenise = Callable[[Prompt], Awaitable[np.ndarray]]
 
 
 class OfTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,7 +107,7 @@ class Fitting:
             return replace(await task.fetch(self._place(index)), index=index)
         for step in range(TRIES):
             prompt = await task.fetch(index + step * STRIDE)
-            if len(tokenise(prompt.content)) <= self._found.limit:
+            if len(await tokenise(prompt)) <= self._found.limit:
                 return replace(prompt, index=index)
         raise ValueError(f"prompt {index}: {TRIES} prompts have more than {self._found.limit} tokens")
 

@@ -45,6 +45,9 @@ SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
 }
 WITHOUT = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+# Keys of a vision-language model's configuration that are not in its `text_config`.
+BESIDE_TEXT = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+BESIDE_TEXT += ("tie_word_embeddings",)
 BUFFERS = ("e_score_correction_bias",)  # of transformers' models, that a folder has
 QUANTIZED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
@@ -56,7 +59,10 @@ def random_model(model_class: str, **config: Any) -> Any:
 
     torch.manual_seed(0)
     made = getattr(transformers, model_class)
-    model = made(made.config_class(**copy.deepcopy({**SIZES, **config})))  # some write into `rope_parameters`
+    given = {**SIZES, **config}
+    if "vision_config" in given:
+        given = {key: given.pop(key) for key in BESIDE_TEXT if key in given} | {"text_config": given}
+    model = made(made.config_class(**copy.deepcopy(given)))  # some write into `rope_parameters`
     with torch.no_grad():
         for weight in (*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith(BUFFERS))):
             weight.add_(torch.randn_like(weight) * 0.1)
@@ -77,7 +83,7 @@ class ModelFamilyConformance(Conformance):
     def test_a_configuration_is_read_as_transformers_reads_it(self, tmp_path: Path) -> None:
         for tied in (False, True):
             folder, theirs = self._folder(tmp_path, tied)
-            shape, config = self._shape(folder), theirs.config
+            shape, config = self._shape(folder), theirs.config.get_text_config()
             assert shape.architecture in self.declaration.architectures
             assert shape.family is self.declaration
             assert (shape.layers, shape.hidden) == (config.num_hidden_layers, config.hidden_size)
@@ -89,7 +95,10 @@ class ModelFamilyConformance(Conformance):
         folder, _ = self._folder(tmp_path, False)
         path = folder / "config.json"
         config = json.loads(path.read_text())
-        broken = [{other: config[other] for other in config if other != key} for key in WITHOUT]
+        sizes = config.get("text_config", config)
+        broken = [{other: sizes[other] for other in sizes if other != key} for key in WITHOUT]
+        if sizes is not config:
+            broken = [config | {"text_config": each} for each in broken]
         for each in (*broken, config | {"quantization_config": QUANTIZED}):
             path.write_text(json.dumps(each))
             with pytest.raises(UnsupportedModelError) as refused:
@@ -144,7 +153,7 @@ class ModelFamilyConformance(Conformance):
 
         for tied in (False, True):
             folder, theirs = self._folder(tmp_path, tied)
-            ids = torch.randint(0, theirs.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
+            ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
             with self._loaded(folder) as model, torch.no_grad():
                 ids = ids.to(next(model.parameters()).device)
                 positions = torch.arange(ids.size(1), device=ids.device).expand(2, -1)

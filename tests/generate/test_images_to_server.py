@@ -24,7 +24,9 @@ from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.engine.stand_ins import KERNELS
 from streamrl.generate.inference import EngineInference, Load
+from streamrl.generate.prompt_images import PromptImages
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.images import data_url
 from streamrl.tasks.registry import build_task
 from tests.generate import tiny_vision
 
@@ -57,7 +59,8 @@ def task_of(vision_model):
     return build
 
 
-def test_a_request_names_the_images_of_its_prompt(vision_model, task_of, tmp_path):
+def requested(vision_model, task, images: PromptImages | None, prompt_tokens: int | None = None):
+    """What a server is asked for prompt 0, the handle that asks, and its rollouts."""
     asked = []
 
     async def generate(request: web.Request) -> web.Response:
@@ -67,6 +70,7 @@ def test_a_request_names_the_images_of_its_prompt(vision_model, task_of, tmp_pat
             "finish_reason": {"type": "stop"},
             "weight_versions": [{"version": "0.0", "start": 0, "end": 1}],
             "output_token_logprobs": [[-1.0, 5, None]],
+            "prompt_tokens": prompt_tokens,
         }
         return web.json_response([{"output_ids": [5], "meta_info": meta}])
 
@@ -77,21 +81,40 @@ def test_a_request_names_the_images_of_its_prompt(vision_model, task_of, tmp_pat
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", timeout=30)
-        task = task_of(tmp_path)
         try:
-            inference = EngineInference(client, Tokenizer(vision_model), GenerateConfig(), Load())
-            await task.rollout_group(inference, task.prompt(0), 1)
-            return task.prompt(0)
+            inference = EngineInference(client, Tokenizer(vision_model, images=images), GenerateConfig(), Load())
+            return asked, inference, await task.rollout_group(inference, task.prompt(0), 1)
         finally:
             await client.close()
             await runner.cleanup()
-            await task.close()
 
-    prompt = asyncio.run(go())
-    (body,) = asked
-    assert body["image_data"] == list(prompt.images)
+    return asyncio.run(go())
+
+
+def test_a_request_names_the_images_of_its_prompt(vision_model, task_of, tmp_path):
+    task = task_of(tmp_path)
+    (body,), *_ = requested(vision_model, task, images=None)
+    assert body["image_data"] == list(task.prompt(0).images)
     pad = Tokenizer(vision_model).plain_ids("<|image_pad|>")
-    assert np.isin(body["input_ids"], pad).sum() == len(prompt.images) == 1
+    assert np.isin(body["input_ids"], pad).sum() == len(body["image_data"]) == 1
+
+
+def test_a_request_has_the_files_and_its_answers_all_tokens_of_the_images(vision_model, task_of, tmp_path):
+    task, known = task_of(tmp_path), PromptImages.of(vision_model, limit=1 << 20)
+    (body,), _, _ = requested(vision_model, task, known)
+    right = len(body["input_ids"]) + 3  # 56 x 56 pixels are four tokens
+    (body,), inference, (rollout,) = requested(vision_model, task, known, right)
+    file = Path(task.prompt(0).images[0]).read_bytes()
+    assert body["image_data"] == [data_url(file)]
+    assert inference.images == (file,)
+    assert len(rollout.completion.prompt_ids) == right
+    assert inference.wrong_prompt(rollout.completion.prompt_ids) is None
+    _, inference, (rollout,) = requested(vision_model, task, known, right + 1)
+    assert rollout.completion.finish_reason == "abort"
+    (line,) = inference.failures
+    assert line.endswith(
+        f"the prompt has {right + 1} tokens there, and {right} by the image processor of the model's folder"
+    )
 
 
 def test_a_model_without_a_place_for_images_refuses_them_before_any_request(tmp_path):
@@ -102,13 +125,10 @@ def test_a_model_without_a_place_for_images_refuses_them_before_any_request(tmp_
         Tokenizer(tmp_path / "tiny").prompt_ids([{"role": "user", "content": [{"type": "image"}]}])
 
 
-def test_a_vision_language_model_is_not_trained_and_the_refusal_names_it(vision_model):
-    from streamrl.learner.shape import UnsupportedModelError, read_shape
+def test_a_vision_language_model_is_read_with_its_tower(vision_model):
+    from streamrl.learner.shape import read_shape
 
-    with pytest.raises(
-        UnsupportedModelError, match="Qwen2_5_VLForConditionalGeneration is not trained, only served and evaluated"
-    ):
-        read_shape(vision_model)
+    assert read_shape(vision_model).vision is not None
 
 
 @pytest.mark.slow

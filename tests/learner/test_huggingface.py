@@ -11,13 +11,13 @@ import transformers
 from learner_parts import VOCABULARY, half_kept, make_config, write_model
 from safetensors.torch import load_file, save_file
 
-from benchmarks.random_models import FAMILIES
+from benchmarks.random_models import FAMILIES, load_model
 from streamrl.config.file import ConfigError
 from streamrl.learner import huggingface
 from streamrl.learner.attention import describe_row
 from streamrl.learner.huggingface import save_folder
 from streamrl.learner.logprobs import Targets
-from streamrl.learner.shape import FLOAT32, WeightsMismatchError
+from streamrl.learner.shape import FLOAT32, WeightsMismatchError, read_shape
 from tests.operations_table import documented
 from tests.slow_families import slow_but
 
@@ -34,13 +34,13 @@ def test_the_round_trip_is_bitwise_and_logits_are_those_of_hugging_face(family, 
     assert exported.keys() == original.keys()
     assert all(torch.equal(exported[name], original[name]) for name in original)
 
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = load_model(folder)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = trainer._chunks[0](ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
         torch.testing.assert_close(ours, theirs(ids).logits, rtol=0, atol=1e-5)
         # A weight that is not the same shows in the logits.
-        theirs.model.layers[1].self_attn.k_proj.weight[0] += 1
+        getattr(theirs.model, "language_model", theirs.model).layers[1].self_attn.k_proj.weight[0] += 1
         assert (ours - theirs(ids).logits).abs().max() > 1e-3
 
 
@@ -70,12 +70,12 @@ def test_what_a_configuration_says_besides_is_computed_as_hugging_face_does(vari
     ids = torch.randint(0, VOCABULARY, (2, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         ours = trainer._chunks[0](ids, torch.arange(200).expand(2, -1), None)[..., :VOCABULARY]
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        theirs = load_model(folder)(ids).logits
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
         if changes.keys() & PLAIN.keys():  # without it, it is another model
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | PLAIN))
-            plain = transformers.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+            plain = load_model(folder)(ids).logits
             assert (ours - plain).abs().max() > 1e-3
 
 
@@ -96,6 +96,8 @@ ALIKE = ("experts over context ranks", "cut experts over tensor and data ranks",
 def test_every_family_goes_bitwise_through_a_model_that_is_cut(layout, folders, on_ranks, tmp_path):
     ranks, dtype, cut = LAYOUTS[layout]
     chosen = [folder for folder in folders if "expert" not in cut or folder.name.endswith("_moe")]
+    if "virtual" in cut:  # the first chunk has fewer layers than some towers have levels
+        chosen = [folder for folder in chosen if getattr(read_shape(folder).vision, "levels", 0) < 2]
     config = make_config(chosen[0], ranks=ranks, layout=cut, dtype=dtype)
     (tmp_path / "config.json").write_text(config.model_dump_json())
     on_ranks(ranks, "conversion_at_work.py", tmp_path / "config.json", tmp_path / "out.pt", *chosen)
@@ -104,7 +106,7 @@ def test_every_family_goes_bitwise_through_a_model_that_is_cut(layout, folders, 
         original = load_file(folder / "model.safetensors")
         names = [name for name, _ in exported[str(folder)]]
         assert sorted(names) == sorted(original)
-        assert names[0] == "model.embed_tokens.weight"
+        assert names[0].endswith("embed_tokens.weight")
         for name, tensor in exported[str(folder)]:
             assert str(tensor.dtype).endswith("float32" if name.endswith(FLOAT32) else dtype)
             assert torch.equal(tensor, original[name].to(tensor.dtype)), name
@@ -121,7 +123,7 @@ def folders(tmp_path_factory):
 def test_packed_log_probs_are_those_of_hugging_face_at_the_sampling_temperature(family, model_folder, trainer_of):
     folder = model_folder(family)
     trainer = trainer_of(make_config(folder))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    theirs = load_model(folder)
     # A prompt of 5 with answers of 4 and 7 behind it, then a sequence of 6.
     segments = torch.tensor([[0, 5, 0, 0], [5, 4, 0, 5], [9, 7, 0, 5], [16, 6, 0, 0]]).numpy()
     ids = torch.randint(0, VOCABULARY, (22,), generator=torch.Generator().manual_seed(1))

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from streamrl.config.replay import StreamConfig
 from streamrl.stream.codec import OLDEST, decode_batch, decode_group, encode_group, ticket_of
-from streamrl.stream.messages import BatchHeader, BatchStats, MalformedMessage
+from streamrl.stream.messages import PROTOCOL, BatchHeader, BatchStats, MalformedMessage
 from streamrl.stream.sockets import Dealer, ReceivedBatch, Router
 from streamrl.types import Group, PolicyVersion, Sample, VersionSpan
 
@@ -79,12 +79,13 @@ def any_group(draw: st.DrawFn) -> Group:
         started=draw(st.floats(0, 1e10)),
         finished=draw(st.floats(0, 1e10)),
         worker=draw(st.text(max_size=9)),
+        images=tuple(draw(st.lists(st.binary(min_size=1, max_size=9), max_size=3))),
     )
 
 
 def assert_same(left: Group, right: Group) -> None:
     """Equal in every bit."""
-    for name in ("group_id", "attempt", "task", "prompt_index", "started", "finished", "worker"):
+    for name in ("group_id", "attempt", "task", "prompt_index", "started", "finished", "worker", "images"):
         assert getattr(left, name) == getattr(right, name), name
     assert len(left.samples) == len(right.samples)
     for a, b in zip(left.samples, right.samples, strict=True):
@@ -158,6 +159,19 @@ def _with_extras(group: Group) -> Group:
     first["margin"] = random.random(len(group.samples[0].output_ids))
     samples = [replace(sample, extras=extras) for sample, extras in zip(group.samples, (first, second), strict=True)]
     return replace(group, samples=tuple(samples))
+
+
+def test_images_travel_with_their_group_each_content_once(make_group: MakeGroup) -> None:
+    plain, shown = make_group(3), (b"one image", b"another", b"one image")
+    for group in (plain, _with_extras(plain)):
+        frames = encode_group(replace(group, images=shown), MAX)
+        sizes = [len(arena) for _, arena in (encode_group(group, MAX), frames)]
+        assert sizes[1] - sizes[0] == len(shown[0] + shown[1])
+        for _ in range(2):
+            read = decode_group(*frames)
+            assert_same(read, replace(group, images=shown))
+            frames = encode_group(read, MAX)
+        assert read.emptied.images == ()
 
 
 def test_a_new_field_of_each_token_travels_without_a_line_of_code(make_group: MakeGroup) -> None:
@@ -234,7 +248,7 @@ def _span(step: int, start: int, end: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda f: f.update(v=8), "protocol version 8"),
+        (lambda f: f.update(v=PROTOCOL + 1), f"protocol version {PROTOCOL + 1}"),
         (lambda f: f.update(kind="credit"), "a group is expected"),
         (lambda f: f.update(group_id="x"), "group_id"),
         (lambda f: f.update(worker=1), "worker"),
@@ -254,6 +268,10 @@ def _span(step: int, start: int, end: int) -> dict[str, Any]:
         (lambda f: f["masks"].__setitem__(1, [2]), "loss mask covers 2 of 5"),
         (lambda f: f["rewards"].__setitem__(1, float("nan")), r"a reward is not finite: \[.*nan"),
         (lambda f: f["finish_reasons"].__setitem__(1, "tired"), "tired"),
+        (lambda f: f["images"].append(5), r"places \[\] of 1 images"),
+        (lambda f: f["image"].append(0), r"places \[0\] of 0 images"),
+        (lambda f: f.update(images=[0], image=[0]), "none is empty"),
+        (lambda f: f.update(images=[5], image=[0]), "arena of 108 bytes, the header asks for 113"),
     ],
 )
 def test_a_group_whose_header_is_wrong_is_refused_with_its_reason(

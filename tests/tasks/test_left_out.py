@@ -36,8 +36,11 @@ def of_task(**changes) -> OfTask:
 
 
 def asked(task: Environment, indices) -> list[Prompt]:
+    async def tokenise(prompt: Prompt) -> np.ndarray:
+        return np.arange(len(prompt.content))
+
     async def fetch() -> list[Prompt]:
-        return [await fitting_prompt(task, index, lambda text: np.arange(len(text))) for index in indices]
+        return [await fitting_prompt(task, index, tokenise) for index in indices]
 
     return asyncio.run(fetch())
 

@@ -113,8 +113,9 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
     learner, layout, item = config.learner, config.learner.layout, ITEM[config.model.dtype]
     counted = of_stage(shape, layout, stage, learner.lora)
     last = stage == layout.pipeline - 1
-    trained = counted.adapters if learner.lora.rank else counted.all
-    own = (counted.adapters, 0) if learner.lora.rank else (counted.dense, counted.expert)
+    frozen = counted.tower if learner.freeze_vision else 0
+    trained = counted.adapters if learner.lora.rank else counted.all - frozen
+    own = (counted.adapters, 0) if learner.lora.rank else (counted.dense - frozen, counted.expert)
     optimizer, on_host = _optimizer(config, machines, *own)
     critic, of_critic_on_host, critic_activations = _critic(config, shape, machines, stage)
     teacher, teacher_weights = _teacher(config, shape, machines, stage)

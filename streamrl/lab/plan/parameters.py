@@ -8,7 +8,7 @@ counts are those of the modules that `learner/model.py` builds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from streamrl.config.learner import LayoutConfig, LoraConfig
 from streamrl.learner.shape import ModelShape, adapter_sizes, stage_layers
@@ -21,20 +21,21 @@ class Parameters:
     dense: int = 0  # their copies are on all data-parallel and context ranks
     expert: int = 0  # their copies are on the ranks with the same experts
     adapters: int = 0  # low-rank ones; with them the others are frozen
+    tower: int = 0  # of `dense` those of a vision tower, which may be frozen
 
     @property
     def all(self) -> int:
         return self.dense + self.expert + self.adapters
 
     def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(self.dense + other.dense, self.expert + other.expert, self.adapters + other.adapters)
+        return Parameters(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 def whole_model(shape: ModelShape) -> int:
     """Parameters of the Hugging Face folder, without padding: what is published."""
     layers = sum((_layer(shape, index, _WHOLE) for index in range(shape.layers)), Parameters())
     ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
-    return layers.all + ends + shape.hidden
+    return layers.all + ends + shape.hidden + _tower(shape)
 
 
 def whole_adapters(shape: ModelShape, settings: LoraConfig) -> int:
@@ -51,7 +52,8 @@ def of_stage(shape: ModelShape, layout: LayoutConfig, stage: int, adapters: Lora
     first, last = stage == 0, stage == layout.pipeline - 1
     table = shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden
     tables = first + last - (first and last and shape.tied)
-    return counted + Parameters(dense=tables * table + last * shape.hidden)
+    tower = _tower(shape) if first else 0  # whole on every rank
+    return counted + Parameters(dense=tables * table + last * shape.hidden + tower, tower=tower)
 
 
 def of_critic(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters:
@@ -60,6 +62,10 @@ def of_critic(shape: ModelShape, layout: LayoutConfig, stage: int) -> Parameters
     has_table = last and not (first and shape.tied)
     table = shape.padded_vocabulary(layout.tensor) // layout.tensor * shape.hidden
     return of_stage(shape, layout, stage, LoraConfig()) + Parameters(dense=last * shape.hidden - has_table * table)
+
+
+def _tower(shape: ModelShape) -> int:
+    return 0 if shape.vision is None else shape.vision.parameters
 
 
 def layers_of(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
@@ -80,7 +86,7 @@ def of_server_rank(shape: ModelShape, tensor: int) -> int:
         counted = _layer(shape, layer, LayoutConfig(tensor=tensor, expert_tensor=tensor))
         layers += counted.all - shape.attention_weights(tensor) + _attention_of_server(shape, tensor)
     ends = (1 if shape.tied else 2) * shape.padded_vocabulary(tensor) // tensor * shape.hidden
-    return layers + ends + shape.hidden
+    return layers + ends + shape.hidden + _tower(shape) // tensor
 
 
 def quantised_of_server_rank(shape: ModelShape, tensor: int) -> int:

@@ -45,19 +45,20 @@ def add_ratios(run: Run, shown: Sequence[Shown], ratios: str) -> str:
         if step in folders:
             model = load_kept(folders[step], settings, run.config.model.path)
             for answer in some:
-                answer.ratios = _ratios(model, answer)
+                answer.ratios = _ratios(model, answer, run.config.model.path)
     return "by a Hugging Face forward pass of the kept weights, in float32"
 
 
 @torch.inference_mode()
-def _ratios(model: PreTrainedModel, shown: Shown) -> np.ndarray:
+def _ratios(model: PreTrainedModel, shown: Shown, base: Path) -> np.ndarray:
     """float32 [T] of the tokens that the page shows: one answer at a time, for the sake of memory."""
     sample = shown.sample
     ids, behaviour = sample.output_ids[:TOKENS], sample.logprobs[:TOKENS]
     if not len(ids):
         return behaviour
     begin = structs.replace(sample, output_ids=ids, logprobs=behaviour, extras=beginning(sample, len(ids)))
-    (computed,) = logprobs(model, [Stamped(begin, 0, len(ids), shown.group.temperature)])
+    group = shown.group
+    (computed,) = logprobs(model, [Stamped(begin, 0, len(ids), group.temperature, images=group.images)], base)
     return computed - behaviour
 
 

@@ -19,6 +19,7 @@ from tokenizers.decoders import DecodeStream
 
 from streamrl.algo.advantages import group_advantages
 from streamrl.config.algo import AdvantageConfig
+from streamrl.images import data_url, file_name
 from streamrl.lab.report.curves import brief
 from streamrl.lab.report.groups import Groups
 from streamrl.lab.report.runs import Run
@@ -40,6 +41,9 @@ LOOKED_AT = 32
 
 # characters of a prompt
 PROMPT = 4000
+
+# bytes of an image that the page shows; of a larger one it has the name
+IMAGE = 1 << 16
 
 
 @dataclass(slots=True)
@@ -86,6 +90,7 @@ def describe(run: Run, shown: Sequence[Shown], source: str) -> dict[str, Any]:
                 "group": (answers := list(some))[0].group.group_id,
                 "task": answers[0].group.task,
                 "prompt": _prompt(answers[0].sample, tokenizer),
+                "images": [_image(file) for file in answers[0].group.images],
                 "answers": [_answer(each, tokenizer) for each in answers],
             }
             for step, some in groupby(shown, key=lambda each: each.step)
@@ -147,6 +152,13 @@ def _prompt(sample: Sample, tokenizer: Tokenizer | None) -> str:
     ids = sample.prompt_ids.tolist()
     text = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
     return text if len(text) <= PROMPT else f"{text[:PROMPT]} … ({len(text):,} characters)"
+
+
+def _image(file: bytes) -> dict[str, str | None]:
+    try:
+        return {"name": file_name(file), "url": data_url(file) if len(file) <= IMAGE else None}
+    except ValueError as error:
+        return {"name": str(error), "url": None}
 
 
 def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:

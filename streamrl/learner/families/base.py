@@ -17,9 +17,11 @@ from streamrl.learner.shape import ModelShape, MoeShape, UnsupportedModelError, 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import nn
 
     from streamrl.config.learner import LoraTarget
     from streamrl.learner.mapping import Cut
+    from streamrl.learner.vision.shape import VisionShape
 
 # How a parameter is cut over ranks, by a name of `learner/mapping.py:CUTS` or of `cuts`, and the Hugging Face tensors
 # that it is made of.
@@ -88,8 +90,11 @@ class ModelFamily(Choice):
     without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset()
 
     outside_layers: ClassVar[Mapping[str, Entry]] = OUTSIDE_LAYERS
-    # Parameters of one Megatron layer; their tensors follow `model.layers.N.` in a folder.
+    # Parameters of one Megatron layer; their tensors follow `layers_prefix` and `N.` in a folder.
     in_a_layer: ClassVar[Mapping[str, Entry]] = IN_A_LAYER
+
+    layers_prefix: ClassVar[str] = "model.layers."
+    vision_prefix: ClassVar[str] = ""  # of the tensors of a vision tower
 
     # Linear layers of one expert; `{}` is its number.
     in_an_expert: ClassVar[Mapping[str, Entry]] = IN_AN_EXPERT
@@ -189,6 +194,16 @@ class ModelFamily(Choice):
         if name.endswith(".bias"):
             return shape.qkv_bias
         return shape.qk_norm or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+
+    @classmethod
+    def tower_tensors(cls, vision: VisionShape) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of each tensor of the vision tower."""
+        return {}
+
+    @classmethod
+    def tower(cls, vision: VisionShape) -> nn.Module:
+        """The vision tower, which takes pixels and `grid_thw` as transformers' do. It may import torch."""
+        raise NotImplementedError(f"{cls.__name__} has no vision tower")
 
     @classmethod
     def edit(cls, layer: ModuleSpec, config: TransformerConfig) -> None:

@@ -1,0 +1,70 @@
+"""Prompts with images, by transformers one sample after the other, and by the learner in packed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.random_models import IMAGE, TEMPERATURE, make_batch, with_images
+from streamrl.config import Config
+from streamrl.learner.model import PolicyModel
+from streamrl.learner.packing import MicroBatch, Packing, plan_batch
+from streamrl.learner.rows import RowMaker
+from streamrl.learner.vision.pixels import ImageReader
+from streamrl.types import Batch, Sample
+
+
+def packed_difference(model: PolicyModel, theirs: Any, folder: Path) -> float:
+    """The largest difference of the log-probs of a packed row with images to transformers' of each sample alone."""
+    batch = with_images(make_batch(), folder)
+    row = packed(batch)
+    with torch.no_grad():
+        return float((logprobs_of(model, folder, row) - expected(theirs, batch, folder)[row.place]).abs().max())
+
+
+def packed(batch: Batch, *, share_prompts: bool = True) -> MicroBatch:
+    """All of a batch in one row."""
+    packing = Packing(ranks=1, budget=4096, share_prompts=share_prompts, image_token=IMAGE)
+    ((row,),) = plan_batch(batch, [1.0] * len(batch.samples), packing)
+    return row
+
+
+def logprobs_of(model: PolicyModel, folder: Path, micro: MicroBatch) -> Tensor:
+    """The learner's log-probs [N] of the trained tokens of a row."""
+    maker = RowMaker.of_model(model, Config.model_validate({"model": {"path": folder}}), torch.device("cpu"))
+    row = maker.make(micro, maker.length([micro]))
+    logprobs: Tensor = model(row.ids, row.positions, None, labels=row.targets, packed_seq_params=row.packed)[0]
+    return logprobs
+
+
+def expected(theirs: Any, batch: Batch, folder: Path, *, blind: bool = False) -> Tensor:
+    """Those of transformers, in the batch's order; `blind`: without the images."""
+    reader = ImageReader(folder)
+    found = []
+    for group in batch.groups:
+        seen = () if blind else group.images
+        for sample in group.samples:
+            if len(sample.output_ids):
+                found.append(_alone(theirs, sample, seen, reader)[torch.from_numpy(sample.loss_mask)])
+    return torch.cat(found)
+
+
+def _alone(theirs: Any, sample: Sample, images: tuple[bytes, ...], reader: ImageReader) -> Tensor:
+    """The log-probs [T] of a sample's output tokens."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.output_ids]).astype(np.int64))[None]
+    seen = {}
+    if images:
+        pixels = reader.read_all(images)
+        seen = {
+            "pixel_values": torch.from_numpy(np.concatenate([each.values for each in pixels])),
+            "image_grid_thw": torch.from_numpy(np.stack([each.grid for each in pixels])),
+            "mm_token_type_ids": (ids == IMAGE).int(),
+        }
+    begin = len(sample.prompt_ids)
+    logits = theirs(ids, **seen).logits[0, begin - 1 : -1] / TEMPERATURE
+    chosen: Tensor = logits.log_softmax(-1).gather(1, ids[0, begin:, None])[:, 0]
+    return chosen

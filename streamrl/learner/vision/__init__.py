@@ -1,0 +1,1 @@
+"""Images of prompts in the learner: from encoded files to features in the places of the image tokens."""
