@@ -45,6 +45,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32}),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": (
@@ -114,7 +129,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Those that are made of Transformer Engine's layers where it is.
-ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in ("deepseek_v3", "moonlight", "gpt_oss"))
+LOCAL_FAMILIES = ("deepseek_v3", "moonlight", "gpt_oss", "gemma3_text")
+ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in LOCAL_FAMILIES)
 
 
 def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers: int = 2, **shape: Any) -> Path:

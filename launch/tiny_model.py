@@ -30,6 +30,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": {},
     "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2},
     "seed_oss": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe": {

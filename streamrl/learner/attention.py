@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 # A block's scores, pads included, are at most this many times the real ones: pads cost arithmetic.
 PADDING = 1.5
@@ -394,9 +394,18 @@ def _padded(packed: Tensor, tokens: Tensor, slots: Tensor, shape: tuple[int, int
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMS norm, whose weight tells Megatron to sum its gradient over sequence-parallel ranks."""
+    """torch's RMS norm, whose weight tells Megatron to sum its gradient over sequence-parallel ranks.
+
+    With `layernorm_zero_centered_gamma` the weight counts from 1, and all is in float32 (Gemma, Qwen3-Next).
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self._from_one = config.layernorm_zero_centered_gamma
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._from_one:
+            return super().forward(x)
+        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)

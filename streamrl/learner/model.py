@@ -94,6 +94,8 @@ class PolicyModel(GPTModel):
         embedded, angles, *others = super()._preprocess(
             position_ids=position_ids, packed_seq_params=packed_seq_params, **rest
         )
+        if embedded is not None and self.shape.embedding_scale != 1:
+            embedded = embedded * embedded.new_tensor(self.shape.embedding_scale)
         if isinstance(packed_seq_params, PackedSegments):
             angles = angles.index_select(0, position_ids.squeeze(0))  # [T, 1, 1, d]
         return embedded, angles, *others
@@ -231,7 +233,7 @@ def _chunk(
     )
     model.shape, model.layers = shape, layers
     # Megatron scales by constants of its own; the configuration of the model says what to scale by.
-    model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.turned).to(model.rotary_pos_emb.inv_freq.device)
+    model.rotary_pos_emb.inv_freq = shape.frequencies().to(model.rotary_pos_emb.inv_freq.device)
     _mark_parameters(model)
     if learner.router_replay:
         router_replay.attach(model, shape)

@@ -22,6 +22,8 @@ from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
 from streamrl.learner.rope import Rope
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from streamrl.learner.families.base import ModelFamily
 
 # The embedding is padded to a multiple of this many rows for each tensor-parallel rank: what GPU kernels like.
@@ -94,6 +96,8 @@ class AttentionShape:
     windowed: tuple[int, ...] = ()  # layers, from 0, with the window
     sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     bias: bool = False  # on the output projection, the router and the experts
+    window_rope: Rope | None = None  # rotary embedding of layers with the window; None: that of all
+    scale: float | None = None  # of scores; None: by the width of heads
 
     @property
     def is_plain(self) -> bool:
@@ -130,6 +134,7 @@ class ModelShape:
     moe: MoeShape | None = None  # None: every layer is dense
     latent: LatentShape | None = None  # None: each head has projections of its own
     attention: AttentionShape = PLAIN
+    embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
 
     @property
@@ -137,12 +142,21 @@ class ModelShape:
         """What attention scores are multiplied by: the rotary embedding's factor, twice, and 1 / sqrt(head_dim)."""
         if self.latent is not None:
             return self.latent.scale
+        if self.attention.scale is not None:
+            return self.attention.scale
         return self.rope.attention**2 / math.sqrt(self.head_dim)
 
     @property
     def turned(self) -> int:
         """Dimensions of a head that the rotary embedding is about."""
         return self.head_dim if self.latent is None else self.latent.turned
+
+    def frequencies(self) -> Tensor:
+        """Of the rotary embeddings of all kinds of layers, side by side: float32 [kinds * turned / 2], on the CPU."""
+        import torch
+
+        ropes = [self.rope] if self.attention.window_rope is None else [self.rope, self.attention.window_rope]
+        return torch.cat([rope.frequencies(self.turned) for rope in ropes])
 
     @property
     def value_dim(self) -> int:
