@@ -44,6 +44,7 @@ NOT_ON_CPUS = "SGLang 0.5.23 refuses its attention backend for CPUs, torch_nativ
 CHECKS: Mapping[str, Check] = {
     "deepseek_v3": Check(crossed=("self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight")),
     "gpt_oss": Check(skipped={"sglang": NOT_ON_CPUS, "published": NOT_ON_CPUS}),
+    "gemma3_text": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight")),
     "glm4": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight")),
     "glm4_moe": Check(crossed=("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")),
 }

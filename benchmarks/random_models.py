@@ -60,6 +60,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        {
+            "hidden_size": 128,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.25 * pair for pair in range(12)],
+                "long_factor": [4.0] * 12,
+            },
+        },
+    ),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32}),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": (

@@ -312,7 +312,7 @@ def _transformer_config(
         # These need kernels that come with Transformer Engine, or a compiler that does where it is.
         bias_activation_fusion=engine,
         bias_dropout_fusion=engine,
-        apply_rope_fusion=engine and not shape.rope.interleaved,
+        apply_rope_fusion=engine and not shape.rope.interleaved and shape.rotary_gain == 1,
         tp_comm_overlap=learner.tp_comm_overlap,
         gradient_accumulation_fusion=learner.gradient_accumulation_fusion,
         # These need kernels of Apex, or are of no use to packed rows.
@@ -324,9 +324,12 @@ def _transformer_config(
     given = megatron_fields.values_of(learner.megatron, "TransformerConfig")
     try:
         kind = TransformerConfig if shape.latent is None else MLATransformerConfig
-        return kind(**{**fields, **shape.family.megatron(shape), **given})
+        config = kind(**{**fields, **shape.family.megatron(shape), **given})
     except (ValueError, AssertionError, ImportError) as error:
         raise megatron_fields.refused(given, error) if given else error from None
+    if shape.rotary_gain != 1:  # Megatron reads it as yarn's, 0.1 ln(factor) + 1
+        config.yarn_rotary_scaling_factor = math.exp((shape.rotary_gain - 1) / 0.1)
+    return config
 
 
 def _recomputed(learner: LearnerConfig) -> dict[str, Any]:

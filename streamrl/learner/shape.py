@@ -144,7 +144,12 @@ class ModelShape:
             return self.latent.scale
         if self.attention.scale is not None:
             return self.attention.scale
-        return self.rope.attention**2 / math.sqrt(self.head_dim)
+        return (self.rope.attention / self.rotary_gain) ** 2 / math.sqrt(self.head_dim)
+
+    @property
+    def rotary_gain(self) -> float:
+        """Factor on cosines and sines, where it is not on all dimensions of a head and so not on scores."""
+        return self.rope.attention if self.rope.part < 1 else 1.0
 
     @property
     def turned(self) -> int:

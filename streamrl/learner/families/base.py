@@ -169,7 +169,7 @@ class ModelFamily(Choice):
             cls._refuse_window(path, config, cls.sliding_window)
 
     @classmethod
-    def _refuse_window(cls, path: Path, config: dict[str, Any], default: int) -> None:
+    def _refuse_window(cls, path: Path, config: dict[str, Any], default: int | None) -> None:
         """A window as long as the context hides nothing; a shorter one is not built."""
         window = config.get("sliding_window", default)
         longest = config.get("max_position_embeddings", 32768)

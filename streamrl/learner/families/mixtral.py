@@ -9,8 +9,6 @@ from typing import Any, ClassVar
 from streamrl.learner.families.base import IN_A_LAYER, Entry, ModelFamily
 from streamrl.learner.shape import ModelShape, MoeShape, UnsupportedModelError, need
 
-LONGEST = 1 << 62  # a context that no window is as long as
-
 
 class Mixtral(ModelFamily):
     """Mixtral 8x7B, 8x22B: each layer a mixture of experts, weights that sum to 1. Its router's noise is not applied.
@@ -53,5 +51,4 @@ class Mixtral(ModelFamily):
     @classmethod
     def refuse(cls, path: Path, config: dict[str, Any]) -> None:
         super().refuse(path, config)
-        if config.get("sliding_window") is not None:
-            cls._refuse_window(path, config, LONGEST)
+        cls._refuse_window(path, config, None)
