@@ -76,6 +76,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            "head_dim": 32,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "pad_token_id": 0,
+        },
+    ),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32}),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": (
@@ -145,7 +161,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Those that are made of Transformer Engine's layers where it is.
-LOCAL_FAMILIES = ("deepseek_v3", "moonlight", "gpt_oss", "gemma3_text")
+LOCAL_FAMILIES = ("deepseek_v3", "moonlight", "gpt_oss", "gemma3_text", "qwen3_next")
 ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in LOCAL_FAMILIES)
 
 

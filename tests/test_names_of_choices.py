@@ -16,7 +16,7 @@ NAMES = {name for kind in KINDS for name in kind.names}
 OTHER_MEANINGS = {
     "launch/folder.py": {"ready"},  # an event
     "launch/render.py": {"python"},  # a program
-    "launch/tiny_model.py": set(FAMILIES.names) - {"gpt_oss"},  # transformers' own names
+    "launch/tiny_model.py": set(FAMILIES.names) - {"gpt_oss", "qwen3_next"},  # transformers' own names
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/api/inputs.py": {"tools"},  # an argument

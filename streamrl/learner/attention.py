@@ -1,6 +1,6 @@
-"""Core attention over the segments of a packed row, and the RMS norm, for layers without Transformer Engine.
+"""Core attention over the segments of a packed row, for layers without Transformer Engine.
 
-Megatron's own core attention refuses packed (thd) input, and its torch norm refuses sequence parallelism.
+Megatron's own refuses packed (thd) input.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 # A block's scores, pads included, are at most this many times the real ones: pads cost arithmetic.
 PADDING = 1.5
@@ -66,6 +66,8 @@ class PackedSegments(PackedRow):
     key_ends: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
     key_tokens: Tensor | None = None
+    segments: np.ndarray | None = None  # int64 [B, 5], of `Slice.cut`
+    sequences: Any = None  # `sequences.sequences_of` this row, once it has been asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def describe_row(
         key_ends=_cumulative(lengths + earlier, device),
         longest=(int(lengths.max()), int((lengths + earlier).max())),
         key_tokens=key_tokens,
+        segments=mine,
     )
 
 
@@ -391,21 +394,3 @@ def _padded(packed: Tensor, tokens: Tensor, slots: Tensor, shape: tuple[int, int
     rows = packed.new_zeros(shape[0] * shape[1], *packed.shape[1:])
     rows = rows.index_copy(0, slots, packed.index_select(0, tokens))
     return rows.view(*shape, *packed.shape[1:]).transpose(1, 2)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMS norm, whose weight tells Megatron to sum its gradient over sequence-parallel ranks.
-
-    With `layernorm_zero_centered_gamma` the weight counts from 1, and all is in float32 (Gemma, Qwen3-Next).
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self._from_one = config.layernorm_zero_centered_gamma
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self._from_one:
-            return super().forward(x)
-        return rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)

@@ -170,7 +170,9 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_unbuilt(name: str, shape: ModelShape) -> bool:
-    """Is this a tensor of one of the layers that are in a folder and not in the model?"""
+    """Is this a tensor of what is in a folder and not in the model?"""
+    if name.startswith(shape.family.unbuilt):
+        return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and shape.layers <= int(match[1]) < shape.layers + shape.unbuilt_layers
 
@@ -214,7 +216,7 @@ def tensor_names(shape: ModelShape) -> Iterator[str]:
     for layer in range(shape.layers):
         experts = 0 if shape.moe is None or layer in shape.moe.dense_layers else shape.moe.experts
         for name, (_, names) in family.in_a_layer.items():
-            if family.has(shape, name, experts > 0):
+            if family.has_in_layer(shape, layer, name, experts > 0):
                 yield from _in_layer(layer, names)
         for expert in range(experts):
             for _, names in family.in_an_expert.values():

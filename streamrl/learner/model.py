@@ -38,10 +38,11 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import lora, megatron_fields, router_replay, sigmoid_router
-from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
+from streamrl.learner.attention import PackedAttention, PackedSegments
 from streamrl.learner.full_kl import ReferenceStates, full_kl
 from streamrl.learner.host_memory import host_copy
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
+from streamrl.learner.norm import RMSNorm
 from streamrl.learner.shape import ModelShape, check_adapters, check_fit
 from streamrl.learner.te import start_overlap, te_problem
 
@@ -358,6 +359,7 @@ def _experts(shape: ModelShape, learner: LearnerConfig, choice: LayerChoice) -> 
         "moe_grouped_gemm": choice.kind == "transformer_engine",
         "moe_permute_fusion": learner.moe_permute_fusion,
         "moe_shared_expert_intermediate_size": shape.moe.shared_ffn or None,
+        "moe_shared_expert_gate": shape.moe.shared_gate,
         **sigmoid_router.fields(shape.moe),
     }
 

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
+from streamrl.learner.delta_shape import DeltaShape
 from streamrl.learner.rope import Rope
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class MoeShape:
     groups: int = 1  # equal ones, in order; a token's experts are of `group_top_k` of them
     group_top_k: int = 1  # by the sum of each group's two largest scores
     clamp: float | None = None  # of gate and up before the activation
+    shared_gate: bool = False  # what the shared MLP adds is times a sigmoid of each token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +100,7 @@ class AttentionShape:
     bias: bool = False  # on the output projection, the router and the experts
     window_rope: Rope | None = None  # rotary embedding of layers with the window; None: that of all
     scale: float | None = None  # of scores; None: by the width of heads
+    gate: bool = False  # outputs are times a sigmoid that is as wide
 
     @property
     def is_plain(self) -> bool:
@@ -134,6 +137,7 @@ class ModelShape:
     moe: MoeShape | None = None  # None: every layer is dense
     latent: LatentShape | None = None  # None: each head has projections of its own
     attention: AttentionShape = PLAIN
+    delta: DeltaShape | None = None  # None: every layer has attention
     embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
 
@@ -177,11 +181,22 @@ class ModelShape:
         """Weights of the matrices of one layer's attention, on one of so many tensor-parallel ranks."""
         latent = self.latent
         if latent is None:
-            return (2 * self.heads + 2 * self.groups) * self.head_dim // tensor * self.hidden
+            heads = (3 if self.attention.gate else 2) * self.heads + 2 * self.groups
+            return heads * self.head_dim // tensor * self.hidden
         whole = self.hidden * (latent.rank + latent.turned + (latent.query_rank or 0))
         query = (latent.query_rank or self.hidden) * self.head_dim
         heads = query + latent.rank * (latent.plain + latent.value) + latent.value * self.hidden
         return whole + self.heads // tensor * heads
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether a layer, from 0, is a delta net and has no attention."""
+        return self.delta is not None and layer in self.delta.layers
+
+    def mixer_weights(self, layer: int, tensor: int = 1) -> int:
+        """The same of a layer's attention or delta net."""
+        if self.delta is None or not self.is_delta(layer):
+            return self.attention_weights(tensor)
+        return (self.delta.projected + self.delta.values * self.delta.value) // tensor * self.hidden
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding in Megatron."""
@@ -204,6 +219,8 @@ def adapter_sizes(shape: ModelShape) -> dict[LoraTarget, tuple[int, int, int]]:
 def check_adapters(shape: ModelShape, targets: Iterable[LoraTarget]) -> None:
     """Refuse adapters on layers of which the family's folders know no single projections. Raises ConfigError."""
     refused = sorted(shape.family.without_adapters.intersection(targets))
+    if refused and shape.family.without_adapters.issuperset(LORA_PROJECTIONS):
+        raise ConfigError(f"learner.lora.rank: adapters are not supported for {shape.architecture}; allowed: 0")
     if refused:
         allowed = ", ".join(target for target in LORA_PROJECTIONS if target not in shape.family.without_adapters)
         raise ConfigError(
@@ -302,6 +319,15 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
     for what, count in whole.items():
         _must_divide("tensor", layout.tensor, count, what)
     stage_layers(shape.layers, layout)
+    if shape.delta is not None:
+        _must_divide("tensor", layout.tensor, shape.delta.keys, "key heads of delta-net layers")
+        if layout.context > 1:
+            raise ConfigError(
+                f"learner.layout.context: {layout.context} ranks would each need the state that the one before leaves "
+                f"in {shape.architecture}'s delta-net layers; allowed: 1"
+            )
+        if layout.tensor > 1 and not layout.sequence:
+            raise ConfigError("learner.layout.sequence: false with delta-net layers and tensor above 1; allowed: true")
     if shape.attention.bias and layout.expert_tensor > 1:
         raise ConfigError(
             f"learner.layout.expert_tensor: {layout.expert_tensor} ranks would each add the biases of "

@@ -105,6 +105,9 @@ REFUSED = [
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
     ("gemma3_text", {"sliding_window": None}, "sliding_window=None is not allowed"),
     ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "'linear' is not supported for Gemma 3"),
+    ("qwen3_next", {"layer_types": ["linear_attention", "mamba"]}, "layer_types=.* allowed: 2 of full_attention"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads=3; allowed: a multiple of 2"),
+    ("qwen3_next", {"linear_key_head_dim": None}, "linear_key_head_dim=None is not allowed"),
     ("phi3", {"sliding_window": 64}, "sliding_window=64 is not supported; allowed: null"),
     ("phi3", {"rope_parameters": {**LONG, "short_factor": [1.0] * 3}}, "short_factor has 3 numbers; allowed: 12"),
     ("phi3", {"rope_parameters": {**LONG, "factor": 2.0}}, r"factor=2\.0 is not supported for longrope; allowed: 4\.0"),
@@ -149,13 +152,19 @@ def test_longrope_holds_up_to_the_context_of_the_first_training(tmp_path):
 
 def test_layouts_and_adapters_that_these_models_cannot_have_are_refused_by_name(tmp_path):
     shapes = {}
-    for family in ("deepseek_v3", "gpt_oss"):
+    for family in ("deepseek_v3", "gpt_oss", "qwen3_next"):
         (tmp_path / "config.json").write_text(json.dumps(config_of(family)))
         shapes[family] = read_shape(tmp_path)
     with pytest.raises(ConfigError, match=r"^learner\.layout\.expert_tensor: 2 ranks would each add the biases"):
         check_fit(shapes["gpt_oss"], LayoutConfig(tensor=2, expert_tensor=2))
     with pytest.raises(ConfigError, match=r"^learner\.lora\.targets: linear_qkv is not supported for DeepseekV3"):
         check_adapters(shapes["deepseek_v3"], ("linear_qkv", "linear_proj"))
+    with pytest.raises(ConfigError, match=r"^learner\.lora\.rank: adapters are not supported for Qwen3Next"):
+        check_adapters(shapes["qwen3_next"], ("linear_proj",))
+    with pytest.raises(ConfigError, match=r"^learner\.layout\.context: 2 ranks would each need the state"):
+        check_fit(shapes["qwen3_next"], LayoutConfig(context=2))
+    with pytest.raises(ConfigError, match=r"^learner\.layout\.sequence: false with delta-net layers"):
+        check_fit(shapes["qwen3_next"], LayoutConfig(tensor=2, sequence=False))
 
 
 def test_tensors_that_servers_join_are_in_one_bucket():
@@ -168,7 +177,9 @@ def test_tensors_that_servers_join_are_in_one_bucket():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "moonlight", "gpt_oss", "mixtral", "gemma3_text", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "moonlight", "gpt_oss", "mixtral", "gemma3_text", "phi3", "qwen3_next"]
+)
 def test_a_plan_counts_the_weights_that_a_folder_has(family, tmp_path):
     from safetensors.torch import load_file
 

@@ -87,6 +87,9 @@ class ModelFamily(Choice):
     # Targets of adapters that folders of this family have no projections for.
     without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset()
 
+    # Beginnings of the names of tensors that folders have and models do not: neither built nor exported.
+    unbuilt: ClassVar[tuple[str, ...]] = ()
+
     outside_layers: ClassVar[Mapping[str, Entry]] = OUTSIDE_LAYERS
     # Parameters of one Megatron layer; their tensors follow `model.layers.N.` in a folder.
     in_a_layer: ClassVar[Mapping[str, Entry]] = IN_A_LAYER
@@ -189,6 +192,11 @@ class ModelFamily(Choice):
         if name.endswith(".bias"):
             return shape.qkv_bias
         return shape.qk_norm or not name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+
+    @classmethod
+    def has_in_layer(cls, shape: ModelShape, layer: int, name: str, mixture: bool) -> bool:
+        """The same where it depends on the layer, from 0."""
+        return cls.has(shape, name, mixture)
 
     @classmethod
     def edit(cls, layer: ModuleSpec, config: TransformerConfig) -> None:
