@@ -43,6 +43,7 @@ class Check:
     layers: int = 4
     server: Mapping[str, Any] = field(default_factory=dict)  # `generate.server_args` that the family needs on a CPU
     skipped: Mapping[str, str] = field(default_factory=dict)  # column -> why it is not measured
+    loose: float = 0.0  # of all bars, where its layers round more
 
 
 def make_folder(folder: Path, family: str, check: Check) -> tuple[Path, Path]:

@@ -158,8 +158,10 @@ def family_rows(family: str, tied: bool, dtypes: Sequence[str], further: bool) -
         wanted = [(dtype, layout) for dtype in dtypes for layout in LAYOUTS]
         if further and family in ("qwen2", "qwen3_moe"):
             wanted += [("float32", layout) for layout in FURTHER]
-        has_experts = read_shape(model).moe is not None
-        wanted = [(dtype, layout) for dtype, layout in wanted if layout.experts in (None, has_experts)]
+        shape = read_shape(model)
+        wanted = [(dtype, layout) for dtype, layout in wanted if layout.experts in (None, shape.moe is not None)]
+        if shape.delta is not None:  # refused: a state is not handed over ranks
+            wanted = [(dtype, layout) for dtype, layout in wanted if "context" not in layout.layout]
         given = _gradients(model, dtypes, wanted)
     for dtype in dtypes:
         one = given[f"{dtype} one"]

@@ -87,6 +87,53 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama": ("LlamaForCausalLM", {}),
     "mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "phi3": (
+        "Phi3ForCausalLM",
+        {
+            "hidden_size": 128,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.25 * pair for pair in range(12)],
+                "long_factor": [4.0] * 12,
+            },
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            "head_dim": 32,
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "pad_token_id": 0,
+        },
+    ),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32}),
     "glm4": ("Glm4ForCausalLM", {"head_dim": 32, "pad_token_id": 0}),
     "glm4_moe": (
@@ -168,9 +215,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-LOCAL_FAMILIES = ("deepseek_v3", "moonlight", "gpt_oss", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-
 # Those that are made of Transformer Engine's layers where it is.
+LOCAL_FAMILIES = (
+    "deepseek_v3", "moonlight", "gpt_oss", "gemma3_text", "qwen3_next", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
+)  # fmt: skip
 ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in LOCAL_FAMILIES)
 
 

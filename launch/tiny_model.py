@@ -9,6 +9,7 @@ is four tokens. So few tokens are what a random policy needs to hit a right answ
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import string
 from pathlib import Path
@@ -30,6 +31,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llama": {},
     "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2},
+    "phi3": {
+        "original_max_position_embeddings": 1024,
+        "partial_rotary_factor": 0.75,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0 + 0.25 * pair for pair in range(6)],
+            "long_factor": [4.0] * 6,
+        },
+    },
     "seed_oss": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe": {
@@ -98,7 +111,7 @@ def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", l
         "bos_token_id": None,
         "dtype": "float32",
     }
-    config = AutoConfig.for_model(family, **{**settings, **FAMILIES[family]})
+    config = AutoConfig.for_model(family, **copy.deepcopy({**settings, **FAMILIES[family]}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

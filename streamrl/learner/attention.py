@@ -1,6 +1,6 @@
-"""Core attention over the segments of a packed row, and the RMS norm, for layers without Transformer Engine.
+"""Core attention over the segments of a packed row, for layers without Transformer Engine.
 
-Megatron's own core attention refuses packed (thd) input, and its torch norm refuses sequence parallelism.
+Megatron's own refuses packed (thd) input.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class PackedSegments(PackedRow):
     key_ends: Tensor | None = None
     longest: tuple[int, int] = (0, 0)
     key_tokens: Tensor | None = None
+    segments: np.ndarray | None = None  # int64 [B, 5], of `Slice.cut`
+    sequences: Any = None  # `sequences.sequences_of` this row, once it has been asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ def describe_row(
         key_ends=_cumulative(lengths + earlier, device),
         longest=(int(lengths.max()), int((lengths + earlier).max())),
         key_tokens=key_tokens,
+        segments=mine,
     )
 
 
@@ -395,12 +398,3 @@ def _padded(packed: Tensor, tokens: Tensor, slots: Tensor, shape: tuple[int, int
     rows = packed.new_zeros(shape[0] * shape[1], *packed.shape[1:])
     rows = rows.index_copy(0, slots, packed.index_select(0, tokens))
     return rows.view(*shape, *packed.shape[1:]).transpose(1, 2)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMS norm, whose weight tells Megatron to sum its gradient over sequence-parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -75,18 +75,26 @@ def _weights_met(shape: ModelShape) -> int:
 
     Example: of Qwen3-30B-A3B those of 8 of the 128 experts of each layer, its router and its attention.
     """
-    attention = shape.attention_weights()
+    mixers = sum(shape.mixer_weights(layer) + _state(shape, layer) for layer in range(shape.layers))
     dense = 3 * shape.hidden * shape.ffn
     if shape.moe is None:
-        return shape.layers * (attention + dense)
+        return mixers + shape.layers * dense
     experts = shape.hidden * (shape.moe.experts + 3 * (shape.moe.top_k * shape.moe.ffn + shape.moe.shared_ffn))
+    experts += shape.hidden * shape.moe.shared_gate
     of_dense = len(shape.moe.dense_layers)
-    return shape.layers * attention + of_dense * dense + (shape.layers - of_dense) * experts
+    return mixers + of_dense * dense + (shape.layers - of_dense) * experts
+
+
+def _state(shape: ModelShape, layer: int) -> int:
+    """What the state of a delta-net layer counts: an entry is read twice and written once for each token."""
+    delta = shape.delta
+    return 3 * delta.values * delta.key * delta.value if delta is not None and shape.is_delta(layer) else 0
 
 
 def _pair(shape: ModelShape) -> int:
-    """Products of scores, and as many of values, by all heads of all layers for one pair."""
-    return shape.layers * shape.heads * (shape.head_dim + shape.value_dim) // 2
+    """Products of scores, and as many of values, by all heads of all layers with attention for one pair."""
+    layers = sum(not shape.is_delta(layer) for layer in range(shape.layers))
+    return layers * shape.heads * (shape.head_dim + shape.value_dim) // 2
 
 
 def _adapter_weights(shape: ModelShape, lora: LoraConfig) -> int:

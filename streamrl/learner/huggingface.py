@@ -281,7 +281,7 @@ class _Safetensors:
             return cut.piece(stored[stack[0] : stack[0] + 1][0], rank, ranks)
         if dim is None:
             return stored[:]
-        if cut.blocks > 1:
+        if len(cut.blocks) > 1:
             return torch.cat([stored[first:last] for first, last in cut.rows(whole[0], rank, ranks)])
         first, last = (min(index * piece[dim], whole[dim]) for index in (rank, rank + 1))
         if dim == 1:

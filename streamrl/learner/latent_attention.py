@@ -30,7 +30,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
-from streamrl.learner.attention import PackedAttention, RMSNorm
+from streamrl.learner.attention import PackedAttention
+from streamrl.learner.norm import RMSNorm
 
 
 class WholeLinear(nn.Module):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,13 @@ class Cut:
     split: Callable[[ModelShape, Tensor], Sequence[Tensor]]
     vocabulary: bool = False  # rows are tokens: Megatron has pads behind them, Hugging Face has none
     turned: bool = False  # the parameter is the transpose of the tensor
-    blocks: int = 1  # the tensor is so many equal blocks along `dim`, and each is cut over the ranks
+    # The tensor is blocks along `dim` of sizes in this proportion, and each of them is cut over the ranks.
+    blocks: tuple[int, ...] = (1,)
+    blocks_of: Callable[[ModelShape], tuple[int, ...]] | None = None  # where they depend on the model
+
+    def of(self, shape: ModelShape) -> Cut:
+        """With the blocks of this model."""
+        return self if self.blocks_of is None else replace(self, blocks=self.blocks_of(shape), blocks_of=None)
 
     @property
     def along(self) -> int | None:
@@ -60,16 +67,19 @@ class Cut:
 
     def rows(self, whole: int, rank: int, ranks: int) -> list[tuple[int, int]]:
         """First and last row, excluded, of each of its blocks, of `whole` rows that the ranks divide."""
-        block = whole // self.blocks
-        each = block // ranks
-        return [(at * block + rank * each, at * block + (rank + 1) * each) for at in range(self.blocks)]
+        sizes = self._sizes(whole)
+        blocks = zip(itertools.accumulate(sizes, initial=0), (size // ranks for size in sizes), strict=False)
+        return [(start + rank * each, start + (rank + 1) * each) for start, each in blocks]
 
     def _together(self, of_ranks: Sequence[Tensor], dim: int) -> Tensor:
         blocks = zip(*(self._blocks(piece) for piece in of_ranks), strict=True)
         return torch.cat([part for of_block in blocks for part in of_block], dim)
 
     def _blocks(self, tensor: Tensor) -> Sequence[Tensor]:
-        return tensor.chunk(self.blocks, self.dim or 0)
+        return tensor.split(self._sizes(tensor.size(self.dim or 0)), self.dim or 0)
+
+    def _sizes(self, whole: int) -> list[int]:
+        return [whole * block // sum(self.blocks) for block in self.blocks]
 
 
 def _one(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
@@ -104,7 +114,7 @@ QKV = Cut(0, _join_qkv, _split_qkv)
 ROWS = Cut(0, _one, _alone)
 GATE_AND_UP = Cut(0, _join_rows, lambda _, part: part.chunk(2))
 # The same of one tensor with the gate above the up projection, of which every rank reads its two parts.
-GATE_UP = Cut(0, _one, _alone, blocks=2)
+GATE_UP = Cut(0, _one, _alone, blocks=(1, 1))
 VOCABULARY = Cut(0, _one, _alone, vocabulary=True)
 
 CUTS: Mapping[str, Cut] = {
@@ -161,7 +171,9 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_unbuilt(name: str, shape: ModelShape) -> bool:
-    """Is this a tensor of one of the layers that are in a folder and not in the model?"""
+    """Is this a tensor of what is in a folder and not in the model?"""
+    if name.startswith(shape.family.unbuilt):
+        return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and shape.layers <= int(match[1]) < shape.layers + shape.unbuilt_layers
 
@@ -179,10 +191,10 @@ def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placeme
     cuts = {**CUTS, **family.cuts()}
     if name == OUTPUT and shape.tied:
         cut, names = family.outside_layers[EMBEDDING]
-        return Placement(cuts[cut], names, layer=shape.layers, copy=True)
+        return Placement(cuts[cut].of(shape), names, layer=shape.layers, copy=True)
     if name in family.outside_layers:
         cut, names = family.outside_layers[name]
-        return Placement(cuts[cut], names, layer=-1 if name == EMBEDDING else shape.layers)
+        return Placement(cuts[cut].of(shape), names, layer=-1 if name == EMBEDDING else shape.layers)
     if shape.vision is not None and name.startswith(TOWER):
         return Placement(REPLICATED, (family.vision_prefix + name.removeprefix(TOWER),), layer=-1)
     match = _LAYER.fullmatch(name)
@@ -190,11 +202,11 @@ def place(name: str, shape: ModelShape, layer_numbers: Sequence[int]) -> Placeme
         layer, inner = layer_numbers[int(match[1])], _ENGINE_NAMES.get(match[2], match[2])
         if inner in family.in_a_layer:
             cut, names = family.in_a_layer[inner]
-            return Placement(cuts[cut], _in_layer(family, layer, names), layer)
+            return Placement(cuts[cut].of(shape), _in_layer(family, layer, names), layer)
         for pattern in _EXPERTS:
             if (expert := pattern.fullmatch(inner)) is not None:
                 cut, names = family.in_an_expert[expert["linear"]]
-                return Placement(cuts[cut], _in_layer(family, layer, names), layer, int(expert["expert"]))
+                return Placement(cuts[cut].of(shape), _in_layer(family, layer, names), layer, int(expert["expert"]))
     raise WeightsMismatchError(f"parameter {name} has no Hugging Face counterpart")
 
 
@@ -209,7 +221,7 @@ def tensor_names(shape: ModelShape) -> Iterator[str]:
     for layer in range(shape.layers):
         experts = 0 if shape.moe is None or layer in shape.moe.dense_layers else shape.moe.experts
         for name, (_, names) in family.in_a_layer.items():
-            if family.has(shape, name, experts > 0):
+            if family.has_in_layer(shape, layer, name, experts > 0):
                 yield from _in_layer(family, layer, names)
         for expert in range(experts):
             for _, names in family.in_an_expert.values():

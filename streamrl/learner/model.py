@@ -38,10 +38,11 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
 from streamrl.learner import lora, megatron_fields, router_replay, sigmoid_router
-from streamrl.learner.attention import PackedAttention, PackedSegments, RMSNorm
+from streamrl.learner.attention import PackedAttention, PackedSegments
 from streamrl.learner.full_kl import ReferenceStates, full_kl
 from streamrl.learner.host_memory import host_copy
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
+from streamrl.learner.norm import RMSNorm
 from streamrl.learner.shape import ModelShape, check_adapters, check_fit
 from streamrl.learner.te import start_overlap, te_problem
 from streamrl.learner.vision import tower
@@ -98,6 +99,8 @@ class PolicyModel(GPTModel):
         embedded, angles, *others = super()._preprocess(
             position_ids=position_ids, packed_seq_params=packed_seq_params, **rest
         )
+        if embedded is not None and self.shape.embedding_scale != 1:
+            embedded = embedded * embedded.new_tensor(self.shape.embedding_scale)
         if isinstance(packed_seq_params, PackedSegments):
             if position_ids.size(0) == 1:
                 angles = angles.index_select(0, position_ids.squeeze(0))  # [T, 1, 1, d]
@@ -244,7 +247,7 @@ def _chunk(
     )
     model.shape, model.layers = shape, layers
     # Megatron scales by constants of its own; the configuration of the model says what to scale by.
-    model.rotary_pos_emb.inv_freq = shape.rope.frequencies(shape.turned).to(model.rotary_pos_emb.inv_freq.device)
+    model.rotary_pos_emb.inv_freq = shape.frequencies().to(model.rotary_pos_emb.inv_freq.device)
     model.vision = None
     if shape.vision is not None and model.pre_process:
         tower.attach(model, frozen=learner.freeze_vision, recompute=learner.recompute != "none")
@@ -326,7 +329,7 @@ def _transformer_config(
         # These need kernels that come with Transformer Engine, or a compiler that does where it is.
         bias_activation_fusion=engine,
         bias_dropout_fusion=engine,
-        apply_rope_fusion=engine and not shape.rope.interleaved,
+        apply_rope_fusion=engine and not shape.rope.interleaved and shape.rotary_gain == 1,
         tp_comm_overlap=learner.tp_comm_overlap,
         gradient_accumulation_fusion=learner.gradient_accumulation_fusion,
         # These need kernels of Apex, or are of no use to packed rows.
@@ -338,9 +341,12 @@ def _transformer_config(
     given = megatron_fields.values_of(learner.megatron, "TransformerConfig")
     try:
         kind = TransformerConfig if shape.latent is None else MLATransformerConfig
-        return kind(**{**fields, **shape.family.megatron(shape), **given})
+        config = kind(**{**fields, **shape.family.megatron(shape), **given})
     except (ValueError, AssertionError, ImportError) as error:
         raise megatron_fields.refused(given, error) if given else error from None
+    if shape.rotary_gain != 1:  # Megatron reads it as yarn's, 0.1 ln(factor) + 1
+        config.yarn_rotary_scaling_factor = math.exp((shape.rotary_gain - 1) / 0.1)
+    return config
 
 
 def _recomputed(learner: LearnerConfig) -> dict[str, Any]:
@@ -369,6 +375,7 @@ def _experts(shape: ModelShape, learner: LearnerConfig, choice: LayerChoice) -> 
         "moe_grouped_gemm": choice.kind == "transformer_engine",
         "moe_permute_fusion": learner.moe_permute_fusion,
         "moe_shared_expert_intermediate_size": shape.moe.shared_ffn or None,
+        "moe_shared_expert_gate": shape.moe.shared_gate,
         **sigmoid_router.fields(shape.moe),
     }
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # a model's shape is read by processes without torch, which a
 
 KINDS = ("default", "linear", "llama3", "yarn")
 
+LONGROPE = "longrope"  # for families that read it themselves, with factors of its own for long sequences
+
 DEFAULT_THETA = 10000.0  # what Hugging Face takes where the configuration has none
 
 
@@ -29,18 +31,23 @@ class RopeScaling:
     Example: Llama 3.1 has `RopeScaling(kind="llama3", factor=8, original_length=8192, slow=1, fast=4)`.
     """
 
-    kind: str  # of KINDS, without `default`
+    kind: str  # of KINDS, without `default`, or LONGROPE
     factor: float  # times that the context is longer
     original_length: int = 0  # tokens of the context before; not read by `linear`
     slow: float = 1.0  # turns in original_length up to which a frequency is divided by the factor
     fast: float = 1.0  # turns in original_length from which on a frequency stays as it is
     attention: float = 1.0  # factor on cosines and sines
     whole: bool = True  # yarn: the edges of the ramp are rounded to whole dimensions
+    short: tuple[float, ...] = ()  # longrope: what each frequency is divided by, up to original_length
 
     def scale(self, frequencies: Tensor, theta: float) -> Tensor:
         """The inverse frequencies, float32 [d / 2], after scaling."""
+        import torch
+
         if self.kind == "linear":
             return frequencies / self.factor
+        if self.kind == LONGROPE:
+            return frequencies / torch.tensor(self.short, dtype=torch.float32)
         return self._llama3(frequencies) if self.kind == "llama3" else self._yarn(frequencies, theta)
 
     def _llama3(self, frequencies: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from streamrl.learner.attention import RMSNorm
+from streamrl.learner.norm import RMSNorm
 
 
 class NormedAdd(nn.Module):

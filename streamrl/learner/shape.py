@@ -19,10 +19,13 @@ from safetensors import SafetensorError, safe_open
 from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
+from streamrl.learner.delta_shape import DeltaShape
 from streamrl.learner.rope import Rope
 from streamrl.learner.vision.shape import VisionShape
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from streamrl.learner.families.base import ModelFamily
 
 # The embedding is padded to a multiple of this many rows for each tensor-parallel rank: what GPU kernels like.
@@ -67,6 +70,7 @@ class MoeShape:
     groups: int = 1  # equal ones, in order; a token's experts are of `group_top_k` of them
     group_top_k: int = 1  # by the sum of each group's two largest scores
     clamp: float | None = None  # of gate and up before the activation
+    shared_gate: bool = False  # what the shared MLP adds is times a sigmoid of each token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,9 @@ class AttentionShape:
     windowed: tuple[int, ...] = ()  # layers, from 0, with the window
     sinks: bool = False  # each head has a score that takes part in the softmax and has no value
     bias: bool = False  # on the output projection, the router and the experts
+    window_rope: Rope | None = None  # rotary embedding of layers with the window; None: that of all
+    scale: float | None = None  # of scores; None: by the width of heads
+    gate: bool = False  # outputs are times a sigmoid that is as wide
 
     @property
     def is_plain(self) -> bool:
@@ -132,6 +139,8 @@ class ModelShape:
     latent: LatentShape | None = None  # None: each head has projections of its own
     attention: AttentionShape = PLAIN
     vision: VisionShape | None = None  # None: it reads no images
+    delta: DeltaShape | None = None  # None: every layer has attention
+    embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
 
     @property
@@ -139,12 +148,26 @@ class ModelShape:
         """What attention scores are multiplied by: the rotary embedding's factor, twice, and 1 / sqrt(head_dim)."""
         if self.latent is not None:
             return self.latent.scale
-        return self.rope.attention**2 / math.sqrt(self.head_dim)
+        if self.attention.scale is not None:
+            return self.attention.scale
+        return (self.rope.attention / self.rotary_gain) ** 2 / math.sqrt(self.head_dim)
+
+    @property
+    def rotary_gain(self) -> float:
+        """Factor on cosines and sines, where it is not on all dimensions of a head and so not on scores."""
+        return self.rope.attention if self.rope.part < 1 else 1.0
 
     @property
     def turned(self) -> int:
         """Dimensions of a head that the rotary embedding is about."""
         return self.head_dim if self.latent is None else self.latent.turned
+
+    def frequencies(self) -> Tensor:
+        """Of the rotary embeddings of all kinds of layers, side by side: float32 [kinds * turned / 2], on the CPU."""
+        import torch
+
+        ropes = [self.rope] if self.attention.window_rope is None else [self.rope, self.attention.window_rope]
+        return torch.cat([rope.frequencies(self.turned) for rope in ropes])
 
     @property
     def value_dim(self) -> int:
@@ -160,11 +183,22 @@ class ModelShape:
         """Weights of the matrices of one layer's attention, on one of so many tensor-parallel ranks."""
         latent = self.latent
         if latent is None:
-            return (2 * self.heads + 2 * self.groups) * self.head_dim // tensor * self.hidden
+            heads = (3 if self.attention.gate else 2) * self.heads + 2 * self.groups
+            return heads * self.head_dim // tensor * self.hidden
         whole = self.hidden * (latent.rank + latent.turned + (latent.query_rank or 0))
         query = (latent.query_rank or self.hidden) * self.head_dim
         heads = query + latent.rank * (latent.plain + latent.value) + latent.value * self.hidden
         return whole + self.heads // tensor * heads
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether a layer, from 0, is a delta net and has no attention."""
+        return self.delta is not None and layer in self.delta.layers
+
+    def mixer_weights(self, layer: int, tensor: int = 1) -> int:
+        """The same of a layer's attention or delta net."""
+        if self.delta is None or not self.is_delta(layer):
+            return self.attention_weights(tensor)
+        return (self.delta.projected + self.delta.values * self.delta.value) // tensor * self.hidden
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding in Megatron."""
@@ -187,6 +221,8 @@ def adapter_sizes(shape: ModelShape) -> dict[LoraTarget, tuple[int, int, int]]:
 def check_adapters(shape: ModelShape, targets: Iterable[LoraTarget]) -> None:
     """Refuse adapters on layers of which the family's folders know no single projections. Raises ConfigError."""
     refused = sorted(shape.family.without_adapters.intersection(targets))
+    if refused and shape.family.without_adapters.issuperset(LORA_PROJECTIONS):
+        raise ConfigError(f"learner.lora.rank: adapters are not supported for {shape.architecture}; allowed: 0")
     if refused:
         allowed = ", ".join(target for target in LORA_PROJECTIONS if target not in shape.family.without_adapters)
         raise ConfigError(
@@ -290,6 +326,15 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
             f"learner.layout.pipeline: {layout.pipeline} stages leave {first} layers to the first chunk, and features "
             f"of images enter the first {shape.vision.levels}; allowed: fewer stages, or first_stage"
         )
+    if shape.delta is not None:
+        _must_divide("tensor", layout.tensor, shape.delta.keys, "key heads of delta-net layers")
+        if layout.context > 1:
+            raise ConfigError(
+                f"learner.layout.context: {layout.context} ranks would each need the state that the one before leaves "
+                f"in {shape.architecture}'s delta-net layers; allowed: 1"
+            )
+        if layout.tensor > 1 and not layout.sequence:
+            raise ConfigError("learner.layout.sequence: false with delta-net layers and tensor above 1; allowed: true")
     if shape.attention.bias and layout.expert_tensor > 1:
         raise ConfigError(
             f"learner.layout.expert_tensor: {layout.expert_tensor} ranks would each add the biases of "

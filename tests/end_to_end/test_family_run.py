@@ -16,7 +16,15 @@ STEPS = 4
 SMALL = (f"run.steps={STEPS}", "generate.group_size=4", "generate.groups_in_flight=8", "replay.groups_per_step=4")
 DEADLINE = 900.0
 REPLAY = "learner.router_replay=true"
-SETTINGS = {"seed_oss": (), "glm4": (), "glm4_moe": (REPLAY,), "deepseek_v3": (REPLAY,)}
+SETTINGS = {
+    "seed_oss": (),
+    "glm4": (),
+    "glm4_moe": (REPLAY,),
+    "deepseek_v3": (REPLAY,),
+    "mixtral": (REPLAY,),
+    "gemma3_text": (),
+    "phi3": (),
+}
 
 
 @pytest.mark.slow

@@ -81,6 +81,8 @@ def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(fami
         pytest.param(("qwen3_moe", False), True, ["one", "expert", "tensor", "expert"], marks=pytest.mark.slow),
         pytest.param(("deepseek_v3", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
         pytest.param(("gpt_oss", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
+        pytest.param(("qwen3_next", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
+        pytest.param(("gemma3_text", True), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
     ],
     ids=[
         "TP1 to TP2 to PP2",
@@ -90,6 +92,8 @@ def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(fami
         "EP1 to EP2 to TP2 to EP2, distributed",
         "latent attention, TP1 to TP2 to PP2",
         "sinks and biased experts, TP1 to TP2 to PP2",
+        "delta nets, TP1 to TP2 to PP2",
+        "norms behind each part, tied, TP1 to TP2 to PP2",
     ],
 )
 def test_a_checkpoint_goes_from_layout_to_layout_with_every_number_as_it_was(model, distributed, layouts, run):

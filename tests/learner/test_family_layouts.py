@@ -14,11 +14,16 @@ from streamrl.learner.huggingface import export_folder
 from streamrl.learner.shape import read_shape
 from streamrl.preflight.model import check_model
 
-# Of gpt-oss the gradient of a router's bias is a small sum of large numbers.
-LOOSE, LOOSE_BAR = ("gpt_oss",), 2e-5
+# Of gpt-oss the gradient of a router's bias is a small sum of large numbers; delta nets invert in float32.
+LOOSE = {"gpt_oss": 2e-5, "qwen3_next": 5e-5}
+
+UNLIKE = ("glm4", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss", "mixtral", "gemma3_text", "phi3", "qwen3_next")
 
 TARGETS = {
     "seed_oss": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "mixtral": ["linear_qkv", "linear_proj"],
+    "gemma3_text": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "phi3": ["linear_proj", "linear_fc2"],
     "glm4": ["linear_qkv", "linear_proj", "linear_fc2"],
     "glm4_moe": ["linear_qkv", "linear_proj"],
     "deepseek_v3": ["linear_proj"],
@@ -27,11 +32,11 @@ TARGETS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["glm4", "glm4_moe", "deepseek_v3", "moonlight", "gpt_oss"])
+@pytest.mark.parametrize("family", UNLIKE)
 def test_every_layout_has_the_gradient_of_one_process(family):
     for row in family_rows(family, False, DTYPES, further=False):
         if family in LOOSE and row.rounding is None:
-            assert max(row.gradient, row.loss, row.norm, row.scores) < LOOSE_BAR, row
+            assert max(row.gradient, row.loss, row.norm, row.scores) < LOOSE[family], row
         else:
             assert row.within, row
 

@@ -40,7 +40,7 @@ def test_the_round_trip_is_bitwise_and_logits_are_those_of_hugging_face(family, 
         ours = trainer._chunks[0](ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
         torch.testing.assert_close(ours, theirs(ids).logits, rtol=0, atol=1e-5)
         # A weight that is not the same shows in the logits.
-        getattr(theirs.model, "language_model", theirs.model).layers[1].self_attn.k_proj.weight[0] += 1
+        getattr(theirs.model, "language_model", theirs.model).layers[1].self_attn.o_proj.weight[0] += 1
         assert (ours - theirs(ids).logits).abs().max() > 1e-3
 
 

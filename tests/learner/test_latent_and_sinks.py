@@ -79,6 +79,10 @@ def config_of(family, **changes):
     return SIZES | needed | {"architectures": [architecture]} | changes
 
 
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONG = FAMILIES["phi3"][1]["rope_parameters"]
+LONG_CONTEXT = FAMILIES["phi3"][1]["original_max_position_embeddings"]
+
 REFUSED = [
     ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "FP8 weights.* dequantised to bfloat16"),
     ("deepseek_v3", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 with topk_group=2 .* allowed: 4 or 5"),
@@ -90,6 +94,24 @@ REFUSED = [
     ("gpt_oss", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types=.* allowed: 2 of full_attention"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0 is not supported"),
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false is not supported"),
+    ("mixtral", {"sliding_window": 64}, "sliding_window=64 is not supported; allowed: null"),
+    ("mixtral", {"head_dim": 32}, "head_dim=32 is not supported; allowed: 16"),
+    ("mixtral", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling 'linear' is not supported"),
+    (
+        "gemma3_text",
+        {"final_logit_softcapping": 30.0},
+        r"final_logit_softcapping=30\.0 is not supported",
+    ),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+    ("gemma3_text", {"sliding_window": None}, "sliding_window=None is not allowed"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR}}, "'linear' is not supported for Gemma 3"),
+    ("qwen3_next", {"layer_types": ["linear_attention", "mamba"]}, "layer_types=.* allowed: 2 of full_attention"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads=3; allowed: a multiple of 2"),
+    ("qwen3_next", {"linear_key_head_dim": None}, "linear_key_head_dim=None is not allowed"),
+    ("phi3", {"sliding_window": 64}, "sliding_window=64 is not supported; allowed: null"),
+    ("phi3", {"rope_parameters": {**LONG, "short_factor": [1.0] * 3}}, "short_factor has 3 numbers; allowed: 12"),
+    ("phi3", {"rope_parameters": {**LONG, "factor": 2.0}}, r"factor=2\.0 is not supported for longrope; allowed: 4\.0"),
+    ("phi3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic' is not supported"),
 ]
 
 
@@ -103,15 +125,46 @@ def test_what_would_be_computed_otherwise_is_refused_in_one_line(family, changes
     assert len(str(refused.value).splitlines()) == 1
 
 
+GEMMA3_1B = {  # as Google wrote it, before transformers 5
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "num_hidden_layers": 26,
+}
+
+
+def test_an_older_gemma_says_the_same_with_other_keys(tmp_path):
+    config = config_of("gemma3_text", **GEMMA3_1B)
+    del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    assert shape.tied
+    assert [layer for layer in range(26) if layer not in shape.attention.windowed] == [5, 11, 17, 23]
+    assert (shape.rope.theta, shape.attention.window_rope.theta, shape.attention.window) == (1e6, 1e4, 512)
+    assert shape.embedding_scale == shape.hidden**0.5
+
+
+def test_longrope_holds_up_to_the_context_of_the_first_training(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config_of("phi3")))
+    assert read_shape(tmp_path).max_length == LONG_CONTEXT
+
+
 def test_layouts_and_adapters_that_these_models_cannot_have_are_refused_by_name(tmp_path):
     shapes = {}
-    for family in ("deepseek_v3", "gpt_oss"):
+    for family in ("deepseek_v3", "gpt_oss", "qwen3_next"):
         (tmp_path / "config.json").write_text(json.dumps(config_of(family)))
         shapes[family] = read_shape(tmp_path)
     with pytest.raises(ConfigError, match=r"^learner\.layout\.expert_tensor: 2 ranks would each add the biases"):
         check_fit(shapes["gpt_oss"], LayoutConfig(tensor=2, expert_tensor=2))
     with pytest.raises(ConfigError, match=r"^learner\.lora\.targets: linear_qkv is not supported for DeepseekV3"):
         check_adapters(shapes["deepseek_v3"], ("linear_qkv", "linear_proj"))
+    with pytest.raises(ConfigError, match=r"^learner\.lora\.rank: adapters are not supported for Qwen3Next"):
+        check_adapters(shapes["qwen3_next"], ("linear_proj",))
+    with pytest.raises(ConfigError, match=r"^learner\.layout\.context: 2 ranks would each need the state"):
+        check_fit(shapes["qwen3_next"], LayoutConfig(context=2))
+    with pytest.raises(ConfigError, match=r"^learner\.layout\.sequence: false with delta-net layers"):
+        check_fit(shapes["qwen3_next"], LayoutConfig(tensor=2, sequence=False))
 
 
 def test_tensors_that_servers_join_are_in_one_bucket():
@@ -124,7 +177,9 @@ def test_tensors_that_servers_join_are_in_one_bucket():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["deepseek_v3", "moonlight", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "moonlight", "gpt_oss", "mixtral", "gemma3_text", "phi3", "qwen3_next"]
+)
 def test_a_plan_counts_the_weights_that_a_folder_has(family, tmp_path):
     from safetensors.torch import load_file
 

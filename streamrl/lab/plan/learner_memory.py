@@ -241,6 +241,10 @@ def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: in
         vectors = 2 * (latent.rank + (latent.query_rank or 0)) + latent.turned
         heads = 2 * shape.head_dim + shape.head_dim + latent.plain + 2 * latent.value
         attention = vectors // spread + shape.heads // layout.tensor * heads
+    if (delta := shape.delta) is not None and shape.is_delta(layer):
+        # The projection, the convolution and what it makes, float32 copies for the rule, what tokens write, outputs.
+        copies = 4 * delta.values * (3 * delta.key + 4 * delta.value) // item
+        attention = (delta.projected + 2 * delta.channels + 2 * delta.values * delta.value + copies) // layout.tensor
     norms = 4 * shape.heads // layout.tensor  # float32 log-sum-exps
     if config.learner.recompute == "selective":
         norms = 0

@@ -84,7 +84,8 @@ def of_server_rank(shape: ModelShape, tensor: int) -> int:
     layers = 0
     for layer in range(shape.layers):
         counted = _layer(shape, layer, LayoutConfig(tensor=tensor, expert_tensor=tensor))
-        layers += counted.all - shape.attention_weights(tensor) + _attention_of_server(shape, tensor)
+        repeated = 0 if shape.is_delta(layer) else _attention_of_server(shape, tensor) - shape.attention_weights(tensor)
+        layers += counted.all + repeated
     ends = (1 if shape.tied else 2) * shape.padded_vocabulary(tensor) // tensor * shape.hidden
     return layers + ends + shape.hidden + _tower(shape) // tensor
 
@@ -103,7 +104,8 @@ def _attention_of_server(shape: ModelShape, tensor: int) -> int:
     if shape.latent is not None:
         return shape.attention_weights(tensor)
     groups, heads = max(1, shape.groups // tensor), shape.heads // tensor
-    return (heads + 2 * groups + heads) * shape.head_dim * shape.hidden
+    gates = heads if shape.attention.gate else 0
+    return (heads + 2 * groups + heads + gates) * shape.head_dim * shape.hidden
 
 
 _WHOLE = LayoutConfig()
@@ -111,24 +113,32 @@ _WHOLE = LayoutConfig()
 
 def _layer(shape: ModelShape, layer: int, layout: LayoutConfig) -> Parameters:
     """One layer on one rank."""
-    projected = (shape.heads + 2 * shape.groups) * shape.head_dim // layout.tensor
-    dense = shape.attention_weights(layout.tensor) + shape.family.norms_in_a_layer * shape.hidden
-    dense += projected if shape.qkv_bias else 0
-    dense += 2 * shape.head_dim if shape.qk_norm else 0
-    dense += shape.heads // layout.tensor if shape.attention.sinks else 0
-    dense += shape.hidden if shape.attention.bias else 0
-    if shape.latent is not None:  # norms
-        dense += shape.latent.rank + (shape.latent.query_rank or 0)
+    dense = _mixer(shape, layer, layout.tensor) + shape.family.norms_in_a_layer * shape.hidden
     if not has_experts(shape, layer):
         return Parameters(dense=dense + 3 * shape.hidden * shape.ffn // layout.tensor)
     assert shape.moe is not None
     router = shape.moe.experts * (shape.hidden + shape.moe.sigmoid)  # with a bias for each expert
-    dense += 3 * shape.hidden * shape.moe.shared_ffn // layout.tensor
+    dense += 3 * shape.hidden * shape.moe.shared_ffn // layout.tensor + shape.hidden * shape.moe.shared_gate
     experts = shape.moe.experts // layout.expert * 3 * shape.hidden * shape.moe.ffn // layout.expert_tensor
     if shape.attention.bias:
         router += shape.moe.experts
         experts += shape.moe.experts // layout.expert * (2 * shape.moe.ffn // layout.expert_tensor + shape.hidden)
     return Parameters(dense=dense + router, expert=experts)
+
+
+def _mixer(shape: ModelShape, layer: int, tensor: int) -> int:
+    """One layer's attention or delta net on one of so many tensor-parallel ranks, without the norms around it."""
+    weights, delta = shape.mixer_weights(layer, tensor), shape.delta
+    if delta is not None and shape.is_delta(layer):
+        return weights + (delta.channels * delta.kernel + 2 * delta.values) // tensor + delta.value
+    projected = (shape.heads + 2 * shape.groups) * shape.head_dim // tensor
+    weights += projected if shape.qkv_bias else 0
+    weights += 2 * shape.head_dim if shape.qk_norm else 0
+    weights += shape.heads // tensor if shape.attention.sinks else 0
+    weights += shape.hidden if shape.attention.bias else 0
+    if shape.latent is not None:  # norms
+        weights += shape.latent.rank + (shape.latent.query_rank or 0)
+    return weights
 
 
 def has_experts(shape: ModelShape, layer: int) -> bool:

@@ -89,6 +89,9 @@ class ModelFamily(Choice):
     # Targets of adapters that folders of this family have no projections for.
     without_adapters: ClassVar[frozenset[LoraTarget]] = frozenset()
 
+    # Beginnings of the names of tensors that folders have and models do not: neither built nor exported.
+    unbuilt: ClassVar[tuple[str, ...]] = ()
+
     outside_layers: ClassVar[Mapping[str, Entry]] = OUTSIDE_LAYERS
     # Parameters of one Megatron layer; their tensors follow `layers_prefix` and `N.` in a folder.
     in_a_layer: ClassVar[Mapping[str, Entry]] = IN_A_LAYER
@@ -174,7 +177,7 @@ class ModelFamily(Choice):
             cls._refuse_window(path, config, cls.sliding_window)
 
     @classmethod
-    def _refuse_window(cls, path: Path, config: dict[str, Any], default: int) -> None:
+    def _refuse_window(cls, path: Path, config: dict[str, Any], default: int | None) -> None:
         """A window as long as the context hides nothing; a shorter one is not built."""
         window = config.get("sliding_window", default)
         longest = config.get("max_position_embeddings", 32768)
@@ -204,6 +207,11 @@ class ModelFamily(Choice):
     def tower(cls, vision: VisionShape) -> nn.Module:
         """The vision tower, which takes pixels and `grid_thw` as transformers' do. It may import torch."""
         raise NotImplementedError(f"{cls.__name__} has no vision tower")
+
+    @classmethod
+    def has_in_layer(cls, shape: ModelShape, layer: int, name: str, mixture: bool) -> bool:
+        """The same where it depends on the layer, from 0."""
+        return cls.has(shape, name, mixture)
 
     @classmethod
     def edit(cls, layer: ModuleSpec, config: TransformerConfig) -> None:

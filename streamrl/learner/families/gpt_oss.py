@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from streamrl.learner.families._windows import windowed_layers
 from streamrl.learner.families.base import IN_A_LAYER, Entry, ModelFamily
 from streamrl.learner.shape import AttentionShape, ModelShape, MoeShape, UnsupportedModelError, need
 
@@ -23,7 +24,6 @@ _USUAL = (
     "self_attention.linear_proj.weight",
     "pre_mlp_layernorm.weight",
 )
-_KINDS = ("full_attention", "sliding_attention")
 _GAIN, _LIMIT = 1.702, 7.0  # of the activation, where `config.json` has none
 
 
@@ -62,12 +62,8 @@ class GptOss(ModelFamily):
     @classmethod
     def read(cls, path: Path, config: dict[str, Any]) -> ModelShape:
         need(path, config, "num_hidden_layers", "sliding_window")
-        layers = config["num_hidden_layers"]
-        kinds = config.get("layer_types") or [_KINDS[(layer + 1) % 2] for layer in range(layers)]
-        if len(kinds) != layers or not set(kinds).issubset(_KINDS):
-            raise UnsupportedModelError(f"{path}: layer_types={kinds}; allowed: {layers} of {', '.join(_KINDS)}")
+        windowed = windowed_layers(path, config, lambda layer: layer % 2 == 0)
         shape = super().read(path, {key: value for key, value in config.items() if key != "layer_types"})
-        windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == "sliding_attention")
         attention = AttentionShape(window=config["sliding_window"], windowed=windowed, sinks=True, bias=True)
         return replace(shape, attention=attention)
 
