@@ -3,8 +3,8 @@
 What can happen to a group is the table of `replay/life.py`, what is known of it one record (`replay/lives.py`). A slot
 is charged when the group's first ticket is issued and freed when a server has acknowledged weights that contain the
 group's step. At most `order.capacity` slots are charged, and that alone bounds memory and staleness
-(`replay/orders/`). A group is known by its id, one of its generations by (id, attempt): the first complete
-answer to the current attempt is taken, every other one is refused.
+(`replay/orders/`); `replay/release_gate.py` may hold a ticket back for longer. A group is known by its id, one of its
+generations by (id, attempt): the first complete answer to the current attempt is taken, every other one is refused.
 
 Every change that outlives a crash is a record: the buffer decides, applies it to its state (`replay/state.py`), and
 keeps it for `drain`, from where it goes to the journal. Leases, frames and the audit are the process's own: what

@@ -46,9 +46,9 @@ class JustInTime(Release):
     Options = Timing
     options: Timing
 
-    def __init__(self, groups_per_step: int, options: Options) -> None:
+    def __init__(self, groups_per_step: int, options: Timing) -> None:
         super().__init__(groups_per_step, options)
-        self._share = self.options.quantile ** (1 / groups_per_step)
+        self._share = options.quantile ** (1 / groups_per_step)
         self._least = max(LEAST_GROUPS, LEAST * groups_per_step)
         self._kept = max(KEPT_GROUPS[0], min(KEPT_GROUPS[1], KEPT * groups_per_step))
         self._recent: deque[float] = deque()  # seconds, in the order of completion
