@@ -24,6 +24,7 @@ from streamrl.replay.orders.fifo import Fifo
 from streamrl.replay.orders.windowed import Windowed
 from streamrl.replay.records import Adapted
 from streamrl.stream.messages import Hello, Progress
+from streamrl.testing.controllers import ControllerConformance
 from streamrl.types import PolicyVersion
 
 P, S = 8, 16
@@ -172,6 +173,10 @@ def test_it_is_off_unless_it_is_asked_for() -> None:
         assert bound.record(step, {ESS: 0.01}) is None
     assert (bound.slots, bound.metrics()) == (12, {})
     assert AdaptiveConfig().signals == ()
+
+
+TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
+TestTeaching = type("TestTeaching", (ControllerConformance,), {"name": "teaching", **TOGETHER})
 
 
 @settings(max_examples=50)
