@@ -15,6 +15,7 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.lab.simulate import calibration
 from streamrl.lab.simulate.figures import Figures
 from streamrl.lab.simulate.model import Line
 from streamrl.lab.tune.runs import Calibration
@@ -189,7 +190,10 @@ def test_other_learners_are_measured_or_assumed_by_name() -> None:
 # -- the command
 
 
-def test_a_finished_run_is_tuned_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_tuned_and_nothing_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "CALLS", 60)  # a coarse fit
     given = config(tmp_path, "known", groups_per_step=4)
     run = record(given.model_copy(update={"run": given.run.model_copy(update={"steps": 8})}), truth())
     written, figures = tmp_path / "tuned.yaml", tmp_path / "figures.json"
@@ -212,10 +216,10 @@ def test_calibration_runs_say_what_they_will_take_and_refuse_those_of_another_co
     file = tmp_path / "small.yaml"
     config_file.save(config_file.load(None, [*SMALL, f"model.path={tmp_path}"]), file)
 
-    def calibration(*words: str) -> Calibration:
+    def runs(*words: str) -> Calibration:
         return Calibration(file, words, tmp_path / "runs", steps=6, budget=60.0, ranks=[2, 3, 64])
 
-    first = calibration()
+    first = runs()
     first.prepare()
     (line,) = first.lines()
     assert "2 runs of 6 steps (384 answers each)" in line
@@ -224,9 +228,9 @@ def test_calibration_runs_say_what_they_will_take_and_refuse_those_of_another_co
     folder = tmp_path / "runs" / "calibration"
     folder.mkdir(parents=True)
     config_file.save(first._load("calibration", ()), folder / "config.yaml")
-    calibration().prepare()
+    runs().prepare()
     with pytest.raises(ConfigError, match=r"calibration was run with another generate\.group_size"):
-        calibration("generate.group_size=4").prepare()
+        runs("generate.group_size=4").prepare()
 
 
 @pytest.mark.slow
