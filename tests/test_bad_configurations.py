@@ -260,7 +260,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("simulate --fleet nowhere.yaml", "nowhere.yaml"),
     ("tune run", "0 learner steps are too few to calibrate"),
     ("tune run run.name=other", "run.name: its effect is not modelled"),
-    ("tune config.yaml --cores 1", "--cores: 1 hold no worker of 1 and a rank of 1; allowed: 2 and more"),
+    ("tune config.yaml --cores 1", "--cores: 1 hold no worker of 1 and 1 learner ranks of 1; allowed: 2 and more"),
     ("tune config.yaml --cores 8 --gpus 8", "--gpus: 8 beside --cores 8; allowed: one of the two"),
     ("tune config.yaml --steps 4", "--steps: 4 are too few to calibrate; allowed: above 4"),
     ("tune config.yaml --within 2", "2 is not allowed; allowed: a number from 0 to 1"),

@@ -45,7 +45,6 @@ MORE = (
     (r"streamrl train configs/pretrained", f"{SMALL} model.path=models/tiny"),
     (r"streamrl train", SMALL),
     (r"streamrl retrain", "--steps 3"),
-    (r"streamrl tune configs", "--steps 6 --points 8 generate.group_size=4"),
     (r"streamrl tune", "--points 8"),
     (r"streamrl eval", "evaluate.prompts=4 evaluate.samples=4"),
     (r"streamrl sweep .*(run.steps|--results|--print-jobs)", "run.steps=3"),

@@ -153,9 +153,12 @@ def test_what_is_no_axis_of_a_run_is_left_out_by_name(words: tuple[str, ...], le
 def test_devices_are_divided_between_ranks_and_workers() -> None:
     found = space(*SMALL, devices=Devices("cores", 8))
     assert found.splits == tuple((workers, 8 - workers) for workers in range(1, 8))
+    assert len(space(*SMALL, devices=Devices("cores", 200)).splits) == 16
     wide = space(*SMALL, "generate.servers=2", "learner.layout.tensor=2", "learner.ranks=2", devices=Devices("GPUs", 8))
     assert wide.splits == ((1, 6), (2, 4), (3, 2))
-    with pytest.raises(ConfigError, match="--gpus: 1 hold no worker of 1 and a rank of 1; allowed: 2 and more"):
+    with pytest.raises(
+        ConfigError, match="--gpus: 1 hold no worker of 1 and 1 learner ranks of 1; allowed: 2 and more"
+    ):
         space(*SMALL, devices=Devices("GPUs", 1))
 
 
