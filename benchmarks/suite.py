@@ -126,6 +126,7 @@ BENCHMARKS = (
     Benchmark("publish"),
     Benchmark("generation", ratios=_generation),
     Benchmark("end_to_end"),
+    Benchmark("tune"),
     Benchmark("peers", quick=("--quick", "--python", sys.executable)),  # the environment for development has TRL too
 )
 

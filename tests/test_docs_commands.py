@@ -45,6 +45,7 @@ MORE = (
     (r"streamrl train configs/pretrained", f"{SMALL} model.path=models/tiny"),
     (r"streamrl train", SMALL),
     (r"streamrl retrain", "--steps 3"),
+    (r"streamrl tune", "--points 8"),
     (r"streamrl eval", "evaluate.prompts=4 evaluate.samples=4"),
     (r"streamrl sweep .*(run.steps|--results|--print-jobs)", "run.steps=3"),
     (r"streamrl sweep", "run.steps=2"),
@@ -84,6 +85,8 @@ ELSEWHERE = (
     (r"streamrl simulate .*--validate.*",
      "tests/lab/test_simulate_validation.py::"
      "test_settings_are_run_for_real_and_compared_with_what_was_predicted"),
+    (r"streamrl tune configs/quickstart.yaml -o .*|streamrl train tuned.yaml",
+     "tests/lab/test_tune.py::test_a_configuration_is_calibrated_by_real_runs_tuned_and_trained"),
     (r"streamrl sweep configs/experiments/staleness.yaml",  # 48 runs; that of another experiment is run here
      "tests/lab/test_sweep.py::test_the_staleness_experiment_has_four_bounds_and_four_corrections"),
     (r"streamrl generator --run-folder .* --node 1",

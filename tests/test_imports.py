@@ -108,6 +108,7 @@ BESIDE_RECORDS = {
     "report": {"algo.advantages"},
     "retrain": {"engine.hardware", "learner.role", "learner_environment", "preflight"},
     "simulate": {"engine.server", "preflight", "replay.core", "stream.messages"},
+    "tune": {"engine.hardware", "preflight"},
     "top": set(),
     "top_endpoint": set(),
     "trace": set(),

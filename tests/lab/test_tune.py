@@ -15,6 +15,7 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.lab.simulate import calibration
 from streamrl.lab.simulate.figures import Figures
 from streamrl.lab.simulate.model import Line
 from streamrl.lab.tune.runs import Calibration
@@ -152,9 +153,12 @@ def test_what_is_no_axis_of_a_run_is_left_out_by_name(words: tuple[str, ...], le
 def test_devices_are_divided_between_ranks_and_workers() -> None:
     found = space(*SMALL, devices=Devices("cores", 8))
     assert found.splits == tuple((workers, 8 - workers) for workers in range(1, 8))
+    assert len(space(*SMALL, devices=Devices("cores", 200)).splits) == 16
     wide = space(*SMALL, "generate.servers=2", "learner.layout.tensor=2", "learner.ranks=2", devices=Devices("GPUs", 8))
     assert wide.splits == ((1, 6), (2, 4), (3, 2))
-    with pytest.raises(ConfigError, match="--gpus: 1 hold no worker of 1 and a rank of 1; allowed: 2 and more"):
+    with pytest.raises(
+        ConfigError, match="--gpus: 1 hold no worker of 1 and 1 learner ranks of 1; allowed: 2 and more"
+    ):
         space(*SMALL, devices=Devices("GPUs", 1))
 
 
@@ -189,7 +193,10 @@ def test_other_learners_are_measured_or_assumed_by_name() -> None:
 # -- the command
 
 
-def test_a_finished_run_is_tuned_and_nothing_is_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_tuned_and_nothing_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibration, "CALLS", 60)  # a coarse fit
     given = config(tmp_path, "known", groups_per_step=4)
     run = record(given.model_copy(update={"run": given.run.model_copy(update={"steps": 8})}), truth())
     written, figures = tmp_path / "tuned.yaml", tmp_path / "figures.json"
@@ -212,10 +219,10 @@ def test_calibration_runs_say_what_they_will_take_and_refuse_those_of_another_co
     file = tmp_path / "small.yaml"
     config_file.save(config_file.load(None, [*SMALL, f"model.path={tmp_path}"]), file)
 
-    def calibration(*words: str) -> Calibration:
+    def runs(*words: str) -> Calibration:
         return Calibration(file, words, tmp_path / "runs", steps=6, budget=60.0, ranks=[2, 3, 64])
 
-    first = calibration()
+    first = runs()
     first.prepare()
     (line,) = first.lines()
     assert "2 runs of 6 steps (384 answers each)" in line
@@ -224,9 +231,9 @@ def test_calibration_runs_say_what_they_will_take_and_refuse_those_of_another_co
     folder = tmp_path / "runs" / "calibration"
     folder.mkdir(parents=True)
     config_file.save(first._load("calibration", ()), folder / "config.yaml")
-    calibration().prepare()
+    runs().prepare()
     with pytest.raises(ConfigError, match=r"calibration was run with another generate\.group_size"):
-        calibration("generate.group_size=4").prepare()
+        runs("generate.group_size=4").prepare()
 
 
 @pytest.mark.slow

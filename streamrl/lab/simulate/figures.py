@@ -27,6 +27,11 @@ class Figures:
     staleness_p95: float  # mean of the steps' 95th percentiles
     staleness_max: float
 
+    @property
+    def sustained(self) -> float:
+        """Trained tokens/s of a run that goes on: what the begin has left in the buffer is used up in a short one."""
+        return min(self.trained, self.generated)
+
     def as_json(self) -> dict[str, float]:
         return asdict(self)
 

@@ -92,7 +92,7 @@ def _table(found: Tuned) -> Table:
 
 
 def _cells(setting: Setting, figure: Figures) -> list[str]:
-    numbers = [f"{figure.trained:,.0f}", f"{figure.staleness_mean:.2f}", f"{figure.staleness_p95:.1f}"]
+    numbers = [f"{figure.sustained:,.0f}", f"{figure.staleness_mean:.2f}", f"{figure.staleness_p95:.1f}"]
     return [*(str(of(setting)) for _, of in _COLUMNS), *numbers]
 
 
@@ -100,7 +100,7 @@ def reason(space: Space, before: Found | None, each: Found) -> str:
     """What it gains over the next fresher point by which values, and what limits it."""
     if before is None:
         return f"the freshest; {limit(each.figures)}"
-    gain = each.figures.trained / before.figures.trained - 1
+    gain = each.figures.sustained / before.figures.sustained - 1
     old, new = asdict(space.setting(before.point)), asdict(space.setting(each.point))
     changes = ", ".join(
         f"{name.replace('_', ' ')} {old[name]:g} to {new[name]:g}" for name in old if old[name] != new[name]
@@ -126,7 +126,8 @@ def as_json(found: Tuned, rule: Rule) -> dict[str, Any]:
 
     def row(each: Found) -> dict[str, Any]:
         overrides = list(found.overrides(each))
-        return {"overrides": overrides, **asdict(found.setting(each)), **each.figures.as_json()}
+        figures = {"sustained": each.figures.sustained, **each.figures.as_json()}
+        return {"overrides": overrides, **asdict(found.setting(each)), **figures}
 
     return {
         "rule": str(rule),

@@ -36,7 +36,7 @@ from streamrl.places import RECORD, absolute, load_run
 
 ALONE_STEPS = 8  # learner steps of each measurement of the learner alone, of which the first ones do not count
 
-# Numbers of ranks that are measured at the most; those in between are taken to lie in between.
+# Numbers of ranks that are measured at the most; of the others an assumption is told.
 MOST_RANKS = 3
 
 MICRO_BATCH = "learner.tokens_per_micro_batch"
@@ -82,8 +82,8 @@ class Calibration:
                     raise ConfigError(
                         f"--folder: {run.parent} was run with another {other[0]}; allowed: that one, or another folder"
                     )
-        ends = min(os.cpu_count() or 1, len(os.sched_getaffinity(0)))
-        fits = len(visible_gpus()) if has_cuda() else max(1, ends // 2) // self._config.learner.threads
+        cores = cores_of(self._config)
+        fits = len(visible_gpus()) if has_cuda() else (len(cores[1]) if cores else 1) // self._config.learner.threads
         self.ranks = _spread([ranks for ranks in self.ranks if ranks <= fits and ranks != self._config.learner.ranks])
 
     def lines(self) -> Iterator[str]:

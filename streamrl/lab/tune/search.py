@@ -97,7 +97,7 @@ def explore(
     while len(known) < most:
         fastest: dict[int, Point] = {}
         for point in sorted(known):
-            fastest[point[0]] = max(point, fastest.get(point[0], point), key=lambda each: known[each].trained)
+            fastest[point[0]] = max(point, fastest.get(point[0], point), key=lambda each: known[each].sustained)
         near = {point for point in known if closeness(known, point) >= 1 - SHORT_NOISE} | set(fastest.values())
         if not (near := near - expanded):
             break
@@ -122,16 +122,16 @@ def neighbours(point: Point, sizes: Sequence[int]) -> Iterator[Point]:
 def closeness(known: Mapping[Point, Figures], point: Point) -> float:
     """Its tokens/s over those of the fastest that is not older: 1 on the front."""
     own = known[point]
-    best = max(each.trained for each in known.values() if each.staleness_mean <= own.staleness_mean + SAME_AGE)
-    return own.trained / best
+    best = max(each.sustained for each in known.values() if each.staleness_mean <= own.staleness_mean + SAME_AGE)
+    return own.sustained / best
 
 
 def front(known: Mapping[Point, Figures]) -> list[Found]:
     """Each is faster, by GAIN at least, than all that are not older."""
     found: list[Found] = []
-    order = sorted(known, key=lambda point: (known[point].staleness_mean, -known[point].trained, point))
+    order = sorted(known, key=lambda point: (known[point].staleness_mean, -known[point].sustained, point))
     for point in order:
-        if not found or known[point].trained > found[-1].figures.trained * (1 + GAIN):
+        if not found or known[point].sustained > found[-1].figures.sustained * (1 + GAIN):
             found.append(Found(point, known[point]))
     return found
 
@@ -144,8 +144,8 @@ def choose(found: Sequence[Found], rule: Rule) -> Found:
         raise ValueError(
             f"{rule.mean_age:g} is below the {freshest:.2f} of the freshest setting; allowed: from there on"
         )
-    fastest = max(each.figures.trained for each in young)
-    return next(each for each in young if each.figures.trained >= (1 - rule.within) * fastest)
+    fastest = max(each.figures.sustained for each in young)
+    return next(each for each in young if each.figures.sustained >= (1 - rule.within) * fastest)
 
 
 def limit(figures: Figures) -> str:

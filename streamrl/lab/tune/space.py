@@ -32,6 +32,8 @@ EVERY = (1, 2, 3, 4)
 # Times more groups in flight, for each server, than in any calibration run: what a server does beyond is not known.
 BEYOND = 2
 
+MOST_SPLITS = 16  # of the devices: numbers of ranks, evenly from the fewest to the most
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
@@ -139,7 +141,7 @@ class Space:
         )
 
     def begins(self) -> list[Point]:
-        """Where a search begins: the configured setting and, at every bound and split, one with half the slots."""
+        """Where a search begins: the configured setting, and with half the slots in flight each bound and split."""
         own = self.configured
         at = {name: self._nearest(name, getattr(own, name)) for name in ("window", "in_flight", "every", "micro_batch")}
         splits, own_split = self._axes["split"], (own.workers, own.ranks)
@@ -149,7 +151,8 @@ class Space:
         strict, often = self._nearest("window", 1), self._nearest("every", 1)
         for bound, value in enumerate(self._axes["bound"]):
             half = self._nearest("in_flight", (value + 1) * self.config.replay.groups_per_step / 2)
-            begins += [(bound, strict, half, often, place, at["micro_batch"]) for place in range(len(splits))]
+            places = range(len(splits)) if value == own.bound else (split,)
+            begins += [(bound, strict, half, often, place, at["micro_batch"]) for place in places]
         return begins
 
     def overrides(self, setting: Setting) -> tuple[str, ...]:
@@ -213,13 +216,14 @@ class Space:
         if config.run.shares_devices:
             return self._only_own(own, f"run.placement={config.run.placement}: both sides have the same devices")
         rank, worker = used(config, devices.unit)
-        if devices.count < rank + worker:
+        copy = config.learner.layout.model_ranks  # of the model
+        if devices.count < copy * rank + worker:
             raise ConfigError(
-                f"--{devices.unit.lower()}: {devices.count} hold no worker of {worker} and a rank of {rank}; allowed: "
-                f"{rank + worker} and more"
+                f"--{devices.unit.lower()}: {devices.count} hold no worker of {worker} and {copy} learner ranks of "
+                f"{rank}; allowed: {copy * rank + worker} and more"
             )
-        splits = {}
-        for ranks in range(1, (devices.count - worker) // rank + 1):
+        splits: dict[int, tuple[int, int]] = {}
+        for ranks in _spread(range(copy, (devices.count - worker) // rank + 1, copy)):
             workers = (devices.count - ranks * rank) // worker
             try:
                 self._load((f"learner.ranks={ranks}", f"generate.workers={workers}"))
@@ -228,6 +232,8 @@ class Space:
             splits[workers] = (workers, ranks)  # more ranks with as many workers
         if own[0] * worker + own[1] * rank <= devices.count:
             splits.setdefault(own[0], own)
+        if not splits:
+            raise ConfigError(f"learner.layout: no number of ranks fits it on {devices.count} {devices.unit}")
         return _sorted(splits.values())
 
     def _only_own(self, own: tuple[int, int], reason: str) -> tuple[tuple[int, int], ...]:
@@ -265,6 +271,18 @@ def _orders(config: Config) -> tuple[str | None, str]:
     strict = "fifo"
     known = (ORDERS.load(strict), ORDERS.load(wide))
     return (strict if config.replay.chosen("order") in known else None), wide
+
+
+def _spread(values: Sequence[int]) -> list[int]:
+    """At most MOST_SPLITS of them, from the first to the last.
+
+    >>> len(_spread(range(1, 1000))), _spread(range(1, 4))
+    (16, [1, 2, 3])
+    """
+    if len(values) <= MOST_SPLITS:
+        return list(values)
+    last = len(values) - 1
+    return [values[round(place * last / (MOST_SPLITS - 1))] for place in range(MOST_SPLITS)]
 
 
 def _sorted(values: Iterable[Any]) -> tuple[Any, ...]:

@@ -1,0 +1,84 @@
+"""What `benchmarks/tune.py` measures, what it keeps of it, and its verdict: without a process."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.config import Config
+
+BOUNDS = (0, 1, 2, 4)
+SHARES = (0.25, 0.5, 1.0)  # of the slots of a bound that are in flight
+
+RESAMPLES = 2000  # of the rounds, for the interval of a ratio of medians
+
+Overrides = tuple[str, ...]
+
+
+def grid(config: Config) -> list[Overrides]:
+    """Fourteen settings: four bounds with three numbers in flight each, a window, and a longer publish interval."""
+    step = config.replay.groups_per_step
+    points = [
+        (f"replay.max_staleness={bound}", f"generate.groups_in_flight={max(1, round(share * (bound + 1) * step))}")
+        for bound in BOUNDS
+        for share in SHARES
+    ]
+    window = ("replay.max_staleness=2", f"replay.window={step}", "replay.order=windowed")
+    return [*points, (*window, f"generate.groups_in_flight={step}"), (*points[-2], "publish.every=2")]
+
+
+class Kept:
+    """Tokens/s and mean age of each run, a line each: what is there is not measured again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._known = {self._key(row): (row["rate"], row["age"]) for row in map(json.loads, lines)}
+
+    @staticmethod
+    def _key(row: Mapping[str, object]) -> str:
+        return json.dumps([row["name"], row["overrides"], row["round"], row["steps"]])
+
+    def get(self, name: str, overrides: Overrides, round_: int, steps: int) -> tuple[float, float] | None:
+        """(tokens/s, mean age in learner steps)."""
+        row = {"name": name, "overrides": list(overrides), "round": round_, "steps": steps}
+        return self._known.get(self._key(row))
+
+    def add(self, name: str, overrides: Overrides, round_: int, steps: int, found: tuple[float, float]) -> None:
+        row = {"name": name, "overrides": list(overrides), "round": round_, "steps": steps}
+        self._known[self._key(row)] = found
+        with self._path.open("a") as file:
+            file.write(json.dumps({**row, "rate": found[0], "age": found[1]}) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The choice against the best of others, over rounds in which each ran once."""
+
+    best: Overrides
+    ratio: float  # of the medians of tokens/s, the choice over the best
+    low: float  # of its 95 % interval
+    high: float
+
+
+def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]], seed: int = 0) -> Verdict:
+    """`choice`, and each of the others: tokens/s by round. The interval resamples rounds whole (bootstrap).
+
+    >>> verdict([90.0, 92.0], {("a=1",): [100.0, 100.0], ("a=2",): [50.0, 60.0]}).ratio
+    0.91
+    """
+    best = max(others, key=lambda each: statistics.median(others[each]))
+    rng, rounds = random.Random(seed), range(len(choice))
+
+    def ratio(places: Sequence[int]) -> float:
+        own, other = ([values[place] for place in places] for values in (choice, others[best]))
+        return statistics.median(own) / statistics.median(other)
+
+    drawn = sorted(ratio(rng.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
+    low, high = drawn[math.floor(0.025 * RESAMPLES)], drawn[math.ceil(0.975 * RESAMPLES) - 1]
+    return Verdict(best, ratio(rounds), low, high)

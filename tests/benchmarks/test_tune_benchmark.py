@@ -1,0 +1,39 @@
+"""The grid that judges `streamrl tune`, what is kept of it, and its verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.tune import DRAWN
+from benchmarks.tune_grid import Kept, grid, verdict
+from streamrl.config import file as config_file
+
+
+def test_the_grid_has_at_least_twelve_settings_that_can_run_on_both_configurations(tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn.yaml"
+    drawn.write_text(yaml.safe_dump(DRAWN))
+    for path in (Path("configs/long_answers.yaml"), drawn):
+        settings = grid(config_file.load(path))
+        assert len(set(settings)) == len(settings) >= 12
+        for each in settings:
+            config_file.load(path, each)
+
+
+def test_what_was_measured_is_kept_and_not_taken_for_another_run(tmp_path: Path) -> None:
+    kept = Kept(tmp_path / "measured.jsonl")
+    kept.add("a", ("x=1",), 0, 30, (10.0, 0.5))
+    again = Kept(tmp_path / "measured.jsonl")
+    assert again.get("a", ("x=1",), 0, 30) == (10.0, 0.5)
+    assert [again.get(*key) for key in (("b", ("x=1",), 0, 30), ("a", (), 0, 30), ("a", ("x=1",), 1, 30))] == [None] * 3
+
+
+def test_a_choice_is_judged_against_the_best_median() -> None:
+    rates = {("slow",): [50.0, 60.0, 55.0], ("fast",): [100.0, 110.0, 90.0]}
+    judged = verdict([95.0, 104.5, 85.5], rates)
+    assert judged.best == ("fast",)
+    assert judged.ratio == pytest.approx(0.95)
+    assert judged.low <= judged.ratio <= judged.high
+    assert judged.low == pytest.approx(0.95)  # each round has the same ratio: the machine's own drift is in none
