@@ -224,6 +224,11 @@ class LearnerConfig(Section):
     profile: ProfileConfig = Field(default_factory=ProfileConfig, description="torch's profiler")
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="Adam and its schedule")
 
+    @property
+    def keeps_vision(self) -> bool:
+        """The weights of a vision tower never change."""
+        return self.freeze_vision or self.lora.rank > 0
+
     @rule
     def _layout_fits_the_ranks(self) -> None:
         if self.ranks % self.layout.model_ranks:

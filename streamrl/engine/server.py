@@ -59,6 +59,9 @@ CPU_ARGUMENTS: dict[str, Any] = {
 
 FLOAT32_ATTENTION = "triton"  # FlashAttention and FlashInfer, which SGLang would choose on a GPU, take 16 bits at most
 
+# SGLang keeps what a vision tower made of an image, by the image alone, and does not forget it when weights change.
+NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+
 # An update puts what it interrupts behind all that waits in the server; the learner waits for the oldest groups.
 OLDEST_FIRST: dict[str, Any] = {
     "enable_priority_scheduling": True,
@@ -280,6 +283,8 @@ def _private(path: str, flags: int) -> int:
 def _environment(config: Config) -> dict[str, str]:
     """What SGLang takes from the environment alone."""
     chosen = {"HF_HUB_OFFLINE": "1"}  # the model is a folder; without it, a lookup that times out on a closed network
+    if not config.learner.keeps_vision:
+        chosen |= NO_IMAGE_CACHE
     if has_cuda():
         return chosen | nccl_environment()
     threads, ranks = config.generate.threads, config.generate.tensor_parallel

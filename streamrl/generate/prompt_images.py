@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -176,6 +177,7 @@ class ImageTokens:
     model: Path
     token: int  # id that stands for each of them
     merge: int  # side of a square of patches that become one token
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # the processor is loaded once
 
     @classmethod
     def of(cls, model: Path) -> ImageTokens | None:
@@ -188,7 +190,9 @@ class ImageTokens:
     def count(self, file: bytes) -> int:
         """Raises ValueError for what is no image, and OSError where the folder has no image processor."""
         width, height = size_of(file)
-        patches: int = self._processor.get_number_of_image_patches(height, width, {})
+        with self._lock:
+            processor = self._processor
+        patches: int = processor.get_number_of_image_patches(height, width, {})
         return patches // self.merge**2
 
     @cached_property

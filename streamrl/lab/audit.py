@@ -354,8 +354,9 @@ def logprobs(model: PreTrainedModel, spans: Sequence[Stamped], base: Path) -> li
         sequence = np.concatenate([sample.prompt_ids, sample.output_ids]).astype(np.int64)
         ids[row, : len(sequence)] = torch.from_numpy(sequence)
         attention[row, : len(sequence)] = 1
-    seen = image_inputs(model, str(base), ids, [span.images for span in spans])
-    logits = model(input_ids=ids, attention_mask=attention, **seen).logits[:, :-1].float()
+    prompts = [(len(span.sample.prompt_ids), span.images) for span in spans]
+    with image_inputs(model, str(base), ids, prompts) as seen:
+        logits = model(attention_mask=attention, **seen).logits[:, :-1].float()
     found = []
     for row, (sample, _, _, temperature, *_) in enumerate(spans):
         output = slice(len(sample.prompt_ids) - 1, _length(sample) - 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,26 +14,38 @@ from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedModel
 
 
-def image_inputs(model: PreTrainedModel, folder: str, ids: Tensor, images: Sequence[Sequence[bytes]]) -> dict[str, Any]:
-    """Keyword arguments of a forward pass on ids [B, T], with the encoded images of each row; none without an image.
+@contextmanager
+def image_inputs(
+    model: PreTrainedModel, folder: str, ids: Tensor, prompts: Sequence[tuple[int, Sequence[bytes]]]
+) -> Iterator[dict[str, Any]]:
+    """Keyword arguments of a forward pass on ids [B, T]; it has to be made inside the block.
 
-    folder: of the model, with its image processor.
+    folder: of the model, with its image processor. prompts: of each row, tokens and encoded images. An image token that
+    was drawn is a token like any other: it goes in by an id of its own, and has the row of an image token, so that
+    nothing looks for an image there.
     """
-    files = [file for row in images for file in row]
+    files = [file for _, row in prompts for file in row]
     if not files:
-        return {}
+        yield {"input_ids": ids}
+        return
+    token, table = model.config.image_token_id, model.get_input_embeddings()
+    own = table.weight.shape[0]
     opened = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
     given = _processor(folder)(images=opened, return_tensors="pt")
-    kinds = (ids == model.config.image_token_id).int()
-    for row, of_row in enumerate(images):
-        if not of_row:  # an image token that was drawn is a token like any other
-            kinds[row] = 0
-    grids = given["image_grid_thw"]
-    return {
-        "pixel_values": given["pixel_values"].to(torch.float32),
-        "image_grid_thw": grids,
-        "mm_token_type_ids": kinds,
-    }
+    asked = ids.clone()
+    for row, (length, of_row) in enumerate(prompts):
+        answer = asked[row, length if of_row else 0 :]
+        answer[answer == token] = own
+    hook = table.register_forward_pre_hook(lambda _, args: (args[0].masked_fill(args[0] == own, token),))
+    try:
+        yield {
+            "input_ids": asked,
+            "pixel_values": given["pixel_values"].to(torch.float32),
+            "image_grid_thw": given["image_grid_thw"],
+            "mm_token_type_ids": (asked == token).int(),
+        }
+    finally:
+        hook.remove()
 
 
 @cache
