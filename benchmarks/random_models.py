@@ -107,6 +107,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "hidden_size": 128,
             "pad_token_id": 0,
+            "eos_token_id": 1,
             "original_max_position_embeddings": 64,
             "partial_rotary_factor": 0.75,
             "rope_parameters": {
