@@ -46,6 +46,9 @@ class RowBatches:
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
         return None
 
+    def measured(self, step: int, ess: Sequence[float | None]) -> None:
+        return None
+
     def trained(self, version: PolicyVersion, ess: float | None = None) -> None:
         return None
 

@@ -16,6 +16,7 @@ from streamrl.stream.messages import (
     Heartbeat,
     Hello,
     MalformedMessage,
+    Measured,
     Message,
     Next,
     Progress,
@@ -66,6 +67,8 @@ class LearnerSide:
                 if run.buffer.quarantine(step, group_id, attempt, reason):
                     run.delivery.quarantined(step)
                     run.events.emit("group.quarantined", step=step, group_id=group_id, attempt=attempt, reason=reason)
+            case Measured(step=step, ess=each):
+                run.buffer.measured(step, each)
             case Progress(version=version, ess=ess):
                 self._watch.step(now)
                 self._herald.step(message)

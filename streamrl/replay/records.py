@@ -64,6 +64,14 @@ class Consumed(Record, frozen=True, kw_only=True):
 
     step: int
     group_ids: tuple[int, ...]
+    reused: tuple[int, ...] = ()  # those of them that an earlier step had
+
+
+class Measured(Record, frozen=True, kw_only=True):
+    """The effective sample sizes of the groups of a step, as it trained them: which of them may be trained again."""
+
+    step: int
+    ess: tuple[float | None, ...]  # 0..1, in the order of Consumed; None: nothing was learned from the group
 
 
 class Lost(Record, frozen=True, kw_only=True):
@@ -94,7 +102,7 @@ class Saved(Record, frozen=True, kw_only=True):
     oldest: int
 
 
-AnyRecord = Began | Issued | Completed | Dropped | Consumed | Lost | Quarantined | Acknowledged | Saved
+AnyRecord = Began | Issued | Completed | Dropped | Consumed | Measured | Lost | Quarantined | Acknowledged | Saved
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -129,8 +137,25 @@ class Slot(msgspec.Struct, kw_only=True):
     required: int = 0  # oldest step whose weights may generate it, of its newest ticket
     completed: Completed | None = None
     place: Place | None = None
-    step: int | None = None  # that consumed it
+    step: int | None = None  # that consumed it, the last one
+    former: tuple[int, ...] = ()  # steps that consumed it before, ascending
+    ess: float | None = None  # effective sample size, measured by `step`
     quarantined: bool = False  # the learner could not train its completed attempt
+    quarantined_from: int = 0  # the first step that gets it as placeholders
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The steps that consumed it."""
+        return self.former if self.step is None else (*self.former, self.step)
+
+    @property
+    def first(self) -> int | None:
+        """The first step that consumed it."""
+        return self.former[0] if self.former else self.step
+
+    def empty_at(self, step: int) -> bool:
+        """Does this step get placeholders in its place?"""
+        return self.quarantined and step >= self.quarantined_from
 
     def ticket(self, seed: int, deadline: float) -> Ticket:
         """Its newest ticket."""
@@ -158,3 +183,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     acknowledged: PolicyVersion | None = None
     limits: Limits | None = None
     history: dict[int, int] = {}  # steps that can still be asked for, and the next: digest of all steps before
+    supply: dict[int, int] = {}  # steps that matter still: groups that the steps before consumed; with reuse alone
