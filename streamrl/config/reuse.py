@@ -29,7 +29,7 @@ def check(replay: ReplayConfig) -> None:
         able = " or ".join(order for order in ORDERS.names if ORDERS.load(order).reuses)
         raise ValueError(f"{name} is not possible with order={replay.order}; allowed: 1, or an order of {able}")
     if replay.bound == 0:
-        raise ValueError(f"{name} trains old tokens, and max_staleness=0 has none; allowed: 1, or max_staleness above 0")
+        raise ValueError(f"{name} trains old tokens, max_staleness=0 has none; allowed: 1, or max_staleness above 0")
     if most(replay) == 0:
         raise ValueError(
             f"reuse_share: {replay.reuse_share:g} of {groups} groups is none; allowed: {1 / groups:g} or more"

@@ -44,7 +44,7 @@ from streamrl.replay.records import (
     Snapshot,
     Stored,
 )
-from streamrl.replay.refusals import DuplicateGroup, GroupRefused, refusal
+from streamrl.replay.refusals import GroupRefused, refusal
 from streamrl.replay.reuse import Reuse, make_reuse
 from streamrl.replay.selection import Audit, measure, mismatch, reason_to_drop
 from streamrl.replay.shares import Shares, make_shares
@@ -166,9 +166,7 @@ class Buffer:
 
     def drain(self) -> list[AnyRecord]:
         """The records since the last call, in order: for the journal. `placed` then says where each Completed is."""
-        if not (records := self._records):
-            return []
-        self._records = []
+        records, self._records = self._records, []
         return records
 
     def stored(self, group_id: int) -> Stored:
@@ -249,7 +247,7 @@ class Buffer:
 
     def measured(self, step: int, ess: Sequence[float | None]) -> None:
         """The effective sample size of each group of a step, as the learner trained it; None: nothing was learned."""
-        if self._reuse.active and self._state.lacks(step, ess):
+        if self._state.reusable.lacks(step, self._state.batches.get(step, ()), ess):
             self._emit(Measured(step=step, ess=tuple(ess)))
 
     # -- tickets
@@ -347,8 +345,9 @@ class Buffer:
         """
         state = self._state
         if step in state.batches:
-            self._trained, self._reused = step + 1, state.reused(step)
-            return tuple(self._lives[group_id].stored(step) for group_id in state.batches[step])
+            batch = tuple(self._lives[group_id].stored(step) for group_id in state.batches[step])
+            self._trained, self._reused = step + 1, sum(stored.again for stored in batch)
+            return batch
         if step != state.next_step:
             raise ValueError(f"step {step} was asked for, {state.next_step} is next")
         if self._popped is not None:
@@ -366,12 +365,11 @@ class Buffer:
         return batch
 
     def _select(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """The ids of a step's groups, and which of them earlier steps had."""
         state = self._state
         for group_id in [i for i, oldest in state.completed.items() if self.order.over_age(step, oldest)]:
             self._audit.counts["over_age"] += 1
             self._drop(self._lives[group_id], state.record(group_id), f"too old for step {step}", same_prompt=True)
-        reused = state.selected(step)
+        reused = state.reusable.select(step)
         fewer = (self.order.groups_per_step - len(reused),) if reused else ()
         ids = self.order.select(step, state.completed, state.below, state.above, *fewer)
         return None if ids is None else ((*ids, *reused), reused)
@@ -396,13 +394,13 @@ class Buffer:
         group_id = state.next_id if waiting is None else waiting.group_id
         if state.began is None or state.acknowledged is None or group_id >= self._first(self._last_step):
             return None
-        supplied = () if state.supply is None else (state.supply,)
-        required = self.order.required_step(group_id, state.next_step, self.adaptive.slots, *supplied)
+        supply = state.reusable.supplied
+        required = self.order.required_step(group_id, state.next_step, self.adaptive.slots, *supply)
         return required if required <= self._contained else None
 
     def _first(self, step: int) -> int:
         """Groups that weights of `step` contain, at most."""
-        supply = self._state.supply
+        supply = self._state.reusable.supply
         return self.order.first(step) if supply is None else supply.before(step)
 
     @property
@@ -456,9 +454,8 @@ class Buffer:
         life = self._lives.out.get(group_id)
         if life is not None and life.attempt == attempt and (life.holder is None or life.holder == holder):
             return life
-        life = self._lives.get(group_id)
-        refused = refusal(group_id, attempt, life, self._state.next_id)
-        self._audit.counts["late_duplicates"] += life is not None and not isinstance(refused, DuplicateGroup)
+        refused = refusal(group_id, attempt, self._lives.get(group_id), self._state.next_id)
+        self._audit.counts["late_duplicates"] += refused.is_late
         raise refused
 
 

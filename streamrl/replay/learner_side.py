@@ -67,13 +67,8 @@ class LearnerSide:
                 if run.buffer.quarantine(step, group_id, attempt, reason):
                     run.delivery.quarantined(step)
                     run.events.emit("group.quarantined", step=step, group_id=group_id, attempt=attempt, reason=reason)
-            case Measured(step=step, ess=each):
-                run.buffer.measured(step, each)
-            case Progress(version=version, ess=ess):
-                self._watch.step(now)
-                self._herald.step(message)
-                run.events.emit("learner.progress", version=version)
-                run.buffer.progress(version, ess)
+            case Measured() | Progress():
+                self._handle_trained(message, now)
             case Saved(version=version, oldest=oldest):
                 run.events.emit("learner.saved", version=version, oldest=oldest)
                 run.durable.saved(oldest, clock)
@@ -92,6 +87,17 @@ class LearnerSide:
                 run.peers.learner = None
             case _:
                 raise MalformedMessage(f"{type(message).__name__} from a learner")
+
+    def _handle_trained(self, message: Measured | Progress, now: float) -> None:
+        """A step is trained: first what its groups were like, then the step."""
+        run = self._run
+        if isinstance(message, Measured):
+            run.buffer.measured(message.step, message.ess)
+            return
+        self._watch.step(now)
+        self._herald.step(message)
+        run.events.emit("learner.progress", version=message.version)
+        run.buffer.progress(message.version, message.ess)
 
     def send_progress(self, now: float) -> None:
         """To the workers, who watch for steps as well."""

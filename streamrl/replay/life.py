@@ -1,8 +1,8 @@
 """A group's life: every state that it can be in, and every event that leads from one to the next.
 
 The slot is charged with the first ISSUE and freed when a server has acknowledged weights that contain the step of the
-CONSUME; a REUSE takes none. `replay/lives.py` moves each record through this table. The value of an event is its name in
-`events/replay-0.jsonl`; LOSE, EXHAUST and ADOPT are not in the journal: after a crash a group that was lost is out
+CONSUME; a REUSE takes none. `replay/lives.py` moves each record through this table. The value of an event is its name
+in `events/replay-0.jsonl`; LOSE, EXHAUST and ADOPT are not in the journal: after a crash a group that was lost is out
 until its lease is over once more.
 """
 

@@ -69,6 +69,7 @@ class Life(Slot, kw_only=True, gc=False):
             size=self.completed.size,
             tokens=self.completed.tokens,
             quarantined=self.quarantined if step is None else self.empty_at(step),
+            again=step is not None and self.first is not None and self.first < step,
         )
 
     def slot(self) -> Slot:

@@ -122,6 +122,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     size: int  # bytes of the frames
     tokens: int  # generated
     quarantined: bool = False  # it is delivered as placeholders
+    again: bool = False  # an earlier step had it
 
 
 class Slot(msgspec.Struct, kw_only=True):

@@ -59,6 +59,9 @@ class Reuse:
         return {"replay/reused": float(reused), "replay/reused_share": reused / self.groups} if self.active else {}
 
 
+ONCE = Reuse()  # no group is trained again
+
+
 def make_reuse(replay: ReplayConfig) -> Reuse:
     """The reuse of a run."""
     return Reuse(

@@ -8,12 +8,13 @@ record before it was damaged, is taken for as much as it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 import msgspec
 import xxhash
 
+from streamrl.replay.ledgers import ledger_of
 from streamrl.replay.life import (
     COMPLETE,
     CONSUME,
@@ -44,9 +45,9 @@ from streamrl.replay.records import (
     Saved,
     Snapshot,
 )
-from streamrl.replay.reuse import Reuse
+from streamrl.replay.reusable import Reusable
+from streamrl.replay.reuse import ONCE, Reuse
 from streamrl.replay.shares import Shares
-from streamrl.replay.supply import Supply
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion
 
@@ -57,10 +58,8 @@ class State:
     A group id below `next_id` that has no record is settled for good: trained, and never delivered again.
     """
 
-    def __init__(self, shares: Shares, reuse: Reuse = Reuse()) -> None:
-        """The state before the first learner."""
+    def __init__(self, shares: Shares, reuse: Reuse = ONCE) -> None:
         self._shares = shares
-        self._reuse = reuse
         self.lives = Lives()
         self.completed: dict[int, int | None] = {}  # waits for the learner: step of its oldest token; by completion
         self.batches: dict[int, tuple[int, ...]] = {}  # consumed steps that can be asked for again, ascending
@@ -72,9 +71,7 @@ class State:
         self.began: PolicyVersion | None = None
         self.acknowledged: PolicyVersion | None = None
         self.limits: Limits | None = None  # of the learner that began last
-        self.reusable: dict[int, None] = {}  # consumed groups with an effective sample size
-        self._kept: set[int] = set()  # consumed groups of no step that can be asked for: they may be trained again
-        self.supply = Supply(shares.groups_per_step) if reuse.active else None
+        self.reusable = Reusable(reuse, self.lives, shares.groups_per_step)
         self.history = {0: 0}  # step that can be asked for, or comes next: digest of what all steps before consumed
 
     @property
@@ -113,8 +110,8 @@ class State:
                 self._dropped(record)
             case Consumed():
                 self._consumed(record)
-            case Measured():
-                self._measured(record)
+            case Measured(step=step):
+                self.reusable.measure(self.batches.get(step, ()), record)
             case Acknowledged(version=version):
                 self.acknowledged = version
             case Lost(step=step, group_ids=group_ids):
@@ -139,7 +136,7 @@ class State:
             acknowledged=self.acknowledged,
             limits=self.limits,
             history=dict(self.history),
-            supply=dict(self.supply.counts) if self.supply else {},
+            supply=self.reusable.counts,
         )
 
     def load(self, snapshot: Snapshot) -> None:
@@ -150,30 +147,14 @@ class State:
         self.cursors |= snapshot.cursors
         self.began, self.acknowledged, self.limits = snapshot.began, snapshot.acknowledged, snapshot.limits
         self.history = dict(snapshot.history)
-        if self.supply and snapshot.supply:
-            self.supply.counts = dict(snapshot.supply)
-        self.reusable = {group_id: None for group_id, life in self.lives.items() if life.ess is not None}
-        self._find_kept()
+        self.reusable.load(snapshot.supply)
+        self.reusable.index(self.batches)
         self._queue(snapshot.completed)
         self._count_settled()
 
     def ledger(self, step: int) -> Ledger:
         """What weights of `step` contain: every group that the steps before it consumed, and no other."""
-        open_lives = [life for life in self.lives.values() if life.first is None or life.first >= step]
-        below = min((life.group_id for life in open_lives), default=self.next_id)
-        pending = {life.group_id: (life.task, life.prompt_index) for life in open_lives}
-        return Ledger(
-            below=below,
-            above=tuple(group_id for group_id in range(below, self.next_id) if group_id not in pending),
-            pending=dict(sorted(pending.items())),
-            cursors=dict(self.cursors),
-            history=self.history.get(step),
-            quarantined={
-                life.group_id: life.attempt
-                for life in self.lives.values()
-                if any(life.empty_at(use) for use in life.uses if use < step)
-            },
-        )
+        return ledger_of(self.lives, step, self.next_id, self.cursors, self.history.get(step))
 
     def redeliverable(self, step: int) -> tuple[int, tuple[int, ...]]:
         """The first consumed step from `step` on whose frames are not all there, and what is lost from it on."""
@@ -199,22 +180,6 @@ class State:
     def forget_batch(self, step: int) -> None:
         """A step whose frames are nowhere cannot be delivered again, and no step before it is asked for then."""
         self._forget([before for before in self.batches if before <= step])
-
-    def selected(self, step: int) -> tuple[int, ...]:
-        """The groups that `step` trains again."""
-        return self._reuse.select(step, (self.lives[i] for i in self.reusable if i in self.lives))
-
-    def reused(self, step: int) -> int:
-        """How many groups of a consumed step an earlier one had."""
-        return sum(self.lives[group_id].first != step for group_id in self.batches[step])
-
-    def lacks(self, step: int, ess: Sequence[float | None]) -> bool:
-        """Are these effective sample sizes of a consumed step's groups news?"""
-        group_ids = self.batches.get(step, ())
-        lives = [self.lives.get(group_id) for group_id in group_ids]
-        return len(ess) == len(group_ids) and any(
-            life is not None and life.step == step and life.ess != each for life, each in zip(lives, ess, strict=True)
-        )
 
     # -- records
 
@@ -269,7 +234,7 @@ class State:
 
     def _empty(self, life: Life) -> None:
         """What is kept of its answer is not needed any more."""
-        self._return(life)
+        self.reusable.take_back(life)
         life.completed, life.place, life.frames, life.quarantined = None, None, None, False
         self.completed.pop(life.group_id, None)
 
@@ -280,11 +245,10 @@ class State:
         for group_id in record.group_ids:
             if (life := lives.get(group_id)) is not None:
                 move(life, REUSE if group_id in record.reused else CONSUME)
-                life.former, life.step, life.ess = life.uses, step, None
+                self.reusable.use(life, step)
                 if life.quarantined:
                     move(life, QUARANTINE)
             completed.pop(group_id, None)
-            self.reusable.pop(group_id, None)
         self._chain(record)
         self.batches[record.step] = record.group_ids
         self.next_step = record.step + 1
@@ -294,15 +258,8 @@ class State:
             above.remove(below)
             below += 1
         self.below = below
-        self._supply()
-        self._sweep()
-
-    def _measured(self, record: Measured) -> None:
-        for group_id, ess in zip(self.batches.get(record.step, ()), record.ess, strict=False):
-            if (life := self.lives.get(group_id)) is not None and life.step == record.step:
-                life.ess = ess
-                if ess is not None:
-                    self.reusable[group_id] = None
+        self._reach()
+        self._disown(self.reusable.over(self.batches, self.next_step))
 
     def _chain(self, record: Consumed) -> None:
         """The digest behind a step: of the one before it, and of which prompts the step consumed under which ids."""
@@ -327,53 +284,21 @@ class State:
     def _forget(self, steps: Iterable[int]) -> None:
         forgotten = [(step, self.batches.pop(step)) for step in steps]
         for _, group_ids in forgotten:
-            self._release(group_ids)
+            self._remove(self.reusable.release(group_ids, self.batches, self.next_step))
         self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
-        self._supply()
+        self._reach()
         if forgotten:
-            kept = {"kept": sorted(self._kept)} if self._kept else {}
-            self.lives.emit(FORGET, steps=[step for step, _ in forgotten], **kept)
+            self.lives.emit(FORGET, steps=[step for step, _ in forgotten], **self.reusable.named)
 
-    def _release(self, group_ids: Iterable[int]) -> None:
-        """These groups' step is forgotten, and they with it, unless a later step has them, or may have them."""
-        for group_id in group_ids:
-            life = self.lives.get(group_id)
-            if life is None or life.step in self.batches:
-                continue
-            if self._reuse.possible(life, self.next_step):
-                self._kept.add(group_id)
-            else:
-                self._remove([group_id])
-
-    def _sweep(self) -> None:
-        """Forget what was kept to be trained again, and cannot be any more."""
-        lives = [self.lives[group_id] for group_id in self._kept if group_id in self.lives]
-        over = [
-            life.group_id
-            for life in lives
-            if life.step not in self.batches and not self._reuse.possible(life, self.next_step)
-        ]
-        self._disown(sorted(over))
-        self._find_kept()
-
-    def _find_kept(self) -> None:
-        """Consumed groups whose last step cannot be asked for any more."""
-        if self._reuse.active:
-            lives = self.lives.items()
-            self._kept = {i for i, life in lives if life.step is not None and life.step not in self.batches}
-
-    def _supply(self) -> None:
-        if self.supply is not None:
-            self.supply.reach(self.next_step, self.below + len(self.above))
-            self.supply.forget(self.known - self._reuse.horizon)
+    def _reach(self) -> None:
+        self.reusable.reach(self.next_step, self.below + len(self.above), self.known)
 
     def _remove(self, group_ids: Iterable[int]) -> None:
         lives, move = self.lives, self.lives.move
         for group_id in group_ids:
             if (life := lives.get(group_id)) is not None:
                 move(life, FORGET)
-            self.reusable.pop(group_id, None)
-            self._kept.discard(group_id)
+            self.reusable.forget(group_id)
 
     # -- a learner starts
 
@@ -409,8 +334,7 @@ class State:
         self.next_id = step * self._shares.groups_per_step if ledger is None else 0
         self.cursors = {task: quota * step for task, quota in self._shares.quotas.items()}
         self.history = {0: 0} if step == 0 else {}
-        if self.supply is not None:
-            self.supply.counts = {}
+        self.reusable.load({})
         self._count_settled()
         if ledger is not None:
             self._settle(ledger)
@@ -447,7 +371,7 @@ class State:
         left = [tuple(use for use in life.uses if use < step) for life in found]
         for life, uses in zip(found, left, strict=True):
             self.lives.move(life, TAKE_BACK if uses else RETURN)
-            self._return(life, uses)
+            self.reusable.take_back(life, uses)
         lives = [life for life in found if life.step is None]
         if shared := [life.group_id for life in found if life.step is not None]:
             self.lives.emit(TAKE_BACK, step=step, group_ids=shared)
@@ -458,16 +382,9 @@ class State:
             life.issues = 0
         self.next_step = step
         self.history = {known: digest for known, digest in self.history.items() if known <= step}
-        self._find_kept()
+        self.reusable.index(self.batches)
         self._queue((*returned, *self.completed))
         self._count_settled()
-
-    def _return(self, life: Life, uses: tuple[int, ...] = ()) -> None:
-        """Of the steps that had the group only `uses` have it still; what they measured is not known any more."""
-        life.former, life.step, life.ess = uses[:-1], uses[-1] if uses else None, None
-        self.reusable.pop(life.group_id, None)
-        if not uses:
-            life.quarantined_from = 0  # whichever step is the first
 
     def _queue(self, group_ids: Iterable[int]) -> None:
         """Those of them that are complete wait for the learner, in this order."""
@@ -480,4 +397,4 @@ class State:
         waiting = {group_id for group_id, life in self.lives.items() if life.step is None}
         self.below = min(waiting, default=self.next_id)
         self.above = {group_id for group_id in range(self.below, self.next_id) if group_id not in waiting}
-        self._supply()
+        self._reach()

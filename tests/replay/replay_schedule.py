@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.config import Config
-from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
+from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.life import Phase
 from streamrl.replay.lives import Lives
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Snapshot, Stored
+from streamrl.replay.refusals import DuplicateGroup, GroupRefused
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
 
 STEPS = 7

@@ -97,9 +97,7 @@ class AllSlots(ReuseSchedule):
 
 @pytest.mark.slow
 def test_the_slots_of_a_run_without_reuse_would_break_the_bound() -> None:
-    failing = settings(
-        SCHEDULES, max_examples=3000, phases=[HypothesisPhase.generate], report_multiple_bugs=False
-    )
+    failing = settings(SCHEDULES, max_examples=3000, phases=[HypothesisPhase.generate], report_multiple_bugs=False)
     with pytest.raises(AssertionError, match="older than the bound"):
         run_state_machine_as_test(AllSlots, settings=failing)
 
@@ -234,7 +232,7 @@ def test_only_so_many_tickets_are_out_as_steps_with_reuse_consume() -> None:
 
 REFUSED = {
     ("replay.order=synchronous",): "reuse: 2 is not possible with order=synchronous; allowed: 1, or an order of ",
-    ("replay.max_staleness=0",): "reuse: 2 trains old tokens, and max_staleness=0 has none; allowed: 1, or ",
+    ("replay.max_staleness=0",): "reuse: 2 trains old tokens, max_staleness=0 has none; allowed: 1, or ",
     ("replay.reuse_share=0.1",): "reuse_share: 0.1 of 8 groups is none; allowed: 0.125 or more",
     ("replay.max_staleness=0.5",): "reuse_share: 0.5 leaves 6 slots at max_staleness=0.5, .* allowed: up to 0.25, or ",
     ("journal.keep=none",): "replay.reuse: 2 needs the groups that a journal keeps, and journal.keep=none; allowed: 1",
