@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from streamrl.choices import CONTROLLERS, CURRICULA, ORDERS, RELEASES
+from streamrl.config import reuse
 from streamrl.config.section import Section, rule
 
 # Groups of a step at the most: the batch is one message of two frames a group, and its header names all of them.
@@ -128,6 +130,14 @@ class ReplayConfig(Section):
     release_options: dict[str, Any] = Field(
         default_factory=dict, description="options of the release policy: `quantile` and `margin` of `just_in_time`"
     )
+    reuse: int = Field(1, ge=1, description="times that a group may be trained; 1: once")
+    reuse_share: float = Field(0.5, gt=0, lt=1, description="part of a step's groups that may have been trained before")
+    reuse_min_ess: float = Field(
+        0.5, gt=0, le=1, description="effective sample size of a group at its last use, below which it has no further"
+    )
+    reuse_max_age: int | None = Field(
+        None, ge=1, description="learner steps that a token may be old when it is trained again; null: `max_staleness`"
+    )
     host: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",
@@ -159,6 +169,20 @@ class ReplayConfig(Section):
             raise ValueError(
                 f"address: {self.address!r} is no address; allowed: tcp://HOST:PORT (port 0: a free one), or ipc://PATH"
             )
+
+    @rule
+    def _can_be_reused(self) -> None:
+        reuse.check(self)
+
+    @property
+    def fresh(self) -> int:
+        """F, groups of every step that no step had before, at least."""
+        return self.groups_per_step - reuse.most(self)
+
+    @property
+    def reuse_bound(self) -> int:
+        """A, learner steps that a token may be old when its group is trained again."""
+        return math.ceil(self.bound) if self.reuse_max_age is None else self.reuse_max_age
 
     @property
     def bound(self) -> float:

@@ -34,6 +34,11 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "replay.adaptive.enabled=true",
         lambda c: c.replay.adaptive.enabled,
     ),
+    (
+        ("replay.reuse_share", "replay.reuse_min_ess", "replay.reuse_max_age"),
+        "replay.reuse above 1",
+        lambda c: c.replay.reuse > 1,
+    ),
     (("learner.lora.alpha", "learner.lora.dropout"), "learner.lora.rank above 0", lambda c: c.learner.lora.rank > 0),
     (
         ("learner.optimizer.min_lr",),

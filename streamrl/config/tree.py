@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
+from streamrl.config import reuse
 from streamrl.config.algo import AlgoConfig
 from streamrl.config.critic import CriticConfig, critic_fits
 from streamrl.config.evaluate import EvaluateConfig
@@ -355,6 +356,10 @@ class Config(Section):
                 f"task.overlong.buffer: {buffer} is above generate.sampling.max_new_tokens={longest}; "
                 f"allowed: up to {longest}"
             )
+
+    @rule
+    def _groups_can_be_reused(self) -> None:
+        reuse.check_run(self)
 
     @rule
     def _does_not_deadlock(self) -> None:

@@ -9,7 +9,7 @@ journal's surviving history: a step that was trained again after a restart count
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from streamrl.config import Config
 from streamrl.hub.model import with_local_model
 from streamrl.lab.as_drawn import as_drawn
+from streamrl.lab.audit_reuse import Uses, unmeasured
 from streamrl.lab.audited_images import image_inputs
 from streamrl.observe.bars import Bar, track
 from streamrl.observe.ending import saved_steps
@@ -68,6 +69,7 @@ class Findings:
     batches: int = 0
     groups: int = 0
     quarantined: int = 0  # of them: neither lost nor trained
+    reused: int = 0  # of them: an earlier step had them (`replay.reuse`)
     trained: int = 0  # tokens
     audited: int = 0  # exact tokens whose log-prob was computed again
     staleness: int = 0  # largest, in learner steps
@@ -111,7 +113,7 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
     try:
         for batch in track(batches(run_folder), "journal", "batches", len(versions)):
             history.check(batch, findings, handed_out=batch.step == reached)
-            for version, span in _stamped(batch):
+            for version, span in _stamped(batch, history.uses.again):
                 tokens[version].append(span)
     except JournalDamaged as damage:
         findings.problems.append(str(damage))
@@ -119,6 +121,8 @@ def audit(run_folder: Path, config: Config, limits: Limits) -> Findings:
         findings.problems.append(
             f"{findings.inexact} trained tokens are stamped inexact, which only publish.interruption=in_place leaves"
         )
+    if config.replay.reuse > 1:
+        findings.problems += unmeasured(run_folder / "journal", config.replay)
     _check_metrics(run_folder, findings)
     _check_versions(run_folder, config, tokens, findings)
     _check_differences(findings, limits)
@@ -157,10 +161,10 @@ class Stamped(NamedTuple):
         return self.end - self.start
 
 
-def _stamped(batch: Batch) -> Iterator[tuple[PolicyVersion, Stamped]]:
-    """Every span of a batch, by its version."""
+def _stamped(batch: Batch, again: Container[int]) -> Iterator[tuple[PolicyVersion, Stamped]]:
+    """Every span of a batch, by its version; without the groups that are trained `again`."""
     for group in batch.groups:
-        for sample in group.samples:
+        for sample in group.samples if group.group_id not in again else ():
             for span in sample.spans:
                 yield span.version, Stamped(sample, span.start, span.end, group.temperature, span.exact, group.images)
 
@@ -194,7 +198,7 @@ class History:
         self._config = config
         self._order = make_order(config.replay)
         self._incarnations = {step: PolicyVersion.parse(version).incarnation for step, version in versions.items()}
-        self._trained: set[int] = set()  # group ids
+        self.uses = Uses(config.replay, self._order.worst_staleness)
         self._oldest = 0  # the first id that is not trained yet
         self._prompts: set[tuple[str, int]] = set()
 
@@ -209,6 +213,7 @@ class History:
             findings.problems.append(f"batch of step {batch.step} where step {due} was due")
         if len(batch.groups) != self._config.replay.groups_per_step:
             findings.problems.append(f"step {batch.step} trained {len(batch.groups)} groups")
+        findings.problems += [f"step {batch.step} trained {problem}" for problem in self.uses.begin(batch)]
         for group in batch.groups:
             problems = self._problems(group, from_the_start=findings.first == 0)
             findings.problems += [f"step {batch.step} trained {problem}" for problem in problems]
@@ -220,6 +225,7 @@ class History:
         findings.batches += 1
         findings.groups += len(batch.groups)
         findings.quarantined += len(batch.quarantined)
+        findings.reused += len(self.uses.again)
         findings.trained += sum(group.trained_tokens for group in batch.groups)
         findings.inexact += sum(_inexact(sample) for sample in batch.samples)
         findings.staleness = max(findings.staleness, ages)
@@ -227,8 +233,8 @@ class History:
     def _problems(self, group: Group, from_the_start: bool) -> Iterator[str]:
         """What is wrong with training this group next; the order shows only in a history that is whole."""
         replay, name = self._config.replay, f"group {group.group_id}"
-        if group.group_id in self._trained:
-            yield f"{name} a second time"
+        if group.group_id in self.uses:
+            yield from self.uses.problems(group)
             return
         if from_the_start and not self._order.allows(group.group_id, self._oldest):
             window = self._order.window
@@ -239,9 +245,9 @@ class History:
             yield f"prompt {group.prompt_index} of {group.task} a second time, in {name}"
 
     def _add(self, group: Group) -> None:
-        self._trained.add(group.group_id)
+        self.uses.add(group)
         self._prompts.add((group.task, group.prompt_index))
-        while self._oldest in self._trained:
+        while self._oldest in self.uses:
             self._oldest += 1
 
     def _check_ages(self, batch: Batch, findings: Findings) -> int:
@@ -251,16 +257,15 @@ class History:
         further. Returns the largest age in learner steps, at least 0.
         """
         spans = [span for sample in batch.samples for span in sample.spans]
-        oldest = max((batch.step - span.version.step for span in spans), default=0)
-        if findings.bound is not None and oldest > findings.bound:
-            findings.problems.append(
-                f"step {batch.step} trained tokens {oldest} steps old; the bound is {findings.bound}"
-            )
+        ages = list(self.uses.ages(batch, whole=findings.first == 0))
+        oldest, bound = max((each for each in ages if each[1] is not None and each[0] > each[1]), default=(0, None))
+        if bound is not None:
+            findings.problems.append(f"step {batch.step} trained tokens {oldest} steps old; the bound is {bound}")
         incarnation = self._incarnations.get(batch.step, 0)
         ahead = [span.version for span in spans if span.version.step > batch.step]
         if early := [version for version in ahead if version.incarnation >= incarnation]:
             findings.problems.append(f"step {batch.step} trained tokens of version {early[0]}, which it came before")
-        return max(oldest, 0)
+        return max((age for age, _ in ages if age > 0), default=0)
 
 
 def _inexact(sample: Sample) -> int:
@@ -369,6 +374,8 @@ def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits)
     differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
     print(f"audit of {run_folder}")
     print(f"  batches {findings.batches}, groups {findings.groups}, of them quarantined {findings.quarantined}")
+    if (times := config.replay.reuse) > 1:
+        print(f"  of them trained again {findings.reused}; a group at most {times} times, as the journal says")
     if findings.handed_out is not None:
         print(f"  (the batch of step {findings.handed_out} was handed out and not trained; the next start trains it)")
     if findings.first:

@@ -42,6 +42,7 @@ TEXTS = {
     "batch": "step {step}",
     "group.quarantined": "{reason}",
     "groups.returned": "its step is put together again",
+    "use.returned": "its last step is put together again, an earlier one keeps it",
     "group.regenerated": "its frames cannot be read",
     "groups.forgotten": "no record is kept any more",
     "ready": "the replay service was started again; a ticket that was out is nobody's until a worker names it",
@@ -61,7 +62,8 @@ class GroupLife:
     prompt_index: int | None = None
     phase: Phase = Phase.WAITING
     attempt: int | None = None
-    step: int | None = None  # that consumed it
+    step: int | None = None  # that consumed it, the last one
+    steps: list[int] = field(default_factory=list)  # all of them, ascending
     saved: str | None = None  # the first version in a checkpoint that contains it
     checkpoints: list[str] = field(default_factory=list)  # folders that are there and contain it
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -72,10 +74,10 @@ def main(run_folder: Path, group_id: int, as_json: bool = False) -> int:
     """Print one group's life. Raises ConfigError where the run has no such group."""
     life = read_life(run_folder, group_id)
     if as_json:
-        fields = ("group_id", "task", "prompt_index", "phase", "attempt", "step", "saved", "checkpoints", "events")
-        print(json.dumps({name: getattr(life, name) for name in fields}, default=str))
+        fields = ("group_id", "task", "prompt_index", "phase", "attempt", "step", "steps", "saved", "checkpoints")
+        print(json.dumps({name: getattr(life, name) for name in (*fields, "events")}, default=str))
         return 0
-    step = "" if life.step is None else f", step {life.step}"
+    step = f", step {' and '.join(map(str, life.steps))}" if life.steps else ""
     print(f"group {group_id} of {run_folder}: {life.task} prompt {life.prompt_index}, {life.phase}{step}")
     width = max(len(event["event"]) for event in life.events)
     for event in life.events:
@@ -149,12 +151,14 @@ def _follow(life: GroupLife, record: dict[str, Any]) -> None:
         return
     keys = [key for key in record["tickets"] if key[0] == life.group_id] if name == "tickets" else []
     named = life.group_id in (record.get("group_id"), *record.get("group_ids", ()))
+    if life.group_id in record.get("kept", ()):
+        return  # it may be trained again
     if not (keys or named or (life.step is not None and life.step in record.get("steps", ()))):
         return
     event = {
         field: value
         for field, value in record.items()
-        if field not in ("role", "tickets", "group_ids", "groups", "steps")
+        if field not in ("role", "tickets", "group_ids", "groups", "steps", "kept", "reused")
     }
     if keys:
         event["attempt"] = keys[0][1]
@@ -163,9 +167,12 @@ def _follow(life: GroupLife, record: dict[str, Any]) -> None:
     if name in MOVES:
         _move(life, MOVES[name])
     if name == "batch":
-        life.step = record["step"]
+        life.steps = sorted({*life.steps, record["step"]})
+    elif name == Event.TAKE_BACK:
+        life.steps = [step for step in life.steps if step < record["step"]]
     elif life.phase not in (Phase.CONSUMED, Phase.QUARANTINED, Phase.FORGOTTEN):
-        life.step = life.saved = None
+        life.steps, life.saved = [], None
+    life.step = life.steps[-1] if life.steps else None
 
 
 def _move(life: GroupLife, event: Event) -> None:

@@ -54,6 +54,8 @@ def _print(run_folder: Path, journal: RunJournal) -> None:
         )
     print(f"  groups: {', '.join(f'{state} {journal.states[state]}' for state in STATES)}")
     print(f"  tickets {journal.tickets}, dropped {journal.dropped}, quarantined {journal.quarantined}")
+    if journal.reused:
+        print(f"  uses {journal.uses}, of them {journal.reused} of groups that an earlier step had")
     if steps := journal.steps:
         missing = steps[-1] - steps[0] + 1 - len(steps)
         print(f"  steps {steps[0]} to {steps[-1]}" + (f", {missing} of them not recorded" if missing else ""))

@@ -35,7 +35,8 @@ SCHEMA = pa.schema(
         "prompt_index": pa.int64(),
         "state": pa.string(),  # completed, consumed, committed, quarantined, dropped, or replaced by a later attempt
         "reason": pa.string(),  # why it was dropped
-        "step": pa.int64(),  # that consumed it
+        "step": pa.int64(),  # that consumed it, the first one
+        "steps": pa.list_(pa.int64()),  # all of them, more than one where it was trained again (`replay.reuse`)
         "worker": pa.string(),
         "started": pa.float64(),  # seconds since the epoch
         "finished": pa.float64(),
@@ -78,7 +79,7 @@ def _rows(journal: RunJournal, folder: Path, lost: list[str]) -> Iterator[Row]:
         except ValueError as error:
             lost.append(str(error))
             continue
-        fate = {"state": recorded.state, "reason": recorded.reason, "step": recorded.step}
+        fate = {name: getattr(recorded, name) for name in ("state", "reason", "step", "steps")}
         penalties = lost_rewards.get((recorded.step, group.group_id)) if recorded.step is not None else None
         for index, sample in enumerate(group.samples):
             penalty = penalties[index] if penalties else 0.0

@@ -22,6 +22,7 @@ from streamrl.stream.messages import (
     Finished,
     GaveUp,
     Hello,
+    Measured,
     Message,
     Next,
     Progress,
@@ -71,6 +72,10 @@ class BatchSource(Protocol):
 
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
         """Hear that a group of `step`, (group id, attempt), cannot be trained: it is never delivered whole again."""
+        ...
+
+    def measured(self, step: int, ess: Sequence[float | None]) -> None:
+        """Hear the effective sample size of each group of `step`, in the batch's order; before `trained`."""
         ...
 
     def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
@@ -175,6 +180,9 @@ class ServiceBatches:
             self._delivered = replace(self._delivered, quarantined=held)
         self._peer.send(self._quarantined[-1])
 
+    def measured(self, step: int, ess: Sequence[float | None]) -> None:
+        self._peer.send(Measured(step=step, ess=tuple(ess)))
+
     def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
         self._version, self.ledger, self._asked = version, self._delivered, None
         self._peer.answered(Next)
@@ -256,6 +264,7 @@ class RecordedBatches:
 
     def __init__(self, batches: Iterable[Batch]) -> None:
         self._batches: Iterator[Batch] = iter(batches)
+        self._seen: set[int] = set()  # groups, which later steps may have again
 
     def begun(self, timeout: float) -> bool:
         return True
@@ -270,7 +279,12 @@ class RecordedBatches:
             return Delivery("stop")
         if batch.step != step:
             raise ValueError(f"the record has no batch of step {step}, the next is {batch.step}")
-        return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in batch.groups)})
+        fresh = [group for group in batch.groups if group.group_id not in self._seen]
+        self._seen |= {group.group_id for group in fresh}
+        return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in fresh)})
+
+    def measured(self, step: int, ess: Sequence[float | None]) -> None:
+        return None
 
     def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
         return None

@@ -270,6 +270,8 @@ class LeadLoop:
             trained = self._train_step(batch)
         self._quarantine.trained(batch.step)
         self._empty.add(batch)
+        if ess := self.trainer.group_ess:
+            self.source.measured(batch.step, ess)
         if not self.config.trains_rows:  # rows have no rewards, no lengths that say anything
             trained |= self._batch_metrics.of(batch)
         self.source.trained(self.trainer.version, trained)

@@ -46,6 +46,9 @@ class RowBatches:
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
         return None
 
+    def measured(self, step: int, ess: Sequence[float | None]) -> None:
+        return None
+
     def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
         return None
 

@@ -41,6 +41,7 @@ from streamrl.learner.critic_estimates import Estimates, estimate
 from streamrl.learner.forward import Passes
 from streamrl.learner.full_kl import ReferenceStates
 from streamrl.learner.gradient_noise import GradientNoise
+from streamrl.learner.group_ess import GroupEss, ends_of
 from streamrl.learner.optimizer import PolicyOptimizer, Update
 from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
 from streamrl.learner.reference import Reference
@@ -74,6 +75,7 @@ class Share:
     step: int
     mini_batches: list[MiniBatch]
     outcomes: Outcomes | None = None  # of the whole step, where `algo.kl_reward` changes the advantages
+    ends: np.ndarray | None = None  # of its groups (`group_ess.ends_of`), where `replay.reuse` asks for them
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -101,7 +103,12 @@ def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: in
     denominators = [Denominators.of(sample.loss_mask for sample in part.samples) for part in cut(batch, mini_batches)]
     outcomes = outcomes_of(batch) if config.algo.kl_reward and not config.algo.advantage.has_critic else None
     return [
-        Share(batch.step, [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)], outcomes)
+        Share(
+            batch.step,
+            [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)],
+            outcomes,
+            ends_of(batch.groups) if config.replay.reuse > 1 else None,
+        )
         for of_rank in zip(*planned, strict=True)
     ]
 
@@ -153,6 +160,8 @@ class LearnerStep:
         self._device = device
         self.copied: Copied = DONE  # a copy that still reads the weights, which must not change before its end
         self.taken_off: list[float] = []  # from the reward of each sample by the last step's `algo.kl_reward`; or empty
+        self._measured: GroupEss | None = None  # while it trains a step whose groups may be trained again
+        self.group_ess: list[float | None] = []  # of each group of the last step, where `replay.reuse` asks for it
         self.busy = 0.0  # seconds of this rank's passes in the last step, without its waits for the other ranks
         self.phases: list[tuple[str, float, float]] = []  # (name, begin, end) in the last step, since the epoch
 
@@ -171,6 +180,9 @@ class LearnerStep:
         if not held:
             self._optimizer.begin_step()
         self.busy = self._critic.busy if self._critic else 0.0
+        if share.ends is not None:
+            self._measured = GroupEss(taught=self._algo.distils)
+            self._measured.begin(share.ends, self._device.torch_device)
         sums: list[dict[str, Tensor]] = []
         updates: list[Update] = []
         for _ in range(self._config.learner.passes):
@@ -183,6 +195,8 @@ class LearnerStep:
                 clock.lap("optimizer")
         if not held:
             self._optimizer.end_step()
+        self.group_ess = self._measured.finish() if self._measured else []
+        self._measured = None
         self.phases = clock.phases
         measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
         measured |= before_updates(sums[0]) | (self._noise.metrics() if self._noise else {})
@@ -311,6 +325,8 @@ class LearnerStep:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The part of a micro batch in the loss of its mini batch."""
         tokens = tokens_of(mini.micro_batches[index], logprobs, entropy, known[index])
+        if self._measured is not None:
+            self._measured.add(mini.micro_batches[index].place, tokens)
         return policy_loss(replace(tokens, full_kl=full_kl[0] if full_kl else None), self._algo, mini.denominators)
 
     def _of_the_reference(self, states: list[ReferenceStates]) -> list[Any]:

@@ -133,6 +133,11 @@ class Trainer:
         return self._step.taken_off if self._step else []
 
     @property
+    def group_ess(self) -> list[float | None]:
+        """Effective sample size of each group of the last step, in the batch's order; empty without `replay.reuse`."""
+        return self._step.group_ess if self._step else []
+
+    @property
     def phases(self) -> list[tuple[str, float, float]]:
         """(name, begin, end) of the parts of the last step on this rank, in seconds since the epoch."""
         return self._step.phases if self._step else []

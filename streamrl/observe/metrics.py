@@ -177,6 +177,8 @@ METRICS: tuple[Metric, ...] = (
             ("pass_rate", "share", "mean share of right answers"),
         )
     ),
+    Metric("replay/reused", "groups", "groups of the batch that an earlier step had; absent without replay.reuse"),
+    Metric("replay/reused_share", "share", "the same, of the step's groups"),
     Metric("selection/placeholders", "groups", "groups given up since the last batch: lost too often, or for too long"),
     Metric("selection/reissued", "groups", "tickets issued again since the last batch"),
     Metric("selection/late_duplicates", "groups", "answers since the last batch whose ticket was another's by then"),

@@ -142,6 +142,9 @@ def _selection(rows: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         yield "given up", f"{given_up:,.0f} groups became placeholders: lost too often, or for too long"
     if over_age := _total(rows, "selection/over_age"):
         yield "over age", f"{over_age:,.0f} groups were generated again"
+    if reused := _total(rows, "replay/reused"):
+        generated, trained = _total(rows, "tokens/generated"), _total(rows, "tokens/trained")
+        yield "trained again", f"{reused:,.0f} groups; {trained:,.0f} tokens trained of {generated:,.0f} generated"
 
 
 def _over_groups(rows: list[dict[str, Any]], which: str, name: str) -> float:

@@ -39,11 +39,16 @@ class RecordedGroup:
     attempt: int
     state: str  # completed, consumed, committed, quarantined, dropped, or replaced by a later attempt
     reason: str | None  # why it was dropped
-    step: int | None  # that consumed it
+    steps: tuple[int, ...]  # that consumed it, ascending: at most `replay.reuse`
     tokens: int  # generated
     answers: int  # samples that are no placeholders
     pass_rate: float  # share of right ones among them
     place: Place  # of its record in the journal
+
+    @property
+    def step(self) -> int | None:
+        """The first step that consumed it."""
+        return self.steps[0] if self.steps else None
 
 
 @dataclass(slots=True)
@@ -76,8 +81,8 @@ class RunJournal:
         self._total = sum(size for _, _, size in found)  # bytes
         for number, path, size in found:
             self.segments.append(self._survey(number, path, size, verify))
-        step_of = self._contents.step_of()
-        self.groups = [self._recorded(record, place, step_of) for record, place in self._found]  # as they came
+        uses = self._contents.uses()
+        self.groups = [self._recorded(record, place, uses) for record, place in self._found]  # as they came
 
     @property
     def states(self) -> Counter[str]:
@@ -98,6 +103,16 @@ class RunJournal:
     def quarantined(self) -> int:
         """Attempts that were consumed and not trained."""
         return len(self._contents.quarantined)
+
+    @property
+    def uses(self) -> int:
+        """Places of all recorded batches."""
+        return sum(map(len, self._contents.steps.values()))
+
+    @property
+    def reused(self) -> int:
+        """Those of them whose group an earlier step had (`replay.reuse`)."""
+        return sum(len(self._contents.reused[step]) for step in self._contents.steps)
 
     @property
     def steps(self) -> list[int]:
@@ -147,14 +162,14 @@ class RunJournal:
             return Unreadable(entry.place, entry.end - entry.place.offset, str(error), torn=entry.end >= size)
         return None
 
-    def _recorded(self, record: Completed, place: Place, step_of: dict[int, int]) -> RecordedGroup:
+    def _recorded(self, record: Completed, place: Place, uses: dict[int, tuple[int, ...]]) -> RecordedGroup:
         state, reason = self._state(record)
         return RecordedGroup(
             group_id=record.group_id,
             attempt=record.attempt,
             state=state,
             reason=reason,
-            step=step_of.get(record.group_id) if state in ("consumed", "committed", "quarantined") else None,
+            steps=uses.get(record.group_id, ()) if state in ("consumed", "committed", "quarantined") else (),
             tokens=record.tokens,
             answers=record.answers,
             pass_rate=record.pass_rate,

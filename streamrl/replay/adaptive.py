@@ -24,7 +24,7 @@ class AdaptiveBound:
         self._controller = make_controller(config)
         self._order = order
         self._least = publish_every * order.groups_per_step  # slots: fewer would deadlock
-        self._lowest = min(highest, publish_every - 1 + (order.window - 1) / order.groups_per_step)
+        self._lowest = min(highest, (self._least + order.window - 1) / order.fresh - 1)
         self._highest = highest
         self._step = -1
         self._moves: list[str] = []  # since the last `reason`

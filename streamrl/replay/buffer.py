@@ -38,16 +38,18 @@ from streamrl.replay.records import (
     Dropped,
     Issued,
     Lost,
+    Measured,
     Place,
     Quarantined,
     Saved,
     Snapshot,
     Stored,
 )
-from streamrl.replay.refusals import DuplicateGroup, GroupRefused, refusal
+from streamrl.replay.refusals import GroupRefused, refusal
 from streamrl.replay.release_gate import ReleaseGate
 from streamrl.replay.releases import make_release
 from streamrl.replay.releases.base import Release
+from streamrl.replay.reuse import Reuse, make_reuse
 from streamrl.replay.selection import Audit, measure, mismatch, reason_to_drop
 from streamrl.replay.shares import Shares, make_shares
 from streamrl.replay.state import State
@@ -67,6 +69,7 @@ class Buffer:
         adaptive: AdaptiveBound,
         release: Release,
         publish_every: int,
+        reuse: Reuse,
         filters: FilterConfig,
         last_step: int,
         seed: int,
@@ -83,10 +86,11 @@ class Buffer:
         self._shares = shares
         self._curriculum = curriculum
         self._filters = filters if filters.active else None
-        self._end_id = order.first(last_step)
+        self._reuse = reuse
+        self._last_step = last_step
         self._seed = seed
         self._lease = lease
-        self._state = State(shares)
+        self._state = State(shares, reuse)
         self._lives = self._state.lives
         self.gate = ReleaseGate(release, self._state, publish_every)
         self._records: list[AnyRecord] = []
@@ -94,6 +98,7 @@ class Buffer:
         self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
         self._trained = 0  # weights of this step contain the batch taken last
         self._popped: int | None = None  # the step taken last, while its frames are in memory
+        self._reused = 0  # groups of the batch taken last that an earlier one had
         self._audit = Audit()
 
     # -- what there is
@@ -126,7 +131,7 @@ class Buffer:
     @property
     def charged(self) -> int:
         """Slots in use."""
-        return self._state.next_id - self.order.first(self._contained)
+        return self._state.next_id - self._first(self._contained)
 
     @property
     def groups(self) -> int:
@@ -162,7 +167,8 @@ class Buffer:
     def selection_metrics(self) -> dict[str, float]:
         """The audit since the last call, by the names of its metrics: called once a batch."""
         audit, self._audit = self._audit, Audit()
-        return audit.metrics() | self.adaptive.metrics() | self.gate.metrics(self.adaptive.slots - self.charged)
+        held = self.gate.metrics(self.adaptive.slots - self.charged)
+        return audit.metrics() | self.adaptive.metrics() | held | self._reuse.metrics(self._reused)
 
     # -- what outlives a crash
 
@@ -224,9 +230,9 @@ class Buffer:
     def quarantine(self, step: int, group_id: int, attempt: int, reason: str) -> bool:
         """The learner could not train a group of this consumed step. False where that is known, or cannot be."""
         life = self._lives.get(group_id)
-        if life is None or life.completed is None or life.quarantined:
+        if life is None or life.completed is None or life.empty_at(step):
             return False
-        if (life.step, life.completed.attempt) != (step, attempt):
+        if step not in life.uses or life.completed.attempt != attempt:
             return False
         self._emit(Quarantined(step=step, group_id=group_id, attempt=attempt, reason=reason))
         return True
@@ -247,6 +253,11 @@ class Buffer:
         if (move := self.adaptive.record(version.step, signals)) is not None:
             self._emit(move)
         return move
+
+    def measured(self, step: int, ess: Sequence[float | None]) -> None:
+        """The effective sample size of each group of a step, as the learner trained it; None: nothing was learned."""
+        if self._state.reusable.lacks(step, self._state.batches.get(step, ()), ess):
+            self._emit(Measured(step=step, ess=tuple(ess)))
 
     # -- tickets
 
@@ -347,30 +358,35 @@ class Buffer:
         self.gate.asked(step)
         if step in state.batches:
             self.gate.delivered(step)
-            self._trained = step + 1
-            return tuple(self._lives[group_id].stored() for group_id in state.batches[step])
+            batch = tuple(self._lives[group_id].stored(step) for group_id in state.batches[step])
+            self._trained, self._reused = step + 1, sum(stored.again for stored in batch)
+            return batch
         if step != state.next_step:
             raise ValueError(f"step {step} was asked for, {state.next_step} is next")
         if self._popped is not None:
             self._let_go(self._popped)
-        if len(state.completed) < self.order.groups_per_step or (ids := self._select(step)) is None:
+        if len(state.completed) < self.order.fresh or (selected := self._select(step)) is None:
             return None
+        ids, reused = selected
         lives = [self._lives[group_id] for group_id in ids]
-        batch = tuple([life.stored() for life in lives])
+        batch = tuple([life.stored(step) for life in lives])
         for life in lives:
             if life.completed is not None:
                 self._audit.trained.add(life.completed)
-        self._emit(Consumed(step=step, group_ids=ids))
+        self._emit(Consumed(step=step, group_ids=ids, reused=reused))
         self.gate.delivered(step)
-        self._trained, self._popped = step + 1, step
+        self._trained, self._popped, self._reused = step + 1, step, len(reused)
         return batch
 
-    def _select(self, step: int) -> tuple[int, ...] | None:
+    def _select(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         state = self._state
         for group_id in [i for i, oldest in state.completed.items() if self.order.over_age(step, oldest)]:
             self._audit.counts["over_age"] += 1
             self._drop(self._lives[group_id], state.record(group_id), f"too old for step {step}", same_prompt=True)
-        return self.order.select(step, state.completed, state.below, state.above)
+        reused = state.reusable.select(step)
+        fewer = (self.order.groups_per_step - len(reused),) if reused else ()
+        ids = self.order.select(step, state.completed, state.below, state.above, *fewer)
+        return None if ids is None else ((*ids, *reused), reused)
 
     def _let_go(self, step: int) -> None:
         """The learner has this batch: its frames go, and without a journal the step with them."""
@@ -378,7 +394,8 @@ class Buffer:
         can_return = True
         for group_id in self._state.batches.get(step, ()):
             life = self._lives[group_id]
-            life.frames = None
+            if life.place is not None or not self._reuse.possible(life, self.next_step):
+                life.frames = None
             can_return = can_return and life.place is not None
         if not can_return:
             self._state.forget_batch(step)
@@ -389,12 +406,18 @@ class Buffer:
         """`required`, where this is the oldest group that waits."""
         state = self._state
         group_id = state.next_id if waiting is None else waiting.group_id
-        if state.began is None or state.acknowledged is None or group_id >= self._end_id:
+        if state.began is None or state.acknowledged is None or group_id >= self._first(self._last_step):
             return None
         if waiting is None and group_id >= self.gate.limit:
             return None
-        required = self.order.required_step(group_id, state.next_step, self.adaptive.slots)
+        supply = state.reusable.supplied
+        required = self.order.required_step(group_id, state.next_step, self.adaptive.slots, *supply)
         return required if required <= self._contained else None
+
+    def _first(self, step: int) -> int:
+        """Groups that weights of `step` contain, at most."""
+        supply = self._state.reusable.supply
+        return self.order.first(step) if supply is None else supply.before(step)
 
     @property
     def _contained(self) -> int:
@@ -448,9 +471,8 @@ class Buffer:
         life = self._lives.out.get(group_id)
         if life is not None and life.attempt == attempt and (life.holder is None or life.holder == holder):
             return life
-        life = self._lives.get(group_id)
-        refused = refusal(group_id, attempt, life, self._state.next_id)
-        self._audit.counts["late_duplicates"] += life is not None and not isinstance(refused, DuplicateGroup)
+        refused = refusal(group_id, attempt, self._lives.get(group_id), self._state.next_id)
+        self._audit.counts["late_duplicates"] += refused.is_late
         raise refused
 
 
@@ -465,6 +487,7 @@ def make_buffer(config: Config) -> Buffer:
         adaptive=AdaptiveBound(replay.adaptive, order, replay.bound, every),
         release=make_release(replay),
         publish_every=every,
+        reuse=make_reuse(replay),
         filters=replay.filter,
         last_step=config.run.steps,
         seed=config.run.seed,

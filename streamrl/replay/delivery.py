@@ -103,8 +103,9 @@ class Delivery:
         )
         self._tokens = 0
         ids = [stored.group_id for stored in groups]
+        again = {"reused": reused} if (reused := [stored.group_id for stored in groups if stored.again]) else {}
         self._events.emit(
-            "batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes, group_ids=ids
+            "batch", step=step, groups=len(groups), waiting=stats.groups, bytes=stats.bytes, group_ids=ids, **again
         )
         header = BatchHeader(
             step=step,

@@ -6,8 +6,8 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from streamrl.replay.buffer import DuplicateGroup, GroupRefused
 from streamrl.replay.durable import Frame
+from streamrl.replay.refusals import DuplicateGroup, GroupRefused
 from streamrl.replay.run_parts import RunParts
 from streamrl.replay.workers import Worker, assign
 from streamrl.stream.messages import (

@@ -41,7 +41,9 @@ class Contents:
     steps: dict[int, tuple[int, ...]] = field(default_factory=dict)  # step: its groups, in order
     completed: dict[int, int] = field(default_factory=dict)  # group id: attempt whose group is the valid one
     dropped: dict[tuple[int, int], str] = field(default_factory=dict)  # (group id, attempt): why
-    quarantined: set[tuple[int, int]] = field(default_factory=set)  # (group id, attempt): consumed, not trained
+    # (group id, attempt): first step that consumed it and did not train it
+    quarantined: dict[tuple[int, int], int] = field(default_factory=dict)
+    reused: dict[int, tuple[int, ...]] = field(default_factory=dict)  # step: those of its groups that others had before
     began: list[PolicyVersion] = field(default_factory=list)  # starts of learners
     tickets: int = 0  # attempts that were issued
 
@@ -54,42 +56,72 @@ class Contents:
             case Completed(group_id=group_id, attempt=attempt):
                 self.state[group_id] = "completed"
                 self.completed[group_id] = attempt
-                self.quarantined.discard((group_id, attempt))
+                self.quarantined.pop((group_id, attempt), None)
             case Dropped(group_id=group_id, attempt=attempt, reason=reason):
                 self.state[group_id] = "waiting"
                 self.dropped[group_id, attempt] = reason
             case Consumed(step=step, group_ids=group_ids):
                 self._undo(step)
-                self.steps[step] = group_ids
+                self.steps[step], self.reused[step] = group_ids, record.reused
                 self._set(group_ids, "consumed")
             case Lost(step=step, group_ids=group_ids):
                 self._undo(step)
-                self._set(group_ids, "waiting")
-            case Quarantined(group_id=group_id, attempt=attempt):
-                self.quarantined.add((group_id, attempt))
+                self._lose(group_ids)
+            case Quarantined(step=step, group_id=group_id, attempt=attempt):
+                self.quarantined[group_id, attempt] = step
             case Saved(oldest=oldest):
-                self._set((i for step, ids in self.steps.items() if step < oldest for i in ids), "committed")
+                kept = {group_id for step in self._others() if step >= oldest for group_id in self.steps[step]}
+                settled = (i for step, ids in self.steps.items() if step < oldest for i in ids)
+                self._set((group_id for group_id in settled if group_id not in kept), "committed")
             case Began():
                 self._begin(record)
 
-    def step_of(self) -> dict[int, int]:
-        """Group id: the step that consumed it."""
-        return {group_id: step for step, group_ids in self.steps.items() for group_id in group_ids}
+    def uses(self) -> dict[int, tuple[int, ...]]:
+        """Group id: the steps that consumed it, ascending."""
+        uses: dict[int, tuple[int, ...]] = {}
+        for step, group_ids in sorted(self.steps.items()):
+            uses |= {group_id: (*uses.get(group_id, ()), step) for group_id in group_ids}
+        return uses
+
+    def is_out(self, step: int, group_id: int, attempt: int) -> bool:
+        """Did this step get placeholders in the place of the group?"""
+        since = self.quarantined.get((group_id, attempt))
+        return since is not None and step >= since
 
     def _begin(self, record: Began) -> None:
         """A learner's start takes back steps that cannot be delivered as they were, and knows what was trained."""
         self.began.append(record.version)
         self._undo(record.next_step)
-        self._set(record.lost, "waiting")
+        self._lose(record.lost)
         if (ledger := record.ledger) is not None:  # it may know more than a journal whose tail was lost
             settled = [i for i in self.state if i < ledger.below or i in ledger.above]
             self._set((i for i in settled if self.state[i] != "consumed"), "committed")
-            self.quarantined |= ledger.quarantined.items()
+            if unknown := ledger.quarantined.items() - self.quarantined.keys():
+                uses = self.uses()
+                for group_id, attempt in unknown:
+                    own = uses.get(group_id, ())
+                    self.quarantined[group_id, attempt] = own[-1] if len(own) > 1 else 0
 
     def _undo(self, first: int) -> None:
         """The steps from `first` on are consumed anew, if at all."""
-        for step in [step for step in self.steps if step >= first]:
-            self._set(self.steps.pop(step), "completed")
+        undone = [step for step in self.steps if step >= first]
+        if not undone:
+            return
+        taken = {group_id for step in undone for group_id in self.steps.pop(step)}
+        left = {group_id for step in self._others() for group_id in self.steps[step]}
+        self._set(taken - left, "completed")
+        for group_id, attempt in self.quarantined:
+            if group_id in taken - left:
+                self.quarantined[group_id, attempt] = 0  # whichever step is its first
+
+    def _others(self) -> Iterable[int]:
+        """The steps that are left and may have groups of others; none where no group is trained again."""
+        return self.steps if any(self.reused.values()) else ()
+
+    def _lose(self, group_ids: Iterable[int]) -> None:
+        """Of those that no step has any more, the frames are generated again."""
+        left = {group_id for step in self._others() for group_id in self.steps[step]}
+        self._set((group_id for group_id in group_ids if group_id not in left), "waiting")
 
     def _set(self, group_ids: Iterable[int], state: str) -> None:
         self.state |= dict.fromkeys(group_ids, state)
@@ -140,7 +172,7 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
         if due is not None and step != due:
             raise JournalDamaged(f"{folder}: the record of step {due} is missing, step {step} is the next")
         groups = tuple(decode_group(*load_frames(folder, *places[group_id])) for group_id in ids)
-        out = {group.group_id for group in groups if (group.group_id, group.attempt) in contents.quarantined}
+        out = {group.group_id for group in groups if contents.is_out(step, group.group_id, group.attempt)}
         groups = tuple(group.emptied if group.group_id in out else group for group in groups)
         yield Batch(step=step, groups=groups, quarantined=frozenset(out))
         due = step + 1

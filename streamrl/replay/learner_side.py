@@ -16,6 +16,7 @@ from streamrl.stream.messages import (
     Heartbeat,
     Hello,
     MalformedMessage,
+    Measured,
     Message,
     Next,
     Progress,
@@ -66,8 +67,8 @@ class LearnerSide:
                 if run.buffer.quarantine(step, group_id, attempt, reason):
                     run.delivery.quarantined(step)
                     run.events.emit("group.quarantined", step=step, group_id=group_id, attempt=attempt, reason=reason)
-            case Progress():
-                self._progress(message, now)
+            case Measured() | Progress():
+                self._handle_trained(message, now)
             case Saved(version=version, oldest=oldest):
                 run.events.emit("learner.saved", version=version, oldest=oldest)
                 run.durable.saved(oldest, clock)
@@ -87,14 +88,18 @@ class LearnerSide:
             case _:
                 raise MalformedMessage(f"{type(message).__name__} from a learner")
 
-    def _progress(self, progress: Progress, now: float) -> None:
-        """A step is trained, which may move the adaptive bound."""
+    def _handle_trained(self, message: Measured | Progress, now: float) -> None:
+        """A step is trained: first what its groups were like, then the step, which may move the adaptive bound."""
+        run = self._run
+        if isinstance(message, Measured):
+            run.buffer.measured(message.step, message.ess)
+            return
         self._watch.step(now)
-        self._herald.step(progress)
-        self._run.events.emit("learner.progress", version=progress.version)
-        if (move := self._run.buffer.progress(progress.version, progress.signals)) is not None:
+        self._herald.step(message)
+        run.events.emit("learner.progress", version=message.version)
+        if (move := run.buffer.progress(message.version, message.signals)) is not None:
             moved = {"former": round(move.former, 3), "staleness": round(move.staleness, 3)}
-            self._run.events.emit("bound.moved", step=move.step, **moved, reason=move.reason)
+            run.events.emit("bound.moved", step=move.step, **moved, reason=move.reason)
 
     def send_progress(self, now: float) -> None:
         """To the workers, who watch for steps as well."""

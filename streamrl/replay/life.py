@@ -1,8 +1,8 @@
 """A group's life: every state that it can be in, and every event that leads from one to the next.
 
 The slot is charged with the first ISSUE and freed when a server has acknowledged weights that contain the step of the
-CONSUME. `replay/lives.py` moves each record through this table. The value of an event is its name in
-`events/replay-0.jsonl`; LOSE, EXHAUST and ADOPT are not in the journal: after a crash a group that was lost is out
+CONSUME; a REUSE takes none. `replay/lives.py` moves each record through this table. The value of an event is its name
+in `events/replay-0.jsonl`; LOSE, EXHAUST and ADOPT are not in the journal: after a crash a group that was lost is out
 until its lease is over once more.
 """
 
@@ -35,6 +35,8 @@ class Event(StrEnum):
     COMPLETE = "group.accepted"  # an answer, or placeholders
     DROP = "group.dropped"  # by a filter, or too old
     CONSUME = "batch"
+    REUSE = "group.reused"  # a further step has it
+    TAKE_BACK = "use.returned"  # its last step is put together again, an earlier one keeps it
     QUARANTINE = "group.quarantined"
     RETURN = "groups.returned"  # its step is put together again
     REGENERATE = "group.regenerated"  # its frames cannot be read
@@ -43,7 +45,7 @@ class Event(StrEnum):
 
 # By themselves: in Python 3.11 an attribute of an enum takes 0.2 us, and a group comes past some twenty of them.
 WAITING, ISSUED, EXHAUSTED, COMPLETED, CONSUMED, QUARANTINED, FORGOTTEN = Phase
-ISSUE, ADOPT, LOSE, EXHAUST, COMPLETE, DROP, CONSUME, QUARANTINE, RETURN, REGENERATE, FORGET = Event
+ISSUE, ADOPT, LOSE, EXHAUST, COMPLETE, DROP, CONSUME, REUSE, TAKE_BACK, QUARANTINE, RETURN, REGENERATE, FORGET = Event
 
 LIFE = Machine(
     "A group",
@@ -60,6 +62,10 @@ LIFE = Machine(
         (COMPLETED, DROP): WAITING,
         (COMPLETED, REGENERATE): WAITING,
         (COMPLETED, CONSUME): CONSUMED,
+        # At most `replay.reuse` steps have it; what is quarantined has no further one.
+        (CONSUMED, REUSE): CONSUMED,
+        (CONSUMED, TAKE_BACK): CONSUMED,
+        (QUARANTINED, TAKE_BACK): QUARANTINED,
         (CONSUMED, QUARANTINE): QUARANTINED,
         # A group that was quarantined stays so: the next CONSUME is followed by QUARANTINE at once.
         (CONSUMED, RETURN): COMPLETED,

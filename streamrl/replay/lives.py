@@ -57,8 +57,8 @@ class Life(Slot, kw_only=True, gc=False):
             return ISSUED if self.lost else WAITING
         return CONSUMED if self.phase is QUARANTINED else self.phase
 
-    def stored(self) -> Stored:
-        """Its group. Raises KeyError unless it is completed."""
+    def stored(self, step: int | None = None) -> Stored:
+        """Its group, as `step` gets it. Raises KeyError unless it is completed."""
         if self.completed is None:
             raise KeyError(self.group_id)
         return Stored(
@@ -68,7 +68,8 @@ class Life(Slot, kw_only=True, gc=False):
             place=self.place,
             size=self.completed.size,
             tokens=self.completed.tokens,
-            quarantined=self.quarantined,
+            quarantined=self.quarantined if step is None else self.empty_at(step),
+            again=step is not None and self.first is not None and self.first < step,
         )
 
     def slot(self) -> Slot:

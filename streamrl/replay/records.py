@@ -64,6 +64,14 @@ class Consumed(Record, frozen=True, kw_only=True):
 
     step: int
     group_ids: tuple[int, ...]
+    reused: tuple[int, ...] = ()  # those of them that an earlier step had
+
+
+class Measured(Record, frozen=True, kw_only=True):
+    """The effective sample sizes of the groups of a step, as it trained them: which of them may be trained again."""
+
+    step: int
+    ess: tuple[float | None, ...]  # 0..1, in the order of Consumed; None: nothing was learned from the group
 
 
 class Lost(Record, frozen=True, kw_only=True):
@@ -104,7 +112,9 @@ class Adapted(Record, frozen=True, kw_only=True):
     memory: dict[str, float] = {}  # of its controller (`replay/controllers/`)
 
 
-AnyRecord = Began | Issued | Completed | Dropped | Consumed | Lost | Quarantined | Acknowledged | Saved | Adapted
+AnyRecord = (
+    Began | Issued | Completed | Dropped | Consumed | Measured | Lost | Quarantined | Acknowledged | Saved | Adapted
+)
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
@@ -124,6 +134,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     size: int  # bytes of the frames
     tokens: int  # generated
     quarantined: bool = False  # it is delivered as placeholders
+    again: bool = False  # an earlier step had it
 
 
 class Slot(msgspec.Struct, kw_only=True):
@@ -139,8 +150,25 @@ class Slot(msgspec.Struct, kw_only=True):
     required: int = 0  # oldest step whose weights may generate it, of its newest ticket
     completed: Completed | None = None
     place: Place | None = None
-    step: int | None = None  # that consumed it
+    step: int | None = None  # that consumed it, the last one
+    former: tuple[int, ...] = ()  # steps that consumed it before, ascending
+    ess: float | None = None  # effective sample size, measured by `step`
     quarantined: bool = False  # the learner could not train its completed attempt
+    quarantined_from: int = 0  # the first step that gets it as placeholders
+
+    @property
+    def uses(self) -> tuple[int, ...]:
+        """The steps that consumed it."""
+        return self.former if self.step is None else (*self.former, self.step)
+
+    @property
+    def first(self) -> int | None:
+        """The first step that consumed it."""
+        return self.former[0] if self.former else self.step
+
+    def empty_at(self, step: int) -> bool:
+        """Does this step get placeholders in its place?"""
+        return self.quarantined and step >= self.quarantined_from
 
     def ticket(self, seed: int, deadline: float) -> Ticket:
         """Its newest ticket."""
@@ -169,3 +197,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits | None = None
     history: dict[int, int] = {}  # steps that can still be asked for, and the next: digest of all steps before
     adapted: Adapted | None = None  # the last move of the adaptive bound
+    supply: dict[int, int] = {}  # steps that matter still: groups that the steps before consumed; with reuse alone

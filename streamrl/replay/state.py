@@ -14,6 +14,7 @@ from itertools import chain
 import msgspec
 import xxhash
 
+from streamrl.replay.ledgers import ledger_of
 from streamrl.replay.life import (
     COMPLETE,
     CONSUME,
@@ -24,6 +25,8 @@ from streamrl.replay.life import (
     QUARANTINE,
     REGENERATE,
     RETURN,
+    REUSE,
+    TAKE_BACK,
     Event,
 )
 from streamrl.replay.lives import Life, Lives
@@ -37,11 +40,14 @@ from streamrl.replay.records import (
     Dropped,
     Issued,
     Lost,
+    Measured,
     Place,
     Quarantined,
     Saved,
     Snapshot,
 )
+from streamrl.replay.reusable import Reusable
+from streamrl.replay.reuse import ONCE, Reuse
 from streamrl.replay.shares import Shares
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion
@@ -53,8 +59,7 @@ class State:
     A group id below `next_id` that has no record is settled for good: trained, and never delivered again.
     """
 
-    def __init__(self, shares: Shares) -> None:
-        """The state before the first learner."""
+    def __init__(self, shares: Shares, reuse: Reuse = ONCE) -> None:
         self._shares = shares
         self.lives = Lives()
         self.completed: dict[int, int | None] = {}  # waits for the learner: step of its oldest token; by completion
@@ -68,6 +73,7 @@ class State:
         self.acknowledged: PolicyVersion | None = None
         self.limits: Limits | None = None  # of the learner that began last
         self.adapted: Adapted | None = None  # the last move of the adaptive bound
+        self.reusable = Reusable(reuse, self.lives, shares.groups_per_step)
         self.history = {0: 0}  # step that can be asked for, or comes next: digest of what all steps before consumed
 
     @property
@@ -90,8 +96,9 @@ class State:
                 self._assume(COMPLETE, [group_id])
             case Dropped(group_id=group_id):
                 self._assume(DROP, [group_id])
-            case Consumed(group_ids=group_ids):
-                self._assume(CONSUME, group_ids)
+            case Consumed(group_ids=group_ids, reused=reused):
+                self._assume(CONSUME, [group_id for group_id in group_ids if group_id not in reused])
+                self._assume(REUSE, reused)
         self.apply(record, place)
 
     def apply(self, record: AnyRecord, place: Place | None = None) -> None:
@@ -105,12 +112,14 @@ class State:
                 self._dropped(record)
             case Consumed():
                 self._consumed(record)
+            case Measured(step=step):
+                self.reusable.measure(self.batches.get(step, ()), record)
             case Acknowledged(version=version):
                 self.acknowledged = version
             case Lost(step=step, group_ids=group_ids):
                 self._roll_back(step, frozenset(group_ids))
-            case Quarantined(group_id=group_id, attempt=attempt):
-                self._quarantine(group_id, attempt)
+            case Quarantined(step=step, group_id=group_id, attempt=attempt):
+                self._quarantine(group_id, attempt, step)
             case Saved(oldest=oldest):
                 self._forget([step for step in self.batches if step < oldest])
             case Began():
@@ -132,6 +141,7 @@ class State:
             limits=self.limits,
             history=dict(self.history),
             adapted=self.adapted,
+            supply=self.reusable.counts,
         )
 
     def load(self, snapshot: Snapshot) -> None:
@@ -142,26 +152,14 @@ class State:
         self.cursors |= snapshot.cursors
         self.began, self.acknowledged, self.limits = snapshot.began, snapshot.acknowledged, snapshot.limits
         self.history, self.adapted = dict(snapshot.history), snapshot.adapted
+        self.reusable.load(snapshot.supply)
+        self.reusable.index(self.batches)
         self._queue(snapshot.completed)
         self._count_settled()
 
     def ledger(self, step: int) -> Ledger:
         """What weights of `step` contain: every group that the steps before it consumed, and no other."""
-        open_lives = [life for life in self.lives.values() if life.step is None or life.step >= step]
-        below = min((life.group_id for life in open_lives), default=self.next_id)
-        pending = {life.group_id: (life.task, life.prompt_index) for life in open_lives}
-        return Ledger(
-            below=below,
-            above=tuple(group_id for group_id in range(below, self.next_id) if group_id not in pending),
-            pending=dict(sorted(pending.items())),
-            cursors=dict(self.cursors),
-            history=self.history.get(step),
-            quarantined={
-                life.group_id: life.attempt
-                for life in self.lives.values()
-                if life.quarantined and life.step is not None and life.step < step
-            },
-        )
+        return ledger_of(self.lives, step, self.next_id, self.cursors, self.history.get(step))
 
     def redeliverable(self, step: int) -> tuple[int, tuple[int, ...]]:
         """The first consumed step from `step` on whose frames are not all there, and what is lost from it on."""
@@ -241,29 +239,32 @@ class State:
 
     def _empty(self, life: Life) -> None:
         """What is kept of its answer is not needed any more."""
-        life.completed, life.place, life.step, life.frames, life.quarantined = None, None, None, None, False
+        self.reusable.take_back(life)
+        life.completed, life.place, life.frames, life.quarantined = None, None, None, False
         self.completed.pop(life.group_id, None)
 
     def _consumed(self, record: Consumed) -> None:
         lives, move, completed, step = self.lives, self.lives.move, self.completed, record.step
+        if step != self.next_step:
+            self._forget(list(self.batches))
         for group_id in record.group_ids:
             if (life := lives.get(group_id)) is not None:
-                move(life, CONSUME)
-                life.step = step
+                move(life, REUSE if group_id in record.reused else CONSUME)
+                self.reusable.use(life, step)
                 if life.quarantined:
                     move(life, QUARANTINE)
             completed.pop(group_id, None)
-        if record.step != self.next_step:
-            self._forget(list(self.batches))
         self._chain(record)
         self.batches[record.step] = record.group_ids
         self.next_step = record.step + 1
-        self.above.update(record.group_ids)
         below, above = self.below, self.above
+        above.update(group_id for group_id in record.group_ids if group_id >= below)
         while below in above:
             above.remove(below)
             below += 1
         self.below = below
+        self._reach()
+        self._disown(self.reusable.over(self.batches, self.next_step))
 
     def _chain(self, record: Consumed) -> None:
         """The digest behind a step: of the one before it, and of which prompts the step consumed under which ids."""
@@ -274,9 +275,13 @@ class State:
         content = [(life.group_id, life.task, life.prompt_index) if life else None for life in lives]
         self.history[record.step + 1] = xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(content), before)
 
-    def _quarantine(self, group_id: int, attempt: int) -> None:
+    def _quarantine(self, group_id: int, attempt: int, step: int | None = None) -> None:
+        """`step` and later ones get placeholders; None: the last one that had it, where earlier ones trained it."""
         life = self.lives.get(group_id)
         if life is not None and life.completed is not None and life.completed.attempt == attempt:
+            if step is None and life.quarantined:
+                return
+            life.quarantined_from = (life.step or 0) if step is None and life.former else step or 0
             life.quarantined = True
             if life.phase is CONSUMED:
                 self.lives.move(life, QUARANTINE)
@@ -284,16 +289,21 @@ class State:
     def _forget(self, steps: Iterable[int]) -> None:
         forgotten = [(step, self.batches.pop(step)) for step in steps]
         for _, group_ids in forgotten:
-            self._remove(group_ids)
+            self._remove(self.reusable.release(group_ids, self.batches, self.next_step))
         self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
+        self._reach()
         if forgotten:
-            self.lives.emit(FORGET, steps=[step for step, _ in forgotten])
+            self.lives.emit(FORGET, steps=[step for step, _ in forgotten], **self.reusable.named)
+
+    def _reach(self) -> None:
+        self.reusable.reach(self.next_step, self.below + len(self.above), self.known)
 
     def _remove(self, group_ids: Iterable[int]) -> None:
         lives, move = self.lives, self.lives.move
         for group_id in group_ids:
             if (life := lives.get(group_id)) is not None:
                 move(life, FORGET)
+            self.reusable.forget(group_id)
 
     # -- a learner starts
 
@@ -329,6 +339,7 @@ class State:
         self.next_id = step * self._shares.groups_per_step if ledger is None else 0
         self.cursors = {task: quota * step for task, quota in self._shares.quotas.items()}
         self.history = {0: 0} if step == 0 else {}
+        self.reusable.load({})
         self._count_settled()
         if ledger is not None:
             self._settle(ledger)
@@ -360,11 +371,15 @@ class State:
     def _roll_back(self, step: int, lost: frozenset[int]) -> None:
         """The steps from `step` on are not consumed any more; of their groups, the lost ones are asked for again."""
         steps = [later for later in self.batches if later >= step]
-        returned = [group_id for later in steps for group_id in self.batches.pop(later)]
-        lives = [self.lives[group_id] for group_id in returned if group_id in self.lives]
-        for life in lives:
-            self.lives.move(life, RETURN)
-            life.step = None
+        returned = dict.fromkeys(group_id for later in steps for group_id in self.batches.pop(later))
+        found = [self.lives[group_id] for group_id in returned if group_id in self.lives]
+        left = [tuple(use for use in life.uses if use < step) for life in found]
+        for life, uses in zip(found, left, strict=True):
+            self.lives.move(life, TAKE_BACK if uses else RETURN)
+            self.reusable.take_back(life, uses)
+        lives = [life for life in found if life.step is None]
+        if shared := [life.group_id for life in found if life.step is not None]:
+            self.lives.emit(TAKE_BACK, step=step, group_ids=shared)
         if lives:
             self.lives.emit(RETURN, step=step, group_ids=[life.group_id for life in lives])
         for life in [life for life in lives if life.group_id in lost]:
@@ -372,6 +387,7 @@ class State:
             life.issues = 0
         self.next_step = step
         self.history = {known: digest for known, digest in self.history.items() if known <= step}
+        self.reusable.index(self.batches)
         self._queue((*returned, *self.completed))
         self._count_settled()
 
@@ -386,3 +402,4 @@ class State:
         waiting = {group_id for group_id, life in self.lives.items() if life.step is None}
         self.below = min(waiting, default=self.next_id)
         self.above = {group_id for group_id in range(self.below, self.next_id) if group_id not in waiting}
+        self._reach()

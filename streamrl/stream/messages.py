@@ -6,7 +6,7 @@ type of every field, so that whatever it returns can be used without a second lo
 
     worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Asleep GaveUp Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Progress Sleep Wake Introduce Stop
-    learner   ─▶ service   Hello Heartbeat Next Quarantined Progress Saved Finished Exited GaveUp Bye
+    learner   ─▶ service   Hello Heartbeat Next Quarantined Measured Progress Saved Finished Exited GaveUp Bye
     service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
     service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
@@ -275,6 +275,16 @@ class Quarantined(Message, frozen=True, kw_only=True):
     reason: Reason
 
 
+class Measured(Message, frozen=True, kw_only=True):
+    """The effective sample size of each group of `step`, in the batch's order, as the learner trained it.
+
+    None: nothing was learned from the group. Sent before the step's Progress, where groups may be trained again.
+    """
+
+    step: Count
+    ess: tuple[Fraction | None, ...]
+
+
 class Progress(Versioned, frozen=True, kw_only=True):
     """The learner has made `version`: its step is trained.
 
@@ -314,7 +324,7 @@ class GaveUp(Message, frozen=True, kw_only=True):
 
 _EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
 _WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated, Sleep, Asleep, Wake)
-_LEARNER = (Welcome, Next, Quarantined, Progress, Saved, Finished, Exited, GaveUp, BatchHeader)
+_LEARNER = (Welcome, Next, Quarantined, Measured, Progress, Saved, Finished, Exited, GaveUp, BatchHeader)
 _PUBLISHER = (Announce, Publish, Roster)
 _DECODERS = {
     _kind(message.__name__): msgspec.msgpack.Decoder(message)

@@ -107,6 +107,14 @@ class OrderConformance(Conformance):
                 while oldest in taken:
                     oldest += 1
 
+    def test_it_leaves_places_to_groups_that_are_trained_again(self) -> None:
+        for order, step in self._steps():
+            if order.reuses and (fewer := order.groups_per_step - 1):
+                ids = order.select(step.step, step.completed, step.below, step.above, fewer)
+                assert ids is not None
+                assert len(set(ids)) == len(ids) == fewer
+                assert set(ids) <= step.completed.keys()
+
     def test_it_keeps_no_state(self) -> None:
         """A service that was started again selects as the one before would have."""
         for config in self._configs():

@@ -38,6 +38,7 @@ class Trainer:
     phases = (("scores", 1.0, 2.0),)
     peak = None
     taken_off = ()
+    group_ess = ()
 
     def __init__(self, version: PolicyVersion) -> None:
         self.version = version

@@ -8,6 +8,7 @@ point one worker that does its work brings the run to its end.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.config import Config
-from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
+from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.controllers.base import Controller, Move, Seen
 from streamrl.replay.life import Phase
 from streamrl.replay.lives import Lives
 from streamrl.replay.records import AnyRecord, Completed, Consumed, Place, Snapshot, Stored
+from streamrl.replay.refusals import DuplicateGroup, GroupRefused
 from streamrl.types import Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
 
 STEPS = 7
@@ -124,8 +126,11 @@ class Schedule(RuleBasedStateMachine):
         data: st.DataObject,
     ) -> None:
         bound = 0 if order == "synchronous" else staleness
-        window = data.draw(st.integers(1, int(bound * groups) + 1), label="window") if order == "windowed" else 1
-        slots = int((bound + 1) * groups) - (window - 1)
+        reuse = self.reuse(data, groups, bound)
+        fresh = groups - round(reuse.get("reuse_share", 0.0) * groups)
+        widest = int((bound + 1) * fresh) - groups + 1
+        window = data.draw(st.integers(1, widest), label="window") if order == "windowed" else 1
+        slots = int((bound + 1) * fresh) - (window - 1)
         self.interval = data.draw(st.integers(1, slots // groups), label="publish interval")
         mix = [{"label": "x", "weight": 2}, {"label": "y"}, {"label": "never", "weight": 0}][: 3 if groups > 1 else 1]
         self.config = Config.model_validate(
@@ -144,6 +149,7 @@ class Schedule(RuleBasedStateMachine):
                     "max_attempts": attempts,
                     "filter": {"signal": filtered, "tries": 3},
                     "adaptive": {"enabled": bool(wishes), "controller": f"{__file__}:Erratic"},
+                    **reuse,
                 },
             }
         )
@@ -299,11 +305,8 @@ class Schedule(RuleBasedStateMachine):
         ids = [stored.group_id for stored in batch]
         assert ids == self.delivered[step], "delivered in another order"
         assert len(set(ids)) == self.groups
-        assert not set(ids) & {i for earlier in self.trained.values() for i in earlier}, "trained twice"
         groups = {stored.group_id: self.group(stored) for stored in batch}
-        self.check_ages(step, [group.oldest.step for group in groups.values() if group.oldest is not None])
-        if self.config.replay.order in ("fifo", "synchronous"):
-            assert ids == list(range(step * self.groups, (step + 1) * self.groups))
+        self.check_uses(step, groups)
         assert self.buffer.pop(step) == batch  # a learner that lost it asks again
         self.trained[step] = groups
         self.position += 1
@@ -313,13 +316,24 @@ class Schedule(RuleBasedStateMachine):
             self.write()
         return True
 
+    def reuse(self, data: st.DataObject, groups: int, bound: float) -> dict[str, Any]:
+        """Further keys of the section `replay`."""
+        return {}
+
+    def check_uses(self, step: int, groups: dict[int, Group]) -> None:
+        ids = list(groups)
+        assert not set(ids) & {i for earlier in self.trained.values() for i in earlier}, "trained twice"
+        self.check_ages(step, groups.values())
+        if self.config.replay.order in ("fifo", "synchronous"):
+            assert ids == list(range(step * self.groups, (step + 1) * self.groups))
+
     def group(self, stored: Stored) -> Group:
         """What its frames are."""
         return self.accepted[stored.group_id, stored.attempt] if stored.place is None else self.written[stored.place]
 
-    def check_ages(self, step: int, oldest: list[int]) -> None:
+    def check_ages(self, step: int, groups: Iterable[Group]) -> None:
         worst = self.buffer.order.worst_staleness
-        ages = [step - version for version in oldest]
+        ages = [step - group.oldest.step for group in groups if group.oldest is not None]
         assert worst is None or max(ages, default=0) <= worst, "older than the bound"
 
     @precondition(lambda self: self.position < self.buffer.next_step)
@@ -479,8 +493,8 @@ class Schedule(RuleBasedStateMachine):
 
     def check_prompts(self) -> None:
         """No prompt twice; and, while nothing was filtered or lost, none left out."""
-        groups = [group for step in self.trained.values() for group in step.values()]
-        trained = [(group.task, group.prompt_index) for group in groups]
+        groups = {group_id: group for step in self.trained.values() for group_id, group in step.items()}
+        trained = [(group.task, group.prompt_index) for group in groups.values()]
         assert len(set(trained)) == len(trained), "a prompt was trained twice"
         if self.config.replay.filter.signal:
             return

@@ -14,10 +14,11 @@ from replay_schedule import Schedule, answer, placeholder
 
 from streamrl.config import Config
 from streamrl.replay.adaptive import AdaptiveBound
-from streamrl.replay.buffer import Buffer, DuplicateGroup, GroupRefused, make_buffer
+from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.life import Phase
 from streamrl.replay.orders.fifo import Fifo
 from streamrl.replay.records import Completed, Place, Snapshot
+from streamrl.replay.refusals import DuplicateGroup, GroupRefused
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
 NEW = PolicyVersion(0)

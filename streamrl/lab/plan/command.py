@@ -124,6 +124,8 @@ def show(plan: Plan, config: Config, machines: Machines, console: Console) -> No
         highlight=False,
     )
     bound = "no bound" if plan.bound is None else f"a trained token is at most {plan.bound} learner steps old"
+    if config.replay.reuse > 1:
+        bound += f", {config.replay.reuse_bound} where its group is trained again"
     console.print(
         f"staleness: {bound}; {plan.slots} slots for {config.replay.groups_per_step} groups a step", highlight=False
     )

@@ -40,6 +40,7 @@ from streamrl.stream.messages import (
     Finished,
     Heartbeat,
     Hello,
+    Measured,
     Message,
     Next,
     Progress,
@@ -291,10 +292,13 @@ class Circle:
     def _train(self, batch: Batch, row: dict[str, Any]) -> None:
         row |= {"time/wait": self._clock.now - self._asked_at, **staleness(batch)}
         seconds = self._model.learner.draw(self._rng, row["tokens/trained"])
-        self._clock.after(seconds, lambda: self._trained(row))
+        self._clock.after(seconds, lambda: self._trained(batch, row))
 
-    def _trained(self, row: dict[str, Any]) -> None:
+    def _trained(self, batch: Batch, row: dict[str, Any]) -> None:
         self._version += 1
+        if self._config.replay.reuse > 1:
+            each = tuple(self._ess(group) for group in batch.groups)
+            self._to_service(LEARNER, Measured(step=batch.step, ess=each))
         seen = self._model.signals(row["staleness/mean"])
         signals = {name: seen[name] for name in self._config.replay.adaptive.signals if name in seen}
         self._to_service(LEARNER, Progress(version=PolicyVersion(self._version), signals=signals))
@@ -305,6 +309,12 @@ class Circle:
             self._offer_waits = partial(self._offer, row)
         else:
             self._offer(row)
+
+    def _ess(self, group: Group) -> float | None:
+        """The effective sample size of a group in the step that has just trained it, by its mean age."""
+        ages = staleness(Batch(step=self._version - 1, groups=(group,)))
+        learned = group.has_signal and ages["tokens/trained"]
+        return math.exp(-self._model.ess_decay * ages["staleness/mean"]) if learned else None
 
     def _end_step(self, row: dict[str, Any]) -> None:
         row["time/publish"] += self._clock.now

@@ -34,7 +34,7 @@ MODELLED = (
     "generate.groups_in_flight", "generate.submission", "generate.requests_in_flight", "generate.lag",
     "generate.sampling.max_new_tokens", "replay.order", "replay.window",
     "replay.over_age", "replay.groups_per_step", "replay.max_staleness", "replay.max_attempts", "replay.filter.",
-    "replay.adaptive.", "replay.release", "publish.every", "publish.interruption", "checkpoint.every",
+    "replay.adaptive.", "replay.release", "replay.reuse", "publish.every", "publish.interruption", "checkpoint.every",
 )  # fmt: skip
 
 WIDTH = 140  # columns of the table

@@ -12,9 +12,10 @@ def make_order(config: ReplayConfig, publish_every: int = 1) -> Order:
     if slots < publish_every * groups:
         raise ValueError(
             f"{slots} slots would deadlock: {publish_every * groups} groups train before a publish; "
-            "raise replay.max_staleness, or lower publish.every or replay.window"
+            "raise replay.max_staleness, or lower publish.every, replay.window or replay.reuse_share"
         )
     declaration: type[Order] = config.chosen("order")
     order = declaration.of(config)
+    order.fresh = config.fresh
     order.options = declaration.Options.model_validate(config.order_options)
     return order

@@ -33,12 +33,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from streamrl.choices import Choice, Options
 
 if TYPE_CHECKING:
     from streamrl.config.replay import ReplayConfig
+    from streamrl.replay.supply import Supply
 
 
 class Order(Choice, ABC):
@@ -49,6 +50,7 @@ class Order(Choice, ABC):
     """
 
     window = 1  # W
+    reuses: ClassVar[bool] = False  # its bound counts `fresh`, and its `select` takes `groups`: see `replay.reuse`
     options = Options()  # of `replay.order_options`, an instance of the class's own Options
 
     # What a configuration chooses by it.
@@ -60,8 +62,11 @@ class Order(Choice, ABC):
 
     @classmethod
     def slots(cls, config: ReplayConfig) -> int:
-        """N = floor((S + 1) P) - (W - 1): groups that may be issued and not yet be part of acknowledged weights."""
-        return math.floor((cls.staleness(config) + 1) * config.groups_per_step)
+        """N = floor((S + 1) F) - (W - 1): groups that may be issued and not yet be part of acknowledged weights.
+
+        F = `config.fresh`, which is P unless groups are trained again.
+        """
+        return math.floor((cls.staleness(config) + 1) * config.fresh)
 
     @classmethod
     def of(cls, config: ReplayConfig) -> Self:
@@ -75,6 +80,7 @@ class Order(Choice, ABC):
         if not 1 <= groups_per_step <= slots:
             raise ValueError(f"{slots} slots for steps of {groups_per_step} groups: at least one step must fit")
         self.groups_per_step = groups_per_step
+        self.fresh = groups_per_step  # F, groups of every step that no step had before, at least
         self._slots = slots
 
     @property
@@ -89,9 +95,16 @@ class Order(Choice, ABC):
 
     @abstractmethod
     def select(
-        self, step: int, completed: Mapping[int, int | None], below: int, above: Container[int]
+        self,
+        step: int,
+        completed: Mapping[int, int | None],
+        below: int,
+        above: Container[int],
+        groups: int | None = None,
     ) -> tuple[int, ...] | None:
         """The ids of the step's P groups, in order; None while there are not enough.
+
+        `groups`: so many instead, where groups that were trained before take the other places (`reuses` alone).
 
         `completed` maps a group that waits to the step of its oldest token, in the order of completion. Every
         group below `below` is consumed, and those in `above`; `below` itself is not.
@@ -102,15 +115,19 @@ class Order(Choice, ABC):
         return step * self.groups_per_step
 
     def slots_at(self, staleness: float) -> int:
-        """N = floor((S + 1) P) - (W - 1), at most the capacity."""
-        return min(self._slots, math.floor((staleness + 1) * self.groups_per_step) - (self.window - 1))
+        """N = floor((S + 1) F) - (W - 1), at most the capacity."""
+        return min(self._slots, math.floor((staleness + 1) * self.fresh) - (self.window - 1))
 
-    def required_step(self, group_id: int, step: int = 0, slots: int | None = None) -> int:
+    def required_step(
+        self, group_id: int, step: int = 0, slots: int | None = None, supply: Supply | None = None
+    ) -> int:
         """r(i): the oldest step whose weights may generate the group, while `step` is the next to be consumed.
 
-        `slots` stands for fewer than `capacity` (`replay/adaptive.py`).
+        `slots` stands for fewer than `capacity` (`replay/adaptive.py`); `supply` has how many groups the weights of a
+        step contain, where that is not P each.
         """
-        return max(0, (group_id - (slots or self._slots)) // self.groups_per_step + 1)
+        last = group_id - (slots or self._slots)  # this one's slot must be free
+        return max(0, last // self.groups_per_step + 1) if supply is None else supply.first_with(last)
 
     def admit(self, group_id: int, acknowledged: int, step: int = 0, slots: int | None = None) -> bool:
         """May this ticket be issued, with weights of step `acknowledged` on a server?"""

@@ -18,12 +18,20 @@ class Fifo(Order):
     (1, (8, 9, 10, 11, 12, 13, 14, 15))
     """
 
+    reuses = True
+
     @property
     def worst_staleness(self) -> int:
-        return (self._slots - 1) // self.groups_per_step
+        return (self._slots - 1) // self.fresh
 
     def select(
-        self, step: int, completed: Mapping[int, int | None], below: int, above: Container[int]
+        self,
+        step: int,
+        completed: Mapping[int, int | None],
+        below: int,
+        above: Container[int],
+        groups: int | None = None,
     ) -> tuple[int, ...] | None:
-        ids = tuple(islice((i for i in count(below) if i not in above), self.groups_per_step))
+        wanted = self.groups_per_step if groups is None else groups
+        ids = tuple(islice((i for i in count(below) if i not in above), wanted))
         return ids if all(i in completed for i in ids) else None

@@ -11,6 +11,7 @@ from streamrl.replay.orders.base import Order
 
 if TYPE_CHECKING:
     from streamrl.config.replay import ReplayConfig
+    from streamrl.replay.supply import Supply
 
 
 class Ready(Order):
@@ -24,6 +25,7 @@ class Ready(Order):
     """
 
     uses = frozenset({"over_age"})
+    reuses = True
 
     @classmethod
     def of(cls, config: ReplayConfig) -> Self:
@@ -41,16 +43,24 @@ class Ready(Order):
     def worst_staleness(self) -> int | None:
         return self._bound if self._drop else None
 
-    def required_step(self, group_id: int, step: int = 0, slots: int | None = None) -> int:
+    def required_step(
+        self, group_id: int, step: int = 0, slots: int | None = None, supply: Supply | None = None
+    ) -> int:
         """Where over-age groups are dropped, a ticket also has to meet the bound when it is taken next."""
-        required = super().required_step(group_id, step, slots)
+        required = super().required_step(group_id, step, slots, supply)
         return max(required, step - self._bound) if self._drop else required
 
     def select(
-        self, step: int, completed: Mapping[int, int | None], below: int, above: Container[int]
+        self,
+        step: int,
+        completed: Mapping[int, int | None],
+        below: int,
+        above: Container[int],
+        groups: int | None = None,
     ) -> tuple[int, ...] | None:
-        ids = tuple(islice(completed, self.groups_per_step))
-        return ids if len(ids) == self.groups_per_step else None
+        wanted = self.groups_per_step if groups is None else groups
+        ids = tuple(islice(completed, wanted))
+        return ids if len(ids) == wanted else None
 
     def over_age(self, step: int, oldest: int | None) -> bool:
         return self._drop and oldest is not None and step - oldest > self._bound

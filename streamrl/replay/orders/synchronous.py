@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class Synchronous(Fifo):
     """In the order of ids with the bound 0, whatever `replay.max_staleness` says: one step's groups are the slots."""
 
+    reuses = False
+
     @classmethod
     def staleness(cls, config: ReplayConfig) -> float:
         return 0.0

@@ -23,6 +23,7 @@ class Windowed(Order):
     """
 
     uses = frozenset({"window"})
+    reuses = True
 
     @classmethod
     def slots(cls, config: ReplayConfig) -> int:
@@ -31,7 +32,7 @@ class Windowed(Order):
     @classmethod
     def check(cls, section: ReplayConfig) -> None:
         if section.slots < section.groups_per_step:
-            widest = math.floor(section.bound * section.groups_per_step) + 1
+            widest = math.floor((section.bound + 1) * section.fresh) - section.groups_per_step + 1
             raise ValueError(
                 f"window: {section.window} leaves {section.slots} slots, fewer than one step needs; "
                 f"allowed: up to {widest} with replay.max_staleness={section.bound:g}"
@@ -50,16 +51,22 @@ class Windowed(Order):
 
     @property
     def worst_staleness(self) -> int:
-        return (self._slots + self.window - 2) // self.groups_per_step
+        return (self._slots + self.window - 2) // self.fresh
 
     def select(
-        self, step: int, completed: Mapping[int, int | None], below: int, above: Container[int]
+        self,
+        step: int,
+        completed: Mapping[int, int | None],
+        below: int,
+        above: Container[int],
+        groups: int | None = None,
     ) -> tuple[int, ...] | None:
-        if len(completed) < self.groups_per_step:
+        wanted = self.groups_per_step if groups is None else groups
+        if len(completed) < wanted:
             return None
         picked: dict[int, None] = {}
         oldest = below
-        while len(picked) < self.groups_per_step:
+        while len(picked) < wanted:
             while oldest in above or oldest in picked:
                 oldest += 1
             window = range(oldest, oldest + self.window)

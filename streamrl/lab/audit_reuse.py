@@ -1,0 +1,89 @@
+"""What `replay.reuse` promises, counted from the batches of the journal: uses, places, ages, effective sample sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from streamrl.config.replay import ReplayConfig
+from streamrl.replay.history import read_journal
+from streamrl.replay.records import Consumed, Measured
+from streamrl.types import Batch, Group
+
+
+class Uses:
+    """How often each group was trained, by the batches so far."""
+
+    def __init__(self, replay: ReplayConfig, bound: int | None) -> None:
+        """`bound`: of what is trained for the first time; None: it has none."""
+        self._replay = replay
+        self._bound = bound
+        self._uses: dict[int, tuple[int, int]] = {}  # group id: attempt, number of steps that had it
+        self.again: frozenset[int] = frozenset()  # groups of the present batch that an earlier one had
+
+    def __contains__(self, group_id: int) -> bool:
+        return group_id in self._uses
+
+    def begin(self, batch: Batch) -> Iterator[str]:
+        """The next batch. Yields what is wrong with its groups as parts of one batch."""
+        ids = Counter(group.group_id for group in batch.groups)
+        self.again = frozenset(group_id for group_id in ids if group_id in self._uses)
+        if double := sorted(group_id for group_id, count in ids.items() if count > 1):
+            yield f"group {double[0]} twice in one batch"
+        if self._replay.reuse > 1 and len(self.again) > self._replay.groups_per_step - self._replay.fresh:
+            share = self._replay.reuse_share
+            yield f"{len(self.again)} groups that an earlier step had; replay.reuse_share={share:g}"
+
+    def problems(self, group: Group) -> Iterator[str]:
+        """What is wrong with training this group, which an earlier step had, once more."""
+        name, most, (attempt, uses) = f"group {group.group_id}", self._replay.reuse, self._uses[group.group_id]
+        if uses >= most:
+            yield f"{name} {_nth(uses + 1)} time" + (f"; replay.reuse={most}" if most > 1 else "")
+        if attempt != group.attempt:
+            yield f"attempt {group.attempt} of {name}, which was trained as attempt {attempt} before"
+
+    def add(self, group: Group) -> None:
+        """It is trained."""
+        _, uses = self._uses.get(group.group_id, (0, 0))
+        self._uses[group.group_id] = group.attempt, uses + 1
+
+    def ages(self, batch: Batch, *, whole: bool) -> Iterator[tuple[int, int | None]]:
+        """Age of the oldest token of each group, in learner steps, and what bounds it.
+
+        `whole`: the history is; otherwise each group may have been trained before.
+        """
+        again = self._replay.reuse_bound if self._replay.reuse > 1 else 0
+        for group in batch.groups:
+            bound = self._bound
+            if group.group_id in self.again:
+                bound = again
+            elif bound is not None and not whole:
+                bound = max(bound, again)
+            if (oldest := group.oldest) is not None:
+                yield batch.step - oldest.step, bound
+
+
+def unmeasured(folder: Path, replay: ReplayConfig) -> Iterator[str]:
+    """Which groups were trained again though their effective sample size was too small, or not known.
+
+    `folder`: of the journal; what it has no earlier step of is passed over.
+    """
+    steps: dict[int, tuple[int, ...]] = {}
+    known: set[int] = set()
+    told: dict[int, float | None] = {}
+    for entry in read_journal(folder):
+        match entry.record:
+            case Consumed(step=step, group_ids=group_ids, reused=reused):
+                for group_id in known.intersection(reused):
+                    if (ess := told.get(group_id)) is None or ess < replay.reuse_min_ess:
+                        yield f"step {step} trained group {group_id} again, effective sample size {ess}"
+                steps[step] = group_ids
+                known.update(group_ids)
+                told |= dict.fromkeys(group_ids)
+            case Measured(step=step, ess=values):
+                told |= dict(zip(steps.get(step, ()), values, strict=False))
+
+
+def _nth(number: int) -> str:
+    return {2: "a second", 3: "a third"}.get(number, f"a {number}th")
