@@ -25,6 +25,7 @@ OTHER_MEANINGS = {
     "streamrl/config/learner.py": {"none", "full"},  # learner.recompute
     "streamrl/config/megatron_rl.py": {"agent"},  # an argument
     "streamrl/config/replay.py": {"none"},  # journal.keep
+    "streamrl/config/reuse.py": {"none"},  # journal.keep
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event
     "streamrl/lab/sweep/results.py": {"mean"},  # over seeds
@@ -32,7 +33,7 @@ OTHER_MEANINGS = {
     "streamrl/lab/plan/machines.py": {"copy", "memory", "disk"},  # speeds of a machine
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
     "streamrl/learner/lora.py": {"full"},  # Megatron's recomputation
-    "streamrl/learner/model.py": {"full"},  # learner.recompute
+    "streamrl/learner/model.py": {"none", "full"},  # learner.recompute
     "streamrl/learner/megatron_imports.py": {"wandb"},  # a package
     "streamrl/learner/packing.py": {"behaviour"},  # a field
     "streamrl/learner/selection.py": {"behaviour"},  # a field
