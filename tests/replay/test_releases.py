@@ -27,7 +27,7 @@ from streamrl.testing.releases import ReleaseConformance
 from streamrl.types import PolicyVersion
 
 SCHEDULES = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -207,13 +207,14 @@ class Whims(Release):
 
 
 class HeldBack(Schedule):
-    """Every step takes a second, and tickets are held back by whims."""
+    """Every step takes a second, tickets are held back by whims, and the bound is wide enough for that."""
 
     held: ClassVar[int] = 0
 
     @staticmethod
     def make(config: Config) -> Buffer:
-        replay = config.replay.model_copy(update={"release": f"{__name__}:Whims"})
+        wider = config.replay.max_staleness + 2
+        replay = config.replay.model_copy(update={"release": f"{__name__}:Whims", "max_staleness": wider})
         return make_buffer(config.model_copy(update={"replay": replay}))
 
     def train(self) -> bool:
@@ -233,7 +234,7 @@ class HeldBack(Schedule):
 def test_no_whim_of_a_policy_breaks_the_bound_or_the_order_or_stops_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release_gate, "STEPS", 1)
     run_state_machine_as_test(HeldBack, settings=SCHEDULES)
-    assert HeldBack.held > 0
+    assert HeldBack.held > 20
 
 
 def test_a_gate_that_does_not_look_at_the_learner_stops_one(monkeypatch: pytest.MonkeyPatch) -> None:
