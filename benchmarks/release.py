@@ -169,14 +169,14 @@ def show(rows: Sequence[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="each once, 24 timed steps")
+    parser.add_argument("--quick", action="store_true", help="each once")
     parser.add_argument("--repeats", type=int, default=5, help="of every load and policy")
-    parser.add_argument("--steps", type=int, help="that are timed of one run (default: 64, quick: 24)")
+    parser.add_argument("--steps", type=int, default=24, help="that are timed of one run")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        repeats, steps = 1 if options.quick else options.repeats, options.steps or (24 if options.quick else 64)
-        rows = compare(Path(name), repeats, steps)
+        repeats = 1 if options.quick else options.repeats
+        rows = compare(Path(name), repeats, options.steps)
     show(rows)
     broken = [line for row in rows for line in row.broken()]
     print("\nbroken: " + ("; ".join(broken) or "nothing"))
