@@ -492,12 +492,12 @@ def test_a_dropped_group_of_a_mix_keeps_its_task_and_every_task_its_prompts() ->
 
 
 def test_the_adaptive_bound_admits_fewer_groups_and_takes_nothing_back() -> None:
-    buffer = buffer_of(max_staleness=2, adaptive={"enabled": True, "patience": 1})
+    buffer = buffer_of(max_staleness=2, adaptive={"enabled": True, "patience": 1, "ess_low": 0.7})
     assert len(issue_all(buffer)) == 12
-    move = buffer.progress(PolicyVersion(1), {"offpolicy/ess": 0.1})
+    move = buffer.progress(PolicyVersion(1), {"offpolicy/ess": 0.65})
     assert move is not None
-    assert move.reason == "ess 0.1 (range 0.5..0.8) at staleness 2"
-    assert buffer.selection_metrics()["staleness/admitted"] == move.staleness == pytest.approx(0.194, abs=1e-3)
+    assert move.reason == "ess 0.65 (range 0.7..0.8) at staleness 2"
+    assert buffer.selection_metrics()["staleness/admitted"] == move.staleness == 1.0
     buffer.acknowledge(PolicyVersion(1))
     assert buffer.issue("a", PolicyVersion(9), 0.0) is None  # nothing is contained yet
     complete(buffer, [slot.ticket(1, 0.0) for slot in buffer.snapshot().slots])
