@@ -8,18 +8,23 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from learner_parts import make_batch, make_config, weights
+from learner_parts import gradients, make_batch, make_config, weights
 from safetensors.torch import load_file
 
 from benchmarks import family_images
 from benchmarks.parity import DTYPES, family_rows
 from benchmarks.random_models import IMAGE, largest_difference, load_model, picture, with_images
+from streamrl.config.file import ConfigError
+from streamrl.config.learner import LayoutConfig, LoraConfig
+from streamrl.lab.plan.parameters import of_stage, whole_model
 from streamrl.learner.huggingface import export_folder
 from streamrl.learner.packing import Packing, plan_batch
-from streamrl.learner.shape import read_shape
+from streamrl.learner.shape import check_fit, read_shape
+from streamrl.learner.teacher_shape import shape_beside
 from streamrl.learner.vision.pixels import ImageReader
 from streamrl.learner.vision.positions import place_images
 from streamrl.learner.vision.shape import TOWER
+from streamrl.preflight.model import check_images, check_model
 
 LAST = "deepstack_merger_list.1."  # a level behind the last layer of two, on tokens that predict nothing trained
 PACKING = Packing(ranks=1, budget=1000, share_prompts=True, image_token=IMAGE)
@@ -106,6 +111,25 @@ def test_prompts_and_images_that_do_not_belong_together_are_refused(folder, mode
         plan_batch(without, rewards, PACKING)
 
 
+def test_a_plan_counts_the_tower_once_and_what_cannot_be_cut_or_read_is_refused(folder, model_folder):
+    shape, weights = read_shape(folder), load_file(folder / "model.safetensors")
+    assert whole_model(shape) == sum(weight.numel() for weight in weights.values())
+    tower = sum(weight.numel() for name, weight in weights.items() if "visual." in name)
+    counted = [of_stage(shape, LayoutConfig(pipeline=2), stage, LoraConfig()).tower for stage in (0, 1)]
+    assert counted == [tower, 0]
+    if shape.vision.levels > 1:
+        with pytest.raises(ConfigError, match="features of images enter the first 2; allowed: fewer stages"):
+            check_fit(shape, LayoutConfig(pipeline=2))
+    text, config = model_folder("qwen2"), make_config(folder)
+    with pytest.raises(ConfigError, match=r"^critic\.model: .* does not read images as the policy does"):
+        shape_beside(shape, text, "critic.model", None, LayoutConfig())
+    with pytest.raises(ConfigError, match=r"^learner\.freeze_vision: true needs a vision-language model"):
+        check_model(make_config(text, freeze_vision=True), read_shape(text))
+    check_images(config, shape)
+    with pytest.raises(ConfigError, match=r"^model\.path: .* has no preprocessor_config\.json"):
+        check_images(make_config(text), shape)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("learner", [{}, {"freeze_vision": True}, {"lora": {"rank": 4}}, {"recompute": "full"}])
 def test_a_resumed_learner_trains_on_as_if_it_had_not_stopped(learner, folder, trainer_of, tmp_path):
@@ -125,6 +149,14 @@ def test_a_resumed_learner_trains_on_as_if_it_had_not_stopped(learner, folder, t
     tower = [name for name in expected if "visual." in name and LAST not in name]
     kept = [name for name in tower if torch.equal(expected[name], original[name].bfloat16())]
     assert (kept == tower) == bool(learner.keys() & {"freeze_vision", "lora"})
+
+
+@pytest.mark.slow
+def test_activations_that_are_computed_again_leave_the_gradient_as_it_is(folder, trainer_of):
+    batch = with_images(make_batch(), folder)
+    kept, again = (gradients(trainer_of(make_config(folder, recompute=how)), batch) for how in ("none", "full"))
+    assert largest_difference(again, kept) < 1e-6
+    assert all(kept[name].abs().max() > 0 for name in kept if name.startswith(TOWER) and LAST not in name)
 
 
 @pytest.mark.slow
