@@ -135,9 +135,9 @@ class Inference(Protocol):
         """`n` answers to one prompt: text, messages, or token ids int32 [P].
 
         images: paths, URLs or data URLs, the same ones in all requests of a group. at_least: the oldest version that
-        may answer. `sampling` overrides the configured sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `stop`, `stop_token_ids`, `max_new_tokens`;
-        `most_new_tokens` only lowers its number of tokens. Raises ValueError for what is not possible, such as
-        temperature 0 in training.
+        may answer. `sampling` overrides the configured sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
+        `stop`, `stop_token_ids`, `max_new_tokens`; `most_new_tokens` only lowers its number of tokens. Raises
+        ValueError for what is not possible, such as temperature 0 in training.
         """
         ...
 
