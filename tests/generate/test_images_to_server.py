@@ -111,6 +111,7 @@ def test_a_request_has_the_files_and_its_answers_all_tokens_of_the_images(vision
     assert inference.images == (file,)
     assert len(rollout.completion.prompt_ids) == right
     assert inference.wrong_prompt(rollout.completion.prompt_ids) is None
+    assert "1 image tokens, and its 1 images have 4" in str(inference.wrong_prompt(np.array(body["input_ids"])))
     _, inference, (rollout,) = requested(vision_model, task, known, right + 1)
     assert rollout.completion.finish_reason == "abort"
     (line,) = inference.failures
