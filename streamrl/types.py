@@ -255,7 +255,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     finished: float = 0.0
     worker: str = ""
     temperature: float = 1.0  # at which its tokens were drawn: their log-probs are those of logits divided by it
-    images: tuple[bytes, ...] = ()  # encoded files of the prompt's images, in the order of their places
+    images: tuple[bytes, ...] = ()  # encoded files of the shared prompt's images, in the order of their places
     arena: Arena | None = None  # of `samples`, where they lie in one: whoever sends them need not copy them then
 
     @property

@@ -75,6 +75,8 @@ ELSEWHERE = (
      "tests/benchmarks/test_suite.py::test_a_benchmark_runs_through_the_suite_and_its_figures_are_in_one_file"),
     (r"python -m pytest tests/launch/test_four_hosts.py", "tests/launch/test_four_hosts.py"),
     (r"streamrl train .* --dry-run .*", "tests/test_dry_run.py"),
+    (r"streamrl train configs/images.yaml",
+     "tests/end_to_end/test_images_run.py::test_a_run_on_images_learns_is_audited_and_retrains_bit_for_bit"),
     (r"streamrl sft .*|streamrl train .* model\.path=runs/warm/model",
      "tests/end_to_end/test_sft_run.py::test_reinforcement_learning_goes_on_from_its_model_far_above_a_random_one"),
     (r"streamrl train RUN/config.yaml",

@@ -18,6 +18,7 @@ OTHER_MEANINGS = {
     "launch/render.py": {"python"},  # a program
     # transformers' own names
     "launch/tiny_model.py": set(FAMILIES.names) - {"gpt_oss", "qwen3_next", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"},
+    "launch/tiny_vl_model.py": {"qwen2_5_vl", "qwen3_vl"},
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/api/inputs.py": {"tools"},  # an argument
@@ -26,6 +27,7 @@ OTHER_MEANINGS = {
     "streamrl/config/megatron_rl.py": {"agent"},  # an argument
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/config/reuse.py": {"none"},  # journal.keep
+    "streamrl/engine/client.py": {"shapes"},  # an argument of SGLang's
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event
     "streamrl/lab/sweep/results.py": {"mean"},  # over seeds

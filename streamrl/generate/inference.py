@@ -137,8 +137,7 @@ class EngineInference:
         self._cut: tuple[Prompt, Cut] | None = None
         self._references: tuple[str, ...] = ()
         self._images: tuple[PromptImage, ...] = ()  # of them; none for a model whose images are not known here
-        self._drawn = False  # answers to a prompt with images
-        self._trained = trained
+        self._asked: set[tuple[PromptImage, ...]] = set()  # of all requests with images
         self._sampling = Sampling(config, tokenizer, greedy=greedy, trained=trained)
 
     async def generate(
@@ -183,25 +182,25 @@ class EngineInference:
     async def hold_images(self, references: Sequence[str]) -> None:
         """Read the images of the prompt that is asked now; `prompt_ids` then has all tokens of each.
 
-        Raises ValueError for what is no image, and, in training, for further images where answers to some were drawn.
+        Raises ValueError for what is no image.
         """
         if not references or tuple(references) == self._references:
             return
-        if self._drawn and self._trained:
-            raise ValueError("a group has one prompt's images; allowed: the same ones in all requests of it")
         known = self._tokenizer.images
         self._images = () if known is None else await known.load(references)
         self._references = tuple(references)
 
     @property
     def images(self) -> tuple[bytes, ...]:
-        """The encoded files of the images that answers were drawn to."""
-        return tuple(image.file for image in self._images) if self._drawn else ()
+        """The encoded files of the images of its requests."""
+        return tuple(image.file for image in next(iter(self._asked), ()))
 
     def wrong_prompt(self, prompt_ids: np.ndarray) -> str | None:
-        """Why prompt ids are not those of a prompt with `images`; None where they are."""
+        """Why prompt ids are not those of a prompt with `images`, or there are several such; None where all is well."""
+        if len(self._asked) > 1:
+            return "requests with different images; allowed: the same ones in all requests of a group"
         known = self._tokenizer.images
-        return None if known is None else known.wrong(prompt_ids, self._images if self._drawn else ())
+        return None if known is None else known.wrong(prompt_ids, next(iter(self._asked), ()))
 
     def _expanded(self, ids: np.ndarray) -> np.ndarray:
         """With all tokens of the images, where it has places for them. Raises ValueError where it has not as many."""
@@ -213,7 +212,7 @@ class EngineInference:
         known = self._tokenizer.images
         if known is None or not references:
             return ids.tolist(), [SentImage(reference) for reference in references]
-        self._drawn = True
+        self._asked.add(self._images)
         sent = [SentImage(image.url, image.tokens) for image in self._images]
         return known.collapsed(ids, self._images).tolist(), sent
 

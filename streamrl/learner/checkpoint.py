@@ -91,6 +91,8 @@ class State:
         """What must not change between the run that wrote a checkpoint and the one that reads it."""
         shape = dataclasses.asdict(self.chunks[0].shape)
         del shape["family"]  # a class; what it makes of the model is in the other fields
+        if shape["vision"] is not None:
+            del shape["vision"]["tensors"]  # of its sizes
         fixed = {**self.settings, **{f"{self.name}model {name}": value for name, value in shape.items()}}
         fixed |= self.critic.fixed if self.critic is not None else {}
         return dict(msgspec.json.decode(msgspec.json.encode(fixed)))  # as it comes back from the file

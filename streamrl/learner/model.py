@@ -250,7 +250,7 @@ def _chunk(
     model.rotary_pos_emb.inv_freq = shape.frequencies().to(model.rotary_pos_emb.inv_freq.device)
     model.vision = None
     if shape.vision is not None and model.pre_process:
-        tower.attach(model, frozen=learner.freeze_vision, recompute=learner.recompute != "none")
+        tower.attach(model, frozen=learner.freeze_vision, recompute=bool(_recomputed(learner)))
     _mark_parameters(model)
     if learner.router_replay:
         router_replay.attach(model, shape)

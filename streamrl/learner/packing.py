@@ -215,7 +215,7 @@ def _check(batch: Batch, packing: Packing) -> None:
             length = len(sample.prompt_ids) + answer
             if not len(sample.prompt_ids):
                 raise ValueError(f"{where} has an empty prompt: nothing predicts its first token")
-            if not group.images and packing.image_token in sample.prompt_ids:
+            if packing.image_token is not None and not group.images and packing.image_token in sample.prompt_ids:
                 raise ValueError(f"{where} has image tokens in its prompt and no images")
             if length > budget:
                 raise SequenceTooLongError(

@@ -315,6 +315,7 @@ class Trainer:
             "lora_rank": adapters.rank,
             "lora_alpha": adapters.alpha,
             "lora_targets": sorted(adapters.targets),
+            "freeze_vision": self._config.learner.freeze_vision or None,  # absent from before there was one
         }
         critic = None if self._critic is None else self._critic.state
         return checkpoint.State(

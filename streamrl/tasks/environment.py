@@ -57,7 +57,7 @@ class Prompt:
     index: int  # counts up through the epochs of the task's prompts
     text: str | None = None  # tokenised as it is
     messages: tuple[Message, ...] | None = None  # rendered by the chat template, with a generation prompt
-    images: tuple[str, ...] = ()  # paths or URLs, as the server reads them; the text has a place for each
+    images: tuple[str, ...] = ()  # paths, URLs or data URLs, on the worker's machine; the text has a place for each
     tools: tuple[dict[str, Any], ...] = ()  # of several turns: functions that the chat template tells the policy of
     answer: str | None = None  # the right answer, where the task has one
     metadata: dict[str, Any] = field(default_factory=dict)  # whatever the task's own scorer needs
@@ -134,10 +134,10 @@ class Inference(Protocol):
     ) -> list[Completion]:
         """`n` answers to one prompt: text, messages, or token ids int32 [P].
 
-        images: paths or URLs. at_least: the oldest version that may answer. `sampling` overrides the configured
-        sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `stop`, `stop_token_ids`, `max_new_tokens`;
-        `most_new_tokens` only lowers its number of tokens. Raises ValueError for what is not possible, such as
-        temperature 0 in training.
+        images: paths, URLs or data URLs, the same ones in all requests of a group. at_least: the oldest version that
+        may answer. `sampling` overrides the configured sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`,
+        `stop`, `stop_token_ids`, `max_new_tokens`; `most_new_tokens` only lowers its number of tokens. Raises
+        ValueError for what is not possible, such as temperature 0 in training.
         """
         ...
 

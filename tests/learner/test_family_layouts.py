@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import transformers
 from learner_parts import VOCABULARY, make_config, write_model
 
 from benchmarks.parity import DTYPES, family_rows
+from benchmarks.random_models import load_model
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.huggingface import export_folder
@@ -28,6 +28,7 @@ TARGETS = {
     "glm4_moe": ["linear_qkv", "linear_proj"],
     "deepseek_v3": ["linear_proj"],
     "gpt_oss": ["linear_qkv", "linear_proj"],
+    "qwen3_vl": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
 }
 
 
@@ -56,7 +57,7 @@ def test_the_model_with_adapters_is_the_merged_one_that_it_exports(family, train
         export_folder([model], folder, tmp_path / "merged")
         ours = model(ids, torch.arange(24).expand(2, -1), None)[..., :VOCABULARY]
         paths = (folder, tmp_path / "merged")
-        base, merged = (transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in paths)
+        base, merged = (load_model(path)(ids).logits for path in paths)
     torch.testing.assert_close(ours, merged, rtol=0, atol=1e-5)
     assert (ours - base).abs().max() > 1e-2
 

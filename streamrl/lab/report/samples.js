@@ -145,6 +145,7 @@ function groupCard({ run, index }, wanted) {
   const node = card(
     title,
     `group ${found.group} of ${found.task}`,
+    found.images.map(({ name, url }) => (url ? make("img", { src: url, alt: name, title: name }) : make("p", {}, name))),
     make("pre", {}, found.prompt),
     found.answers.map((answer) => answerBlock(answer, found.step)),
   );
