@@ -19,7 +19,7 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from benchmarks import ready_ranks
-from benchmarks.random_models import make_batch, with_images, worst
+from benchmarks.random_models import IMAGE, make_batch, with_images, worst
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
@@ -129,6 +129,7 @@ def _micro_batches(batch: Batch, config: Config, packed: bool) -> list[list[Micr
         budget=config.learner.tokens_per_micro_batch,
         share_prompts=packed,
         multiple=layout.rows_multiple,
+        image_token=IMAGE if read_shape(config.model.path).vision else None,
     )
     if packed:
         return plan_batch(batch, advantages, packing)
