@@ -41,15 +41,15 @@ COLUMNS = (*BARS, CHANGED)
 
 QUICK = ("qwen2", "glm4_moe")
 NOT_ON_CPUS = "SGLang 0.5.23 refuses its attention backend for CPUs, torch_native, for gpt-oss by name"
-NO_DELTA_RULE = "SGLang 0.5.23 has no kernels of the gated delta rule for CPUs without AMX"
 
 VISION_ON_CPUS = {"mm_attention_backend": "sdpa", "disable_fast_image_processor": True}
 
 CHECKS: Mapping[str, Check] = {
     "deepseek_v3": Check(crossed=("self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight")),
     "gpt_oss": Check(skipped={"sglang": NOT_ON_CPUS, "published": NOT_ON_CPUS}),
-    "qwen3_next": Check(skipped={"sglang": NO_DELTA_RULE, "published": NO_DELTA_RULE}, loose=DELTA_BAR),
-    "gemma3_text": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight")),
+    "qwen3_next": Check(loose=DELTA_BAR),
+    # SGLang loads no output layer of its own.
+    "gemma3_text": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight"), tied=True),
     "glm4": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight")),
     "glm4_moe": Check(crossed=("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")),
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), Check(server=VISION_ON_CPUS)),

@@ -41,6 +41,7 @@ class Check:
     # Two rows of the table of names, whose Hugging Face tensors change places for the column `changed`.
     crossed: tuple[str, str] = ("input_layernorm.weight", "pre_mlp_layernorm.weight")
     layers: int = 4
+    tied: bool = False
     server: Mapping[str, Any] = field(default_factory=dict)  # `generate.server_args` that the family needs on a CPU
     skipped: Mapping[str, str] = field(default_factory=dict)  # column -> why it is not measured
     loose: float = 0.0  # of all bars, where its layers round more
@@ -48,7 +49,7 @@ class Check:
 
 def make_folder(folder: Path, family: str, check: Check) -> tuple[Path, Path]:
     """A tiny random model, and the same with other weights."""
-    first = write_model(folder / "first", family, layers=check.layers)
+    first = write_model(folder / "first", family, check.tied, check.layers)
     second = folder / "second"
     shutil.copytree(first, second)
     generator = torch.Generator().manual_seed(2)

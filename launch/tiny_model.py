@@ -32,7 +32,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64},
-    "gemma3_text": {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,  # SGLang loads no output layer of its own
+    },
     "phi3": {
         "original_max_position_embeddings": 1024,
         "partial_rotary_factor": 0.75,

@@ -10,12 +10,16 @@ import importlib
 import itertools
 import json
 import os
+from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Which states of a prompt's beginning are kept.
+STRATEGY = "--mamba-radix-cache-strategy"
 
 L2_EPS = 1e-6  # under the root of a query's or key's length
 
@@ -26,6 +30,14 @@ def is_delta(model: Path) -> bool:
         return json.loads((model / "config.json").read_bytes()).get("linear_num_key_heads") is not None
     except (OSError, ValueError, AttributeError):
         return False
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """The arguments of a server of such a model: what SGLang chooses by itself, it has on GPUs alone."""
+    if any(word.startswith(STRATEGY) for word in given):
+        return list(given)
+    overlap = "--disable-overlap-schedule"  # which this strategy does not take
+    return [*given, STRATEGY, "no_buffer", *([] if overlap in given else [overlap])]
 
 
 def install() -> None:

@@ -62,6 +62,7 @@ def main(arguments: list[str]) -> None:
             latent_attention.install()
         if delta_net.is_delta(_model_of(sglang_arguments)):
             delta_net.install()
+            sglang_arguments = delta_net.arguments(sglang_arguments)
         _fork_processes()
     load_plugins()
     if own.quantised:
