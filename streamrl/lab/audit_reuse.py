@@ -53,12 +53,12 @@ class Uses:
 
         `whole`: the history is; otherwise each group may have been trained before.
         """
-        again = self._replay.reuse_bound if self._replay.reuse > 1 else 0
+        may_be_again, again = self._replay.reuse > 1, self._replay.reuse_bound
         for group in batch.groups:
             bound = self._bound
-            if group.group_id in self.again:
+            if group.group_id in self.again and may_be_again:
                 bound = again
-            elif bound is not None and not whole:
+            elif bound is not None and may_be_again and not whole:
                 bound = max(bound, again)
             if (oldest := group.oldest) is not None:
                 yield batch.step - oldest.step, bound

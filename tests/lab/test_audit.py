@@ -63,23 +63,22 @@ def test_completion_order_may_be_any_but_trains_no_group_twice(check):
 
 def test_a_group_may_be_trained_again_as_often_and_as_late_as_is_configured(check, make_group):
     config = config_of(reuse=2)
-    found = check(config, [(0, [0, 1]), (1, [2, 0]), (2, [3, 1])])
-    assert (found.problems, found.reused, found.groups) == ([], 2, 6)
-    assert found.staleness == 2
-    assert check(config, [(0, [0, 1]), (1, [2, 0]), (2, [3, 0])]).problems == [
-        "step 2 trained group 0 a third time; replay.reuse=2"
-    ]
-    assert check(config, [(0, [0, 0])]).problems[0] == "step 0 trained group 0 twice in one batch"
-    assert check(config, [(0, [0, 1]), (1, [0, 1])]).problems == [
-        "step 1 trained 2 groups that an earlier step had; replay.reuse_share=0.5"
-    ]
-    late = [(0, [0, 1]), (1, [2, 3]), (2, [4, 5]), (3, [6, 0])]
+    old = [make_group(group_id, version=PolicyVersion(0)) for group_id in range(4)]
+    found = check(config, [(0, old[:2]), (1, [2, old[0]]), (2, [3, old[1]])])
+    assert (found.problems, found.reused, found.groups, found.staleness) == ([], 2, 6, 2)
+    for history, problem in (
+        ([(0, old[:2]), (1, [2, old[0]]), (2, [3, old[0]])], "step 2 trained group 0 a third time; replay.reuse=2"),
+        ([(0, [old[0]] * 2)], "step 0 trained group 0 twice in one batch"),
+        ([(0, old[:2]), (1, old[:2])], "step 1 trained 2 groups that an earlier step had; replay.reuse_share=0.5"),
+        (
+            [(0, old[:2]), (1, [2, replace(old[0], attempt=1)])],
+            "step 1 trained attempt 1 of group 0, which was trained as attempt 0 before",
+        ),
+    ):
+        assert check(config, history).problems == [problem]
+    late = [(0, old[:2]), (1, [2, 3]), (2, [4, 5]), (3, [6, old[0]])]
     assert check(config, late).problems == ["step 3 trained tokens 3 steps old; the bound is 2"]
     assert check(config_of(reuse=2, reuse_max_age=3), late).problems == []
-    other = replace(make_group(0), attempt=1)
-    assert check(config, [(0, [0, 1]), (1, [2, other])]).problems == [
-        "step 1 trained attempt 1 of group 0, which was trained as attempt 0 before"
-    ]
 
 
 def test_a_step_that_is_missing_or_incomplete_is_told(check):
