@@ -380,7 +380,9 @@ def _print(findings: Findings, run_folder: Path, config: Config, limits: Limits)
         print(f"  (the batch of step {findings.handed_out} was handed out and not trained; the next start trains it)")
     if findings.first:
         print(f"  (from step {findings.first} on; journal.keep={config.journal.keep} has deleted what was before)")
-    print(f"  staleness: largest {findings.staleness}, bound {'none' if findings.bound is None else findings.bound}")
+    again = f", {config.replay.reuse_bound} of groups trained again" if config.replay.reuse > 1 else ""
+    bound = "none" if findings.bound is None else findings.bound
+    print(f"  staleness: largest {findings.staleness}, bound {bound}{again}")
     print(f"  tokens audited {findings.audited}, tokens trained {findings.trained}")
     if config.publish.keep_every > 1:
         print(f"  (weights of every {config.publish.keep_every}th version were kept: publish.keep_every)")

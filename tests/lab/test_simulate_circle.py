@@ -58,6 +58,16 @@ def test_an_infinitely_fast_learner_leaves_generations_own_rate() -> None:
     assert found.trained == pytest.approx(found.generated, rel=0.05)
 
 
+def test_a_fast_learner_trains_nearly_twice_the_tokens_where_groups_are_trained_twice() -> None:
+    once, twice = (
+        figures(Circle(config(steps=60, max_staleness=4, in_flight=4, reuse=reuse), model(SPEED)).run())
+        for reuse in (1, 2)
+    )
+    assert 1.7 * twice.generated < twice.trained < 2.01 * twice.generated
+    assert twice.trained > 1.6 * once.trained
+    assert twice.staleness_max <= 4
+
+
 def test_an_infinitely_fast_server_leaves_the_learners_own_rate() -> None:
     found = figures(Circle(config(max_staleness=2), model(ServerSpeed(1e-9, 0.0), Line(0.0, 0.001))).run())
     assert found.trained == pytest.approx(1000, rel=0.01)
