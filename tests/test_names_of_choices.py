@@ -35,7 +35,7 @@ OTHER_MEANINGS = {
     "streamrl/lab/plan/machines.py": {"copy", "memory", "disk"},  # speeds of a machine
     "streamrl/lab/plan/traffic.py": {"none"},  # journal.keep
     "streamrl/learner/lora.py": {"full"},  # Megatron's recomputation
-    "streamrl/learner/model.py": {"none", "full"},  # learner.recompute
+    "streamrl/learner/model.py": {"full"},  # learner.recompute
     "streamrl/learner/megatron_imports.py": {"wandb"},  # a package
     "streamrl/learner/packing.py": {"behaviour"},  # a field
     "streamrl/learner/selection.py": {"behaviour"},  # a field

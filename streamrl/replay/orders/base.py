@@ -33,7 +33,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from typing import TYPE_CHECKING, ClassVar, Self
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from streamrl.choices import Choice, Options
 
@@ -52,6 +53,12 @@ class Order(Choice, ABC):
     window = 1  # W
     reuses: ClassVar[bool] = False  # its bound counts `fresh`, and its `select` takes `groups`: see `replay.reuse`
     options = Options()  # of `replay.order_options`, an instance of the class's own Options
+
+    def __init_subclass__(cls, **rest: Any) -> None:
+        """A `select` that leaves no places to groups that were trained before is not for `replay.reuse`."""
+        super().__init_subclass__(**rest)
+        if "select" in vars(cls) and "groups" not in signature(cls.select).parameters:
+            cls.reuses = False
 
     # What a configuration chooses by it.
 

@@ -40,7 +40,7 @@ class JustInTime(Release):
     >>> for seconds in range(1, 41):
     ...     release.completed(seconds)
     >>> release.lead(open_for=(), rounds=1.0), release.lead(open_for=(99.0,) * 4, rounds=1.0)
-    (20, 22)
+    (20.0, 22.0)
     """
 
     Options = Timing
