@@ -17,7 +17,7 @@ PROGRAMS = "streamrl|python3?|make|pip|torchrun|docker|kubectl|sbatch|apt-get|so
 SHELL = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S")
 
 # Inline code that names a command or one of its options, and is none that can be run.
-NAMES = re.compile(r"(streamrl (?!doctor)\S+|python -m (?!benchmarks)\S+|.* (--model|--port|--fleet|--set))")
+NAMES = re.compile(r"(streamrl (?!doctor)\S+|python -m (?!benchmarks)\S+|.* (--model|--port|--fleet|--set|--export))")
 
 # What stands for something of the reader's own, and what a test puts there.
 PLACEHOLDERS = (
