@@ -89,7 +89,7 @@ class AdaptiveConfig(Section):
     ess_low: float = Field(0.5, gt=0, lt=1, description="off-policy effective sample size under which it is lowered")
     ess_high: float = Field(0.8, gt=0, le=1, description="effective sample size from which it is raised")
     least_signal: float = Field(
-        0.1, ge=0, description="gradient signal to noise under which a share between low and high lowers it; 0: never"
+        0.05, ge=0, description="gradient signal to noise under which a share between low and high lowers it; 0: never"
     )
     change: float = Field(0.5, gt=0, description="learner steps of staleness by which it is raised at once")
     patience: int = Field(4, ge=1, description="learner steps whose mean is judged")

@@ -70,7 +70,8 @@ def test_the_norm_of_parameters_and_the_zeros_of_gradients_are_there_where_they_
 ):
     plain = trainer_of(make_config(model_folder())).train_step(make_batch())
     assert not {"params_norm", "grad_zeros", "gradient/signal"} & plain.keys()
-    config = make_config(model_folder(), optimizer={"distributed": distributed}, params_metrics=True)
+    given = {"params_metrics": True, "tokens_per_micro_batch": 61}
+    config = make_config(model_folder(), optimizer={"distributed": distributed}, **given)
     trainer = trainer_of(config)
     row = trainer.train_step(make_batch())
     assert row["params_norm"] == pytest.approx(

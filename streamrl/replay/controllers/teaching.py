@@ -8,16 +8,17 @@ data keeps that size high and learns nothing. So each of three amounts has a ran
 
 They are means over `patience` steps, and beyond a limit only by more than twice their standard error, which the
 differences of successive steps tell (von Neumann, Annals of Mathematical Statistics 12, 1941). One above its range
-lowers the bound, all below theirs raise it. Where the gradient is noise (signal to noise below `least_signal`), an
-amount inside its range lowers it too. Noise alone does
-nothing: it comes with every task that is nearly solved, and fresher data does not cure it.
+lowers the bound, all below theirs raise it. Where the gradient is noise, an amount inside its range lowers it too:
+with a signal to noise below `least_signal` = 1/20 even Adam's mean (beta1 = 0.9, worth (1 + beta1) / (1 - beta1) = 19
+steps) has more noise than signal. Noise alone does nothing: it comes with every task that is nearly solved, and fresher
+data does not cure it.
 
 *How far down.* Each amount grows with age, so the bound goes to the age at which it would be at the lower end of its
 range, at most to half of the age that was seen. Where a policy drifts one way, a share of tokens grows with age itself,
 where it wanders, with the square root; half way between, age is the share to the power 1.5, which is also what
 docs/staleness.md measured (0.08 at 1.9 steps, 0.31 at 14.4). -log(ess), about the square of the distance, is taken in
-proportion. *How far up*: by `change`. Both as congestion
-control does (Chiu and Jain, Computer Networks and ISDN Systems 17, 1989: additive increase, multiplicative decrease).
+proportion. *How far up*: by `change`. Both as congestion control does (Chiu and Jain, Computer Networks and ISDN
+Systems 17, 1989: additive increase, multiplicative decrease).
 
 *Turning.* What was issued before a move is trained for S + 1 further steps. A lowered bound is not judged before that
 is over, or the data is as young as it asks; a raised one is not raised again.
