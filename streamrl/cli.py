@@ -225,7 +225,9 @@ def _add_tune(subparsers: argparse._SubParsersAction) -> None:
     )
     for name, unit in (("cores", "cores"), ("gpus", "GPUs")):
         tune.add_argument(f"--{name}", type=flags.count, metavar="N", help=f"{unit} to divide (default: those in use)")
-    tune.add_argument("--oldest", type=flags.limit, default=8.0, metavar="S", help="largest bound (default: 8)")
+    tune.add_argument(
+        "--oldest", type=flags.limit, metavar="S", help="largest bound (default: 8, or the configuration's)"
+    )
     tune.add_argument("--mean-age", type=flags.limit, metavar="STEPS", help="mean age of trained tokens at the most")
     tune.add_argument(
         "--within", type=flags.share, default=0.02, metavar="SHARE",

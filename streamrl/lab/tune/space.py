@@ -9,7 +9,7 @@
 | split | generate.workers, learner.ranks | for each number of ranks, as many workers as the rest holds |
 | micro batch | learner.tokens_per_micro_batch | those whose speed was measured |
 
-The configured value of each is among them.
+The configured value of each is among them, unless its bound is above the oldest.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Space:
         if other.bound == config.replay.bound:
             self._leave("replay.max_staleness", f"replay.order={config.replay.order} has a bound of its own")
             return (config.replay.max_staleness,)
-        return _sorted({config.replay.max_staleness, *(bound for bound in BOUNDS if bound <= oldest)})
+        return _sorted(bound for bound in (*BOUNDS, config.replay.max_staleness) if bound <= oldest)
 
     def _windows(self) -> tuple[int, ...]:
         config, step = self.config, self.config.replay.groups_per_step

@@ -30,6 +30,8 @@ from streamrl.recorded.formats import answered_run
 # Learner steps of a simulation behind the warm-up, which is as long as the data takes to become as old as it becomes.
 SHORT, LONG = 12, 24
 
+OLDEST = 8.0  # learner steps: the largest bound, unless the command line says otherwise
+
 # Servers that a finished run attached to are another one's by now.
 ALONE = "generate.attach=[]"
 
@@ -42,7 +44,7 @@ class Limits:
 
     cores: int | None = None
     gpus: int | None = None  # both None: as many as the configuration uses
-    oldest: float = 8.0  # largest bound
+    oldest: float | None = None  # largest bound; None: OLDEST, or the configuration's where that is larger
     doubling: float = DOUBLING  # of a rank's tokens/s, kept by each doubling of unmeasured ranks
     points: int = 200  # settings that are simulated
 
@@ -118,14 +120,15 @@ def tuned(source: Source, rule: Rule, limits: Limits, runs: Runs) -> Tuned:
     if not limits.doubling:
         raise ConfigError("--doubling: 0 leaves nothing of two ranks; allowed: above 0, up to 1")
     devices = _devices(config, limits)
+    oldest = max(OLDEST, config.replay.max_staleness) if limits.oldest is None else limits.oldest
     seen = groups_in_flight(config)
-    first = Space(source.load, devices, oldest=limits.oldest, seen=seen)
+    first = Space(source.load, devices, oldest=oldest, seen=seen)
     measured = _measured(source, config, first, runs)
     with Bar("tune", "simulations") as bar:
         model = calibrate(measured.folders)
         speeds = _speeds(model, measured, limits.doubling)
         seen = max(groups_in_flight(load_run(run)) for run in measured.folders)
-        space = Space(source.load, devices, oldest=limits.oldest, seen=seen, micro_batches=speeds.micro_batches)
+        space = Space(source.load, devices, oldest=oldest, seen=seen, micro_batches=speeds.micro_batches)
 
         def simulate(point: Point, long: bool) -> Figures | None:
             bar.advance(LONG_SIMULATIONS if long else 1)
