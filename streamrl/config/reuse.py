@@ -25,8 +25,8 @@ def check(replay: ReplayConfig) -> None:
     if replay.reuse == 1:
         return
     name, groups = f"reuse: {replay.reuse}", replay.groups_per_step
-    if not replay.chosen("order").reuses:
-        able = " or ".join(order for order in ORDERS.names if ORDERS.load(order).reuses)
+    if not replay.chosen("order").leaves_places():
+        able = " or ".join(order for order in ORDERS.names if ORDERS.load(order).leaves_places())
         raise ValueError(f"{name} is not possible with order={replay.order}; allowed: 1, or an order of {able}")
     if replay.bound == 0:
         raise ValueError(f"{name} trains old tokens, max_staleness=0 has none; allowed: 1, or max_staleness above 0")

@@ -109,7 +109,7 @@ class OrderConformance(Conformance):
 
     def test_it_leaves_places_to_groups_that_are_trained_again(self) -> None:
         for order, step in self._steps():
-            if order.reuses and (fewer := order.groups_per_step - 1):
+            if order.leaves_places() and (fewer := order.groups_per_step - 1):
                 ids = order.select(step.step, step.completed, step.below, step.above, fewer)
                 assert ids is not None
                 assert len(set(ids)) == len(ids) == fewer

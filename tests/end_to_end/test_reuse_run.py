@@ -13,7 +13,7 @@ from streamrl.observe.events import read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.history import recorded_batches
 
-STEPS = 40
+STEPS = 24
 P = 4  # of make_run
 
 

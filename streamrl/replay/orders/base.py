@@ -30,11 +30,11 @@ docs/bound.md has the proofs in full and works examples through.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping
-from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from streamrl.choices import Choice, Options
 
@@ -53,12 +53,6 @@ class Order(Choice, ABC):
     window = 1  # W
     reuses: ClassVar[bool] = False  # its bound counts `fresh`, and its `select` takes `groups`: see `replay.reuse`
     options = Options()  # of `replay.order_options`, an instance of the class's own Options
-
-    def __init_subclass__(cls, **rest: Any) -> None:
-        """A `select` that leaves no places to groups that were trained before is not for `replay.reuse`."""
-        super().__init_subclass__(**rest)
-        if "select" in vars(cls) and "groups" not in signature(cls.select).parameters:
-            cls.reuses = False
 
     # What a configuration chooses by it.
 
@@ -79,6 +73,11 @@ class Order(Choice, ABC):
     def of(cls, config: ReplayConfig) -> Self:
         """The order of a run. Raises ValueError as the constructor does."""
         return cls(config.groups_per_step, config.slots)
+
+    @classmethod
+    def leaves_places(cls) -> bool:
+        """Can groups that were trained before take places of a step? A `select` of one's own needs `groups`, too."""
+        return cls.reuses and "groups" in inspect.signature(cls.select).parameters
 
     # What it does with ids, steps and slots.
 
