@@ -19,7 +19,7 @@ from benchmarks.family_images import packed_difference
 from benchmarks.family_server import FOLDER, Asked, answers_of
 from benchmarks.parity import Layout, configure
 from benchmarks.parity_ranks import Case, run_ranks
-from benchmarks.random_models import VOCABULARY, largest_difference, load_model, worst, write_model
+from benchmarks.random_models import VOCABULARY, largest_difference, load_model, turn_experts, worst, write_model
 from streamrl.config import Config
 from streamrl.learner.attention import describe_row
 from streamrl.learner.families.base import ModelFamily
@@ -157,6 +157,7 @@ def _gradient_by_transformers(model: Any, folder: Path) -> dict[str, Tensor]:
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder)
+    turn_experts(folder)
     return load_file(folder / "model.safetensors")
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from launch.tiny_model import complete
@@ -232,10 +232,29 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
     config = {"num_hidden_layers": layers, "tie_word_embeddings": tied, **needed, **shape}
     random_model(model_class, **config).save_pretrained(folder)
     complete(folder)
+    turn_experts(folder)
     if "vision_config" in config:
         patch = config["vision_config"]["patch_size"]
         _image_processor(patch).save_pretrained(folder)
     return folder
+
+
+def turned(name: str, tensor: torch.Tensor, hidden: int) -> torch.Tensor:
+    """A tensor of all experts as folders of Qwen3-VL have it, [experts, inputs, outputs]; transformers 5 saves neither
+    way alone."""
+    inside = {"experts.gate_up_proj": -2, "experts.down_proj": -1}  # where `hidden` is
+    axis = next((axis for end, axis in inside.items() if name.endswith(end)), None)
+    return tensor if axis is None or tensor.shape[axis] == hidden else tensor.transpose(1, 2).contiguous()
+
+
+def turn_experts(folder: Path) -> None:
+    """Do so with those of a folder, of Qwen3-VL's mixtures alone."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["architectures"][0] == FAMILIES["qwen3_vl_moe"][0]:
+        hidden = config["text_config"]["hidden_size"]
+        weights = load_file(folder / "model.safetensors")
+        changed = {name: turned(name, tensor, hidden) for name, tensor in weights.items()}
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _image_processor(patch: int) -> Any:

@@ -80,6 +80,10 @@ class ModelFamilyConformance(Conformance):
         """What a folder of this family calls the tensor that transformers calls `name`."""
         return name
 
+    def stored_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """How a folder of this family has the tensor that transformers saves as `name`."""
+        return tensor
+
     def test_a_configuration_is_read_as_transformers_reads_it(self, tmp_path: Path) -> None:
         for tied in (False, True):
             folder, theirs = self._folder(tmp_path, tied)
@@ -171,7 +175,7 @@ class ModelFamilyConformance(Conformance):
         model = random_model(self.model_class or architecture, tie_word_embeddings=tied, **self.config)
         model.save_pretrained(folder)
         weights = load_file(folder / "model.safetensors")
-        renamed = {self.stored_name(name): tensor for name, tensor in weights.items()}
+        renamed = {self.stored_name(name): self.stored_tensor(name, tensor) for name, tensor in weights.items()}
         save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks.random_models import FAMILIES
+from benchmarks.random_models import FAMILIES, turned
 from streamrl.choices import FAMILIES as KIND
 from streamrl.learner.families.base import IN_A_LAYER
 from streamrl.learner.families.qwen2 import Qwen2
-from streamrl.testing.families import ModelFamilyConformance
+from streamrl.testing.families import SIZES, ModelFamilyConformance
 
 TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/test_own_choices.py, all at once
 
@@ -19,6 +19,8 @@ FAST = ("qwen2", "qwen3_moe", "glm4", "glm4_moe")
 
 for _name in KIND.names:
     _members = {"name": _name, "config": FAMILIES[_name][1], **TOGETHER}
+    if _name == "qwen3_vl_moe":
+        _members["stored_tensor"] = lambda self, name, tensor: turned(name, tensor, SIZES["hidden_size"])
     if _name not in FAST:
         _members["pytestmark"] = pytest.mark.slow
     globals()[f"Test_{_name}"] = type(f"Test_{_name}", (ModelFamilyConformance,), _members)
