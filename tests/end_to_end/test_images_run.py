@@ -32,6 +32,7 @@ def test_a_run_on_images_learns_is_audited_and_retrains_bit_for_bit(family, tmp_
     tiny_vl_model.make(tmp_path / "model", family=family)
     steps = STEPS[family]
     settings = ("run.name=run", "model.path=model", f"run.steps={steps}", f"checkpoint.every={steps}")
+    settings += ("run.start_timeout=900",)
     streamrl("train", str(ROOT / "configs/images.yaml"), *settings)
     run = tmp_path / "runs" / "run"
     rewards = [row["reward/mean"] for row in read_metrics(run)]
