@@ -78,7 +78,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # What transformers 5 drops of the `config.json` of real models, and SGLang asks for, by the architecture.
 DROPPED: dict[str, dict[str, Any]] = {
-    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    "Qwen3NextForCausalLM": {"full_attention_interval": 2},
 }
 
 END = "<|endoftext|>"  # the end token of Qwen2's tokenizers

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 lacks on a CPU machine without `sgl_kernel` for gated delta nets (Qwen3-Next): five kernels.
+"""What SGLang 0.5.23 lacks on a CPU machine without `sgl_kernel` for gated delta nets (Qwen3-Next): six kernels.
 
 Plain torch, token by token. States are [slots, heads, value, key], as SGLang's pool has them, and inputs of the
 convolution [slots, channels, kernel - 1].
@@ -54,6 +54,9 @@ def install() -> None:
     kernels: Any = torch.ops.sgl_kernel
     kernels.fused_gdn_gating_cpu = gates
     kernels.fused_sigmoid_gating_delta_rule_update_cpu = decode
+    from sglang.kernels.ops.attention.fla import fused_norm_gate
+
+    fused_norm_gate.rms_norm_gated = gated_norm
 
 
 def convolve(
@@ -159,6 +162,16 @@ def decode(
     state, output = _step(state, query, key, v[0].float(), decay[0], beta[0])
     initial_state_source[initial_state_indices] = state.to(initial_state_source.dtype)
     return output.unsqueeze(0).to(v.dtype)
+
+
+def gated_norm(
+    x: Tensor, g: Tensor, weight: Tensor, bias: None, activation: str = "swish", *, eps: float = 1e-6, **_: Any
+) -> Tensor:
+    """The RMS norm of x [..., d] times the activation of g."""
+    from torch.nn.functional import rms_norm
+
+    normal = rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (normal * _activated(g.float(), activation)).to(x.dtype)
 
 
 def _step(  # noqa: PLR0917 (as in the formula)

@@ -80,9 +80,8 @@ def _heads(shape: ModelShape) -> tuple[int, int, int]:
 
 def _scaling(path: Path, given: dict[str, Any], config: dict[str, Any], shape: ModelShape) -> RopeScaling:
     """LongRoPE with the factors of short sequences."""
-    length = {_ORIGINAL: given.get(_ORIGINAL) or config.get(_ORIGINAL)}
-    need(path, length, _ORIGINAL)
-    original = int(length[_ORIGINAL])
+    original: Any = given.get(_ORIGINAL) or config.get(_ORIGINAL)
+    need(path, {_ORIGINAL: original}, _ORIGINAL)
     grown = shape.max_length / original
     only = {"factor": grown, "attention_factor": None, "short_mscale": None, "long_mscale": None}
     for key, allowed in only.items():  # SGLang and transformers read different ones of them

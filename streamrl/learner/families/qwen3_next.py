@@ -39,7 +39,7 @@ class Qwen3Next(ModelFamily):
     """Qwen3-Next: gated delta nets in three of four layers, gated attention in the others, many experts beside a gated
     shared one, norms whose weights count from 1.
 
-    Its layer of multi-token prediction (`mtp`) is neither trained nor exported. SGLang does not serve it on CPUs.
+    Its layer of multi-token prediction (`mtp`) is neither trained nor exported.
     """
 
     architectures = ("Qwen3NextForCausalLM",)
