@@ -40,7 +40,7 @@ class QwenVL(ModelFamily):
         for key in ("tie_word_embeddings", "quantization_config"):
             if key in config:
                 text[key] = config[key]
-        rope = next((text[key] for key in _ROPE if text.get(key)), {})
+        rope: dict[str, Any] = next((text[key] for key in _ROPE if text.get(key)), {})
         kind = rope.get("rope_type") or rope.get("type")
         if kind == "mrope":
             rope = {key: value for key, value in rope.items() if key != "type"} | {"rope_type": "default"}
