@@ -124,6 +124,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "head_dim": 32,
             "full_attention_interval": 2,
+            "linear_conv_kernel_dim": 4,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
             "linear_key_head_dim": 16,
