@@ -29,7 +29,7 @@ def image_inputs(
         yield {"input_ids": ids}
         return
     token, table = model.config.image_token_id, model.get_input_embeddings()
-    own = table.weight.shape[0]
+    own = int(table.num_embeddings)
     opened = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
     given = _processor(folder)(images=opened, return_tensors="pt")
     asked = ids.clone()

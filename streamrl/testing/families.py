@@ -46,8 +46,10 @@ SIZES: dict[str, Any] = {
 }
 WITHOUT = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 # Keys of a vision-language model's configuration that are not in its `text_config`.
-BESIDE_TEXT = ("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-BESIDE_TEXT += ("tie_word_embeddings",)
+BESIDE_TEXT = (
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "tie_word_embeddings",
+)  # fmt: skip
 BUFFERS = ("e_score_correction_bias",)  # of transformers' models, that a folder has
 QUANTIZED = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

@@ -36,7 +36,7 @@ def run_command(
     try:
         while process.poll() is None and time.monotonic() < deadline:
             for role in (process.pid, *_children(process.pid)) if cores else ():
-                if (own := _cores_of(role, cores)) is not None:
+                if cores and (own := _cores_of(role, cores)) is not None:
                     pin(role, own)
             time.sleep(PIN_PERIOD)
     finally:

@@ -147,7 +147,7 @@ class Space:
         splits, own_split = self._axes["split"], (own.workers, own.ranks)
         split = splits.index(own_split) if own_split in splits else 0
         bound = self._nearest("bound", own.bound)
-        begins = [(bound, at["window"], at["in_flight"], at["every"], split, at["micro_batch"])]
+        begins: list[Point] = [(bound, at["window"], at["in_flight"], at["every"], split, at["micro_batch"])]
         strict, often = self._nearest("window", 1), self._nearest("every", 1)
         for bound, value in enumerate(self._axes["bound"]):
             half = self._nearest("in_flight", (value + 1) * self.config.replay.groups_per_step / 2)

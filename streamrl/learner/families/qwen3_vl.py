@@ -18,7 +18,7 @@ class Qwen3VL(QwenVL):
 
     architectures = ("Qwen3VLForConditionalGeneration",)
     qk_norm = True
-    head_dim = 128
+    head_dim: ClassVar[int | None] = 128
     vision_prefix = "model.visual."
     layers_prefix = "model.language_model.layers."
     outside_layers: ClassVar[Mapping[str, Entry]] = {

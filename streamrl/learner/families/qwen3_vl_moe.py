@@ -43,6 +43,6 @@ class Qwen3VLMoe(Qwen3VL):
             return piece.t()
 
         return {
-            "turned_gate_up": Cut(1, turn, lambda _, part: [part.t()], turned=True, blocks=2),
+            "turned_gate_up": Cut(1, turn, lambda _, part: [part.t()], turned=True, blocks=(1, 1)),
             "turned": Cut(0, turn, lambda _, part: [part.t()], turned=True),
         }

@@ -48,7 +48,7 @@ class VisionTower(nn.Module):
             self.tower = shape.family.tower(shape.vision)
         self.tower.to(config.params_dtype)
         if recompute:
-            self.tower.gradient_checkpointing_enable({"use_reentrant": False})
+            self.tower.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         for parameter in self.tower.parameters():
             parameter.requires_grad_(not frozen)
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
