@@ -60,6 +60,15 @@ SHAPE_OF = {
     "verl/qwen3-30b-a3b-dapo": "qwen3-30b-a3b",
     "verl/qwen3-30b-a3b-gsm8k-lora": "qwen3-30b-a3b",
     "verl/qwen3-8b-gsm8k": "qwen3-8b",
+    "verl/qwen2.5-vl-7b-geo3k": "qwen2.5-vl-7b",
+    "verl/qwen2.5-vl-7b-geo3k-balance": "qwen2.5-vl-7b",
+    "verl/qwen2.5-vl-7b-geo3k-freeze-vision": "qwen2.5-vl-7b",
+    "verl/qwen2.5-vl-7b-geo3k-lora": "qwen2.5-vl-7b",
+    "verl/qwen2.5-vl-7b-geo3k-megatron": "qwen2.5-vl-7b",
+    "verl/qwen2.5-vl-7b-geo3k-sglang": "qwen2.5-vl-7b",
+    "verl/qwen3-vl-235b-a22b-geo3k": "qwen3-vl-235b-a22b",
+    "verl/qwen3-vl-30b-a3b-geo3k": "qwen3-vl-30b-a3b",
+    "verl/qwen3-vl-8b-geo3k": "qwen3-vl-8b",
     "verl/seed-oss-36b-gsm8k": "seed-oss-36b",
 }
 H100 = Machines()

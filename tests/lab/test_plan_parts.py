@@ -51,6 +51,10 @@ PARAMETERS = {  # as the published safetensors indices count them
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
+    "qwen3-vl-235b-a22b": 235_670_022_896,
     "seed-oss-36b": 36_151_104_512,
 }
 

@@ -164,8 +164,8 @@ def test_sigmoid_experts_shared_ones_and_layers_that_are_not_built_are_read(tmp_
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architectures": ["MixtralForCausalLM"]}, "MixtralForCausalLM is not supported; allowed: .*LlamaForCausalLM"),
-        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "Qwen2_5_VLForConditionalGeneration is not supp"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM is not supported; allowed: .*LlamaForCausalLM"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration is not supported"),
         ({"architectures": None}, "architecture none"),
         ({"vision_config": {"depth": 2}}, "vision_config="),
         ({"text_config": {"num_hidden_layers": 2}}, "text_config="),
