@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedModel
 
 
@@ -29,7 +29,8 @@ def image_inputs(
         yield {"input_ids": ids}
         return
     token, table = model.config.image_token_id, model.get_input_embeddings()
-    own = int(table.num_embeddings)
+    assert isinstance(table, nn.Embedding)
+    own = table.num_embeddings
     opened = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
     given = _processor(folder)(images=opened, return_tensors="pt")
     asked = ids.clone()
