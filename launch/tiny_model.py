@@ -103,21 +103,7 @@ def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", l
         raise ValueError(f"symbols: {symbols} is not allowed; allowed: 2 to {len(string.ascii_lowercase)}")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(symbols)
-    settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "initializer_range": INITIALIZER_RANGE,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.eos_token_id,
-        "bos_token_id": None,
-        "dtype": "float32",
-    }
+    settings = sizes(tokenizer, layers) | {"tie_word_embeddings": False, "dtype": "float32"}
     config = AutoConfig.for_model(family, **copy.deepcopy({**settings, **FAMILIES[family]}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -125,6 +111,23 @@ def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", l
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     complete(folder)
+
+
+def sizes(tokenizer: Qwen2Tokenizer, layers: int) -> dict[str, Any]:
+    """What the language models of all families have in their configuration."""
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": INITIALIZER_RANGE,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
 
 
 def complete(folder: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Tokenizer
 
-from launch.tiny_model import END, INITIALIZER_RANGE
+from launch.tiny_model import END, INITIALIZER_RANGE, sizes
 
 START, STOP, PAD, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 
@@ -68,20 +68,7 @@ def make(folder: Path, seed: int = 1, family: str = "qwen2_5_vl", layers: int = 
     }
     config = AutoConfig.for_model(
         family,
-        text_config={
-            "vocab_size": len(tokenizer),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "initializer_range": INITIALIZER_RANGE,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.eos_token_id,
-            "bos_token_id": None,
-            **text,
-        },
+        text_config=sizes(tokenizer, layers) | text,
         vision_config={
             "depth": 2,
             "hidden_size": 32,

@@ -35,9 +35,8 @@ def run_command(
     deadline = time.monotonic() + timeout
     try:
         while process.poll() is None and time.monotonic() < deadline:
-            for role in (process.pid, *_children(process.pid)) if cores else ():
-                if cores and (own := _cores_of(role, cores)) is not None:
-                    pin(role, own)
+            if cores is not None:
+                _pin_all((process.pid, *_children(process.pid)), cores)
             time.sleep(PIN_PERIOD)
     finally:
         late = process.poll() is None
@@ -48,6 +47,12 @@ def run_command(
         lines = log.read_text(errors="replace").splitlines()
         ended = f"took more than {timeout:.0f} s" if late else f"ended with {code}"
         raise RunEndedError(f"{' '.join(command)}\n{ended}:\n" + "\n".join(lines[-20:]))
+
+
+def _pin_all(roles: Sequence[int], cores: Cores) -> None:
+    for role in roles:
+        if (own := _cores_of(role, cores)) is not None:
+            pin(role, own)
 
 
 def _children(pid: int) -> list[int]:
