@@ -295,10 +295,10 @@ def main() -> int:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="20 s of the slow learner, 40 steps of each order, each form once",
+        help="20 s of the slow learner, 40 steps of each order and 24 of each form, each once",
     )
     parser.add_argument("--seconds", type=float, help="of the slow learner's run (default: 60, quick: 20)")
-    parser.add_argument("--repeats", type=int, default=5, help="of every order")
+    parser.add_argument("--repeats", type=int, help="of every order (default: 5, quick: 1)")
     parser.add_argument("--steps", type=int, help="of one run with stragglers (default: 160, quick: 40)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
@@ -306,10 +306,10 @@ def main() -> int:
         folder = Path(name)
         slow = squeeze(folder / "slow", options.seconds or (20.0 if options.quick else 60.0))
         show_squeeze(slow)
-        rows = stragglers(folder, options.repeats, options.steps or (40 if options.quick else 160))
+        repeats = options.repeats or (1 if options.quick else 5)
+        rows = stragglers(folder, repeats, options.steps or (40 if options.quick else 160))
         show_stragglers(rows)
-        repeats, steps = (1, 24) if options.quick else (options.repeats, 120)
-        submitted: list[Submitted] = forms(folder, repeats, steps)
+        submitted: list[Submitted] = forms(folder, repeats, 24 if options.quick else 120)
         show_forms(submitted)
     broken = [line for row in rows for line in row.broken()] + [line for row in submitted for line in row.broken()]
     broken = [*slow.broken(), *broken]
