@@ -110,9 +110,9 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def audit(options: argparse.Namespace) -> int:
     run_folder = answered_run(options.run)
-    from streamrl.lab import audit
+    from streamrl.lab.audit import command
 
-    return audit.main(run_folder, options.tolerance)
+    return command.main(run_folder, options.tolerance)
 
 
 def retrain(options: argparse.Namespace) -> int:

@@ -20,7 +20,8 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.senseless import warnings
-from streamrl.lab.audit import Findings, History
+from streamrl.lab.audit.findings import Findings
+from streamrl.lab.audit.history import History
 from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.model import Line
 from streamrl.places import absolute

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig
 
 from launch import tiny_vl_model
-from streamrl.lab.audit import Stamped, load_kept, logprobs
+from streamrl.lab.audit.logprobs import Stamped, load_kept, logprobs
 from streamrl.observe.metrics import read_metrics
 from streamrl.recorded.journal import batches
 from tests.documented_commands import ROOT

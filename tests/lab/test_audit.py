@@ -6,7 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from streamrl.config import Config
-from streamrl.lab.audit import LIMITS, Findings, History, limits_of
+from streamrl.lab.audit.findings import Findings
+from streamrl.lab.audit.history import History
+from streamrl.lab.audit.limits import LIMITS, limits_of
 from streamrl.replay.orders import make_order
 from streamrl.types import Batch, Group, PolicyVersion
 

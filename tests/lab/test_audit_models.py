@@ -19,7 +19,7 @@ from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
-from streamrl.lab.audit import load_kept
+from streamrl.lab.audit.logprobs import load_kept
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed
 from streamrl.stream.codec import encode_group

@@ -63,18 +63,16 @@ def audited(folder: Path, what: str) -> Measured:
     """`streamrl audit` of a run. Raises Failed with its first problem."""
     import numpy as np
 
-    from streamrl.lab import audit  # it imports torch: what only reads records does without
+    from streamrl.lab.audit.command import audit  # it imports torch: what only reads records does without
 
-    config = load_run(folder)
-    limits = audit.LIMITS[config.model.dtype]
-    findings = audit.audit(folder, config, limits)
+    findings = audit(folder, load_run(folder))
     if findings.problems:
         more = f" (and {len(findings.problems) - 1} more)" if len(findings.problems) > 1 else ""
         raise Failed(f"{what}: {findings.problems[0]}{more}")
     differences = np.concatenate(findings.differences)
     return Measured(
         f"{what}; {findings.audited} tokens within {differences.max():.2g} nats of Hugging Face",
-        f"every promise of the audit, {limits.largest:g} nats",
+        f"every promise of the audit, {findings.limits.largest:.2g} nats",
     )
 
 
@@ -93,14 +91,14 @@ def measured_run(bench: Bench) -> str:
 
 def gap(bench: Bench, folder: Path, suffix: str = "", *, allowance: float = 1.0) -> Measured:
     """`offpolicy/log_ratio` of a run's steps. Raises Failed above the limits of the audit times `allowance`."""
-    from streamrl.lab import audit
+    from streamrl.lab.audit.limits import LIMITS
 
     rows = [row for row in read_metrics(folder) if row.get(f"offpolicy/log_ratio_mean{suffix}") is not None]
     if not rows:
         raise Failed(f"no step of {folder.name} trained a token of its own version")
     mean = max(row[f"offpolicy/log_ratio_mean{suffix}"] for row in rows)
     largest = max(row[f"offpolicy/log_ratio_max{suffix}"] for row in rows)
-    limits = audit.LIMITS[bench.dtype]
+    limits = LIMITS[bench.dtype]
     said = f"mean {mean:.2g}, largest {largest:.2g} nats in {len(rows)} steps"
     allowed = f"mean {allowance * limits.mean:g}, largest {allowance * limits.largest:g}"
     if not (mean <= allowance * limits.mean and largest <= allowance * limits.largest):

@@ -16,7 +16,7 @@ from msgspec import structs
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from streamrl.lab.audit import Stamped, load_kept, logprobs
+from streamrl.lab.audit.logprobs import Stamped, load_kept, logprobs
 from streamrl.lab.report.runs import Run
 from streamrl.lab.report.samples import TOKENS, Shown
 from streamrl.recorded.weights import kept_versions

@@ -41,7 +41,7 @@ def image_inputs(
     try:
         yield {
             "input_ids": asked,
-            "pixel_values": given["pixel_values"].to(torch.float32),
+            "pixel_values": given["pixel_values"].to(model.dtype),
             "image_grid_thw": given["image_grid_thw"],
             "mm_token_type_ids": (asked == token).int(),
         }

@@ -1,0 +1,117 @@
+"""The tokens of each kept version, scored again with its weights; some of them with the weights beside it, too."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from streamrl.config import Config
+from streamrl.lab.audit.findings import Findings
+from streamrl.lab.audit.limits import rounds
+from streamrl.lab.audit.logprobs import Stamped, in_order, load_kept, scored
+from streamrl.lab.audit.stamps import spread_over
+from streamrl.observe.bars import Bar
+from streamrl.types import PolicyVersion
+
+NEIGHBOURS = 1024  # tokens of a version that are scored with the weights beside it
+ROUNDED = 2048  # tokens of a run whose rounding is measured
+
+
+def check_versions(
+    kept: Mapping[PolicyVersion, Path],
+    tokens: Mapping[PolicyVersion, Sequence[Stamped]],
+    config: Config,
+    findings: Findings,
+) -> None:
+    """Compare what was recorded of `tokens`, by their stamps, with the kept weights; and whether all are kept."""
+    settings = AutoConfig.from_pretrained(config.model.path)
+    stamped = sorted(tokens.keys() & kept.keys())
+    scorer = _Scorer(tokens, config, findings)
+    beside = _beside(sorted(kept), stamped)
+    with Bar("log-probs", "tokens", sum(span.tokens for version in stamped for span in tokens[version])) as bar:
+        for number, version in enumerate(sorted({*stamped, *beside}), 1):
+            bar.what = f"version {number} of {len({*stamped, *beside})}"
+            model = load_kept(kept[version], settings, config.model.path)
+            if version in tokens:
+                scorer.check(version, model, bar)
+            for neighbour, where in beside[version]:
+                scorer.look_at(neighbour, model, where)
+            if version in tokens and rounds(config):
+                scorer.round(version, model)
+    for version in sorted(tokens.keys() - kept.keys()):
+        if config.publish.keep_every and version.step % config.publish.keep_every == 0:
+            findings.problems.append(f"version {version} is stamped on tokens, but its weights are not kept")
+
+
+def _beside(
+    kept: Sequence[PolicyVersion], stamped: Sequence[PolicyVersion]
+) -> defaultdict[PolicyVersion, list[tuple[PolicyVersion, str]]]:
+    """By version: the stamped ones next to it, and where it is, seen from those."""
+    found: defaultdict[PolicyVersion, list[tuple[PolicyVersion, str]]] = defaultdict(list)
+    places = {version: place for place, version in enumerate(kept)}
+    for version in stamped:
+        place = places[version]
+        if place > 0:
+            found[kept[place - 1]].append((version, "before"))
+        if place + 1 < len(kept):
+            found[kept[place + 1]].append((version, "behind"))
+    return found
+
+
+class _Scorer:
+    """Scores all tokens of a version by its own weights, and a few of them by others."""
+
+    def __init__(self, tokens: Mapping[PolicyVersion, Sequence[Stamped]], config: Config, findings: Findings) -> None:
+        self._tokens = tokens
+        self._base = config.model.path
+        self._findings = findings
+        # Of the few tokens of a version, by span: by its own weights, and by those beside it until both are known.
+        self._own: dict[PolicyVersion, list[np.ndarray]] = {}
+        self._others: defaultdict[PolicyVersion, dict[str, list[np.ndarray]]] = defaultdict(dict)
+
+    def check(self, version: PolicyVersion, model: PreTrainedModel, bar: Bar) -> None:
+        """All of a version's tokens, by its own weights."""
+        findings = self._findings
+        for span, recorded, computed in scored(model, self._tokens[version], self._base):
+            difference = np.nan_to_num(np.abs(computed - recorded), nan=np.inf)
+            if span.exact:
+                findings.differences.append(difference)
+                findings.audited += len(difference)
+            else:
+                findings.inexact_differences.append(difference)
+            bar.advance(span.tokens)
+        self._own[version] = self._few(version, model)
+        self._compare(version)
+
+    def look_at(self, version: PolicyVersion, model: PreTrainedModel, where: str) -> None:
+        """A few of a version's tokens, by the weights `where` it: before, or behind."""
+        self._others[version][where] = self._few(version, model)
+        self._compare(version)
+
+    def round(self, version: PolicyVersion, model: PreTrainedModel) -> None:
+        """How far bfloat16 takes a version's few tokens from what float32 computes. Leaves the model in bfloat16."""
+        if sum(map(len, self._findings.rounded)) < ROUNDED:
+            rounded = self._few(version, model.to(torch.bfloat16))
+            self._findings.rounded += [np.abs(a - b) for a, b in zip(rounded, self._own[version], strict=True)]
+
+    def _few(self, version: PolicyVersion, model: PreTrainedModel) -> list[np.ndarray]:
+        return [computed for _, _, computed in scored(model, self._spans(version), self._base)]
+
+    def _spans(self, version: PolicyVersion) -> list[Stamped]:
+        exact = [span for span in self._tokens[version] if span.exact]
+        return [exact[place] for place in spread_over([span.tokens for span in exact], NEIGHBOURS)]
+
+    def _compare(self, version: PolicyVersion) -> None:
+        """Where both are known."""
+        if version not in self._own:
+            return
+        spans = in_order(self._spans(version))
+        for where, others in self._others.pop(version, {}).items():
+            towards = self._findings.before if where == "before" else self._findings.behind
+            for span, own, other in zip(spans, self._own[version], others, strict=True):
+                towards.add(span.recorded, own, other)

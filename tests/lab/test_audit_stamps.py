@@ -1,0 +1,165 @@
+"""The audit finds a stamp that is off by one where each single difference is below the rounding of the numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace as replaced
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from launch import tiny_model
+from streamrl.config import Config
+from streamrl.config import file as config_file
+from streamrl.config.replay import JournalConfig
+from streamrl.lab.audit.command import audit
+from streamrl.lab.audit.findings import Findings
+from streamrl.lab.audit.limits import LIMITS
+from streamrl.lab.audit.stamps import Neighbours, spread_over
+from streamrl.replay.journal import Journal
+from streamrl.replay.records import Completed, Consumed
+from streamrl.stream.codec import encode_group
+from streamrl.types import PolicyVersion, Sample, VersionSpan
+
+STEPS, SAMPLES, TOKENS = 4, 8, 32
+CHANGE = 2e-3  # of a weight in a step, where a typical one is 0.1: less than what bfloat16 rounds away of a log-prob
+
+
+@pytest.mark.parametrize(("drawn_by", "expected"), [("own", 0.0), ("other", 1.0)])
+def test_the_slope_says_which_of_two_versions_drew_tokens_below_ten_times_the_noise(drawn_by, expected):
+    random = np.random.default_rng(1)
+    neighbours = Neighbours()
+    for _ in range(200):
+        own = -random.exponential(1.0, 50)
+        other = own + random.normal(0.003, 0.005, 50)
+        noise = 0.05 * random.normal(size=50) + 0.01  # ten times what a step changes, and to one side
+        neighbours.add((own if drawn_by == "own" else other) + noise, own, other)
+    slope = neighbours.slope()
+    assert slope is not None
+    assert slope.tells
+    assert abs(slope.value - expected) < 4 * slope.error
+    assert slope.wrong == (drawn_by == "other")
+
+
+def test_versions_that_do_not_differ_are_not_told_apart():
+    random = np.random.default_rng(2)
+    same, near = Neighbours(), Neighbours()
+    for _ in range(20):
+        own = -random.exponential(1.0, 10)
+        same.add(own + 0.05 * random.normal(size=10), own, own)
+        near.add(own + 0.05 * random.normal(size=10), own, own + 1e-4 * random.normal(size=10))
+    assert same.slope() is None
+    assert Neighbours().slope() is None
+    slope = near.slope()
+    assert slope is not None
+    assert not slope.tells
+    assert not slope.wrong
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 200))
+def test_samples_are_chosen_from_the_whole_range_and_none_twice(sizes, most):
+    chosen = spread_over(sizes, most)
+    assert chosen == sorted(set(chosen))
+    assert set(chosen) <= set(range(len(sizes)))
+    assert len(chosen) == len(sizes) if sum(sizes) <= most else 1 <= len(chosen) <= len(sizes)
+
+
+def drawn(policy: PreTrainedModel, prompt: np.ndarray) -> Sample:
+    """Drawn and scored by `policy` in bfloat16, token by token as a server does it."""
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    told = []
+    with torch.inference_mode():
+        for _ in range(TOKENS):
+            distribution = torch.log_softmax(policy(ids).logits[0, -1].float(), -1)
+            token = torch.multinomial(distribution.exp(), 1)
+            told.append(float(distribution[token]))
+            ids = torch.cat([ids, token[None]], 1)
+    output = ids[0, len(prompt) :].numpy().astype(np.int32)
+    return Sample(
+        prompt_ids=prompt,
+        output_ids=output,
+        logprobs=np.array(told, np.float32),
+        loss_mask=np.ones(TOKENS, np.bool_),
+        spans=(VersionSpan(PolicyVersion(0), 0, TOKENS),),
+        reward=0.0,
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, list[list[Sample]]]:
+    """A run in bfloat16 with its weights, and what each version drew."""
+    folder = tmp_path_factory.mktemp("bf16")
+    tiny_model.make(folder / "model", seed=1)
+    torch.manual_seed(3)
+    policy = AutoModelForCausalLM.from_pretrained(folder / "model").float()
+    random = np.random.default_rng(4)
+    samples = []
+    for step in range(STEPS + 1):
+        rounded = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.bfloat16)
+        rounded.load_state_dict({name: weight.bfloat16() for name, weight in policy.state_dict().items()})
+        rounded.save_pretrained(folder / "run" / "weights" / f"{step}.0")
+        prompts = random.integers(2, 8, (SAMPLES, 6), dtype=np.int32)
+        samples.append([drawn(rounded.eval(), prompt) for prompt in prompts])
+        with torch.no_grad():
+            for weight in policy.parameters():
+                weight += CHANGE * torch.randn_like(weight)
+    tree = {
+        "model": {"path": folder / "model", "dtype": "bfloat16"},
+        "replay": {"groups_per_step": 1, "max_staleness": 1},
+        "generate": {"group_size": SAMPLES},
+        "publish": {"keep_every": 1},
+        "journal": {"keep": "all"},
+    }
+    config = Config.model_validate(tree)
+    config_file.save(config, folder / "run" / "config.yaml")
+    return config, folder / "run", samples
+
+
+@pytest.fixture
+def audited(recorded, make_group, tmp_path):
+    """`audited(off)`: the findings where what version v + off drew carries the stamp v."""
+    config, run, samples = recorded
+
+    def find(off: int) -> Findings:
+        (tmp_path / "weights").symlink_to(run / "weights")
+        journal = Journal(tmp_path / "journal", JournalConfig(keep="all"), b"")
+        rows = []
+        for step in range(STEPS):
+            span = VersionSpan(PolicyVersion(step), 0, TOKENS)
+            answers = tuple(replaced(sample, spans=(span,)) for sample in samples[step + off])
+            group = replaced(make_group(step), samples=answers)
+            frames = [bytes(frame) for frame in encode_group(group, 1 << 20)]
+            journal.append_group(Completed(group_id=step, attempt=0, size=1, tokens=SAMPLES * TOKENS), frames)
+            journal.append(Consumed(step=step, group_ids=(step,)))
+            counts = {"tokens/trained": SAMPLES * TOKENS, "staleness/max": 0}
+            rows.append(json.dumps({"step": step + 1, "version": f"{step + 1}.0", **counts}) + "\n")
+        journal.commit()
+        journal.close()
+        (tmp_path / "metrics.jsonl").write_text("".join(rows))
+        return audit(tmp_path, config)
+
+    return find
+
+
+def test_a_run_in_bfloat16_is_held_to_a_few_times_its_own_rounding(audited):
+    findings = audited(0)
+    assert findings.problems == []
+    assert findings.audited == STEPS * SAMPLES * TOKENS
+    assert findings.limits.mean < LIMITS["bfloat16"].mean / 2
+    differences = np.concatenate(findings.differences)
+    assert differences.mean() > findings.limits.mean / 10, "the limits are not far from what is seen"
+
+
+def test_stamps_that_are_off_by_one_step_are_found_although_the_old_limits_pass_each_token(audited):
+    findings = audited(1)
+    differences = np.concatenate(findings.differences)
+    assert differences.max() < LIMITS["bfloat16"].largest
+    assert differences.mean() < LIMITS["bfloat16"].mean
+    assert any("another version drew them" in problem for problem in findings.problems), findings.problems
+    assert "behind" in findings.problems[-1]
