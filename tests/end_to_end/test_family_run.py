@@ -12,11 +12,15 @@ from launch import tiny_model
 from streamrl.observe.metrics import read_metrics
 from tests.documented_commands import ROOT
 
-STEPS = 4
+STEPS = 20
 SMALL = (f"run.steps={STEPS}", "generate.group_size=4", "generate.groups_in_flight=8", "replay.groups_per_step=4")
 DEADLINE = 900.0
 REPLAY = "learner.router_replay=true"
 SETTINGS = {
+    "qwen3": (),
+    "qwen3_moe": (REPLAY,),
+    "llama": (),
+    "mistral": (),
     "seed_oss": (),
     "glm4": (),
     "glm4_moe": (REPLAY,),
