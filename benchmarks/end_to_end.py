@@ -54,7 +54,7 @@ BALANCE = 0.15  # by which the two sides may differ, in seconds a token, where t
 WARM_UP = 4
 
 CANDIDATES = 3  # loads that are tried before the first repeat, those which should balance the sides best
-STEPS, QUICK_STEPS = 10, 4  # that are counted
+STEPS, QUICK_STEPS = 10, 2  # that are counted
 AHEAD = 2  # further steps of generation alone, so that tickets are out up to the end of the counted ones
 COLUMNS = (
     "tokens/s", "of the optimum", "of sync", "of sync, shared", "reward/s x 1000", "staleness: mean, p95",

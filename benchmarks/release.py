@@ -80,14 +80,22 @@ class Row:
     def middle(self, field: str) -> float:
         return statistics.median(vars(course)[field] for course in self.courses)
 
-    def broken(self) -> list[str]:
-        """Promises and bars that were not kept."""
-        name = f"{self.load}, {self.policy}"
+    @property
+    def name(self) -> str:
+        return f"{self.load}, {self.policy}"
+
+    def promises(self) -> list[str]:
+        """Those of slots and bound that were not kept."""
         charged = max(course.charged for course in self.courses)
         oldest = max(course.largest_age for course in self.courses)
-        found = [f"{name}: {charged} slots in use, {self.slots} allowed"] if charged > self.slots else []
+        found = [f"{self.name}: {charged} slots in use, {self.slots} allowed"] if charged > self.slots else []
         if oldest > BOUND:
-            found.append(f"{name}: a token {oldest} steps old, {BOUND} allowed")
+            found.append(f"{self.name}: a token {oldest} steps old, {BOUND} allowed")
+        return found
+
+    def broken(self) -> list[str]:
+        """Promises and bars that were not kept."""
+        name, found = self.name, self.promises()
         if (ratio := statistics.median(self.ratios)) < RATIO:
             found.append(f"{name}: {ratio:.3f} of the steps/s of {POLICIES[0]}, {RATIO} is the bar")
         if self.policy != POLICIES[0] and LOADS[self.load] > 1 and (age := self.middle("mean_age")) > AGE:
@@ -169,16 +177,16 @@ def show(rows: Sequence[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="each once")
+    parser.add_argument("--quick", action="store_true", help="each once and shortly; speeds and ages are not judged")
     parser.add_argument("--repeats", type=int, default=5, help="of every load and policy")
-    parser.add_argument("--steps", type=int, default=24, help="that are timed of one run")
+    parser.add_argument("--steps", type=int, help="that are timed of one run (default: 24, quick: 8)")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         repeats = 1 if options.quick else options.repeats
-        rows = compare(Path(name), repeats, options.steps)
+        rows = compare(Path(name), repeats, options.steps or (8 if options.quick else 24))
     show(rows)
-    broken = [line for row in rows for line in row.broken()]
+    broken = [line for row in rows for line in (row.promises() if options.quick else row.broken())]
     print("\nbroken: " + ("; ".join(broken) or "nothing"))
     if options.json:
         figures = {"rows": [asdict(row) for row in rows], "broken": broken, "ratios": _ratios(rows)}

@@ -60,7 +60,7 @@ class Form:
     points: int  # that the search simulates
 
 
-FULL, QUICK = Form(30, None, 5, 200), Form(8, 3, 2, 12)
+FULL, QUICK = Form(30, None, 5, 200), Form(6, 2, 1, 8)
 
 DRAWN: dict[str, Any] = {
     "task": {"name": "benchmarks.drawn_lengths:DrawnLengths", "args": {"length": 3, "alphabet": ALPHABET}},
@@ -210,7 +210,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one configuration, three settings, short runs; no bar")
+    parser.add_argument("--quick", action="store_true", help="one configuration, two settings, short runs; no bar")
     parser.add_argument("--only", choices=NAMES, help="one of the configurations")
     parser.add_argument("--folder", type=Path, help="where runs and results are kept (default: runs/bench-tune)")
     parser.add_argument("--json", type=Path, help="write the figures here")

@@ -40,6 +40,11 @@ QUIET = (
 TIMEOUT = 60.0  # seconds for the start of the browser, and for each command
 
 
+def installed() -> str | None:
+    """The path of a browser that is installed."""
+    return next((found for name in BROWSERS if (found := shutil.which(name))), None)
+
+
 class NoBrowser(RuntimeError):
     """There is no Chromium, or it does not start."""
 
@@ -77,7 +82,7 @@ class Browser:
 
     async def __aenter__(self) -> Browser:
         """Raises NoBrowser."""
-        program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+        program = installed()
         if program is None:
             raise NoBrowser(f"none of {', '.join(BROWSERS)} is installed; on Debian: apt-get install chromium")
         self._folder = tempfile.TemporaryDirectory(prefix="chromium", ignore_cleanup_errors=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch.screenshot import installed
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.lab.sweep.servers import SharedServers
@@ -292,7 +293,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("command", run_here(), ids=str)
 def test_a_command_does_what_its_page_says(clone: Clone, command: Command):
-    if re.match(r"python -m launch\.(screenshot|pictures)", command.text) and not shutil.which("chromium"):
+    if re.match(r"python -m launch\.(screenshot|pictures)", command.text) and installed() is None:
         pytest.skip("needs Debian's chromium: apt-get install chromium")
     if command.text == "make demo":  # the fixture has run it
         assert len(list(read_metrics(clone.folder / "runs" / "quickstart"))) >= STEPS

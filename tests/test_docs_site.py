@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.screenshot import BROWSERS, Browser
+from launch.screenshot import Browser, installed
 
 ROOT = Path(__file__).parents[1]
 DEADLINE = 60.0  # seconds until the search has answered
@@ -40,7 +39,7 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(site
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs Debian's chromium: apt-get install chromium")
+@pytest.mark.skipif(installed() is None, reason="needs Debian's chromium: apt-get install chromium")
 def test_the_site_is_searched_from_the_disk(site):
     async def search() -> tuple[str, list[str], list[str]]:
         async with Browser() as browser:

@@ -90,7 +90,7 @@ BESIDE_RECORDS = {
         "stream.peer",
         "stream.sockets",
     },
-    "audit": {"preflight.model", "replay.orders"},
+    "audit": {"preflight.model", "replay.history", "replay.orders", "replay.records"},
     "convert": {"learner.shape", "learner.torch_format", "lifeline"},
     "group": {"replay.history", "replay.life", "replay.records"},
     "journal": set(),

@@ -17,7 +17,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 if TYPE_CHECKING:
@@ -373,6 +372,8 @@ class PackedAttention(MegatronModule):
         repeat = query.size(1) // key.size(1)
         if repeat > 1:  # torch 2.11 has no grouped heads here
             key, value = (x.repeat_interleave(repeat, dim=1) for x in (key, value))
+        from torch.nn.attention.varlen import varlen_attn  # it loads torch's compiler: seconds of a start on CPUs
+
         output = varlen_attn(
             query,
             key,

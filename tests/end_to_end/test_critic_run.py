@@ -38,6 +38,7 @@ def test_the_quickstart_learns_with_a_critic_through_a_kill_and_trains_again_bit
         "run.start_timeout=900",
         "run.silence_timeout=1800",
         "checkpoint.every=20",
+        "run.steps=110",
         *CRITIC,
     ]
     log = tmp_path / "train.log"

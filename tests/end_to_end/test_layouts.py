@@ -57,7 +57,7 @@ def test_a_run_whose_every_gradient_is_a_spike_ends_with_one_line_and_its_batch(
 def test_the_quickstart_learns_on_two_ranks_as_on_one(tiny_model, tmp_path):
     """By data; the gradients of every other layout equal one rank's in tests/learner."""
     command = [sys.executable, "-m", "streamrl.cli", "train", str(QUICKSTART), f"run.folder={tmp_path}"]
-    command += [f"model.path={tiny_model}", "learner.ranks=2"]
+    command += [f"model.path={tiny_model}", "learner.ranks=2", "run.steps=100"]
     subprocess.run(command, check=True, timeout=1500, env={**os.environ, "OMP_NUM_THREADS": "1"})
     rewards = [row["reward/mean"] for row in read_metrics(tmp_path / "quickstart")]
     assert sum(rewards[:5]) / 5 < 0.2

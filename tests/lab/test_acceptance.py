@@ -116,12 +116,14 @@ def test_a_check_that_is_not_done_at_its_deadline_has_failed_and_leaves_no_proce
 
 
 ENDLESS = """
+import signal
 import sys
 from pathlib import Path
 from streamrl.lab.acceptance import command
 from tests.lab.test_acceptance import probe
 command.chosen = lambda names: (probe("hangs", deadline=600.0),)
 command.GRACE = 1.0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts behind & ignores it otherwise
 command.main(quick=True, only=(), output=None, model=None)
 """
 

@@ -108,7 +108,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, li
         samples.append([drawn(rounded.eval(), prompt) for prompt in prompts])
         with torch.no_grad():
             for weight in policy.parameters():
-                weight += CHANGE * torch.randn_like(weight)
+                weight.add_(torch.randn_like(weight), alpha=CHANGE)
     tree = {
         "model": {"path": folder / "model", "dtype": "bfloat16"},
         "replay": {"groups_per_step": 1, "max_staleness": 1},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from launch.screenshot import Browser
+from launch.screenshot import Browser, installed
 from streamrl.lab.report import command
 from tests.lab.report_run import NASTY, STEPS, make_model, record_run
 
@@ -30,7 +30,11 @@ COLOURS = """(() => {
         .map((each) => `rgb(${each})`);
 })()"""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(installed() is None, reason="needs Debian's chromium: apt-get install chromium"),
+]
 
 
 @pytest.fixture(scope="module")

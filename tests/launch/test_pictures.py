@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from launch import pictures
+from launch.screenshot import installed
 from tests.lab.report_run import make_model, record_run
 
 
@@ -33,6 +34,7 @@ def test_the_page_of_the_console_has_its_lines_and_loads_nothing(run_folder):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(installed() is None, reason="needs Debian's chromium: apt-get install chromium")
 def test_a_browser_draws_both(run_folder, tmp_path):
     asyncio.run(pictures.capture(run_folder, tmp_path))
     for name in ("console.png", "report.png"):

@@ -30,8 +30,8 @@ TWO_NODES = ("generate.server_nodes=2", "generate.tensor_parallel=2", "run.start
 
 
 @pytest.fixture
-def hosts(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FourHosts]:
-    override = (*TWO_NODES, f"publish.transport={request.param}", f"run.steps={STEPS}")
+def hosts(tmp_path: Path) -> Iterator[FourHosts]:
+    override = (*TWO_NODES, f"run.steps={STEPS}")
     with network(*HOSTS) as there:
         made = FourHosts(there, tmp_path, *override, learners=HOSTS[:1], generators=HOSTS[1:])
         try:
@@ -54,7 +54,6 @@ def goes_on(run: FourHosts) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("hosts", ["broadcast", "disk"], indirect=True)
 def test_a_server_over_two_hosts_learns_and_is_whole_again_after_a_part_of_it_has_died(hosts, capsys):
     run = hosts
     run.start("one", "three")  # a further node may be there before its worker

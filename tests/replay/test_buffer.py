@@ -81,7 +81,7 @@ def test_every_schedule_keeps_bound_and_order_trains_each_group_once_survives_cr
 
 @pytest.mark.slow
 def test_many_more_schedules() -> None:
-    run_state_machine_as_test(Schedule, settings=settings(SCHEDULES, max_examples=8000))
+    run_state_machine_as_test(Schedule, settings=settings(SCHEDULES, max_examples=3000))
 
 
 class OneSlotTooMany(Schedule):

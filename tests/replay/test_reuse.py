@@ -75,7 +75,7 @@ def test_every_schedule_trains_a_group_k_times_at_most_within_its_age_and_surviv
 
 @pytest.mark.slow
 def test_many_more_schedules_with_reuse() -> None:
-    run_state_machine_as_test(ReuseSchedule, settings=settings(SCHEDULES, max_examples=6000))
+    run_state_machine_as_test(ReuseSchedule, settings=settings(SCHEDULES, max_examples=2500))
 
 
 class AllSlots(ReuseSchedule):

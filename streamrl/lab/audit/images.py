@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch
 from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedModel
