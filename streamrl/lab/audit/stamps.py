@@ -50,7 +50,7 @@ class Neighbours:
         s, d = (np.float64(values) - own for values in (recorded, other))
         seen = np.isfinite(s) & np.isfinite(d)
         s, d = s[seen], d[seen]
-        self._sums.append((len(s), s.sum(), d.sum(), s @ d, d @ d))
+        self._sums.append((len(s), float(s.sum()), float(d.sum()), float(s @ d), float(d @ d)))
 
     @property
     def tokens(self) -> int:

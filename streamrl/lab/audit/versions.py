@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from streamrl.config import Config
@@ -96,7 +97,8 @@ class _Scorer:
     def round(self, version: PolicyVersion, model: PreTrainedModel) -> None:
         """How far bfloat16 takes a version's few tokens from what float32 computes. Leaves the model in bfloat16."""
         if sum(map(len, self._findings.rounded)) < ROUNDED:
-            rounded = self._few(version, model.to(torch.bfloat16))
+            half = nn.Module.to(model, torch.bfloat16)
+            rounded = self._few(version, half)
             self._findings.rounded += [np.abs(a - b) for a, b in zip(rounded, self._own[version], strict=True)]
 
     def _few(self, version: PolicyVersion, model: PreTrainedModel) -> list[np.ndarray]:
