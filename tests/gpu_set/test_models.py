@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file
 
 from benchmarks.random_models import ENGINE_FAMILIES, FAMILIES
-from streamrl.choices import ENGINE_FAMILIES as FAMILY
+from streamrl.choices import FAMILIES as FAMILY
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
 from streamrl.learner.huggingface import export_folder, load_weights
