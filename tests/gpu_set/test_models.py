@@ -35,8 +35,8 @@ ON_ALL = [*ON_ATTENTION, "linear_fc1", "linear_fc2"]
 
 def targets(family: str) -> list[str]:
     """Layers of this family that can have adapters."""
-    without = set(FAMILY.load(family).without_adapters)
-    return ON_ATTENTION if family.endswith("_moe") else [target for target in ON_ALL if target not in without]
+    found = FAMILY.load(family)
+    return [target for target in (ON_ATTENTION if found.experts else ON_ALL) if target not in found.without_adapters]
 
 
 def adapters_of(family: str) -> dict[str, Any]:
@@ -63,7 +63,8 @@ def test_its_layers_are_transformer_engines_and_its_experts_are_grouped(family, 
         else:
             assert type(mlp.linear_fc1) is TELayerNormColumnParallelLinear
             assert type(mlp.linear_fc2) is TERowParallelLinear
-    assert model.config.apply_rope_fusion is not model.shape.rope.interleaved
+    scaled = model.shape.rotary_gain != 1  # LongRoPE turns and lengthens: Transformer Engine only turns
+    assert model.config.apply_rope_fusion is not (model.shape.rope.interleaved or scaled)
     assert model.config.bias_activation_fusion
 
 
