@@ -47,6 +47,8 @@ def check_model(config: Config, shape: ModelShape) -> None:
     with refusals:
         check_fit(shape, config.learner.layout)
     with refusals:
+        shape.family.check_run(config)
+    with refusals:
         teacher_shape(config, shape)
     with refusals:
         critic_shape(config, shape)
@@ -64,10 +66,10 @@ def check_model(config: Config, shape: ModelShape) -> None:
             "learner.lora.targets: linear_fc1 and linear_fc2 are layers of experts in this model, which get no "
             "adapters; allowed: linear_qkv, linear_proj"
         )
-    if lora.rank:
+    if lora.rank and shape.family.by_megatron:
         with refusals:
             check_adapters(shape, lora.targets)
-    if lora.by_adapter and not shape.family.served_adapters:
+    if lora.by_adapter and shape.family.by_megatron and not shape.family.served_adapters:
         refusals.add(
             f"learner.lora.publish: adapter is not supported for {shape.architecture}, for which SGLang takes none; "
             "allowed: merged"
@@ -85,6 +87,8 @@ def _check_server(pool: GenerateConfig, shape: ModelShape) -> None:
             f"allowed: a divisor of {shape.heads}"
         )
     if pool.quantization is not None:
+        if not shape.family.by_megatron:
+            return  # refused above
         if not shape.family.served_blocks:
             raise ConfigError(
                 f"generate.quantization: {pool.quantization} is not supported for {shape.architecture}; allowed: null"
