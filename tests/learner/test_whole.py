@@ -53,6 +53,8 @@ def alone(folder, batch):
     found = []
     for group in batch.groups:
         for sample in group.samples:
+            if not sample.loss_mask.any():
+                continue
             ids = torch.tensor([*sample.prompt_ids, *sample.output_ids], dtype=torch.int64)
             with torch.no_grad():
                 logits = model(ids[None], use_cache=False).logits[0] / group.temperature

@@ -83,7 +83,7 @@ def attend(
     scale = scaling if scaling is not None else 1 / math.sqrt(query.size(-1))
     packed = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     attended = _core(scale, sliding_window)(*packed, packed_seq_params=reading.row)
-    return attended.view(1, query.size(2), query.size(1), -1), None
+    return attended.reshape(1, query.size(2), query.size(1), -1), None
 
 
 class _Windowed(SinkAttention):

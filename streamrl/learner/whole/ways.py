@@ -10,6 +10,7 @@ Such gradients are 0 or not, so that no tolerance decides. Weights are random th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 from streamrl.config.file import ConfigError
 from streamrl.learner.attention import PackedSegments, describe_row
-from streamrl.learner.whole.segments import NAME, UnknownAttention
+from streamrl.learner.whole.segments import NAME
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +65,10 @@ def find_way(model: Any, forward: Forward, has_positions: bool) -> Way:
         try:
             if _is_right(way, model.get_input_embeddings(), forward, device):
                 return way
-        except UnknownAttention:
-            continue
+        except Exception as error:  # whatever such rows bring about in a model that takes none of them
+            if way is ALONE:
+                raise
+            log.info("%s takes no %s rows: %s: %s", type(model).__name__, way.name, type(error).__name__, error)
     raise ConfigError(
         f"model.path: {type(model).__name__} has tokens that see later ones, and no policy of next tokens is made of "
         "it; allowed: a causal language model"

@@ -79,7 +79,7 @@ def _read(model: WholeModel, folder: Path) -> dict[str, Tensor]:
     logging.disable_progress_bar()
     found: Any = AutoModelForCausalLM.from_pretrained(
         folder,
-        dtype=next(model.inner.parameters()).dtype,
+        dtype=model.config.params_dtype,
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=True,
