@@ -1,4 +1,4 @@
-"""Tiny random models of architectures that streamrl has no file for, and configurations that have transformers build."""
+"""Tiny random models of architectures that streamrl has no file for, and configurations that transformers builds."""
 
 from __future__ import annotations
 

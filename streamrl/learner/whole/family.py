@@ -69,7 +69,7 @@ class Transformers(ModelFamily):
         heads = _first(described, "num_attention_heads", "n_head") or 0
         hidden = _first(described, "hidden_size", "n_embd", "d_model")
         if hidden is None or described.vocab_size < 1:
-            raise UnsupportedModelError(f"{path}: hidden_size and vocab_size are needed; allowed: whole numbers above 0")
+            raise UnsupportedModelError(f"{path}: hidden_size or vocab_size is missing; allowed: numbers above 0")
         window = _first(described, "sliding_window")
         layers = described.num_hidden_layers
         return ModelShape(

@@ -5,7 +5,7 @@
     alone    one sequence a row                 whatever mixes its tokens: a state, a convolution, biases by distance
 
 A way is right where no token's gradient reaches a token that it must not see, and an answer's does reach its prompt.
-Such gradients are 0 or not, so that no tolerance decides. Weights are random then; the first way that is right is taken.
+Such gradients are 0 or not: no tolerance decides. Weights are random then. The first way that is right is taken.
 """
 
 from __future__ import annotations
