@@ -158,7 +158,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random weights (default %(default)s)")
     parser.add_argument("--symbols", type=int, default=8, help="letters that it knows (default %(default)s)")
-    parser.add_argument("--family", choices=FAMILIES | WHOLE, default="qwen2", help="kind of model (default %(default)s)")
+    parser.add_argument(
+        "--family", choices=FAMILIES | WHOLE, default="qwen2", help="kind of model (default %(default)s)"
+    )
     parser.add_argument("--layers", type=int, default=2, help="its layers (default %(default)s)")
     arguments = parser.parse_args()
     make(arguments.folder, arguments.seed, arguments.symbols, arguments.family, arguments.layers)

@@ -33,7 +33,15 @@ from streamrl.hub.model import with_local_model
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner import torch_format
-from streamrl.learner.shape import BY_TRANSFORMERS, FLOAT32, ModelShape, check_fit, open_weights, read_shape, weight_files
+from streamrl.learner.shape import (
+    BY_TRANSFORMERS,
+    FLOAT32,
+    ModelShape,
+    check_fit,
+    open_weights,
+    read_shape,
+    weight_files,
+)
 from streamrl.lifeline import end_tree
 from streamrl.observe.bars import Bar
 from streamrl.observe.tail import Tail
@@ -50,7 +58,13 @@ ALLOWED = (
 
 BYTES = {"float32": 4, "bfloat16": 2}  # of a value, by dtype
 _STORED = {"F32": "float32", "BF16": "bfloat16", torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MODEL = ("embedding", "decoder", "output_layer", "vision", "inner")  # first words of the names of weights in a checkpoint
+_MODEL = (
+    "embedding",
+    "decoder",
+    "output_layer",
+    "vision",
+    "inner",
+)  # first words of the names of weights in a checkpoint
 
 _REFUSAL = "streamrl: "  # how the one line begins by which a rank refuses
 _READ = "bytes read:"  # how the lines begin by which the first rank says how far it is

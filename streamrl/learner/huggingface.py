@@ -39,7 +39,7 @@ from streamrl.learner.shape import (
     weight_files,
 )
 from streamrl.learner.value_model import HEAD
-from streamrl.learner.whole import weights as whole
+from streamrl.learner.whole import weights as whole_weights
 from streamrl.learner.whole.model import WholeModel
 from streamrl.observe.bars import Report, silent
 from streamrl.types import PolicyVersion
@@ -178,7 +178,7 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.
     that names the folder. report: bytes of this rank's parameters that are set, of all.
     """
     if isinstance(chunks[0], WholeModel):
-        whole.load(chunks[0], folder, key, report)
+        whole_weights.load(chunks[0], folder, key, report)
         return
     with ExitStack() as stack:
         source = _Safetensors(folder, stack, key)
@@ -206,7 +206,7 @@ def export_weights(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]
     weights change, and a consumer that keeps one makes a copy.
     """
     if isinstance(chunks[0], WholeModel):
-        yield from whole.export(chunks[0])
+        yield from whole_weights.export(chunks[0])
         return
     weights = [weight for weight in _weights(chunks) if weight.leading and not weight.at.copy]
     units = _stacked(weights)

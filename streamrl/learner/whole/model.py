@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,6 +52,7 @@ class WholeModel(MegatronModule):
 
     overlaps = False  # an expert may have no token, and then no gradient that a bucket could wait for
     vision = None
+    model_type = ModelType.encoder_or_decoder  # Megatron's word for what has one stack of layers
 
     def __init__(self, shape: ModelShape, config: Config, device: Device) -> None:
         dtype = getattr(torch, config.model.dtype)
