@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from launch import tiny_model
 from streamrl.observe.metrics import read_metrics
@@ -41,5 +43,8 @@ def test_a_run_is_audited_trained_again_bit_for_bit_and_its_checkpoint_converted
     again = streamrl("retrain", "runs/run", "--output", "again")
     assert f"equal to the run's weights of step {STEPS}: bit for bit" in again
     streamrl("convert", f"runs/run/checkpoints/step_{STEPS}", "converted")
-    written = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("converted", "runs/run/model")]
-    assert written[0] == written[1]
+    converted, written = (
+        load_file(tmp_path / folder / "model.safetensors") for folder in ("converted", "runs/run/model")
+    )
+    assert converted.keys() == written.keys()
+    assert all(torch.equal(converted[name], written[name]) for name in written)

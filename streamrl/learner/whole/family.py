@@ -164,7 +164,7 @@ def _described(path: Path, config: dict[str, Any]) -> Any:
     for key in ("vision_config", "audio_config", "text_config", "quantization_config"):
         if config.get(key) is not None:
             raise UnsupportedModelError(f"{path}: {key} is not supported with {IMPLEMENTATION}; allowed: null")
-    built = NAMES.get(kind)
+    built = NAMES.get(str(kind))
     if built != architecture:
         offered = f"builds {built} of model_type {kind}" if built else f"has no model_type {kind}"
         raise UnsupportedModelError(

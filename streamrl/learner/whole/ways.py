@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamrl.config.file import ConfigError
 from streamrl.learner.attention import PackedSegments, describe_row
@@ -83,7 +83,7 @@ def _possible(model: Any, has_positions: bool) -> Iterator[Way]:
     yield ALONE
 
 
-def _is_right(way: Way, embedding: nn.Module, forward: Forward, device: torch.device) -> bool:
+def _is_right(way: Way, embedding: Any, forward: Forward, device: torch.device) -> bool:
     segments = np.array(_ROWS[way], np.int64)
     tokens = int(segments[:, 1].sum())
     positions = np.concatenate([np.arange(prefix, prefix + length) for _, length, _, prefix in segments])
