@@ -118,9 +118,9 @@ def _refuse_another_shape(config: Config, folder: Path, policy: ModelShape) -> N
 
 
 def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(name, theirs, ours) of what differs, of a mapping key by key; but for the pad, which trains nothing."""
+    """(name, theirs, ours) of what differs, of a mapping key by key, but for its special tokens."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        keys = sorted((theirs.keys() | ours.keys()) - {"pad_token_id"})
+        keys = sorted(key for key in theirs.keys() | ours.keys() if not key.endswith("_token_id"))
         yield from ((key, theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key))
     elif theirs != ours:
         yield name, theirs, ours

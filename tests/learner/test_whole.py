@@ -15,7 +15,9 @@ from benchmarks.parity import Layout, configure
 from benchmarks.parity_ranks import Case, run_ranks
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
+from streamrl.config.learner import LoraConfig
 from streamrl.lab.plan.parameters import whole_model
+from streamrl.learner.flops import Work, training_flops
 from streamrl.learner.huggingface import export_weights
 from streamrl.learner.packing import plan_batch
 from streamrl.learner.shape import UnsupportedModelError, WeightsMismatchError, read_shape
@@ -188,6 +190,21 @@ def test_reference_critic_and_teacher_are_built_as_the_policy(foreign, trainer_o
     assert trainer.train_step(make_batch())["steps/updates"] == 1
     with pytest.raises(ConfigError, match=r"algo\.kl_estimator: full needs logits that are the output layer's"):
         trainer_of(whole(make_config(foreign("granite")), algo={"kl": 0.1, "kl_estimator": "full"}))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_plan_and_the_learner_count_the_parameters_and_operations_of_megatron_s_layers(family, model_folder):
+    folder = model_folder(family)
+    shapes = [read_shape(folder), read_shape(folder, family=whole(make_config(folder)).model.built_by)]
+    assert len({whole_model(shape) for shape in shapes}) == 1
+    assert len({training_flops(shape, LoraConfig(), Work(tokens=5, pairs=7, targets=3)) for shape in shapes}) == 1
+
+
+def test_a_reference_of_another_computation_is_refused_by_the_key(foreign, trainer_of, tmp_path):
+    config = json.loads((foreign("olmo2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5, "pad_token_id": 9}))
+    with pytest.raises(ConfigError, match=r"has rms_norm_eps=0\.5, the policy has rms_norm_eps=1e-05"):
+        trainer_of(whole(make_config(foreign("olmo2")), algo={"kl": 0.1, "reference": tmp_path}))
 
 
 @pytest.mark.slow
