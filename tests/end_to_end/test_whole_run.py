@@ -28,7 +28,7 @@ SMALL = (
     [
         ("qwen2", ("publish.transport=delta",)),
         ("olmo2", ("learner.ranks=2",)),
-        ("granite", ()),
+        ("granite", ("model.dtype=bfloat16",)),
     ],
 )
 def test_a_run_is_audited_trained_again_bit_for_bit_and_its_checkpoint_converted(
