@@ -89,7 +89,7 @@ def gradient_of(case: Case) -> Gradient:
     config = Config.model_validate_json(case.config)
     ranks = Ranks.start(config)
     try:
-        chunks = build(read_shape(config.model.path), config, ranks.device)
+        chunks = build(read_shape(config.model.path, family=config.model.built_by), config, ranks.device)
         load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
         passes = Passes(wrapped, ranks, config)
@@ -129,7 +129,7 @@ def _micro_batches(batch: Batch, config: Config, packed: bool) -> list[list[Micr
         budget=config.learner.tokens_per_micro_batch,
         share_prompts=packed,
         multiple=layout.rows_multiple,
-        image_token=IMAGE if read_shape(config.model.path).vision else None,
+        image_token=IMAGE if read_shape(config.model.path, family=config.model.built_by).vision else None,
     )
     if packed:
         return plan_batch(batch, advantages, packing)

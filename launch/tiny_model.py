@@ -76,6 +76,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# The same of those that the learner trains with model.implementation=transformers alone.
+WHOLE: dict[str, dict[str, Any]] = {"olmo2": {}, "granite": {"logits_scaling": 2.0}}
+
 # What transformers 5 drops of the `config.json` of real models, and SGLang asks for, by the architecture.
 DROPPED: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
@@ -97,14 +100,14 @@ CHAT_TEMPLATE = (
 def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", layers: int = 2) -> None:
     """Write config, weights (safetensors, float32) and tokenizer to `folder`; the same for the same arguments.
 
-    symbols: how many letters the tokenizer knows, 2..26. family: one of FAMILIES.
+    symbols: how many letters the tokenizer knows, 2..26. family: one of FAMILIES or WHOLE.
     """
     if not 2 <= symbols <= len(string.ascii_lowercase):
         raise ValueError(f"symbols: {symbols} is not allowed; allowed: 2 to {len(string.ascii_lowercase)}")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(symbols)
     settings = sizes(tokenizer, layers) | {"tie_word_embeddings": False, "dtype": "float32"}
-    config = AutoConfig.for_model(family, **copy.deepcopy({**settings, **FAMILIES[family]}))
+    config = AutoConfig.for_model(family, **copy.deepcopy({**settings, **(FAMILIES | WHOLE)[family]}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
@@ -155,7 +158,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument("--seed", type=int, default=1, help="seed of the random weights (default %(default)s)")
     parser.add_argument("--symbols", type=int, default=8, help="letters that it knows (default %(default)s)")
-    parser.add_argument("--family", choices=FAMILIES, default="qwen2", help="kind of model (default %(default)s)")
+    parser.add_argument(
+        "--family", choices=FAMILIES | WHOLE, default="qwen2", help="kind of model (default %(default)s)"
+    )
     parser.add_argument("--layers", type=int, default=2, help="its layers (default %(default)s)")
     arguments = parser.parse_args()
     make(arguments.folder, arguments.seed, arguments.symbols, arguments.family, arguments.layers)

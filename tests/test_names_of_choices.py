@@ -27,6 +27,7 @@ OTHER_MEANINGS = {
     "streamrl/config/megatron_rl.py": {"agent"},  # an argument
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/config/reuse.py": {"none"},  # journal.keep
+    "streamrl/config/tree.py": {"transformers"},  # model.implementation
     "streamrl/engine/client.py": {"shapes"},  # an argument of SGLang's
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event
@@ -40,6 +41,7 @@ OTHER_MEANINGS = {
     "streamrl/learner/packing.py": {"behaviour"},  # a field
     "streamrl/learner/selection.py": {"behaviour"},  # a field
     "streamrl/learner/teacher.py": {"recompute"},  # learner.recompute
+    "streamrl/learner/whole/model.py": {"full"},  # learner.recompute
     "streamrl/observe/timeline.py": {"ready"},  # an event
     "streamrl/replay/durable.py": {"none"},  # journal.keep
     "streamrl/run_folder.py": {"python"},  # a version

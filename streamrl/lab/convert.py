@@ -33,7 +33,15 @@ from streamrl.hub.model import with_local_model
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner import torch_format
-from streamrl.learner.shape import FLOAT32, ModelShape, check_fit, open_weights, read_shape, weight_files
+from streamrl.learner.shape import (
+    BY_TRANSFORMERS,
+    FLOAT32,
+    ModelShape,
+    check_fit,
+    open_weights,
+    read_shape,
+    weight_files,
+)
 from streamrl.lifeline import end_tree
 from streamrl.observe.bars import Bar
 from streamrl.observe.tail import Tail
@@ -50,7 +58,13 @@ ALLOWED = (
 
 BYTES = {"float32": 4, "bfloat16": 2}  # of a value, by dtype
 _STORED = {"F32": "float32", "BF16": "bfloat16", torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_MODEL = ("embedding", "decoder", "output_layer", "vision")  # first words of the names of weights in a checkpoint
+_MODEL = (
+    "embedding",
+    "decoder",
+    "output_layer",
+    "vision",
+    "inner",
+)  # first words of the names of weights in a checkpoint
 
 _REFUSAL = "streamrl: "  # how the one line begins by which a rank refuses
 _READ = "bytes read:"  # how the lines begin by which the first rank says how far it is
@@ -107,6 +121,11 @@ def main(
         raise ConfigError(
             f"SOURCE: {source} is a vision-language model, of which no Megatron checkpoint is written; allowed: a "
             "checkpoint of a run, which becomes a Hugging Face folder"
+        )
+    if not shape.family.by_megatron and found.checkpoint is None:
+        raise ConfigError(
+            f"SOURCE: {source} is built by transformers, and Megatron-LM has no such model; allowed: a checkpoint of a "
+            "run with model.implementation=transformers, which becomes a Hugging Face folder"
         )
     config = _config(found, _layout(found, sizes), shape, dtype or _stored_dtype(found), timeout)
     size = whole_model(shape) * BYTES[config.model.dtype] + (_pads(shape, config) if found.checkpoint is None else 0)
@@ -188,7 +207,7 @@ def _step(checkpoint: Path, model: Path | None) -> Source:
     if model is None or not (model / "config.json").is_file():
         problem = f"{run} has no config.yaml" if model is None else f"{model} has no config.json"
         raise ConfigError(f"SOURCE: {checkpoint}: {problem}; allowed: --model with the Hugging Face folder of the run")
-    return Source(model, checkpoint, adapters, None if recorded is None else recorded.model.family)
+    return Source(model, checkpoint, adapters, None if recorded is None else recorded.model.built_by)
 
 
 def _shape(source: Source) -> ModelShape:
@@ -196,7 +215,8 @@ def _shape(source: Source) -> ModelShape:
     try:
         return read_shape(source.model, key="SOURCE", family=source.family)
     except ValueError as error:
-        raise ConfigError(str(error).replace(FAMILIES.key, "--family")) from None
+        said = str(error).replace(FAMILIES.key, "--family").replace(BY_TRANSFORMERS, "")
+        raise ConfigError(said) from None
 
 
 def _config(source: Source, layout: LayoutConfig, shape: ModelShape, dtype: str, timeout: float) -> Config:
@@ -209,7 +229,8 @@ def _config(source: Source, layout: LayoutConfig, shape: ModelShape, dtype: str,
     learner = {
         "ranks": ranks, "layout": layout, "lora": source.adapters, "collective_timeout": timeout, "tick": timeout / 2,
     }  # fmt: skip
-    model = {"path": source.model.resolve(), "dtype": dtype, "family": source.family}
+    model = {"path": source.model.resolve(), "dtype": dtype}
+    model |= {"family": source.family} if shape.family.by_megatron else {"implementation": "transformers"}
     return Config.model_validate({"model": model, "learner": learner})
 
 

@@ -65,6 +65,9 @@ def _print_paths(device: Device) -> None:
     print(f"  device               {device}")
     for dtype in (torch.bfloat16, torch.float32):
         print(f"  layers in {str(dtype).removeprefix('torch.'):<10} {choose_layers(device, dtype)}")
+    print(
+        "  transformers' models  whole on every rank, data parallel; attention as that of local layers where it can be"
+    )
     adapter = f"Megatron-Core {MEGATRON_VERSION} through the CPU adapter" if device.kind == "cpu" else "not needed"
     print(f"  CPU adapter          {adapter}")
     print(f"  optimizer            {'distributed' if device.distributed_optimizer else 'not distributed'}")

@@ -93,6 +93,8 @@ class State:
         del shape["family"]  # a class; what it makes of the model is in the other fields
         if shape["vision"] is not None:
             del shape["vision"]["tensors"]  # of its sizes
+        if (computes := shape.pop("computes")) is not None:
+            shape |= {f"config.json {key}": value for key, value in computes.items()}
         fixed = {**self.settings, **{f"{self.name}model {name}": value for name, value in shape.items()}}
         fixed |= self.critic.fixed if self.critic is not None else {}
         return dict(msgspec.json.decode(msgspec.json.encode(fixed)))  # as it comes back from the file

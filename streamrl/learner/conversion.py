@@ -47,7 +47,7 @@ DESCRIPTION = "huggingface"  # beside it: all of the Hugging Face folder that is
 CHECKPOINT_VERSION = 3.0  # since when Megatron-LM keeps query, key and value of a group together
 
 # First words of the names of weights in a checkpoint; all else is the optimizer's, the schedule's, the generators'.
-MODEL = ("embedding", "decoder", "output_layer", "mtp", "vision")
+MODEL = ("embedding", "decoder", "output_layer", "mtp", "vision", "inner")
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row for each token, and pads
 
@@ -250,9 +250,10 @@ def megatron_arguments(shape: ModelShape, config: Config) -> Namespace:
 
 def _model(config: Config, ranks: Ranks) -> PolicyModel:
     """This rank's part of the model, without weights yet."""
-    (model,) = build(read_shape(config.model.path, family=config.model.family), config, ranks.device)
-    # A list has Megatron name the layers one by one, whatever the metadata says.
-    model.decoder.config.moe_layer_freq = 1
+    (model,) = build(read_shape(config.model.path, family=config.model.built_by), config, ranks.device)
+    if model.shape.family.by_megatron:
+        # A list has Megatron name the layers one by one, whatever the metadata says.
+        model.decoder.config.moe_layer_freq = 1
     return model
 
 
@@ -267,6 +268,8 @@ def _engine_names(model: PolicyModel, sharded: dict[str, Any]) -> dict[str, str]
 
     Before an MLP the norm is part of it; before experts it stands alone, which the local layers do not know.
     """
+    if not model.shape.family.by_megatron:
+        return {}
     names = [f"decoder.layers.{index}.pre_mlp_layernorm.weight" for index in range(len(model.decoder.layers))]
     alone = [name for name, layer in zip(names, model.decoder.layers, strict=True) if isinstance(layer.mlp, MoELayer)]
     return {name: sharded[name].key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.") for name in alone}

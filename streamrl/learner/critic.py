@@ -26,7 +26,7 @@ from streamrl.learner.critic_estimates import Estimates
 from streamrl.learner.critic_shape import KEY, critic_shape
 from streamrl.learner.forward import Passes, gather_parameters, wrap
 from streamrl.learner.huggingface import load_weights
-from streamrl.learner.model import build
+from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer, Update
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
@@ -84,6 +84,11 @@ class Critic:
         load_weights(self._chunks, folder or self._config.model.path, key, report)
         self._optimizer.megatron.reload_model_params()
         log.info("critic: %s", folder or self._config.model.path)
+
+    @property
+    def model(self) -> PolicyModel:
+        """Its first chunk."""
+        return self._passes.model
 
     @property
     def state(self) -> checkpoint.State:

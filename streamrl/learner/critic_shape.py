@@ -21,4 +21,4 @@ def critic_shape(config: Config, policy: ModelShape) -> ModelShape | None:
         return None
     if config.critic.model is None:
         return policy
-    return shape_beside(policy, config.critic.model, KEY, None, config.learner.layout)
+    return shape_beside(policy, config.critic.model, KEY, config.model.builder(None), config.learner.layout)

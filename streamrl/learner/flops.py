@@ -75,6 +75,8 @@ def _weights_met(shape: ModelShape) -> int:
 
     Example: of Qwen3-30B-A3B those of 8 of the 128 experts of each layer, its router and its attention.
     """
+    if (counts := shape.family.counts(shape)) is not None:
+        return counts.met
     mixers = sum(shape.mixer_weights(layer) + _state(shape, layer) for layer in range(shape.layers))
     dense = 3 * shape.hidden * shape.ffn
     if shape.moe is None:

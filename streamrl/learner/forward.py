@@ -49,7 +49,7 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Di
     """
     distributed, overlap = config.learner.optimizer.distributed, config.learner.overlap
     distributed = ranks.device.distributed_optimizer if distributed is None else distributed
-    overlap = ranks.device.kind == "cuda" if overlap is None else overlap
+    overlap = ranks.device.kind == "cuda" and chunks[0].overlaps if overlap is None else overlap
     fields: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": distributed,
@@ -95,7 +95,7 @@ class Passes:
         """`chunks`: of this rank, wrapped as `wrap` does, or `in_dtype` alone for a model that only scores."""
         self._chunks = list(chunks)
         self._ranks = ranks
-        model = policy_of(chunks[0])
+        self.model = model = policy_of(chunks[0])  # the first chunk
         model.config.finalize_model_grads_func = self._finalize
         self._rows = RowMaker.of_model(model, config, ranks.device.torch_device)
         self._references: Sequence[ReferenceStates | None] = ()

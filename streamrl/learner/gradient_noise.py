@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,9 @@ class GradientNoise:
         self._device = device
         self._parts: list[Tensor] = []
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        norm = getattr(model.decoder, "final_layernorm", None)
-        if norm is not None and norm.weight.requires_grad:
-            norm.weight.register_hook(self._observe)
+        weight: Any = None if model.final_norm is None else model.final_norm.weight
+        if weight is not None and weight.requires_grad:
+            weight.register_hook(self._observe)
         self._watches = False
 
     @classmethod

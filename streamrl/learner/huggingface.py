@@ -39,6 +39,8 @@ from streamrl.learner.shape import (
     weight_files,
 )
 from streamrl.learner.value_model import HEAD
+from streamrl.learner.whole import weights as whole_weights
+from streamrl.learner.whole.model import WholeModel
 from streamrl.observe.bars import Report, silent
 from streamrl.types import PolicyVersion
 
@@ -175,6 +177,9 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.
     missing, has another shape, or is not used; on every rank alike, but for a shape. key: of the configuration
     that names the folder. report: bytes of this rank's parameters that are set, of all.
     """
+    if isinstance(chunks[0], WholeModel):
+        whole_weights.load(chunks[0], folder, key, report)
+        return
     with ExitStack() as stack:
         source = _Safetensors(folder, stack, key)
         source.refuse_others(chunks[0].shape)
@@ -200,6 +205,9 @@ def export_weights(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]
     are in the model's dtype, on its device, and may share memory with the parameters: they are valid until the
     weights change, and a consumer that keeps one makes a copy.
     """
+    if isinstance(chunks[0], WholeModel):
+        yield from whole_weights.export(chunks[0])
+        return
     weights = [weight for weight in _weights(chunks) if weight.leading and not weight.at.copy]
     units = _stacked(weights)
     own = (pair for _, unit in units for pair in unit.gather())

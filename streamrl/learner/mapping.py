@@ -127,6 +127,7 @@ CUTS: Mapping[str, Cut] = {
     "vocabulary": VOCABULARY,
 }
 BUFFERS = FLOAT32  # ends of the names of buffers that a folder has
+OF_TRANSFORMERS = "inner."  # in the names of a model that transformers builds: a folder has all buffers that are kept
 
 _ENGINE_NAMES = {  # Transformer Engine keeps a norm inside the linear layer that follows it
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -167,7 +168,15 @@ def is_stack(names: Sequence[str]) -> bool:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What a folder has of a model chunk, by Megatron's names: its parameters, adapters too, and some buffers."""
     yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(BUFFERS))
+    for name, buffer in model.named_buffers():
+        if name.endswith(BUFFERS) or (OF_TRANSFORMERS in name and _is_kept(model, name)):
+            yield name, buffer
+
+
+def _is_kept(model: nn.Module, name: str) -> bool:
+    """Whether a buffer is in the state of its module."""
+    owner, _, own = name.rpartition(".")
+    return own not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
 def is_unbuilt(name: str, shape: ModelShape) -> bool:

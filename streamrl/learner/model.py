@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from megatron.core import parallel_state
@@ -34,6 +34,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from streamrl.config import Config
+from streamrl.config.algo import AlgoConfig
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LearnerConfig
 from streamrl.device import Device
@@ -84,7 +85,23 @@ class PolicyModel(GPTModel):
     shape: ModelShape
     layers: LayerChoice
     vision: tower.VisionTower | None  # of a model that reads images, on its first stage
+    overlaps = True  # gradients may be reduced while the backward pass runs
+    one_a_row = False
+    values = False  # it is a critic
     states: list[ReferenceStates] | None = None  # of each micro batch that goes through, while it is a list
+
+    @property
+    def shares_prompts(self) -> bool:
+        """A row may have the prompt of several answers once."""
+        return self.layers.kind == "local"
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm behind all layers, on the last stage."""
+        return getattr(self.decoder, "final_layernorm", None)
+
+    def check_reference(self, algo: AlgoConfig) -> None:
+        """Refuse a loss against a reference that this model cannot give. Raises ConfigError."""
 
     def _preprocess(
         self, *, position_ids: Tensor, packed_seq_params: PackedSeqParams | None = None, **rest: Any
@@ -155,6 +172,8 @@ def build(
     not fit the model, and for a router replay of a model without experts.
     """
     check_fit(shape, config.learner.layout)
+    if not shape.family.by_megatron:
+        return [_whole(shape, config, device, kind)]
     if config.learner.lora.rank:
         check_adapters(shape, config.learner.lora.targets)
     dtype = getattr(torch, config.model.dtype)
@@ -181,6 +200,13 @@ def build(
     ]
     sigmoid_router.freeze(chunks)
     return chunks
+
+
+def _whole(shape: ModelShape, config: Config, device: Device, kind: type[PolicyModel]) -> PolicyModel:
+    """The model of transformers' own class, which has what the learner asks of one of these."""
+    from streamrl.learner.whole.build import build_whole  # it stands on this module
+
+    return cast(PolicyModel, build_whole(shape, config, device, values=kind.values))
 
 
 def row_multiple(config: TransformerConfig) -> int:

@@ -74,7 +74,8 @@ class Packing:
     ranks: int  # data-parallel ones
     budget: int  # tokens of a row
     share_prompts: bool  # False repeats the prompt for every answer, which makes one segment of both
-    apart: bool = False  # no two groups share a row, for a rehearsal
+    # No two groups share a row: for a rehearsal. Without shared prompts no two sequences: for models with a state.
+    apart: bool = False
     sequence_multiple: int = 1  # of tokens that a sequence takes in a row, pads included: `learner/rows.py`
     multiple: int = 1  # the rows of a rank are a multiple of it: pipelines with virtual stages need their size
     routing: tuple[int, int] | None = None  # (layers, top_k) of `routed_experts`; None: the learner's router decides

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -55,6 +56,7 @@ class Reference:
         """
         if not config.algo.needs_reference:
             return None
+        policy_of(wrapped[0]).check_reference(config.algo)
         folder = config.algo.reference
         if folder is None and config.learner.lora.rank:
             log.info("reference policy: the model without its adapters")
@@ -103,13 +105,22 @@ class Reference:
 
 def _refuse_another_shape(config: Config, folder: Path, policy: ModelShape) -> None:
     """The weights of the reference take the places of the policy's."""
-    shape = read_shape(folder, "algo.reference", config.model.family)
+    shape = read_shape(folder, "algo.reference", config.model.built_by)
     for field in dataclasses.fields(ModelShape):
         if field.name == "max_length":  # of the longest sequence, not of what is computed
             continue
         theirs, ours = getattr(shape, field.name), getattr(policy, field.name)
-        if theirs != ours:
+        for name, its, own in _differences(field.name, theirs, ours):
             raise ConfigError(
-                f"algo.reference: {folder} has {field.name}={theirs}, the policy has {field.name}={ours}; "
+                f"algo.reference: {folder} has {name}={its}, the policy has {name}={own}; "
                 "allowed: a model of the policy's shape"
             )
+
+
+def _differences(name: str, theirs: Any, ours: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, theirs, ours) of what differs, of a mapping key by key, but for its special tokens."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        keys = sorted(key for key in theirs.keys() | ours.keys() if not key.endswith("_token_id"))
+        yield from ((key, theirs.get(key), ours.get(key)) for key in keys if theirs.get(key) != ours.get(key))
+    elif theirs != ours:
+        yield name, theirs, ours

@@ -43,6 +43,9 @@ CHUNK_BYTES = 256 << 20
 # Bytes of one safetensors file that is written.
 SHARD_BYTES = 4 << 30
 
+# The end of a line that refuses an architecture: whom it may be built by.
+BY_TRANSFORMERS = ", or any of transformers' with model.implementation=transformers"
+
 
 class UnsupportedModelError(ConfigError):
     """The folder holds a model that streamrl does not build; the text names what and what is allowed."""
@@ -113,6 +116,14 @@ PLAIN = AttentionShape()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Of a model that no family's tables describe. Example: `Counts(parameters=494_032_768, met=357_826_560)`."""
+
+    parameters: int
+    met: int  # weights of matrices that one token meets, without embedding and output layer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
     """What `config.json` says of a model, under one set of names.
 
@@ -142,6 +153,7 @@ class ModelShape:
     delta: DeltaShape | None = None  # None: every layer has attention
     embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
+    computes: dict[str, Any] | None = None  # `config.json`, of a model that transformers builds; None: Megatron does
 
     @property
     def softmax_scale(self) -> float:
@@ -201,7 +213,9 @@ class ModelShape:
         return (self.delta.projected + self.delta.values * self.delta.value) // tensor * self.hidden
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
-        """Rows of the embedding in Megatron."""
+        """Rows of the embedding in the learner."""
+        if not self.family.by_megatron:
+            return self.vocabulary
         multiple = VOCABULARY_MULTIPLE * tensor_parallel
         return math.ceil(self.vocabulary / multiple) * multiple
 
@@ -252,10 +266,12 @@ def _family_of(path: Path, config: dict[str, Any]) -> type[ModelFamily]:
     for family in families:
         if architecture in family.architectures:
             return family
-    seen = "trained, only served and evaluated" if "vision_config" in config else "supported"
+    sees = "vision_config" in config
+    seen, others = ("trained, only served and evaluated", "") if sees else ("supported", BY_TRANSFORMERS)
     known = ", ".join(name for family in families for name in family.architectures)
     raise UnsupportedModelError(
         f"{path}: architecture {architecture} is not {seen}; allowed: {known}, or a family of your own by model.family"
+        f"{others}"
     )
 
 
@@ -317,6 +333,9 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
 
     Example: a model of 14 heads is not cut with `learner.layout.tensor: 4`.
     """
+    shape.family.check_layout(shape, layout)
+    if not shape.family.by_megatron:
+        return
     whole = {"attention heads": shape.heads, "key and value heads": shape.groups, "MLP columns": shape.ffn}
     for what, count in whole.items():
         _must_divide("tensor", layout.tensor, count, what)

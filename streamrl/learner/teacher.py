@@ -71,6 +71,11 @@ class Teacher:
         return teacher
 
     @property
+    def model(self) -> PolicyModel:
+        """Its first chunk."""
+        return self._passes.model
+
+    @property
     def nbytes(self) -> int:
         """Bytes of this rank's weights."""
         return sum(held.nbytes for _, held in self._held)

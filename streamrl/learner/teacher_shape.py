@@ -25,7 +25,7 @@ def teacher_shape(config: Config, policy: ModelShape) -> ModelShape | None:
     settings = config.algo.distillation
     if settings.teacher is None:
         return None
-    return shape_beside(policy, settings.teacher, KEY, settings.family, config.learner.layout)
+    return shape_beside(policy, settings.teacher, KEY, config.model.builder(settings.family), config.learner.layout)
 
 
 def shape_beside(policy: ModelShape, folder: Path, key: str, family: str | None, layout: LayoutConfig) -> ModelShape:

@@ -6,7 +6,7 @@ batch ──plan_shares──▶ a share for each rank ──LearnerStep──�
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from streamrl.learner.critic import Critic
 from streamrl.learner.forward import Passes, gather_parameters, wrap
 from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.huggingface import export_folder, export_weights, load_weights
-from streamrl.learner.model import LayerChoice, build
+from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.packing import Packing
 from streamrl.learner.parallel import Ranks
@@ -68,7 +68,7 @@ class Trainer:
 
         Raises ConfigError, also for a wrong number of ranks, and UnsupportedAcceleratorError.
         """
-        self._shape = shape = read_shape(config.model.path, family=config.model.family)
+        self._shape = shape = read_shape(config.model.path, family=config.model.built_by)
         self._config = config
         self._run_folder = run_folder
         self._checkpoints = run_folder / "checkpoints"
@@ -79,7 +79,6 @@ class Trainer:
             on_failure.callback(self._ranks.stop)
             device, dtype = self._ranks.device, getattr(torch, config.model.dtype)
             self._chunks = build(shape, config, device)
-            self._packing = _packing(config.learner, shape, self._chunks[0].layers)
             if config.learner.lora.rank:
                 lora.freeze(self._chunks)
             self._wrapped = wrap(self._chunks, config, self._ranks)
@@ -95,6 +94,7 @@ class Trainer:
                 padding = 0 if config.learner.lora.rank else pads(shape, config.learner.layout.tensor)
                 self._optimizer.observer = ParamsMetrics(self._optimizer.megatron, padding, device.torch_device)
             self._critic = Critic.of(config, shape, self._ranks)
+            self._packing = self._packing_of(self._critic)
             self._saver = Saver(self._checkpoints, self._ranks, config.checkpoint, self._identity.id)
             self._noise = GradientNoise.of(config, self._wrapped[-1], device.torch_device)
             self._stragglers = Stragglers(self._ranks)
@@ -150,6 +150,7 @@ class Trainer:
         there and none can be resumed from.
         """
         teacher = Teacher.of(self._config, self._shape, self._ranks)
+        self._packing = self._packing_of(self._critic, teacher)
         reference = Reference.of(self._config, self._wrapped)
         incarnation = checkpoint.next_incarnation(self._checkpoints, self._ranks)
         found = newest_whole(self._checkpoints, self._ranks, self._identity, self._report_damage)
@@ -332,6 +333,11 @@ class Trainer:
             base, settings = self._config.model.path, self._config.learner.lora
             lora_folder.save_adapters(self._chunks, adapter, settings, base)
 
+    def _packing_of(self, *others: Critic | Teacher | None) -> Packing:
+        """How rows are made for the policy and what reads them beside it."""
+        models = [self._chunks[0], *(other.model for other in others if other is not None)]
+        return _packing(self._config.learner, self._shape, models)
+
     def _shares(self, batch: Batch | None) -> list[Share]:
         if batch is None or batch.step != self._version.step:
             given = None if batch is None else batch.step
@@ -342,14 +348,15 @@ class Trainer:
         return self._planned[1]
 
 
-def _packing(learner: LearnerConfig, shape: ModelShape, layers: LayerChoice) -> Packing:
-    """How rows are made for this model on these ranks."""
+def _packing(learner: LearnerConfig, shape: ModelShape, models: Sequence[PolicyModel]) -> Packing:
+    """How rows are made for these models, the policy of this shape first, on these ranks."""
     moe = shape.moe
     return Packing(
         ranks=parallel_state.get_data_parallel_world_size(),
         budget=learner.tokens_per_micro_batch,
-        share_prompts=learner.share_prompts and layers.kind == "local",
-        sequence_multiple=sequence_multiple(learner.layout.context, layers),
+        share_prompts=learner.share_prompts and all(model.shares_prompts for model in models),
+        apart=any(model.one_a_row for model in models),
+        sequence_multiple=sequence_multiple(learner.layout.context, models[0].layers),
         multiple=learner.layout.rows_multiple,
         routing=(shape.layers, moe.top_k) if learner.router_replay and moe else None,
         image_token=None if shape.vision is None else shape.vision.image,

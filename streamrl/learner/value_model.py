@@ -30,6 +30,7 @@ class ValueModel(PolicyModel):
     """Gives what is still to come behind each target, [N], from the hidden state that predicts it."""
 
     post_process: bool  # Megatron's word for having the end of the model
+    values = True
 
     def __init__(self, *args: Any, **fields: Any) -> None:
         super().__init__(*args, **{**fields, "share_embeddings_and_output_weights": False})

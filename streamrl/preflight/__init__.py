@@ -186,7 +186,7 @@ def _check_key(config: Config, seen: Seen) -> None:
 def check_layout(config: Config, *, weights: bool = True) -> ModelShape:
     """Those that ask the model alone, and no task. Returns its shape. `weights`: are they there? Raises ConfigError."""
     check_folder(config)
-    shape = read_shape(config.model.path, family=config.model.family)
+    shape = read_shape(config.model.path, family=config.model.built_by)
     if weights:
         weight_files(config.model.path)
     check_model(config, shape)

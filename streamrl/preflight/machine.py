@@ -74,7 +74,7 @@ def check_machine(config: Config) -> None:
         )
     if has_cuda():
         device_map(config, len(visible_gpus()))
-    elif config.generate.quantization is not None and read_shape(config.model.path, family=config.model.family).moe:
+    elif config.generate.quantization is not None and read_shape(config.model.path, family=config.model.built_by).moe:
         raise ConfigError(
             f"generate.quantization: {config.generate.quantization} of a mixture of experts needs a GPU, and this "
             "machine has none; allowed: null"

@@ -47,14 +47,17 @@ def check_model(config: Config, shape: ModelShape) -> None:
     with refusals:
         check_fit(shape, config.learner.layout)
     with refusals:
+        shape.family.check_run(config)
+    with refusals:
         teacher_shape(config, shape)
     with refusals:
         critic_shape(config, shape)
-    if config.learner.moe_permute_fusion and shape.moe is None:
+    megatron = shape.family.by_megatron
+    if config.learner.moe_permute_fusion and shape.moe is None and megatron:
         refusals.add(
             f"learner.moe_permute_fusion: true needs a mixture of experts, not {shape.architecture}; allowed: false"
         )
-    if config.learner.freeze_vision and shape.vision is None:
+    if config.learner.freeze_vision and shape.vision is None and megatron:
         refusals.add(
             f"learner.freeze_vision: true needs a vision-language model, not {shape.architecture}; allowed: false"
         )
@@ -64,10 +67,10 @@ def check_model(config: Config, shape: ModelShape) -> None:
             "learner.lora.targets: linear_fc1 and linear_fc2 are layers of experts in this model, which get no "
             "adapters; allowed: linear_qkv, linear_proj"
         )
-    if lora.rank:
+    if lora.rank and megatron:
         with refusals:
             check_adapters(shape, lora.targets)
-    if lora.by_adapter and not shape.family.served_adapters:
+    if lora.by_adapter and megatron and not shape.family.served_adapters:
         refusals.add(
             f"learner.lora.publish: adapter is not supported for {shape.architecture}, for which SGLang takes none; "
             "allowed: merged"
@@ -85,6 +88,8 @@ def _check_server(pool: GenerateConfig, shape: ModelShape) -> None:
             f"allowed: a divisor of {shape.heads}"
         )
     if pool.quantization is not None:
+        if not shape.family.by_megatron:
+            return  # refused above
         if not shape.family.served_blocks:
             raise ConfigError(
                 f"generate.quantization: {pool.quantization} is not supported for {shape.architecture}; allowed: null"

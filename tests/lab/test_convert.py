@@ -30,6 +30,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig
+from streamrl.config.tree import TRANSFORMERS
 from streamrl.lab import convert
 from streamrl.learner import conversion
 from streamrl.learner.conversion import to_huggingface, to_megatron
@@ -350,6 +351,8 @@ def test_what_cannot_be_converted_is_refused_before_anything_starts(model, check
     assert "architecture GPT2LMHeadModel is not supported; allowed: " in refused
     assert "Qwen2ForCausalLM" in refused
     assert "a family of your own by --family" in refused
+    assert "model.implementation" not in refused
+    assert "is built by transformers, and Megatron-LM has no such model" in refusal(model, out, family=TRANSFORMERS)
     assert f"OUT: {model} is not empty; allowed: a new folder" in refusal(model, model)
     assert f"--model: {model} would describe {model}" in refusal(model, out, model=model)
     bare = tmp_path / "release"

@@ -65,7 +65,7 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
             ) from None
     folder = config.model.path
     if given is None and (folder / "config.json").is_file():
-        return read_shape(folder, family=config.model.family)
+        return read_shape(folder, family=config.model.built_by)
     file, key = (given, "--shape") if given is not None else (config.model.shape, "model.shape")
     file = None if file is None else shipped(file)
     if file is None:
@@ -79,7 +79,7 @@ def model_shape(config: Config, given: Path | None) -> ModelShape:
         copy = Path(scratch, "config.json")  # the one name under which the reader looks
         shutil.copyfile(file, copy)
         try:
-            return read_shape(copy.parent, key, config.model.family)
+            return read_shape(copy.parent, key, config.model.built_by)
         except UnsupportedModelError as error:
             raise ConfigError(str(error).replace(str(copy), str(file))) from None
 

@@ -33,6 +33,8 @@ class Parameters:
 
 def whole_model(shape: ModelShape) -> int:
     """Parameters of the Hugging Face folder, without padding: what is published."""
+    if (counts := shape.family.counts(shape)) is not None:
+        return counts.parameters
     layers = sum((_layer(shape, index, _WHOLE) for index in range(shape.layers)), Parameters())
     ends = (1 if shape.tied else 2) * shape.vocabulary * shape.hidden
     return layers.all + ends + shape.hidden + _tower(shape)
@@ -45,6 +47,8 @@ def whole_adapters(shape: ModelShape, settings: LoraConfig) -> int:
 
 def of_stage(shape: ModelShape, layout: LayoutConfig, stage: int, adapters: LoraConfig) -> Parameters:
     """Parameters of one rank of pipeline stage `stage`, from 0."""
+    if (counts := shape.family.counts(shape)) is not None:
+        return Parameters(dense=counts.parameters)
     counted = Parameters()
     for layer in layers_of(shape, layout, stage):
         counted += _layer(shape, layer, layout)
@@ -81,6 +85,8 @@ def layers_of(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
 
 def of_server_rank(shape: ModelShape, tensor: int) -> int:
     """Parameters of one rank of a server: key and value heads are repeated where there are more ranks than heads."""
+    if (counts := shape.family.counts(shape)) is not None:
+        return -(-counts.parameters // tensor)
     layers = 0
     for layer in range(shape.layers):
         counted = _layer(shape, layer, LayoutConfig(tensor=tensor, expert_tensor=tensor))

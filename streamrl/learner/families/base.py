@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import nn
 
-    from streamrl.config.learner import LoraTarget
+    from streamrl.config import Config
+    from streamrl.config.learner import LayoutConfig, LoraTarget
     from streamrl.learner.mapping import Cut
+    from streamrl.learner.shape import Counts
     from streamrl.learner.vision.shape import VisionShape
 
 # How a parameter is cut over ranks, by a name of `learner/mapping.py:CUTS` or of `cuts`, and the Hugging Face tensors
@@ -78,6 +80,9 @@ class ModelFamily(Choice):
     # `partial_rotary_factor` where `config.json` has none; None: whole heads are turned, anything else is refused.
     rotary_part: ClassVar[float | None] = None
     rotary_interleaved: ClassVar[bool] = False
+
+    # Its models are of Megatron's layers, which a layout cuts; else of transformers' (`learner/whole/`).
+    by_megatron: ClassVar[bool] = True
 
     # Its layers may be Transformer Engine's.
     engine: ClassVar[bool] = True
@@ -186,6 +191,19 @@ class ModelFamily(Choice):
                 f"{path}: sliding_window={window} is not supported; allowed: null, or at least "
                 f"max_position_embeddings={longest}"
             )
+
+    @classmethod
+    def check_layout(cls, shape: ModelShape, layout: LayoutConfig) -> None:
+        """Raise ConfigError for a layout that this model cannot be cut into, beside what its sizes say."""
+
+    @classmethod
+    def check_run(cls, config: Config) -> None:
+        """Raise ConfigError, with a line for each, for settings of a run that its models cannot have."""
+
+    @classmethod
+    def counts(cls, shape: ModelShape) -> Counts | None:
+        """Parameters, where the tables of names do not tell them."""
+        return None
 
     @classmethod
     def has(cls, shape: ModelShape, name: str, mixture: bool) -> bool:

@@ -1,0 +1,1 @@
+"""Models of transformers' own classes, whole on every rank: `model.implementation: transformers`."""
