@@ -7,27 +7,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from learner_parts import gradients, largest_difference, make_batch, make_config
+from learner_parts import branched, gradients, largest_difference, make_batch, make_config
 
 from streamrl.learner.reward_penalty import of_groups
 from streamrl.observe.metrics import is_known
-from streamrl.types import Batch
 
 
 def with_algo(config, **algo: Any):
     return config.model_copy(update={"algo": type(config.algo).model_validate(config.algo.model_dump() | algo)})
-
-
-def branched(batch: Batch, *branches: int) -> Batch:
-    """The same samples as rollouts of so many branches; each has the reward of its rollout's last one."""
-    groups = []
-    for group in batch.groups:
-        rollouts = msgspec.structs.replace(group, branches=branches).rollouts
-        samples = tuple(
-            msgspec.structs.replace(sample, reward=rollout[-1].reward) for rollout in rollouts for sample in rollout
-        )
-        groups.append(msgspec.structs.replace(group, samples=samples, branches=branches))
-    return msgspec.structs.replace(batch, groups=tuple(groups))
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
@@ -73,3 +60,19 @@ def test_what_reads_rewards_and_sequences_trains_branches(model_folder, trainer_
         for _, (alone, *together, last) in of_groups(batch, trainer._step.taken_off):
             assert len(set(together)) == 1
             assert len({alone, together[0], last}) == 3
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_the_branches_of_a_rollout_have_the_gradient_of_one(
+    model_folder, trainer_of, two_ranks, tmp_path
+):
+    algo = {"kl_reward": 0.1, "aggregation": "sequence_mean"}
+    config = with_algo(make_config(model_folder(), share_prompts=False), **algo)
+    together, taken_off = two_ranks(
+        "branches",
+        config.model_copy(update={"learner": config.learner.model_copy(update={"ranks": 2})}),
+        tmp_path / "run",
+    )
+    trainer = trainer_of(config)
+    assert largest_difference(together, gradients(trainer, branched(make_batch(size=5), 1, 3, 1))) < 2e-5
+    assert taken_off == pytest.approx(trainer._step.taken_off, abs=1e-6)
