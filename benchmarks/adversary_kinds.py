@@ -347,6 +347,9 @@ def _answers() -> Iterator[Kind]:
         "a group that was never issued": (shifted("group_id", 1_000_000), refused),
         "another protocol version": (fields(v=3), "protocol version 3"),
         "a field that nobody knows": (fields(admin=True), refused),
+        "one rollout for four": (fields(branches=[4]), refused + r"1 rollouts, generate\.group_size=4"),
+        "a rollout without a sample": (fields(branches=[0, 1, 1, 2]), refused + "group: branches: 4 samples in 4"),
+        "a branch that is not there": (fields(branches=[1, 1, 1, 2]), refused + "group: branches: 5 samples in 4"),
     }
     for name, (spoil, expected) in spoilt.items():
         yield Kind(name, "answer", expected, _answer(spoil))
@@ -355,6 +358,8 @@ def _answers() -> Iterator[Kind]:
     )
     yield Kind("one sample for four", "answer", refused + r"1 samples, generate\.group_size=4", _samples(1))
     yield Kind("400 samples for four", "answer", refused + r"400 samples, generate\.group_size=4", _samples(400))
+    many = refused + r"a rollout of 100 branches, task\.max_branches="
+    yield Kind("rollouts of 100 branches", "answer", many, _branches)
     yield Kind("a header without its arena", "answer", "malformed", _half)
     yield Kind("another worker's ticket", "answer", refused + ".*is the ticket of worker", _stolen)
     yield Kind("the same group twice", "answer", "^Accepted, Accepted$", _twice)
@@ -407,6 +412,13 @@ def _samples(count: int, tokens: int = TOKENS) -> Callable[[Circle, str], str]:
         return _seen(circle, member)
 
     return _with_ticket(act)
+
+
+@_with_ticket
+def _branches(circle: Circle, member: Member, ticket: Ticket) -> str:
+    header, arena = _frames(circle, ticket, 400, member.name)
+    member.send(changed(header, branches=[100] * 4), arena)
+    return _seen(circle, member)
 
 
 @_with_ticket

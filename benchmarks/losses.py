@@ -208,7 +208,7 @@ def against_reference(row: Row, batch: TokenBatch, config: AlgoConfig) -> None:
     """Compare one batch with the loop over its tokens, selections of the whole step included."""
     counts = Denominators.of(batch.mask[batch.sample == sample] for sample in range(batch.samples))
     fast, slow = with_selection(batch, config, slow=False), with_selection(batch, config, slow=True)
-    expected, taken = slow_loss(slow, config, counts.tokens, counts.samples)
+    expected, taken = slow_loss(slow, config, counts.tokens, counts.rollouts)
     value, _ = policy_loss(fast, config, counts)
     rounded = with_dtype(fast, torch.float32)
     exact = with_dtype(rounded, torch.float64)
@@ -356,7 +356,7 @@ def against_trl(name: str) -> Row:
         found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True, retain_graph=True)
         return torch.stack(found)
 
-    _, taken = slow_loss(batch, config, counts.tokens, counts.samples)
+    _, taken = slow_loss(batch, config, counts.tokens, counts.rollouts)
     del taken["dropped"]  # TRL knows none
     if config.eps_low == 1:
         del taken["below"]  # the lower edge is 0

@@ -47,7 +47,7 @@ RESUMABLE = (
     "learner.params_metrics", "learner.profile.", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
     "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "model.cache",
-    "model.hub_timeout", "task.scoring.", "sft.epochs",
+    "model.hub_timeout", "task.max_branches", "task.scoring.", "sft.epochs",
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ a process they are views of what arrived, never copies. A value is checked once,
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import re
 
@@ -32,6 +33,7 @@ FAILURES = {
     "malformed": "whose numbers contradict each other, or with tokens older than the ticket allows",
     "scorer": "not judged: the scorer had no time or no process left, or raised on every answer of the group",
     "task": "of prompts on which the task itself failed",
+    "branches": "of more branches than task.max_branches, or of several where the prompt has images",
     "lost": "given up by the replay service: lost too often, or for too long",
     "quarantined": "of groups that the learner could not train",
 }
@@ -99,7 +101,7 @@ class VersionSpan(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One answer to one prompt. Several turns are one token sequence with a mask.
+    """One token sequence: an answer to a prompt, or one branch of it. Several turns are one sequence with a mask.
 
     Example: `Sample(prompt_ids=[5, 6], output_ids=[7, 2], logprobs=[-0.1, -0.3], loss_mask=[1, 1],
     spans=(VersionSpan(v0, 0, 2),), reward=1.0)` (arrays of the dtypes below).
@@ -244,13 +246,18 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The G samples of one prompt, from one ticket."""
+    """The G rollouts of one prompt, from one ticket. Each is one sample, or several: its branches.
+
+    Example: 4 samples with `branches=(1, 3)` are two rollouts. The second has three branches, and the last of them,
+    sample 3, has the rollout's reward; the prompts of the others may be other ones.
+    """
 
     group_id: int
     attempt: int = 0
     task: str
     prompt_index: int
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...]  # those of a rollout one after the other
+    branches: tuple[int, ...] = ()  # samples of each rollout; (): one each
     started: float = 0.0  # seconds since the epoch, on the worker's clock
     finished: float = 0.0
     worker: str = ""
@@ -274,23 +281,51 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         return min((oldest for sample in self.samples if (oldest := sample.oldest) is not None), default=None)
 
     @property
+    def size(self) -> int:
+        """G, the number of rollouts."""
+        return len(self.branches or self.samples)
+
+    @property
+    def rollouts(self) -> tuple[tuple[Sample, ...], ...]:
+        """The samples of each rollout."""
+        ends = itertools.accumulate(self.branches or (1,) * len(self.samples), initial=0)
+        return tuple(self.samples[start:end] for start, end in itertools.pairwise(ends))
+
+    @property
+    def rollout_of(self) -> np.ndarray:
+        """Which rollout each sample is of: int64 [samples], 0..G-1."""
+        return np.repeat(np.arange(self.size), self.branches or 1)
+
+    @property
+    def finals(self) -> tuple[Sample, ...]:
+        """The last sample of each rollout: [G]. It has the rollout's reward, and what its task says of it."""
+        if not self.branches:
+            return self.samples
+        return tuple(self.samples[end - 1] for end in itertools.accumulate(self.branches))
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Output tokens of each rollout."""
+        return tuple(sum(len(sample.output_ids) for sample in rollout) for rollout in self.rollouts)
+
+    @property
     def answered(self) -> tuple[Sample, ...]:
-        """The samples that are no placeholders."""
-        return tuple(sample for sample in self.samples if not sample.is_placeholder)
+        """The last samples of the rollouts that are no placeholders."""
+        return tuple(sample for sample in self.finals if not sample.is_placeholder)
 
     @property
     def emptied(self) -> Group:
-        """The group as the learner's quarantine leaves it: as many placeholders, which train nothing."""
+        """The group as the learner's quarantine leaves it: a placeholder a rollout, which trains nothing."""
         return self.as_placeholders("quarantined")
 
     def as_placeholders(self, failure: str) -> Group:
         """The same group without its content. `failure`: one of FAILURES."""
-        samples = (Sample.placeholder(failure=failure),) * len(self.samples)
-        return msgspec.structs.replace(self, samples=samples, images=(), arena=None)
+        samples = (Sample.placeholder(failure=failure),) * self.size
+        return msgspec.structs.replace(self, samples=samples, branches=(), images=(), arena=None)
 
     @property
     def pass_rate(self) -> float:
-        """Share of right answers among the samples that are no placeholders; 0 without any."""
+        """Share of right answers among the rollouts that are no placeholders; 0 without any."""
         answered = self.answered
         return sum(sample.passed for sample in answered) / len(answered) if answered else 0.0
 
@@ -306,9 +341,26 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"group {self.group_id} has no samples")
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"group {self.group_id}.temperature is {self.temperature}, above 0 is needed")
+        if (problem := self.branch_problem()) is not None:
+            raise ValueError(f"group {self.group_id}{problem}")
         for index, sample in enumerate(self.samples if samples else ()):
             if (problem := sample.problem()) is not None:
                 raise ValueError(f"group {self.group_id} sample {index}{problem}")
+
+    def branch_problem(self) -> str | None:
+        """What `check` says of the branches behind the name of the group; None for well formed ones."""
+        if not self.branches:
+            return None
+        if min(self.branches) < 1 or sum(self.branches) != len(self.samples):
+            return (
+                f".branches: {sum(self.branches)} samples in {self.size} rollouts, {len(self.samples)} are there, "
+                "one at least in each"
+            )
+        if self.images:
+            return ".branches of a group with images: only rollouts of one sample may have images"
+        if any(sample.is_placeholder for rollout in self.rollouts if len(rollout) > 1 for sample in rollout):
+            return ".branches: a placeholder is one of several samples of a rollout, it stands for a whole one"
+        return None
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):

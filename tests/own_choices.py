@@ -17,7 +17,7 @@ PAGES = (
     "tasks.md",
     "watching.md",
 )
-BESIDE = ("environments.md", "engines.md")  # pages with files, and without a test of them
+BESIDE = ("environments.md", "engines.md", "openai.md")  # pages with files, and without a test of them
 OWN = (
     "replay.order=by_age.py:ByAge",
     "replay.order_options.oldest_first=true",

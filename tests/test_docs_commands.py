@@ -64,6 +64,8 @@ ELSEWHERE = (
     (r"streamrl train .*vowels\.py:.*|python -m streamrl\.tasks\.megatron_rl\.environment_server .*",
      "tests/end_to_end/test_megatron_run.py"),
     (r"streamrl train .*backwards\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_task_of_the_page_trains"),
+    (r"streamrl train .*summed_up\.py:.*",
+     "tests/end_to_end/test_branching_run.py::test_the_task_of_the_page_trains_both_branches_of_a_rollout"),
     (r"streamrl train .*tools\.py:.*", "tests/end_to_end/test_own_task_run.py::test_the_tool_of_the_page_trains"),
     (r"streamrl .*\.py:[A-Z].*|streamrl audit runs/own",
      "tests/end_to_end/test_own_choices_run.py::test_the_commands_of_the_pages_run_with_what_the_pages_show"),

@@ -17,10 +17,10 @@ LARGEST_ERROR = 0.2
 class KlControl:
     """The weight `algo.kl` or `algo.kl_reward`, whichever is above 0, times a factor that follows the measured KL.
 
-    factor <- factor (1 + clip(KL / target - 1, -0.2, 0.2) min(n, horizon) / horizon), n the samples of the step;
+    factor <- factor (1 + clip(KL / target - 1, -0.2, 0.2) min(n, horizon) / horizon), n the rollouts of the step;
     without `algo.kl_target` it stays 1. Source: Ziegler et al. (arXiv:1909.08593).
 
-    Example: target 0.1, horizon 100: a step of 50 samples with a KL of 0.2 makes the weight 10 % larger.
+    Example: target 0.1, horizon 100: a step of 50 rollouts with a KL of 0.2 makes the weight 10 % larger.
     """
 
     def __init__(self, config: AlgoConfig) -> None:
@@ -48,8 +48,8 @@ class KlControl:
             return {}
         return {("reward" if self._config.kl_reward > 0 else "loss") + "/kl_weight": self.weight}
 
-    def update(self, measured: Mapping[str, float], samples: int) -> None:
-        """After a step: measured: its metrics; samples: of all ranks. A KL that is not finite changes nothing."""
+    def update(self, measured: Mapping[str, float], rollouts: int) -> None:
+        """After a step: measured: its metrics; rollouts: of all ranks. A KL that is not finite changes nothing."""
         target = self._config.kl_target
         if target is None:
             return
@@ -57,4 +57,4 @@ class KlControl:
         if not math.isfinite(kl):
             return
         error = min(max(kl / target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-        self.factor *= 1 + error * min(samples, self._config.kl_horizon) / self._config.kl_horizon
+        self.factor *= 1 + error * min(rollouts, self._config.kl_horizon) / self._config.kl_horizon

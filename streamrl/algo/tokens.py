@@ -13,7 +13,7 @@ Field = TypeVar("Field")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenBatch:
-    """The N output tokens of one micro batch, flat, in any order. Samples are whole.
+    """The N output tokens of one micro batch, flat, in any order. Samples are whole, rollouts need not be.
 
     Example: two answers of 2 and 1 tokens have `sample=[0, 0, 1]`, `samples=2`, and the advantage of an
     answer stands beside each of its tokens. Raises ValueError, naming the field, if shapes or dtypes do not fit.
@@ -27,6 +27,8 @@ class TokenBatch:
     staleness: Tensor  # int64 [N], >= 0, learner steps
     sample: Tensor  # int64 [N], which sample a token belongs to, 0..samples-1
     samples: int
+    # int64 [N], trained tokens of the token's rollout; None: here every sample is a rollout
+    rollout_tokens: Tensor | None = None
     proximal: Tensor | None = None  # like logprobs, log pi_old of the weights that the step starts from
     reference: Tensor | None = None  # like logprobs, log pi_ref
     teacher: Tensor | None = None  # like logprobs, log pi_T
@@ -43,7 +45,7 @@ class TokenBatch:
         expected = {"behaviour": dtype, "advantages": dtype, "mask": torch.bool}
         expected |= {"staleness": torch.int64, "sample": torch.int64}
         optional = dict.fromkeys(("entropy", "proximal", "reference", "teacher", "full_kl", "reward_kl"), dtype)
-        optional |= {"outliers": torch.bool, "covariant": torch.bool}
+        optional |= {"outliers": torch.bool, "covariant": torch.bool, "rollout_tokens": torch.int64}
         expected |= {name: needed for name, needed in optional.items() if getattr(self, name) is not None}
         for name, needed in expected.items():
             tensor: Tensor = getattr(self, name)
@@ -67,6 +69,7 @@ class TokenBatch:
             staleness=self.staleness[index],
             sample=self.sample[index],
             samples=self.samples,
+            rollout_tokens=at(self.rollout_tokens),
             proximal=at(self.proximal),
             reference=at(self.reference),
             teacher=at(self.teacher),

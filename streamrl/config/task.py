@@ -113,6 +113,12 @@ class TaskConfig(Section):
         default_factory=dict,
         description="further variables of the model's chat template, such as enable_thinking or reasoning_effort",
     )
+    max_branches: int = Field(
+        16,
+        ge=1,
+        description="token sequences that one rollout may become, where an agent rewrites its history, calls others or "
+        "tries again; 1: a call that does not extend the one before is refused",
+    )
     scoring: ScoringConfig = Field(
         default_factory=ScoringConfig, description="processes, deadlines and failures of scorers"
     )

@@ -172,15 +172,16 @@ class Walk:
             return [], [*handle.failures, f"{type(error).__name__}: {error}"]
         judged, broken = [], says_nothing(rollouts)
         for rollout in rollouts:
-            if reason := (rollout.failure if rollout.masked or broken else None) or self._refusal(rollout.completion):
+            if reason := (rollout.failure if rollout.masked or broken else None) or self._refusal(rollout):
                 handle.failures.append(reason)
-            elif rollout.completion.finish_reason != "abort":
+            elif rollout.is_answered:
                 judged.append(_judged(rollout))
         return judged, handle.failures
 
-    def _refusal(self, completion: Completion) -> str | None:
+    def _refusal(self, rollout: Rollout) -> str | None:
         """Why an answer is none of the version that is evaluated."""
-        other = next((span.version for span in completion.spans if span.version != self._version), None)
+        spans = (span for each in rollout.completions for span in each.spans)
+        other = next((span.version for span in spans if span.version != self._version), None)
         return None if other is None else f"tokens of version {other}, not of {self._version}"
 
 
@@ -228,12 +229,17 @@ def _in_turn(counts: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
 def _judged(rollout: Rollout) -> Judged:
     completion = rollout.completion
-    mask = completion.loss_mask
     return Judged(
         text=completion.text,
         passed=rollout.parts.get(EXACT, rollout.reward) >= 1.0 - 1e-9,  # as Sample.passed
         reward=float(rollout.reward),
         parts={name: float(value) for name, value in rollout.parts.items()},
-        tokens=len(completion.output_ids) if mask is None else int(np.count_nonzero(mask)),
+        tokens=sum(map(_written, rollout.completions)),
         finish_reason=completion.finish_reason,
     )
+
+
+def _written(completion: Completion) -> int:
+    """Tokens that the policy wrote."""
+    mask = completion.loss_mask
+    return len(completion.output_ids) if mask is None else int(np.count_nonzero(mask))

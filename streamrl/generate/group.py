@@ -1,7 +1,9 @@
 """From a ticket to its group: the task asks the policy and scores, every sample is checked or replaced.
 
-rollout ─▶ answered, judged, well formed, packable ─▶ Sample
+rollout ─▶ answered, judged, well formed, packable ─▶ Sample, or one for each of its branches
         └▶ Sample.placeholder(failure=...), one of types.FAILURES ─▶ counted in the learner's metrics
+
+A rollout fails as a whole: what one of its branches lacks, no other can make up for.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from streamrl.generate.inference import EngineInference
 from streamrl.generate.moe_routing import shared_prompt_routing
 from streamrl.observe.events import EventLog, now
 from streamrl.stream.contiguous import arena_of
-from streamrl.tasks.environment import Environment, Rollout
+from streamrl.tasks.environment import Completion, Environment, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready, describe
 from streamrl.tasks.left_out import fitting_prompt
 from streamrl.tasks.overlong import Overlong
@@ -53,7 +55,7 @@ async def run_group(
     scoring: Scoring | None = None,
     rewards: Weighted | None = None,
 ) -> Group:
-    """The group of `ticket`, always with `group_size` samples: one that failed is a placeholder, and is counted.
+    """The group of `ticket`, always with `group_size` rollouts: one that failed is a placeholder, and is counted.
 
     A sample of which the learner would read more than `longest` tokens, prompt included, has failed too: no micro batch
     holds it.
@@ -71,7 +73,11 @@ async def run_group(
         given = await _outcome(ticket, task, inference, group_size, rewards or Weighted())
         rollouts = [overlong.penalised(each) for each in given.rollouts]
         masked = says_nothing(rollouts)
-        samples = tuple(_sample(rollout, ticket, longest, inference, masked) for rollout in rollouts)
+        made = [
+            _samples(each, ticket=ticket, longest=longest, inference=inference, most=task.max_branches, masked=masked)
+            for each in rollouts
+        ]
+        samples = tuple(sample for of_rollout in made for sample in of_rollout)
         samples = shared_prompt_routing(samples) or (Sample.placeholder(failure=given.failure),) * group_size
         group = Group(
             group_id=ticket.group_id,
@@ -79,6 +85,7 @@ async def run_group(
             task=ticket.task,
             prompt_index=ticket.prompt_index,
             samples=samples,
+            branches=tuple(map(len, made)) if len(samples) > group_size else (),
             images=() if all(sample.is_placeholder for sample in samples) else inference.images,
             arena=arena_of(samples),
             started=started,
@@ -95,8 +102,8 @@ async def run_group(
         if failed:
             outcome["reached"] = [
                 len(rollout.completion.output_ids)
-                for rollout, sample in zip(rollouts, samples, strict=False)  # no rollouts where the task failed
-                if sample.is_placeholder
+                for rollout, of_rollout in zip(rollouts, made, strict=True)
+                if of_rollout[0].is_placeholder
             ]
     if scoring is not None:
         judged = inference.failures[-1:] if given.failure in ("task", "scorer") else judgements(rollouts)
@@ -131,21 +138,52 @@ async def _outcome(
     return Outcome(tuple(rollouts))
 
 
-def _sample(rollout: Rollout, ticket: Ticket, longest: int, inference: EngineInference, masked: bool) -> Sample:
-    """A rollout as a sample, or a placeholder where it is none that can be trained on. `masked`: the whole group is."""
-    answer, failures = rollout.completion, inference.failures
-    if answer.finish_reason == "abort":
-        return Sample.placeholder(answer.prompt_ids, answer.failure or "server")
+def _samples(
+    rollout: Rollout, *, ticket: Ticket, longest: int, inference: EngineInference, most: int, masked: bool
+) -> list[Sample]:
+    """The samples of a rollout, `most` of them; a placeholder alone where one is none that can be trained on.
+
+    `masked`: the whole group is.
+    """
+    answers, prompt_ids = rollout.completions, rollout.completion.prompt_ids
+    lost = next((answer for answer in answers if answer.finish_reason == "abort"), None)
+    if lost is not None:
+        return [Sample.placeholder(prompt_ids, lost.failure or "server")]
     if rollout.masked or masked:
-        return Sample.placeholder(answer.prompt_ids, "scorer")
+        return [Sample.placeholder(prompt_ids, "scorer")]
+    if len(answers) > most or (rollout.branches and inference.images):
+        allowed = f"task.max_branches={most}" if len(answers) > most else "1 where the prompt has images"
+        inference.failures.append(f"group {ticket.group_id}: a rollout of {len(answers)} branches; allowed: {allowed}")
+        return [Sample.placeholder(prompt_ids, "branches")]
+    rewards = [rollout.reward if branch.reward is None else branch.reward for branch in rollout.branches]
+    worth: list[tuple[float, dict[str, float]]]
+    worth = [*((reward, {}) for reward in rewards), (rollout.reward, rollout.parts)]
+    samples = [
+        _sample(answer, reward, parts, ticket=ticket, longest=longest, inference=inference)
+        for answer, (reward, parts) in zip(answers, worth, strict=True)
+    ]
+    return next(([sample] for sample in samples if sample.is_placeholder), samples)
+
+
+def _sample(
+    answer: Completion,
+    reward: float,
+    parts: dict[str, float],
+    *,
+    ticket: Ticket,
+    longest: int,
+    inference: EngineInference,
+) -> Sample:
+    """A token sequence as a sample, or a placeholder where it is none that can be trained on."""
+    failures = inference.failures
     sample = Sample(
         prompt_ids=answer.prompt_ids,
         output_ids=answer.output_ids,
         logprobs=answer.logprobs,
         loss_mask=all_trained(len(answer.output_ids)) if answer.loss_mask is None else answer.loss_mask,
         spans=answer.spans,
-        reward=rollout.reward,
-        reward_parts=rollout.parts,
+        reward=reward,
+        reward_parts=parts,
         finish_reason=answer.finish_reason,
         extras=answer.extras,
     )

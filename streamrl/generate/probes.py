@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from streamrl.config import Config
 from streamrl.observe.events import EventLog
+from streamrl.tasks import parsing
 from streamrl.tasks.environment import Inference, Prompt
 from streamrl.tasks.hosted import host_task
 
@@ -14,6 +15,7 @@ async def answer_probes(config: Config, inference: Inference, events: EventLog, 
     Its fields: `moment` (start | end), `index`, `prompt`, `expected`, `answer`, `reward`.
     """
     task = await host_task(config.task.shares[0], config.run.seed, "probe", config.task.scoring)
+    parsing.apply([task], config.task)
     try:
         for index in range(config.generate.probes):
             prompt = await task.fetch(index)

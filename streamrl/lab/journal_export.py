@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
         "group_id": pa.int64(),
         "attempt": pa.int32(),
         "sample": pa.int32(),  # index in its group
+        "rollout": pa.int32(),  # index of its rollout in the group; several samples of one are its branches
         "task": pa.string(),
         "prompt_index": pa.int64(),
         "state": pa.string(),  # completed, consumed, committed, quarantined, dropped, or replaced by a later attempt
@@ -81,9 +82,10 @@ def _rows(journal: RunJournal, folder: Path, lost: list[str]) -> Iterator[Row]:
             continue
         fate = {name: getattr(recorded, name) for name in ("state", "reason", "step", "steps")}
         penalties = lost_rewards.get((recorded.step, group.group_id)) if recorded.step is not None else None
+        rollouts = group.rollout_of.tolist()
         for index, sample in enumerate(group.samples):
-            penalty = penalties[index] if penalties else 0.0
-            yield {**fate, **_of_group(group), "images": images, **_of_sample(index, sample), "taken_off": penalty}
+            own = {"rollout": rollouts[index], "taken_off": penalties[index] if penalties else 0.0}
+            yield {**fate, **_of_group(group), "images": images, **_of_sample(index, sample), **own}
 
 
 def _of_group(group: Group) -> Row:

@@ -31,12 +31,14 @@ class BatchMetrics:
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """The `reward/`, `samples/`, `staleness/`, `length/` and `tokens/trained` metrics of one batch.
 
-    Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length.
+    Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length. Rewards and
+    failures count rollouts, lengths samples.
     """
     samples = [sample for sample in batch.samples if not sample.is_placeholder]
-    failed = sum(FAILED in sample.reward_parts for sample in samples)
+    judged = [sample for group in batch.groups for sample in group.answered]
+    failed = sum(FAILED in sample.reward_parts for sample in judged)
     unjudged = sum(sample.failure == "scorer" for sample in batch.samples)
-    rewards = np.array([sample.reward for sample in samples] or [0.0])
+    rewards = np.array([sample.reward for sample in judged] or [0.0])
     lengths = np.array([len(sample.output_ids) for sample in samples] or [0])
     trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in samples]
     ages = np.concatenate(trained) if any(map(len, trained)) else np.zeros(1, np.int32)
@@ -44,8 +46,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/failed": failed,
-        "reward/failed_share": (failed + unjudged) / max(1, len(batch.samples)),
-        "pass_rate": float(np.mean([sample.passed for sample in samples] or [False])),
+        "reward/failed_share": (failed + unjudged) / max(1, sum(group.size for group in batch.groups)),
+        "pass_rate": float(np.mean([sample.passed for sample in judged] or [False])),
         "signal_rate": float(np.mean([group.has_signal for group in batch.groups])),
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
         "staleness/mean": float(ages.mean()),
@@ -75,10 +77,13 @@ def task_metrics(batch: Batch, tasks: Iterable[str]) -> dict[str, float]:
 
 
 def failed_samples(batch: Batch) -> dict[str, float]:
-    """How many samples of a batch have failed, and for each reason how many of them; a reason without any is absent."""
+    """How many rollouts of a batch have failed, and how many for each reason; a reason without any is absent."""
     reasons = Counter(sample.failure for sample in batch.samples if sample.is_placeholder)
     failed = {f"samples/failed_{reason}": reasons[reason] for reason in FAILURES if reasons[reason]}
-    return {"samples/all": len(batch.samples), "samples/failed": reasons.total(), **failed}
+    rollouts = sum(group.size for group in batch.groups)
+    several = len(batch.samples) > rollouts
+    branches = {"samples/branches": len(batch.samples) / rollouts} if several else {}
+    return {"samples/all": rollouts, **branches, "samples/failed": reasons.total(), **failed}
 
 
 def token_ages(sample: Sample, step: int) -> np.ndarray:

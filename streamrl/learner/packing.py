@@ -62,6 +62,7 @@ class MicroBatch:
     routed_experts: np.ndarray | None = None  # int16 [T, layers, top_k] of the generator, -1 where unknown
     images: tuple[tuple[int, tuple[bytes, ...]], ...] = ()  # (segment, encoded files) of those with images
     kept: KeptSets | None = None  # of the N trained tokens; None: all were drawn from the whole vocabulary
+    rollout_tokens: np.ndarray | None = None  # int64 [N], as `TokenBatch`; None: it has no branches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +237,8 @@ class _Answer:
     length: int  # output tokens that must be read
     prompt_experts: np.ndarray | None  # int [P, layers * top_k]
     images: tuple[bytes, ...]  # of the prompt
+    rollout_tokens: int  # trained ones of all branches of its rollout
+    has_branches: bool  # some rollout of its group has several samples
 
 
 def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place: int) -> list[_Answer]:
@@ -243,11 +246,14 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
     given = iter(advantages)
     for group in batch.groups:
         experts = _prompt_experts(group) if packing.routing else {}
-        for sample in group.samples:
-            advantage, trained = next(given), int(np.count_nonzero(sample.loss_mask))
+        of_group = []
+        counts = [int(np.count_nonzero(sample.loss_mask)) for sample in group.samples]
+        of_rollouts = np.bincount(group.rollout_of, counts)[group.rollout_of].astype(int).tolist()
+        for sample, trained, together in zip(group.samples, counts, of_rollouts, strict=True):
+            advantage = next(given)
             if trained:
                 prompt_experts = experts.get(routed_alike(sample))
-                answers.append(
+                of_group.append(
                     _Answer(
                         sample=sample,
                         group=(group.group_id, group.attempt),
@@ -257,10 +263,21 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
                         length=answer_length(sample) or 0,
                         prompt_experts=prompt_experts,
                         images=group.images,
+                        rollout_tokens=together,
+                        has_branches=bool(group.branches),
                     )
                 )
             place += trained
+        answers += _by_prompt(of_group) if group.branches else of_group
     return answers
+
+
+def _by_prompt(answers: Sequence[_Answer]) -> list[_Answer]:
+    """Those with the same prompt next to one another: branches of a rollout are between others of their prompt."""
+    found: dict[bytes, list[_Answer]] = {}
+    for answer in answers:
+        found.setdefault(answer.sample.prompt_ids.tobytes(), []).append(answer)
+    return [answer for alike in found.values() for answer in alike]
 
 
 def _prompt_experts(group: Group) -> dict[Alike, np.ndarray]:
@@ -328,10 +345,9 @@ class _Row:
         self._experts: list[np.ndarray] = []
         self._kept: list[KeptSets] = []
         self._images: list[tuple[int, tuple[bytes, ...]]] = []
-        self._trained: dict[str, list[np.ndarray]] = {
-            name: []
-            for name in ("targets", "tokens", "behaviour", "advantages", "staleness", "sample", "place", "temperature")
-        }
+        self._rollout_tokens: list[np.ndarray] = []
+        self._has_branches = False
+        self._trained: dict[str, list[np.ndarray]] = {name: [] for name in TOKEN_FIELDS}
 
     def add_bundle(self, bundle: Sequence[_Answer]) -> None:
         """The prompt of the samples once, then each answer."""
@@ -381,6 +397,7 @@ class _Row:
             routed_experts=np.concatenate(self._experts) if self._routing else None,
             images=tuple(self._images),
             kept=KeptSets.joined(self._kept) if any(len(sets.ids) for sets in self._kept) else None,
+            rollout_tokens=joined(self._rollout_tokens) if self._has_branches else None,
         )
 
     def _append(self, ids: np.ndarray, first_position: int, prefix: tuple[int, int]) -> int:
@@ -424,5 +441,7 @@ class _Row:
         self._kept.append(KeptSets.whole(len(trained)) if sets is None else sets.where(sample.loss_mask))
         for name, array in values.items():
             self._trained[name].append(array)
+        self._rollout_tokens.append(np.full(len(trained), answer.rollout_tokens))
+        self._has_branches |= answer.has_branches
         self._groups[answer.group] = None
         self._samples += 1

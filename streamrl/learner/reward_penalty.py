@@ -38,6 +38,7 @@ def outcomes_of(batch: Batch) -> Outcomes:
         first_place=torch.from_numpy(np.cumsum(trained) - trained),
         lengths=torch.from_numpy(trained),
         sizes=tuple(len(group.samples) for group in batch.groups),
+        branches=tuple(group.branches for group in batch.groups),
     )
 
 
@@ -68,6 +69,7 @@ def penalise(
         divergences.append(reward_kl(ours, theirs, behaviour, config))
         penalty.index_add_(0, answers[-1], divergences[-1].double())
     dist.all_reduce(penalty, group=parallel_state.get_data_parallel_group())
+    penalty = outcomes.together(penalty)
     taken_off = (config.kl_reward * penalty).tolist()
     advantages = penalised_advantages(outcomes, penalty.cpu(), config).float().to(device)
     penalised = [

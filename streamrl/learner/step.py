@@ -100,7 +100,7 @@ class Signals:
 def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: int) -> list[Share]:
     """The share of every data-parallel rank. Raises SequenceTooLongError and ValueError, naming group and sample."""
     planned = plan_step(batch, batch_advantages(batch, config.algo.advantage), packing, mini_batches)
-    denominators = [Denominators.of(sample.loss_mask for sample in part.samples) for part in cut(batch, mini_batches)]
+    denominators = [denominators_of(part) for part in cut(batch, mini_batches)]
     outcomes = outcomes_of(batch) if config.algo.kl_reward and not config.algo.advantage.has_critic else None
     return [
         Share(
@@ -111,6 +111,12 @@ def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: in
         )
         for of_rank in zip(*planned, strict=True)
     ]
+
+
+def denominators_of(batch: Batch) -> Denominators:
+    """The counts of a batch that is trained in one update."""
+    branches = [count for group in batch.groups for count in group.branches or (1,) * len(group.samples)]
+    return Denominators.of((sample.loss_mask for sample in batch.samples), branches)
 
 
 def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
@@ -126,7 +132,7 @@ def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
         rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
         valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
         lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
-        advantages += group_advantages(rewards, valid, config, lengths).tolist()
+        advantages += group_advantages(rewards, valid, config, lengths, group.branches).tolist()
     return advantages
 
 
@@ -201,7 +207,7 @@ class LearnerStep:
         measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
         measured |= before_updates(sums[0]) | (self._noise.metrics() if self._noise else {})
         measured |= self._kl_control.metrics()
-        self._kl_control.update(measured, sum(mini.denominators.samples for mini in share.mini_batches))
+        self._kl_control.update(measured, sum(mini.denominators.rollouts for mini in share.mini_batches))
         if self._config.trains_rows:
             measured = {name: measured[name] for name in _OF_ROWS if name in measured}
         return {
@@ -374,6 +380,7 @@ def tokens_of(
         staleness=on_device(micro.staleness),
         sample=on_device(micro.sample),
         samples=micro.samples,
+        rollout_tokens=None if micro.rollout_tokens is None else on_device(micro.rollout_tokens),
         proximal=signals.proximal,
         reference=signals.reference,
         teacher=signals.teacher,

@@ -1,8 +1,8 @@
 """What a peer, a ledger and a group must be to come in: of this run, possible, and trainable by the learner.
 
-Of a group: as many samples as were asked for, of known weights. What follows from its ticket is the buffer's to ask
-(`replay/selection.py`, `mismatch`); that arrays, spans and numbers fit together, the decoder's (`stream/codec.py`).
-Pure.
+Of a group: as many rollouts as were asked for, of no more branches than are allowed, of known weights. What follows
+from its ticket is the buffer's to ask (`replay/selection.py`, `mismatch`); that arrays, spans and numbers fit together,
+the decoder's (`stream/codec.py`). Pure.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ class Admission:
         admission.problem(group, buffer)  # "2 samples, generate.group_size=8"
     """
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self, group_size: int, max_branches: int = 1) -> None:
+        """`group_size`: rollouts of a group; `max_branches`: samples of one of them at most."""
         self._group_size = group_size
+        self._max_branches = max_branches
         self._announced: PolicyVersion | None = None  # the newest that the publisher has announced
 
     def announce(self, version: PolicyVersion) -> None:
@@ -44,8 +46,11 @@ class Admission:
 
     def problem(self, group: Group, buffer: Buffer) -> str | None:
         """Why a group cannot come in; None where it can."""
-        if len(group.samples) != self._group_size:
-            return f"{len(group.samples)} samples, generate.group_size={self._group_size}"
+        if group.size != self._group_size:
+            what = "rollouts" if group.branches else "samples"
+            return f"{group.size} {what}, generate.group_size={self._group_size}"
+        if (most := max(group.branches, default=1)) > self._max_branches:
+            return f"a rollout of {most} branches, task.max_branches={self._max_branches}"
         newest = max((sample.spans[-1].version for sample in group.samples if sample.spans), default=None)
         if newest is not None and self.unknown(newest, buffer):
             return f"tokens of version {newest}, which was never published"

@@ -36,7 +36,7 @@ class RunParts:
         self.events = events
         self.workers = Workers(config.generate.heartbeat)
         self.peers = Peers()
-        self.admission = Admission(config.generate.group_size)
+        self.admission = Admission(config.generate.group_size, config.task.max_branches)
         self.delivery = Delivery(durable, self.workers, events)
         self.evaluations = self.delivery.evaluations
         self.sharing = DeviceSharing() if config.run.shares_devices else None

@@ -31,7 +31,10 @@ def measure(group: Group, size: int) -> Completed:
             first = spans[0].version
             if oldest is None or first.step < oldest:
                 oldest = first.step
-    answers = len(group.samples) - failed
+    if group.branches:  # what a rollout is worth stands with its last sample
+        answered = group.answered
+        failed, passed = group.size - len(answered), sum(sample.passed for sample in answered)
+    answers = group.size - failed
     return Completed(
         group_id=group.group_id,
         attempt=group.attempt,
@@ -54,8 +57,8 @@ def mismatch(group: Group, record: Completed, ticket: Ticket) -> str | None:
 
 def reason_to_drop(group: Group, record: Completed, config: FilterConfig) -> str | None:
     """Why the filters drop a group; None where they let it through."""
-    if config.placeholders and record.answers < len(group.samples):
-        return f"{len(group.samples) - record.answers} failed samples"
+    if config.placeholders and record.answers < group.size:
+        return f"{group.size - record.answers} failed samples"
     if config.signal and not group.has_signal:
         return "no signal"
     if record.pass_rate < config.min_pass_rate:

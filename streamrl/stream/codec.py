@@ -1,6 +1,6 @@
 """How a group looks on the wire: a small msgpack header and one contiguous arena of numbers.
 
-    frame 0   {"v": 8, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
+    frame 0   {"v": 9, "kind": "group", group_id, attempt, task, ..., prompts, columns, prompt, tokens, spans, ...}
     frame 1   distinct prompts int32 | output ids int32 | log-probs float32 | columns | images
                                                                                           (8 bytes an output token)
 
@@ -15,6 +15,8 @@ of the received frame, which lives as long as any of them. Integers and floats a
 for one token of each, and which samples have it, so that a new field needs no line here. A column begins at
 a multiple of its item's size. Any bool, whole or floating dtype of numpy up to 8 bytes travels; others
 (bfloat16, say) travel as the unsigned integers of their size.
+
+A rollout may have several samples, which follow one another: `branches` counts those of each rollout.
 
 The images of a group's prompt end frame 1, as the encoded files that they are: each content once, however many places
 of the prompt show it.
@@ -78,6 +80,7 @@ class _GroupHeader(
     images: list[Length] = []  # bytes of the distinct images
     image: list[Length] = []  # of each image of the prompt, in order: index into the distinct ones
     failures: dict[Length, _Failure] = {}  # of placeholders, by the place of the sample
+    branches: list[Length] = []  # samples of each rollout; none: one each
     # from here on an entry for each sample
     prompt: list[Length]  # index into the distinct prompts
     tokens: list[Length]  # T
@@ -139,6 +142,7 @@ def encode_group(
         images=[len(image) for image in images],
         image=[images.index(image) for image in group.images],
         failures={place: sample.failure for place, sample in enumerate(samples) if sample.failure},
+        branches=list(group.branches),
         prompt=places,
         tokens=[len(sample.output_ids) for sample in samples],
         spans=[sample.spans for sample in samples],
@@ -372,12 +376,13 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
     samples = tuple(made)
     images = layout.images(numbers)
     is_arena = len(header.prompts) == 1 and not header.columns
-    return Group(
+    group = Group(
         group_id=header.group_id,
         attempt=header.attempt,
         task=header.task,
         prompt_index=header.prompt_index,
         samples=samples,
+        branches=tuple(header.branches),
         images=tuple(images[place] for place in header.image),
         arena=Arena(samples, numbers[: layout.numbers]) if is_arena else None,
         started=header.started,
@@ -385,6 +390,9 @@ def _build(header: _GroupHeader, arena: Buffer) -> Group:
         worker=header.worker,
         temperature=header.temperature,
     )
+    if (problem := group.branch_problem()) is not None:
+        raise ValueError(problem.removeprefix("."))
+    return group
 
 
 def _check_table(header: _GroupHeader) -> None:

@@ -1,6 +1,6 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 8, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 9, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
@@ -27,7 +27,7 @@ from msgspec import Meta
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 8  # raised by every change that an older peer would misread
+PROTOCOL = 9  # raised by every change that an older peer would misread
 
 NUMBERED = 8  # bytes of its number before every header frame (`stream/sockets.py`)
 

@@ -13,7 +13,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, Protocol, TypedDict
 
 import numpy as np
@@ -110,14 +110,33 @@ class Score:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Branch:
+    """A further token sequence of a rollout: what the policy wrote in another context on the way to its answer."""
+
+    completion: Completion
+    reward: float | None = None  # its own, finite; None: the rollout's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
     """A completion with its reward."""
 
-    completion: Completion
+    completion: Completion  # what is judged; where there are branches, the last token sequence
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
     failure: str | None = None  # why the scorer did not judge it: the exception, and its place in the user's code
     masked: bool = False  # the failure says nothing of the answer, which is not trained; else it has the lowest reward
+    branches: tuple[Branch, ...] = ()  # the token sequences before the last one, which are trained with it
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """All of its token sequences; the one that is judged is the last."""
+        return (*(branch.completion for branch in self.branches), self.completion)
+
+    @property
+    def is_answered(self) -> bool:
+        """Was every answer given to its end?"""
+        return all(completion.finish_reason != "abort" for completion in self.completions)
 
 
 class Inference(Protocol):
@@ -198,6 +217,9 @@ class Environment(ABC):
     parsers: Parsers | None = None
     """What reads the calls and the reasoning of answers, which the run knows and not the task; None: its defaults."""
 
+    max_branches: int = 1
+    """Token sequences of one rollout at most, `task.max_branches`, which the run knows and not the task."""
+
     runs_inline: ClassVar[bool] = False
     """Said by a class of itself: no method of it computes, or waits without `await`, for more than milliseconds. Then
     it runs in the worker's event loop; any other class of the user's runs in processes of its own."""
@@ -237,13 +259,20 @@ class Environment(ABC):
             return self.unscored(prompt, completion, error)
         return Rollout(completion=completion, reward=score.reward, parts=score.parts)
 
-    def unscored(self, prompt: Prompt, completion: Completion, error: Exception) -> Rollout:
-        """The rollout of an answer whose scorer raised `error`: the lowest reward and the part FAILED, or masked."""
+    def unscored(
+        self, prompt: Prompt, completion: Completion, error: Exception, branches: tuple[Branch, ...] = ()
+    ) -> Rollout:
+        """The rollout of an answer whose scorer raised `error`: the lowest reward and the part FAILED, or masked.
+
+        `branches`: as `Rollout` has them; they, too, have the lowest reward.
+        """
         failure, masked = describe(error), is_masked(error, self.infrastructure)
         log.warning("prompt %d: scoring %.80r failed: %s", prompt.index, completion.text, failure)
         if masked:
             return Rollout(completion=completion, reward=0.0, failure=failure, masked=True)
-        return Rollout(completion=completion, reward=self.lowest_reward, parts={FAILED: 1.0}, failure=failure)
+        reward, parts = self.lowest_reward, {FAILED: 1.0}
+        others = tuple(replace(branch, reward=None) for branch in branches)
+        return Rollout(completion=completion, reward=reward, parts=parts, failure=failure, branches=others)
 
     async def close(self) -> None:  # noqa: B027 (most tasks hold nothing)
         """Let go of what the environment holds (processes, files). May be called twice."""

@@ -31,7 +31,16 @@ import numpy as np
 
 from streamrl.config.task import TaskShare
 from streamrl.lifeline import die_with
-from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, Score, check_reward
+from streamrl.tasks.environment import (
+    Branch,
+    Completion,
+    Environment,
+    Message,
+    Prompt,
+    Rollout,
+    Score,
+    check_reward,
+)
 from streamrl.tasks.failures import (
     INFRASTRUCTURE,
     ScorerLate,
@@ -272,6 +281,8 @@ class Host:
                 return Done(number=number, judgements=[_judgement(await environment.score(prompt, completions[0]))])
             case "score_all":
                 rollouts = await environment.score_all(prompt, completions)
+                if any(rollout.branches for rollout in rollouts):
+                    raise ValueError("score_all judges the answers that it is given; rollout_group gives branches")
                 return Done(number=number, judgements=[_of_rollout(rollout) for rollout in rollouts])
             case "observation":
                 assert isinstance(environment, TurnByTurn)
@@ -394,6 +405,10 @@ def _plain(rollout: Rollout) -> Rollout:
         parts=fields.parts,
         failure=fields.failure,
         masked=fields.masked,
+        branches=tuple(
+            Branch(completion=each.completion, reward=None if each.reward is None else float(each.reward))
+            for each in rollout.branches
+        ),
     )
 
 

@@ -55,7 +55,7 @@ class Call(msgspec.Struct, frozen=True):
     def sampling(self) -> dict[str, Any]:
         """As `Inference.generate` takes it. Raises CallRefused for what the endpoint does not do."""
         if self.n not in (None, 1):
-            raise CallRefused(400, f"n: {self.n} is not allowed; allowed: 1, a session is one sample")
+            raise CallRefused(400, f"n: {self.n} is not allowed; allowed: 1, a call has one answer")
         longest = self.max_completion_tokens or self.max_tokens
         chosen = {"max_new_tokens": longest} | {name: getattr(self, name) for name in _SAMPLING}
         return {name: value for name, value in chosen.items() if value is not None}

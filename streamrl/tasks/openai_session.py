@@ -2,26 +2,31 @@
 
     call 1   [system, user]                          -> answer 1
     call 2   [system, user, answer 1, tool, ...]     -> answer 2     extends call 1: one sample, masked in between
-    call 3   [system, another user]                  -> refused, 409: it does not extend call 2
+    call 3   [system, another user]                  -> answer 3     extends none: a branch of its own, another sample
+    call 4   [system, user, answer 1, tool, answer 2, ...]           extends call 2 (`branching.py`)
 
 The agent sends texts; what is trained are the ids that were sampled. A call that repeats an answer in other words than
-those it was given would be another conversation, and is refused too. Where the agent offers tools, an answer is given
-to it as text and calls, and must come back as it was given.
+those it was given is another branch, whose prompt is all that it says. Where the agent offers tools, an answer is given
+to it as text and calls, and goes on where it comes back as it was given. Calls of several branches may be on their way
+at the same time; one that is awaited is extended by none.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from streamrl.tasks.branching import extended
 from streamrl.tasks.conversation import Conversation
-from streamrl.tasks.environment import Completion, Inference, Message, Prompt
+from streamrl.tasks.environment import Branch, Completion, Inference, Message, Prompt
 from streamrl.tasks.parsing import Parsers
 from streamrl.tasks.tool_calls import FunctionCall, split_calls
+
+# What a call says: its messages, or its text.
+Said = tuple[Message, ...] | str
 
 
 class CallRefused(Exception):
@@ -32,38 +37,63 @@ class CallRefused(Exception):
         self.status = status
 
 
+class TooManyBranches(RuntimeError):
+    """A session that asked for more branches than it may have."""
+
+
+@dataclass(slots=True, eq=False)
+class _Growing:
+    """One branch of a session."""
+
+    conversation: Conversation
+    tools: tuple[dict[str, Any], ...] = ()
+    history: Said | None = None  # all so far, answers as the agent was given them; None while it awaits one
+
+
 class Session:
-    """The calls of one agent, which become one sample.
+    """The calls of one agent, which become one sample, or one for each of its branches.
 
     Usage:
-        session = Session(inference, prompt, most_calls=8)
+        session = Session(inference, prompt, most_calls=8, max_branches=4)
         turn, message = await session.chat([Message(role="user", content="caf")])
-        session.completion
+        session.completion, session.branches
     """
 
     def __init__(
-        self, inference: Inference, prompt: Prompt, *, most_calls: int, parsers: Parsers | None = None
+        self,
+        inference: Inference,
+        prompt: Prompt,
+        *,
+        most_calls: int,
+        max_branches: int = 1,
+        parsers: Parsers | None = None,
     ) -> None:
-        """`prompt` gives the sample its number alone: what is asked first is the agent's."""
+        """`prompt` gives the samples their number alone: what is asked first is the agent's."""
         self._inference = inference
         self._index = prompt.index
         self._most_calls = most_calls
+        self._max_branches = max_branches
         self._parsers = parsers or Parsers()
-        self._conversation: Conversation | None = None
-        self._text = ""  # of a session of plain text: prompt and answers so far
-        self._shown: tuple[Message, ...] = ()  # of one of messages: those so far, answers as the agent was given them
-        self._tools: tuple[dict[str, Any], ...] = ()
-        self._calling = asyncio.Lock()
+        self._growing: list[_Growing] = []  # in the order of their last answers, those without one behind
+        self._calls = 0  # answered ones, and those on their way
+        self.turns: list[Completion] = []  # the answers, in order
+        self.exceeded: TooManyBranches | None = None  # there was a call that would have begun one too many
         self.open = True
 
     @property
-    def turns(self) -> Sequence[Completion]:
-        return self._conversation.turns if self._conversation is not None else ()
+    def completion(self) -> Completion | None:
+        """The branch with the last answer, as one answer; None where nothing was asked."""
+        return self._completions[-1] if self._completions else None
 
     @property
-    def completion(self) -> Completion | None:
-        """All calls as one answer; None where there was none."""
-        return self._conversation.completion if self._conversation is not None else None
+    def branches(self) -> tuple[Branch, ...]:
+        """The other ones, in the order of their last answers."""
+        return tuple(Branch(completion=each) for each in self._completions[:-1])
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Was there a call that no server answered?"""
+        return any(each.conversation.ended for each in self._growing)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **sampling: Any
@@ -74,81 +104,90 @@ class Session:
         calls are those that it writes as `<tool_call>{json}</tool_call>`, or as `task.tool_parser` reads them. Its
         reasoning need not come back. Raises CallRefused.
         """
-        async with self._calling:
-            self._check()
-            if self._conversation is None:
-                self._tools = tuple(tools)
-                self._conversation = self._begun(Prompt(index=self._index, messages=tuple(messages)), self._tools)
-            elif tuple(tools) != self._tools:
-                raise CallRefused(409, "the tools are not the session's: those of its first call, in the same order")
-            else:
-                self._add(_added(self._shown, messages))
-            turn = await self._generate(sampling)
-            message, reasoning = shown(_before(turn, sampling.get("stop")), self._tools, self._parsers)
-            self._shown = (*messages, message)
-            return turn, Message(**message, reasoning_content=reasoning) if reasoning else message
+        call, offered = tuple(messages), tuple(tools)
+        branch = self._asked(call, Prompt(index=self._index, messages=call), offered)
+        turn = await self._answer(branch, sampling)
+        message, reasoning = shown(_before(turn, sampling.get("stop")), offered, self._parsers)
+        branch.history = (*call, message)
+        return turn, Message(**message, reasoning_content=reasoning) if reasoning else message
 
     async def count(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
         """Tokens that the policy would be given by such a call of `chat`, which is none. Raises CallRefused."""
-        async with self._calling:
-            self._check_open()
-            if not self._shown or tuple(tools) != self._tools or not _extends(self._shown, messages):
-                return len(self._begun(Prompt(index=self._index, messages=tuple(messages)), tools).ids)
-            assert self._conversation is not None
-            with _refused():
-                added = self._conversation.added_ids(messages[len(self._shown) :])
-            return len(self._conversation.ids) + len(added)
+        self._check_open()
+        call, offered = tuple(messages), tuple(tools)
+        branch = self._extended(call, offered)
+        with _refused():
+            if branch is None:
+                return len(Conversation(self._inference, Prompt(index=self._index, messages=call), offered).ids)
+            return len(branch.conversation.ids) + len(branch.conversation.added_ids(_beyond(branch, call)))
 
     async def complete(self, text: str, **sampling: Any) -> Completion:
         """The answer to a call of /v1/completions. Raises CallRefused."""
-        async with self._calling:
-            self._check()
-            if self._conversation is None:
-                self._conversation = self._begun(Prompt(index=self._index, text=text))
-            elif self._text and text.startswith(self._text) and len(text) > len(self._text):
-                self._add(text.removeprefix(self._text))
-            else:
-                raise CallRefused(409, "the prompt does not extend the session's text: its prompt and answers so far")
-            turn = await self._generate(sampling)
-            shown = _before(turn, sampling.get("stop"))
-            self._text = text + shown.text
-            return shown
+        branch = self._asked(text, Prompt(index=self._index, text=text))
+        turn = await self._answer(branch, sampling)
+        shown = _before(turn, sampling.get("stop"))
+        branch.history = text + shown.text
+        return shown
 
-    @contextlib.contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Of a call whose answer is refused nothing stays: the agent may make it again in another way."""
-        try:
-            yield
-        except CallRefused:
-            if self._conversation is not None and not self._conversation.turns:
-                self._conversation = None
-            elif self._conversation is not None:
-                self._conversation.take_back()
-            raise
+    @property
+    def _completions(self) -> list[Completion]:
+        return [each.conversation.completion for each in self._growing if each.conversation.turns]
 
     def _check_open(self) -> None:
         if not self.open:
             raise CallRefused(410, "the session is over")
 
-    def _check(self) -> None:
+    def _extended(self, call: Said, tools: tuple[dict[str, Any], ...] = ()) -> _Growing | None:
+        """The branch that a call goes on with; None where it begins one."""
+        histories = [
+            each.history if each.tools == tools and type(each.history) is type(call) else None for each in self._growing
+        ]
+        place = extended(histories, call)
+        return None if place is None else self._growing[place]
+
+    def _asked(self, call: Said, prompt: Prompt, tools: tuple[dict[str, Any], ...] = ()) -> _Growing:
+        """The branch that a call extends, or begins, with what it says. Raises CallRefused."""
         self._check_open()
-        if len(self.turns) == self._most_calls:
+        if self._calls == self._most_calls:
             raise CallRefused(429, f"the session has had its {self._most_calls} calls")
-
-    def _begun(self, prompt: Prompt, tools: Sequence[dict[str, Any]] = ()) -> Conversation:
+        branch = self._extended(call, tools)
         with _refused():
-            return Conversation(self._inference, prompt, tools)
+            if branch is not None:
+                branch.conversation.add(_beyond(branch, call))
+                return branch
+            self._check_room()
+            branch = _Growing(Conversation(self._inference, prompt, tools), tools)
+        self._growing.append(branch)
+        return branch
 
-    def _add(self, added: str | Sequence[Message]) -> None:
-        assert self._conversation is not None
-        with _refused():
-            self._conversation.add(added)
+    def _check_room(self) -> None:
+        if len(self._growing) < self._max_branches:
+            return
+        reason = (
+            "the call does not extend a branch of the session (what was said, the answers as they were given, the same "
+            f"tools), which may have no other (task.max_branches={self._max_branches})"
+        )
+        self.exceeded = TooManyBranches(reason)
+        raise CallRefused(409, reason)
 
-    async def _generate(self, sampling: dict[str, Any]) -> Completion:
-        assert self._conversation is not None
-        with self._undone(), _refused():
-            turn = await self._conversation.generate(**sampling)
-        if self._conversation.ended:
+    async def _answer(self, branch: _Growing, sampling: dict[str, Any]) -> Completion:
+        """The policy's next turn in a branch. Of a call that is refused, or given up, nothing stays."""
+        history, branch.history = branch.history, None
+        self._calls += 1
+        try:
+            with _refused():
+                turn = await branch.conversation.generate(**sampling)
+        except BaseException:
+            self._calls -= 1
+            branch.history = history
+            branch.conversation.take_back()
+            if not branch.conversation.turns:
+                self._growing.remove(branch)
+            raise
+        self.turns.append(turn)
+        self._growing.remove(branch)
+        self._growing.insert(sum(bool(each.conversation.turns) for each in self._growing), branch)
+        if branch.conversation.ended:
             self.open = False
             raise CallRefused(503, "the run's servers gave no answer; the session is over")
         return turn
@@ -163,9 +202,10 @@ def _refused() -> Iterator[None]:
         raise CallRefused(400, str(error)) from None
 
 
-def _extends(history: Sequence[Message], messages: Sequence[Message]) -> bool:
-    """Whether messages begin with those so far, and go on."""
-    return len(messages) > len(history) and [*messages[: len(history)]] == [*history]
+def _beyond(branch: _Growing, call: Said) -> Said:
+    """What a call that extends a branch adds to it."""
+    assert branch.history is not None
+    return call[len(branch.history) :]
 
 
 def _before(turn: Completion, stop: str | Sequence[str] | None) -> Completion:
@@ -200,14 +240,3 @@ def _called(call: FunctionCall) -> dict[str, Any]:
     """A call as the agent is given it, by a name of its own."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
-
-
-def _added(history: Sequence[Message], messages: Sequence[Message]) -> Sequence[Message]:
-    """What a call adds to the conversation. Raises CallRefused where it does not extend it."""
-    if not history:
-        raise CallRefused(409, "the session is one of /v1/completions")
-    if [*messages[: len(history)]] != [*history]:
-        raise CallRefused(409, "the messages do not extend the session's: those so far, with the answers as given")
-    if len(messages) == len(history):
-        raise CallRefused(409, "the call adds no message to the session's")
-    return messages[len(history) :]

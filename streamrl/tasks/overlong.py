@@ -38,8 +38,11 @@ class Overlong:
         return 0.0 - self.config.penalty * min(over / self.config.buffer, 1.0)
 
     def penalised(self, rollout: Rollout) -> Rollout:
-        """The rollout with the penalty in its reward and its parts; the same one where the penalty is off."""
+        """The rollout with the penalty of its longest branch in its reward and its parts; the same one where it is off.
+
+        A branch with a reward of its own keeps that.
+        """
         if not self.config.buffer:
             return rollout
-        penalty = self.penalty(len(rollout.completion.output_ids))
+        penalty = self.penalty(max(len(each.output_ids) for each in rollout.completions))
         return replace(rollout, reward=rollout.reward + penalty, parts={**rollout.parts, OVERLONG: penalty})

@@ -65,10 +65,10 @@ class Parsers:
 
 
 def apply(tasks: Iterable[Environment], config: TaskConfig) -> None:
-    """Give tasks the parsers of their run."""
+    """Give tasks the parsers of their run, and the number of branches that a rollout may have."""
     parsers = Parsers.of(config)
     for task in tasks:
-        task.parsers = parsers
+        task.parsers, task.max_branches = parsers, config.max_branches
 
 
 def _built(config: TaskConfig, key: str) -> Any:

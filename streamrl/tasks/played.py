@@ -1,6 +1,6 @@
 """Environments of foreign libraries: they play by themselves, and the policy answers them as a model of OpenAI's.
 
-    worker ── /play, n base URLs ──▶ adapter (its own virtual environment) ── calls ──▶ n sessions ─▶ n samples
+    worker ── /play, n base URLs ──▶ adapter (its own virtual environment) ── calls ──▶ n sessions ─▶ n rollouts
            ◀── rewards and parts ──
 
 The adapter sees texts. The tokens that were drawn, their log-probs and the mask stay with the sessions here.
@@ -67,7 +67,7 @@ class AdapterFailed(ConnectionError):
 
 
 class Played(Environment):
-    """Rewards and their parts are the library's own. A sample is all that one episode asks of the policy."""
+    """Rewards and their parts are the library's own. A rollout is all that one episode asks of the policy."""
 
     Arguments = PlayedArguments
     has_turns = True
@@ -120,8 +120,8 @@ class Played(Environment):
         """Raises NotPlayed where no episode asks anything."""
         async with self._places:
             await self._server.start()
-            calls, parsers = self._arguments.most_calls, self.parsers
-            sessions = [Session(inference, prompt, most_calls=calls, parsers=parsers) for _ in range(n)]
+            limits = {"most_calls": self._arguments.most_calls, "max_branches": self.max_branches}
+            sessions = [Session(inference, prompt, parsers=self.parsers, **limits) for _ in range(n)]
             with contextlib.ExitStack() as open_sessions:
                 urls = [open_sessions.enter_context(self._server.serving(session)) for session in sessions]
                 scores = await self._scores(prompt.index, urls)
@@ -170,12 +170,12 @@ class Played(Environment):
         if completion is None:
             none = unbegun(inference, prompt)
             return self.unscored(prompt, none, failure or NotPlayed("the environment asked the policy nothing"))
-        if failure is None and completion.finish_reason == "abort":
+        if failure is None and session.is_unanswered:
             failure = NotPlayed("a call was not answered")
-        if failure is not None:
-            return self.unscored(prompt, completion, failure)
+        if (failure := session.exceeded or failure) is not None:
+            return self.unscored(prompt, completion, failure, session.branches)
         parts = {**judged.parts, "calls": float(len(session.turns))}
-        return Rollout(completion=completion, reward=judged.reward, parts=parts)
+        return Rollout(completion=completion, reward=judged.reward, parts=parts, branches=session.branches)
 
     async def _address(self) -> str:
         if self._adapter is not None:

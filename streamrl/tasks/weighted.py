@@ -44,9 +44,7 @@ class Weighted:
         reward raises.
         """
         found = list(rollouts)
-        places = [
-            place for place, each in enumerate(found) if not each.masked and each.completion.finish_reason != "abort"
-        ]
+        places = [place for place, each in enumerate(found) if not each.masked and each.is_answered]
         if not self.parts or not places:
             return found
         asked = [found[place] for place in places]

@@ -71,7 +71,7 @@ class _OfTheLoss(Conformance):
 
         for spread in (0.0, 0.5, 30.0):
             batch = token_batch(spread=spread)
-            loss, _ = policy_loss(batch, self.config, Denominators(tokens=TOKENS, samples=5))
+            loss, _ = policy_loss(batch, self.config, Denominators(tokens=TOKENS, rollouts=5))
             (gradient,) = torch.autograd.grad(loss, batch.logprobs)
             assert loss.isfinite(), f"the loss is {loss} at a spread of {spread:g}"
             assert gradient.isfinite().all(), f"the gradient is not finite at a spread of {spread:g}"
@@ -290,7 +290,7 @@ class AggregationConformance(_OfTheLoss):
         from streamrl.algo.aggregations import aggregation_of
         from streamrl.algo.aggregations.base import Denominators
 
-        return aggregation_of(self.config).shares(batch, self.config, Denominators(tokens=TOKENS, samples=5))
+        return aggregation_of(self.config).shares(batch, self.config, Denominators(tokens=TOKENS, rollouts=5))
 
 
 class DivergenceConformance(_OfTheLoss):

@@ -18,7 +18,7 @@ from streamrl.algo.whole_step import StepTokens, select
 from streamrl.choices import LOSSES, PROXIMALS
 from streamrl.config.algo import AlgoConfig
 
-COUNTS = Denominators(tokens=50, samples=9)
+COUNTS = Denominators(tokens=50, rollouts=9)
 
 
 def taught(*, rewards: bool = True, coefficient: float = 0.7, **keys: Any) -> AlgoConfig:
@@ -69,7 +69,7 @@ def test_over_stale_tokens_the_expected_gradient_is_that_of_the_reverse_kl():
     logprobs = logits.log_softmax(0)
     batch = of_tokens(logprobs.detach().requires_grad_(), mu, teacher)
     config = taught(loss="reinforce", weight="none", rewards=False, coefficient=1.0)
-    loss, _ = policy_loss(batch, config, Denominators(tokens=1, samples=1))
+    loss, _ = policy_loss(batch, config, Denominators(tokens=1, rollouts=1))
     (of_tokens_drawn,) = torch.autograd.grad(loss, batch.logprobs)
     (estimated,) = torch.autograd.grad((mu.exp() * of_tokens_drawn * logprobs).sum(), logits, retain_graph=True)
     divergence = (logprobs.exp() * (logprobs - teacher)).sum()

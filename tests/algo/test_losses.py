@@ -70,7 +70,7 @@ def test_value_and_gradients_equal_the_loop(token_batch, choice):
     batch.behaviour[torch.tensor([2, 9])] = -math.inf
     keys = {"weight_cap": 1.5, "weight_gamma": 0.8, "discount": 0.9, "entropy": 0.01, "dual_clip": 1.6, "kl": 0.3}
     config = config_of(choice, **keys)
-    value, _ = policy_loss(batch, config, Denominators(tokens=50, samples=9))
+    value, _ = policy_loss(batch, config, Denominators(tokens=50, rollouts=9))
     expected, _ = slow_loss(batch, config, tokens=50, samples=9)
     leaves = (batch.logprobs, batch.entropy)
     assert value.item() == pytest.approx(expected.item(), abs=1e-12)
@@ -288,7 +288,7 @@ def test_masked_and_dropped_tokens_stay_in_the_denominator_and_untrained_ones_ar
 
 def test_denominators_count_trained_tokens_and_the_samples_that_have_any():
     masks = [np.array([True, True, False]), torch.tensor([False, False]), torch.tensor([], dtype=torch.bool)]
-    assert Denominators.of(masks) == Denominators(tokens=2, samples=1)
+    assert Denominators.of(masks) == Denominators(tokens=2, rollouts=1)
 
 
 @pytest.mark.parametrize("bad", [-math.inf, math.inf, math.nan])

@@ -37,7 +37,7 @@ def test_a_tensor_that_is_not_finite_on_either_side_differs_infinitely(broken):
 
 
 def test_a_score_that_is_not_a_number_differs_infinitely(alone):
-    step = Step([], Denominators(tokens=1, samples=1), Config())
+    step = Step([], Denominators(tokens=1, rollouts=1), Config())
     step._seen = {0: ONE, 1: ONE, 2: torch.empty(0)}
     ranks = SimpleNamespace(control=alone)
     assert step.difference([ONE, ONE + 0.5, torch.empty(0)], ranks) == 0.5

@@ -22,7 +22,7 @@ from streamrl.generate.requests import GroupPolicy, Place
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.observe.events import EventLog, read_events
 from streamrl.stream.codec import decode_group, encode_group
-from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
+from streamrl.tasks.environment import Branch, Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.overlong import Overlong
 from streamrl.tasks.scoring import ScorerBroken, Scoring
 from streamrl.tasks.turns import TurnByTurn
@@ -182,6 +182,59 @@ def test_of_a_conversation_every_token_of_the_policy_has_its_log_prob_and_no_oth
         expected = forward_logprobs(weights, [*sample.prompt_ids, *sample.output_ids])[len(sample.prompt_ids) - 1 :]
         assert np.abs(expected.numpy() - sample.logprobs)[sample.loss_mask].max() < 1e-4
         assert not sample.logprobs[~sample.loss_mask].any()
+
+
+class Forked(Task):
+    """A note, and what is written from it: two branches."""
+
+    max_branches = 2
+    forks = 1
+    note_reward: float | None = None
+
+    async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
+        return [await self._play(inference, prompt) for _ in range(n)]
+
+    async def _play(self, inference: Inference, prompt: Prompt) -> Rollout:
+        branches = []
+        for _ in range(self.forks):
+            (note,) = await inference.generate("ed=", 1)
+            branches.append(Branch(completion=note, reward=self.note_reward))
+        (answer,) = await inference.generate(prompt.content, 1)
+        return Rollout(completion=answer, reward=1.0, parts={"right": 1.0}, branches=tuple(branches))
+
+
+@pytest.mark.parametrize("own", [None, 0.25])
+def test_each_branch_is_a_sample_with_its_own_prompt_and_log_probs(run, model_folders, forward_logprobs, own):
+    class Own(Forked):
+        note_reward = own
+
+    group, load, end = run(Own())
+    group.check()
+    assert (group.branches, group.size, len(group.samples)) == ((2,) * SIZE, SIZE, 2 * SIZE)
+    assert load.generated == group.tokens == end["tokens"]
+    tokenizer, weights = Tokenizer(model_folders[0]), load_file(model_folders[0] / "model.safetensors")
+    for note, answer in group.rollouts:
+        assert (note.reward, note.reward_parts) == (1.0 if own is None else own, {})
+        assert (answer.reward, answer.reward_parts) == (1.0, {"right": 1.0})
+        for sample, text in ((note, "ed="), (answer, "caf=")):
+            assert sample.prompt_ids.tolist() == tokenizer.prompt_ids(text).tolist()
+            expected = forward_logprobs(weights, [*sample.prompt_ids, *sample.output_ids])[len(sample.prompt_ids) - 1 :]
+            assert np.abs(expected.numpy() - sample.logprobs).max() < 1e-4
+    decoded = decode_group(*encode_group(group, 1 << 20))
+    assert decoded.branches == group.branches
+
+
+def test_a_rollout_with_a_branch_too_many_or_one_that_is_too_long_fails_as_a_whole(run):
+    class Many(Forked):
+        forks = 2
+
+    group, _, end = run(Many())
+    assert [sample.failure for sample in group.samples] == ["branches"] * SIZE
+    assert (group.branches, end["failures"]) == ((), {"branches": SIZE})
+    assert end["reasons"] == ["group 5: a rollout of 3 branches; allowed: task.max_branches=2"]
+    group, _, end = run(Forked(), longest=3)
+    assert ([sample.failure for sample in group.samples], group.branches) == (["too_long"] * SIZE, ())
+    assert len(end["reached"]) == SIZE
 
 
 def test_an_answer_near_the_cut_loses_reward_and_says_so_in_a_part(run):

@@ -120,6 +120,7 @@ def test_lines_of_json_hold_every_sample_and_what_became_of_it(
     assert rows[1]["versions"] == [{"version": "0.0", "start": 0, "end": 5, "exact": True}]
     assert (rows[1]["reward"], rows[1]["reward_parts"]) == (1.0, {"exact": 1.0})
     assert rows[4]["reason"] == "too old"
+    assert [row["rollout"] for row in rows] == [0, 1] * 4
 
 
 def test_parquet_holds_the_same_as_the_lines_of_json(run: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -17,6 +18,7 @@ from streamrl.types import Batch
 
 __all__ = [
     "VOCABULARY",
+    "branched",
     "gradients",
     "half_kept",
     "largest_difference",
@@ -46,6 +48,18 @@ def gradients(trainer: Trainer, batch: Batch) -> dict[str, torch.Tensor]:
     step = trainer._step
     step.differentiate(share.mini_batches[0], step.signals(share)[0])
     return {name: p.main_grad.clone() for name, p in trainer._chunks[0].named_parameters()}
+
+
+def branched(batch: Batch, *branches: int) -> Batch:
+    """The same samples as rollouts of so many branches; each has the reward of its rollout's last one."""
+    groups = []
+    for group in batch.groups:
+        rollouts = msgspec.structs.replace(group, branches=branches).rollouts
+        samples = tuple(
+            msgspec.structs.replace(sample, reward=rollout[-1].reward) for rollout in rollouts for sample in rollout
+        )
+        groups.append(msgspec.structs.replace(group, samples=samples, branches=branches))
+    return msgspec.structs.replace(batch, groups=tuple(groups))
 
 
 def half_kept(tokens: torch.Tensor) -> Kept | None:

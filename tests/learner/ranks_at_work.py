@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from learner_parts import gradients, half_kept, make_batch, weights
+from learner_parts import branched, gradients, half_kept, make_batch, weights
 from megatron.core import parallel_state
 
 from streamrl.config import Config
@@ -29,6 +29,16 @@ def dp_gradients(config: Config, run_folder: Path) -> Any:
     metrics = trainer.train_step(make_batch() if trainer.rank == 0 else None)
     trainer.close()
     return result, metrics
+
+
+def branches(config: Config, run_folder: Path) -> Any:
+    """The gradient of a batch with rollouts of several branches, and what the KL takes off their rewards."""
+    trainer = Trainer(config, run_folder)
+    trainer.restore_or_start()
+    found = gradients(trainer, branched(make_batch(size=5), 1, 3, 1))
+    taken_off = trainer._step.taken_off
+    trainer.close()
+    return found, taken_off
 
 
 def train_three(config: Config, run_folder: Path) -> Any:
@@ -93,7 +103,7 @@ def tensor_parallel(config: Config, run_folder: Path) -> Any:
     return result
 
 
-JOBS = {job.__name__: job for job in (dp_gradients, train_three, save_two, resume, tensor_parallel)}
+JOBS = {job.__name__: job for job in (dp_gradients, branches, train_three, save_two, resume, tensor_parallel)}
 
 
 def main() -> None:

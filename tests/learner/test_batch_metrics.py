@@ -110,3 +110,17 @@ def test_answers_that_were_cut_and_those_that_are_masked_are_counted(make_group:
     assert told["length/cut"] == 0.25
     assert told["samples/masked"] == 1
     assert told["reward/failed_share"] == 0.5
+
+
+def test_rewards_and_failures_count_rollouts_and_lengths_their_branches(make_group: Callable[..., Group]) -> None:
+    group = make_group(0, samples=5)  # with the rewards 0, 1, 2, 3, 4
+    branched = replace(group, samples=(*group.samples[:4], Sample.placeholder(failure="branches")), branches=(1, 3, 1))
+    branched.check()
+    metrics = BatchMetrics(Config()).of(Batch(step=3, groups=(branched,)))
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (1.5, 1.5)
+    assert metrics["reward/part/exact"] == 1.5
+    assert (metrics["samples/all"], metrics["samples/failed"], metrics["samples/failed_branches"]) == (3, 1, 1)
+    assert metrics["samples/branches"] == 5 / 3
+    assert (metrics["tokens/trained"], metrics["length/mean"]) == (20, 5.0)
+    assert all(map(is_known, metrics))
+    assert "samples/branches" not in batch_metrics(Batch(step=3, groups=(group,)))

@@ -260,3 +260,37 @@ def test_kept_sets_and_temperatures_are_those_of_the_trained_tokens(two_answers,
     assert micro.kept.ids.tolist() == [7, 9, 2]
     ((plain,),) = plan_batch(two_answers, [1.0, 1.0], rows)
     assert plain.kept is None
+
+
+def test_branches_stand_behind_their_own_prompts_and_know_the_tokens_of_their_rollout(two_answers):
+    first, second = two_answers.groups[0].samples
+    summary = msgspec.structs.replace(second, prompt_ids=np.array([4], np.int32))
+    group = msgspec.structs.replace(
+        two_answers.groups[0], samples=(first, summary, first, summary, second), branches=(2, 2, 1), arena=None
+    )
+    batch = msgspec.structs.replace(two_answers, groups=(group,))
+    ((row,),) = plan_batch(batch, [1.0, 1.0, -1.0, -1.0, 0.0], packing())
+    assert row.ids.tolist() == [5, 6, 7, 8, 7, 8, 9, 4, 9, 9]  # each prompt once
+    assert row.place.tolist() == [0, 1, 2, 5, 6, 7, 10, 11, 3, 4, 8, 9]  # as the batch has them
+    assert row.rollout_tokens.tolist() == [5, 5, 5, 5, 5, 5, 2, 2, 5, 5, 5, 5]
+    assert row.advantages.tolist() == [1, 1, 1, -1, -1, -1, 0, 0, 1, 1, -1, -1]
+    ((plain,),) = plan_batch(two_answers, [1.0, -1.0], packing())
+    assert plain.rollout_tokens is None
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("budget", [30, 4096])
+def test_every_branch_is_packed_once_whatever_the_rows(budget, share_prompts):
+    batch = make_batch(step=3, groups=2, size=6)
+    branched = msgspec.structs.replace(
+        batch, groups=tuple(msgspec.structs.replace(group, branches=(1, 3, 2)) for group in batch.groups)
+    )
+    advantages = [float(index) for index in range(len(batch.samples))]
+
+    def entries(each):
+        planned = plan_batch(each, advantages, packing(2, budget, share_prompts))
+        rows = [row for of_rank in planned for row in of_rank]
+        places = [place for row in rows for place in row.place.tolist()]
+        return sorted(zip(places, (entry for row in rows for entry in _trained(row)), strict=True))
+
+    assert entries(branched) == entries(batch)

@@ -13,6 +13,8 @@ import pytest
 from msgspec.structs import replace
 from service_parts import RUN, V0, MakeGroup, Running, answer, hear, hear_tickets, make_config
 
+from streamrl.replay.admission import Admission
+from streamrl.replay.buffer import make_buffer
 from streamrl.stream.codec import encode_group
 from streamrl.stream.messages import Accepted, Hello, Refused, Tickets, Welcome
 from streamrl.trainable import Limits, untrainable
@@ -152,15 +154,26 @@ def test_no_worker_sends_a_reward_part_that_is_not_finite(make_group: MakeGroup)
 def test_a_version_that_was_announced_may_come_before_its_server_reports_it(
     tmp_path: Path, make_group: MakeGroup
 ) -> None:
-    from streamrl.replay.admission import Admission
-    from streamrl.replay.buffer import make_buffer
-
     buffer, admission = make_buffer(make_config()), Admission(group_size=2)
     newer = make_group(0, version=PolicyVersion(1))
     buffer.acknowledge(V0)
     assert admission.problem(newer, buffer) is not None
     admission.announce(PolicyVersion(1))
     assert admission.problem(newer, buffer) is None
+
+
+def test_a_group_has_its_rollouts_and_none_has_more_branches_than_are_allowed(make_group: MakeGroup) -> None:
+    buffer, admission = make_buffer(make_config()), Admission(group_size=2, max_branches=3)
+    buffer.acknowledge(V0)
+    group = make_group(0, samples=4)
+    for branches, reason in (
+        ((), "4 samples, generate.group_size=2"),
+        ((1, 3), None),
+        ((2, 1, 1), "3 rollouts, generate.group_size=2"),
+    ):
+        assert admission.problem(replace(group, branches=branches), buffer) == reason
+    many = replace(make_group(0, samples=5), branches=(1, 4))
+    assert admission.problem(many, buffer) == "a rollout of 4 branches, task.max_branches=3"
 
 
 def test_tokens_that_are_not_trained_need_no_row(make_group: MakeGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from replay_schedule import answer, placeholder
 
 from streamrl.config.replay import FilterConfig
@@ -58,3 +59,16 @@ def test_what_is_measured_is_what_the_group_says() -> None:
     assert (record.tokens, record.answers, record.size, record.oldest) == (group.tokens, 3, 7, 0)
     assert record.pass_rate == group.pass_rate
     assert measure(placeholder(TICKET), 1).oldest is None
+
+
+def test_of_a_rollout_of_several_branches_the_last_one_counts() -> None:
+    group = group_of(1, 1, 0, 0, 1, failed=1)  # rollouts of 2, 2 and 1 samples, and one that failed
+    branched = replace(group, branches=(2, 2, 1, 1))
+    branched.check()
+    record = measure(branched, size=1)
+    assert (record.tokens, record.answers, record.pass_rate) == (group.tokens, 3, 2 / 3)
+    assert (branched.size, branched.pass_rate, branched.has_signal) == (4, 2 / 3, True)
+    assert reason_to_drop(branched, record, FilterConfig(placeholders=True)) == "1 failed samples"
+    assert len(branched.emptied.samples) == 4
+    alike = replace(group_of(0, 1, 0.5, 1), branches=(2, 2))
+    assert reason_to_drop(alike, measure(alike, size=1), FilterConfig(signal=True)) == "no signal"

@@ -70,22 +70,38 @@ def _samples(draw: st.DrawFn, prompts: list[np.ndarray]) -> Sample:
 def any_group(draw: st.DrawFn) -> Group:
     """Prompts shared, equal and distinct; answers empty and long; masks and spans of every shape."""
     prompts = draw(st.lists(npst.arrays(np.int32, st.integers(0, 9), elements=_INT32), min_size=1, max_size=3))
+    samples = tuple(draw(st.lists(_samples(prompts), min_size=1, max_size=5)))
+    images = tuple(draw(st.lists(st.binary(min_size=1, max_size=9), max_size=3)))
     return Group(
         group_id=draw(st.integers(0, 2**53)),
         attempt=draw(st.integers(0, 9)),
         task=draw(st.text(min_size=1, max_size=9)),
         prompt_index=draw(st.integers(0, 2**53)),
-        samples=tuple(draw(st.lists(_samples(prompts), min_size=1, max_size=5))),
+        samples=samples,
+        branches=() if images else draw(_branches(samples)),
         started=draw(st.floats(0, 1e10)),
         finished=draw(st.floats(0, 1e10)),
         worker=draw(st.text(max_size=9)),
-        images=tuple(draw(st.lists(st.binary(min_size=1, max_size=9), max_size=3))),
+        images=images,
     )
+
+
+@st.composite
+def _branches(draw: st.DrawFn, samples: tuple[Sample, ...]) -> tuple[int, ...]:
+    """Of each rollout how many of these samples it has; a placeholder stands for a whole one."""
+    counts: list[int] = []
+    for place, sample in enumerate(samples):
+        alone = sample.is_placeholder or (place > 0 and samples[place - 1].is_placeholder)
+        if not counts or alone or draw(st.booleans()):
+            counts.append(1)
+        else:
+            counts[-1] += 1
+    return draw(st.sampled_from([(), tuple(counts)]))
 
 
 def assert_same(left: Group, right: Group) -> None:
     """Equal in every bit."""
-    for name in ("group_id", "attempt", "task", "prompt_index", "started", "finished", "worker", "images"):
+    for name in ("group_id", "attempt", "task", "prompt_index", "branches", "started", "finished", "worker", "images"):
         assert getattr(left, name) == getattr(right, name), name
     assert len(left.samples) == len(right.samples)
     for a, b in zip(left.samples, right.samples, strict=True):
@@ -272,6 +288,13 @@ def _span(step: int, start: int, end: int) -> dict[str, Any]:
         (lambda f: f["image"].append(0), r"places \[0\] of 0 images"),
         (lambda f: f.update(images=[0], image=[0]), "none is empty"),
         (lambda f: f.update(images=[5], image=[0]), "arena of 108 bytes, the header asks for 113"),
+        (lambda f: f.update(branches=[1]), "branches: 1 samples in 1 rollouts, 2 are there"),
+        (lambda f: f.update(branches=[2, 1]), "branches: 3 samples in 2 rollouts, 2 are there"),
+        (lambda f: f.update(branches=[0, 2]), "branches: 2 samples in 2 rollouts, 2 are there, one at least in each"),
+        (lambda f: f.update(branches=[3, -1]), "branches"),
+        (lambda f: f.update(branches=[2**60, 2]), "branches"),
+        (lambda f: f.update(branches="2"), "branches"),
+        (lambda f: f["finish_reasons"].__setitem__(1, "placeholder") or f.update(branches=[2]), "a placeholder is one"),
     ],
 )
 def test_a_group_whose_header_is_wrong_is_refused_with_its_reason(
@@ -334,3 +357,26 @@ def test_a_group_from_before_failures_had_reasons_is_read(make_group: MakeGroup)
     group = replace(make_group(samples=2), samples=(make_group().samples[0], Sample.placeholder()))
     header, arena = encode_group(group, MAX)
     assert decode_group(_changed(header, lambda fields: fields.pop("failures")), arena).samples[1].failure == ""
+
+
+@settings(deadline=None, max_examples=60)
+@given(group=any_group())
+def test_a_group_decodes_as_it_was_encoded_branches_and_all(group: Group) -> None:
+    decoded = decode_group(*encode_group(group, MAX))
+    assert_same(decoded, group)
+    assert [len(rollout) for rollout in decoded.rollouts] == list(group.branches or (1,) * len(group.samples))
+
+
+def test_branches_with_images_are_refused_at_both_ends(make_group: MakeGroup) -> None:
+    group = replace(make_group(3), branches=(2,))
+    with pytest.raises(ValueError, match=r"group 3\.branches of a group with images"):
+        encode_group(replace(group, images=(b"x",)), MAX)
+    header, arena = encode_group(replace(group, branches=(), images=(b"x",)), MAX)
+    with pytest.raises(MalformedMessage, match="branches of a group with images"):
+        decode_group(_changed(header, lambda fields: fields.update(branches=[2])), arena)
+
+
+def test_a_group_of_a_peer_without_branches_is_read_as_before(make_group: MakeGroup) -> None:
+    header, arena = encode_group(make_group(3), MAX)
+    older = _changed(header, lambda fields: (fields.pop("branches"), fields.update(v=8)))
+    assert_same(decode_group(older, arena), make_group(3))

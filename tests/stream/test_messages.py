@@ -87,7 +87,7 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 8"),
+        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 9"),
         ({**CREDIT, "kind": "debit"}, "unknown kind 'debit'"),
         ({**CREDIT, "extra": 1}, "unknown field `extra`"),
         ({"v": PROTOCOL, "kind": "credit"}, "missing required field `capacity`"),

@@ -90,11 +90,11 @@ def test_completions_of_plain_text_extend_one_another_too(scripted):
 @pytest.mark.parametrize(
     ("call", "status", "reason"),
     [
-        (chat({"role": "user", "content": "another"}), 409, "do not extend"),
-        (chat(USER, {"role": "assistant", "content": "reworded"}, TOOL), 409, "do not extend"),
-        (chat(USER, {"role": "assistant", "content": "ab"}), 409, "adds no message"),
+        (chat({"role": "user", "content": "another"}), 409, "does not extend"),
+        (chat(USER, {"role": "assistant", "content": "reworded"}, TOOL), 409, "does not extend"),
+        (chat(USER, {"role": "assistant", "content": "ab"}), 409, "does not extend"),
         (chat(USER, n=2), 400, "n: 2 is not allowed"),
-        (chat(USER, tools=[{}]), 409, "tools are not the session's"),
+        (chat(USER, tools=[{}]), 409, "does not extend"),
         (
             chat({"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}]}),
             400,

@@ -153,8 +153,8 @@ SMALL = 4096  # bytes of a call, at most
 TEXT = {"type": "text", "text": "ab"}
 OTHER_TOOL = {"type": "web_search_20250305", "name": "web_search"}
 REFUSED = [
-    ({"messages": [{"role": "user", "content": "another"}]}, 409, "conflict_error", "do not extend"),
-    ({"tools": [ADD]}, 409, "conflict_error", "tools are not the session's"),
+    ({"messages": [{"role": "user", "content": "another"}]}, 409, "conflict_error", "does not extend"),
+    ({"tools": [ADD]}, 409, "conflict_error", "does not extend"),
     ({"tools": [ADD], "tool_choice": {"type": "any"}}, 400, "invalid_request_error", "'any' is not allowed"),
     ({"tools": [ADD], "tool_choice": {"type": "none"}}, 400, "invalid_request_error", "'none' is not allowed"),
     ({"tools": [OTHER_TOOL]}, 400, "invalid_request_error", "'web_search' has no input_schema"),

@@ -32,7 +32,7 @@ TASKS = """
     from fractions import Fraction
     from pathlib import Path
 
-    from streamrl.tasks.environment import Environment, Prompt, Rollout, Score
+    from streamrl.tasks.environment import Branch, Environment, Prompt, Rollout, Score
     from streamrl.tasks.grouped import Grouped
     from streamrl.tasks.built_in.copy import Copy
     from streamrl.tasks.turns import TurnByTurn
@@ -133,7 +133,8 @@ TASKS = """
             if prompt.index == 2:
                 time.sleep(1e9)
             reward = Fraction(len(ids) + len(added))  # a number that does not travel
-            return [Rollout(completion=each, reward=reward) for each in completions]
+            note = (Branch(completion=completions[0], reward=Fraction(1, 2)),)
+            return [Rollout(completion=each, reward=reward, branches=note) for each in completions]
 
 
     class BadPrompt(Own):
@@ -346,6 +347,7 @@ def test_a_course_of_its_own_asks_the_policy_and_its_tokenizer_over_the_pipe(hos
     rollouts, asked, length = go(play())
     assert [rollout.completion.text for rollout in rollouts] == ["ab", "b"]
     assert rollouts[0].reward == length + 1
+    assert [(branch.completion.text, branch.reward) for branch in rollouts[1].branches] == [("ab", 0.5)]
     assert [len(ids) for ids in asked] == [length] * 2
 
 

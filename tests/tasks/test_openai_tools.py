@@ -121,10 +121,10 @@ def test_other_tools_or_a_changed_call_do_not_extend_the_session(scripted):
         message.tool_calls[0].function.arguments = "{}"
         return await ask(client, USER, message, USER, tools=[ADD])
 
-    for agent, reason in ((other_tools, "tools are not the session's"), (other_arguments, "do not extend")):
+    for agent in (other_tools, other_arguments):
         status, message = refused(scripted([[CALL, END]]), agent)
         assert status == 409
-        assert reason in message
+        assert "does not extend" in message
 
 
 def test_what_would_not_be_the_policys_own_choice_is_refused(scripted):

@@ -5,6 +5,7 @@ The class is loaded by processes without torch: its methods import it, the modul
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from streamrl.choices import Choice, Options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import numpy as np
     from torch import Tensor
@@ -31,13 +32,17 @@ class Denominators:
     """
 
     tokens: int  # trained tokens (loss mask True)
-    samples: int  # samples with at least one trained token
+    rollouts: int  # rollouts with at least one trained token, in whichever of their branches
 
     @classmethod
-    def of(cls, loss_masks: Iterable[Tensor | np.ndarray]) -> Denominators:
-        """Count the loss masks (bool [T], torch or numpy) of all samples of an update."""
+    def of(cls, loss_masks: Iterable[Tensor | np.ndarray], branches: Sequence[int] = ()) -> Denominators:
+        """Count the loss masks (bool [T], torch or numpy) of all samples of an update.
+
+        branches: samples of each rollout, which follow one another; (): one each.
+        """
         trained = [int(mask.sum()) for mask in loss_masks]
-        return cls(tokens=sum(trained), samples=sum(count > 0 for count in trained))
+        edges = itertools.pairwise(itertools.accumulate(branches or (1,) * len(trained), initial=0))
+        return cls(tokens=sum(trained), rollouts=sum(any(trained[start:end]) for start, end in edges))
 
 
 class Aggregation(Choice, ABC):

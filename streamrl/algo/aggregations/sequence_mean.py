@@ -1,4 +1,4 @@
-"""The mean over samples of their means."""
+"""The mean over rollouts of the means of their tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 
 class SequenceMean(Aggregation):
-    """1 / (samples of the update x trained tokens of the token's sample)."""
+    """1 / (rollouts of the update x trained tokens of the token's rollout, those of all its branches)."""
 
     def shares(self, batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> Tensor:
         import torch
 
         ones = torch.ones_like(batch.behaviour)
-        lengths = ones.new_zeros(batch.samples).index_add_(0, batch.sample, batch.mask.to(ones.dtype))
-        return ones / (lengths.clamp(min=1)[batch.sample] * max(denominators.samples, 1))
+        if batch.rollout_tokens is None:
+            sums = ones.new_zeros(batch.samples).index_add_(0, batch.sample, batch.mask.to(ones.dtype))
+            lengths = sums[batch.sample]
+        else:  # some branches may be in other micro batches
+            lengths = batch.rollout_tokens.to(ones.dtype)
+        return ones / (lengths.clamp(min=1) * max(denominators.rollouts, 1))

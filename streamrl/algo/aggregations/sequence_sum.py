@@ -1,4 +1,4 @@
-"""The mean over samples of their sums."""
+"""The mean over rollouts of their sums."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class SequenceSum(Aggregation):
-    """1 / samples of the update."""
+    """1 / rollouts of the update."""
 
     def shares(self, batch: TokenBatch, config: AlgoConfig, denominators: Denominators) -> Tensor:
         import torch
 
-        return torch.ones_like(batch.behaviour) / max(denominators.samples, 1)
+        return torch.ones_like(batch.behaviour) / max(denominators.rollouts, 1)

@@ -1,4 +1,4 @@
-"""The mean over samples of their sums, divided by one length."""
+"""The mean over rollouts of their sums, divided by one length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SequenceSumNorm(Aggregation):
-    """1 / (samples of the update x `algo.norm_length`)."""
+    """1 / (rollouts of the update x `algo.norm_length`)."""
 
     uses = frozenset({"norm_length"})
 
@@ -28,4 +28,4 @@ class SequenceSumNorm(Aggregation):
         import torch
 
         assert config.norm_length is not None
-        return torch.ones_like(batch.behaviour) / (config.norm_length * max(denominators.samples, 1))
+        return torch.ones_like(batch.behaviour) / (config.norm_length * max(denominators.rollouts, 1))

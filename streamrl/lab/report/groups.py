@@ -122,7 +122,9 @@ def fate_of(recorded: RecordedGroup) -> str:
 def _count(groups: Groups, recorded: RecordedGroup, group: Group) -> None:
     """Add a group's lengths, and the ages of its trained tokens."""
     groups.read += 1
-    groups.lengths[fate_of(recorded)].update(len(sample.output_ids) for sample in group.answered)
+    groups.lengths[fate_of(recorded)].update(
+        len(sample.output_ids) for sample in group.samples if not sample.is_placeholder
+    )
     if recorded.step is None:
         return
     for sample in group.samples:

@@ -128,6 +128,7 @@ function answerBlock(answer, step) {
       ` · advantage ${number(answer.advantage)} · `,
       `${number(answer.length)} tokens · ${answer.finish}${versions ? ` · version ${versions}` : ""}`,
     ),
+    answer.prompt === null ? [] : make("pre", {}, answer.prompt),
     tokens(answer, step),
   );
 }

@@ -1,14 +1,14 @@
 """Samples over training: a few groups of evenly spaced steps, token by token.
 
 Of each shown step one group is chosen, with different rewards where there is one, and by the most versions in one
-answer; of it the best answer, the worst and some between.
+answer; of it the best answer, the worst and some between. Of a rollout of several branches it is the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def describe(run: Run, shown: Sequence[Shown], source: str) -> dict[str, Any]:
                 "task": answers[0].group.task,
                 "prompt": _prompt(answers[0].sample, tokenizer),
                 "images": [_image(file) for file in answers[0].group.images],
-                "answers": [_answer(each, tokenizer) for each in answers],
+                "answers": [_answer(each, tokenizer, answers[0].sample) for each in answers],
             }
             for step, some in groupby(shown, key=lambda each: each.step)
         ],
@@ -111,24 +111,28 @@ def _of_step(
     rewards -= torch.tensor(penalties, dtype=torch.float64)
     lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
     valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-    advantages = group_advantages(rewards, valid, config, lengths).tolist()
+    advantages = group_advantages(rewards, valid, config, lengths, group.branches).tolist()
+    last = [end - 1 for end in accumulate(group.branches or (1,) * len(group.samples))]
     answers = [
-        Shown(step, group, sample, advantage, penalty)
-        for sample, advantage, penalty in zip(group.samples, advantages, penalties, strict=True)
-        if not sample.is_placeholder
+        Shown(step, group, group.samples[place], advantages[place], penalties[place])
+        for place in last
+        if not group.samples[place].is_placeholder
     ]
     answers.sort(key=lambda each: each.taken_off - each.sample.reward)
     places = np.linspace(0, len(answers) - 1, min(SAMPLES, len(answers))).round().astype(int)
     return [answers[place] for place in places]
 
 
-def _answer(shown: Shown, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _answer(shown: Shown, tokenizer: Tokenizer | None, first: Sample) -> dict[str, Any]:
+    """`first`: the answer whose prompt is shown already."""
     sample = shown.sample
+    own = None if np.array_equal(sample.prompt_ids, first.prompt_ids) else _prompt(sample, tokenizer)
     ids = sample.output_ids[:TOKENS].tolist()
     parts = dict(sample.reward_parts) | ({"kl_reward": -shown.taken_off} if shown.taken_off else {})
     return {
         "reward": brief(sample.reward - shown.taken_off),
         "parts": {name: brief(value) for name, value in parts.items()},
+        "prompt": own,
         "finish": sample.finish_reason,
         "advantage": brief(shown.advantage),
         "length": len(sample.output_ids),

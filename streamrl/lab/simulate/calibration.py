@@ -140,9 +140,8 @@ def by_worker(groups: Iterable[Group]) -> dict[str, list[Served]]:
     served: dict[str, list[Served]] = defaultdict(list)
     for group in groups:
         if group.tokens:
-            lengths = tuple(len(sample.output_ids) for sample in group.samples)
             versions = sum(int(sample.token_steps().sum()) for sample in group.samples) / group.tokens
-            served[group.worker].append(Served(group.started, group.finished, lengths, versions))
+            served[group.worker].append(Served(group.started, group.finished, group.lengths, versions))
     return {worker: sorted(each, key=lambda group: group.begin) for worker, each in served.items()}
 
 
@@ -312,9 +311,9 @@ def _as_recorded(group: Group) -> RecordedGroup:
     oldest = group.oldest
     return RecordedGroup(
         step=oldest.step if oldest else 0,
-        lengths=tuple(len(sample.output_ids) for sample in group.samples),
-        rewards=tuple(sample.reward for sample in group.samples),
-        passed=tuple(sample.passed for sample in group.samples),
+        lengths=group.lengths,
+        rewards=tuple(sample.reward for sample in group.finals),
+        passed=tuple(sample.passed for sample in group.finals),
     )
 
 

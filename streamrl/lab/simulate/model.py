@@ -19,7 +19,7 @@ class RecordedGroup:
     """One group of a run, as far as the model needs it."""
 
     step: int  # of the policy that began it
-    lengths: tuple[int, ...]  # tokens of each sample
+    lengths: tuple[int, ...]  # tokens of each rollout
     rewards: tuple[float, ...]
     passed: tuple[bool, ...]
 

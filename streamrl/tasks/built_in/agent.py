@@ -1,8 +1,9 @@
 """The task `agent`: an agent of OpenAI's or Anthropic's protocol is the environment; what it asks is trained.
 
-    prompt ─▶ session, base URL ─▶ the agent (a command, or a function) ─▶ calls ─▶ one sample ─▶ the task's scorer
+    prompt ─▶ session, base URL ─▶ the agent (a command, or a function) ─▶ calls ─▶ one rollout ─▶ the task's scorer
 
 The agent is given its base URL and its question; it calls as often as it likes, within `most_calls` and `timeout`.
+Calls that do not extend one another are branches of the rollout, each a sample with the rollout's reward.
 """
 
 from __future__ import annotations
@@ -152,7 +153,13 @@ class Agent(Around):
             return self._server
 
     async def _play(self, server: OpenAIServer, inference: Inference, prompt: Prompt) -> Rollout:
-        session = Session(inference, prompt, most_calls=self._arguments.most_calls, parsers=self.parsers)
+        session = Session(
+            inference,
+            prompt,
+            most_calls=self._arguments.most_calls,
+            max_branches=self.max_branches,
+            parsers=self.parsers,
+        )
         answer: str | None = None
         failure: Exception | None = None
         async with self._places:
@@ -168,8 +175,10 @@ class Agent(Around):
         if completion is None:
             failed = Completion.failed(inference.prompt_ids(prompt.content))
             return self.unscored(prompt, failed, failure or AgentFailed("the agent asked the policy nothing"))
-        if failure is not None or completion.finish_reason == "abort":
-            return self.unscored(prompt, completion, failure or AgentFailed("a call was not answered"))
+        if session.is_unanswered:
+            failure = failure or AgentFailed("a call was not answered")
+        if (failure := session.exceeded or failure) is not None:
+            return self.unscored(prompt, completion, failure, session.branches)
         return await self._judged(prompt, session, completion, answer)
 
     async def _judged(self, prompt: Prompt, session: Session, completion: Completion, answer: str | None) -> Rollout:
@@ -178,9 +187,9 @@ class Agent(Around):
             score = await self._task.score(prompt, last if answer is None else replace(last, text=answer))
             check_reward(score)
         except Exception as error:  # the policy for foreign scorers: count, log, go on
-            return self.unscored(prompt, completion, error)
+            return self.unscored(prompt, completion, error, session.branches)
         parts = {**score.parts, "calls": float(len(session.turns))}
-        return Rollout(completion=completion, reward=score.reward, parts=parts)
+        return Rollout(completion=completion, reward=score.reward, parts=parts, branches=session.branches)
 
     async def _command(self, base_url: str, question: dict[str, Any]) -> str | None:
         """Run the agent's command to its end; the process group is killed when it has no more time."""

@@ -17,7 +17,7 @@ MASKED = "masked"  # a rollout's status
 
 
 class Episodes:
-    """The conversations of one call of an agent; each becomes at most one sample."""
+    """The conversations of one call of an agent; each becomes at most one sample, or one branch of a rollout."""
 
     def __init__(self, recorders: Sequence[Recorder]) -> None:
         self._recorders = recorders
@@ -29,17 +29,31 @@ class Episodes:
             if recorder.lost is not None:
                 raise recorder.lost
 
-    def completion(self, rollout: AnyRollout) -> Completion:
-        """The conversation of a rollout, which is no other one's. Raises NotPlayed."""
+    def completions(self, rollout: AnyRollout) -> tuple[Completion, ...]:
+        """The conversations of a rollout, which are no other one's; that of its last turn is the last.
+
+        Several where its turns, of token ids, do not extend one another. Raises NotPlayed.
+        """
         found = [] if rollout.is_placeholder else [asked for asked in self._free() if _is_of(asked, rollout)]
         whole = [asked for asked in found if len(asked.replies) == len(rollout.trajectory)]
         if not found:
             raise NotPlayed("a rollout names no answer of the policy; allowed: its ids, token_ids, or texts")
-        if len(rollout.trajectory) > 1 and not whole and isinstance(rollout, TokenRollout):
-            raise NotPlayed("a rollout is of several conversations; allowed: turns that extend one another")
-        asked = (whole or found)[0]
-        self._taken.append(asked)
-        return asked.conversation.completion
+        if isinstance(rollout, TokenRollout) and len(rollout.trajectory) > 1 and not whole:
+            taken = self._of_turns(rollout)
+        else:
+            taken = [(whole or found)[0]]
+        self._taken += taken
+        return tuple(asked.conversation.completion for asked in taken)
+
+    def _of_turns(self, rollout: TokenRollout) -> list[Asked]:
+        """The conversations of all turns, in the order of their last ones. Raises NotPlayed."""
+        taken: list[Asked] = []
+        for place in range(len(rollout.trajectory)):
+            asked = next((each for each in self._free() if _has_turn(each, rollout, place)), None)
+            if asked is None:
+                raise NotPlayed("a turn of a rollout is no answer of the policy; allowed: its ids, or token_ids")
+            taken = [*(each for each in taken if each is not asked), asked]
+        return taken
 
     def unnamed(self) -> Completion | None:
         """A conversation that no rollout has named; None where there is none."""
@@ -77,3 +91,10 @@ def _is_of(asked: Asked, rollout: AnyRollout) -> bool:
     if rollout.completion_ids and rollout.completion_ids[-1]:
         return rollout.completion_ids[-1] in asked.completion_ids
     return rollout.trajectory[-1] in asked.token_ids()
+
+
+def _has_turn(asked: Asked, rollout: TokenRollout, place: int) -> bool:
+    """Whether a turn of the rollout is an answer of this conversation."""
+    if place < len(rollout.completion_ids) and rollout.completion_ids[place]:
+        return rollout.completion_ids[place] in asked.completion_ids
+    return rollout.trajectory[place] in asked.token_ids()

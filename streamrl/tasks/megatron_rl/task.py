@@ -21,7 +21,17 @@ import numpy as np
 from pydantic import ConfigDict, Field
 
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
-from streamrl.tasks.environment import Completion, Environment, Inference, Message, Prompt, Rollout, Score, check_reward
+from streamrl.tasks.environment import (
+    Branch,
+    Completion,
+    Environment,
+    Inference,
+    Message,
+    Prompt,
+    Rollout,
+    Score,
+    check_reward,
+)
 from streamrl.tasks.episodes import NotPlayed, begun, unbegun
 from streamrl.tasks.failures import describe
 from streamrl.tasks.megatron_rl.agents import Agent, GroupedRolloutRequest, GroupRolloutParams
@@ -184,16 +194,18 @@ class AgentTask(Environment):
             return
         named = [_named(episodes, rollout) for rollout in given]  # all of them, before others take what is left
         for rollout, found in zip(given, named, strict=True):
+            own = () if isinstance(found, Exception) else found
+            branches = tuple(Branch(completion=each) for each in own[:-1])
             try:
                 score = score_of(rollout)
                 check_reward(score)
                 if isinstance(found, Exception):
                     raise found
             except Exception as error:  # the policy for foreign environments: count, log, go on
-                left = found if isinstance(found, Completion) else episodes.unnamed()
-                yield self.unscored(prompt, left or unbegun(inference, prompt), error)
+                left = own[-1] if own else episodes.unnamed()
+                yield self.unscored(prompt, left or unbegun(inference, prompt), error, branches)
                 continue
-            yield Rollout(completion=found, reward=score.reward, parts=score.parts)
+            yield Rollout(completion=own[-1], reward=score.reward, parts=score.parts, branches=branches)
 
     async def _wanted(self, index: int, count: int) -> Wanted:
         if self._given and self._prompts is None:
@@ -248,10 +260,10 @@ def _draws_prompts(agent: Any) -> bool:
     return isinstance(agent, base) and kind.prepare_group_rollout is base.prepare_group_rollout
 
 
-def _named(episodes: Episodes, rollout: AnyRollout) -> Completion | NotPlayed:
-    """The conversation of a rollout, or why there is none."""
+def _named(episodes: Episodes, rollout: AnyRollout) -> tuple[Completion, ...] | NotPlayed:
+    """The conversations of a rollout, or why there are none."""
     try:
-        return episodes.completion(rollout)
+        return episodes.completions(rollout)
     except NotPlayed as error:
         return error
 
