@@ -11,7 +11,9 @@ Speed says nothing about a GPU. Drafts of a model have no stand-in.
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ def _never(**kwargs: Any) -> bool:
     return False
 
 
-def write_slots(requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int) -> None:
+def write_slots(  # noqa: PLR0917 (SGLang's signature)
+    requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int
+) -> None:
     """Into `table` [requests, width], from `starts` to `ends` [B] of each of `requests` [B]: `slots`, one by one."""
     taken = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
@@ -57,7 +61,9 @@ def write_slots(requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, s
         taken += end - start
 
 
-def read_slots(requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int) -> None:
+def read_slots(  # noqa: PLR0917 (SGLang's signature)
+    requests: Tensor, table: Tensor, starts: Tensor, ends: Tensor, slots: Tensor, width: int
+) -> None:
     """The other way round, into `slots`."""
     taken = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
@@ -72,7 +78,7 @@ def pack_slots(kept: Tensor, slots: Tensor, packed: Tensor) -> None:
     packed[: found.numel()] = found.to(packed.dtype)
 
 
-def link_tree(
+def link_tree(  # noqa: PLR0917 (SGLang's signature)
     mask: Tensor,
     lengths: Tensor,
     positions: Tensor,
@@ -82,10 +88,11 @@ def link_tree(
     batch: int,
     size: int,
 ) -> None:
-    """Links of trees of drafts, into the last four: `mask` [B * size * size] as in `ngram_drafts.without_twins`.
+    """Links of trees of drafts, into four tensors: `mask` [B * size * size] as in `ngram_drafts.without_twins`.
 
-    `positions` [B * size]: of each node in its sequence, which has `lengths` [B] tokens before. `next_token` and
-    `next_sibling` [B, size]: a node's first child, and the next child of its parent; -1: none.
+    `positions` [B * size]: of each node in its sequence, which has `lengths` [B] tokens before. `index` [B, size]: the
+    number of each node. `next_token` and `next_sibling` [B, size]: a node's first child, and the next child of its
+    parent; -1: none.
     """
     import torch
 
@@ -153,13 +160,13 @@ def draw_from_trees(
 
 def keep_top_k(probabilities: Tensor, k: Tensor) -> Tensor:
     """The `k` [N] most probable of `probabilities` [N, vocabulary], of each row; they add up to 1."""
-    ordered, places = probabilities.sort(-1, descending=True, stable=True)
+    ordered, places = probabilities.sort(dim=-1, descending=True, stable=True)
     return _kept(ordered * (_ranks(ordered) < k.view(-1, 1)), places)
 
 
 def keep_top_p(probabilities: Tensor, p: Tensor) -> Tensor:
     """The fewest of the most probable that have `p` [N] together; they add up to 1."""
-    ordered, places = probabilities.sort(-1, descending=True, stable=True)
+    ordered, places = probabilities.sort(dim=-1, descending=True, stable=True)
     return _kept(ordered * (ordered.cumsum(-1) - ordered < p.view(-1, 1)), places)
 
 
@@ -177,26 +184,32 @@ def _kept(ordered: Tensor, places: Tensor) -> Tensor:
 
 
 def _attending_trees(native: Any) -> Any:
-    def forward_extend(
-        self: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True
-    ) -> Tensor:
-        if not forward_batch.forward_mode.is_target_verify():
-            done: Tensor = native(self, q, k, v, layer, forward_batch, save_kv_cache)
-            return done
-        return _attend_trees(self, q, k, v, layer, forward_batch, save_kv_cache)
+    signature = inspect.signature(native)
+
+    def forward_extend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        asked = given.arguments
+        if not asked["forward_batch"].forward_mode.is_target_verify():
+            return native(self, *args, **kwargs)
+        if asked["save_kv_cache"] and asked["k"] is not None:
+            _save(self, asked)
+        return _attend_trees(self, asked["q"], asked["layer"], asked["forward_batch"])
 
     return forward_extend
 
 
-def _attend_trees(
-    backend: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, batch: Any, save_kv_cache: bool
-) -> Tensor:
-    """Each draft attends to the sequence before the tree, and to what is above it there."""
-    import torch
+def _save(backend: Any, asked: Mapping[str, Any]) -> None:
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    if save_kv_cache and k is not None and v is not None:
-        backend.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, backend.swa_out_cache_loc), k, v)
+    where = KVWriteLoc(asked["forward_batch"].out_cache_loc, backend.swa_out_cache_loc)
+    backend.token_to_kv_pool.set_kv_buffer(asked["layer"], where, asked["k"], asked["v"])
+
+
+def _attend_trees(backend: Any, q: Tensor, layer: Any, batch: Any) -> Tensor:
+    """Each draft attends to the sequence before the tree, and to what is above it there."""
+    import torch
+
     keys = backend.token_to_kv_pool.get_key_buffer(layer.layer_id)
     values = backend.token_to_kv_pool.get_value_buffer(layer.layer_id)
     size = batch.spec_info.draft_token_num

@@ -71,7 +71,7 @@ def _check_folder(folder: Path, shape: ModelShape) -> None:
 def _has_layers_to_draft(folder: Path, shape: ModelShape) -> bool:
     for path in weight_files(folder):
         with open_weights(path) as file:
-            if any(_drafts(name, shape) for name in file.keys()):
+            if any(_drafts(name, shape) for name in file.keys()):  # noqa: SIM118, it is no dict
                 return True
     return False
 
