@@ -96,6 +96,12 @@ KEYS: list[tuple[str, str]] = [
         "generate.sampling.min_p: 0.1 is nothing that servers with enable_deterministic_inference",
     ),
     ("generate.server_args={trust-remote-code: true}", "trust_remote_code would run code"),
+    ("generate.server_args={speculative_algorithm: EAGLE}", "allowed: generate.speculation.algorithm"),
+    ("generate.speculation={algorithm: eagle}", "generate.speculation.draft_model: null is no draft for algorithm="),
+    (
+        "generate={speculation: {algorithm: ngram}, sampling: {top_p: 0.9}}",
+        "generate.speculation.algorithm: ngram returns no kept sets",
+    ),
     ("generate.heartbeat=0", "generate.heartbeat: 0"),
     ("generate.pools=[{workers: 2}]", "generate.pools: the name '' is missing"),
     ("generate.pools=[{name: a, group_size: 4}]", "generate.pools: 'group_size' cannot differ"),

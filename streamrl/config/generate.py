@@ -8,7 +8,9 @@ from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from streamrl.choices import TRAINED_ENGINES
+from streamrl.config import speculation
 from streamrl.config.section import Section, rule
+from streamrl.config.speculation import SpeculationConfig
 
 ServerAddress = Annotated[
     str,
@@ -122,6 +124,9 @@ class GenerateConfig(Section):
     quantization: Literal["fp8"] | None = Field(
         None,
         description="of the servers' linear layers: fp8, e4m3 in blocks of 128 x 128, each version again; null: none",
+    )
+    speculation: SpeculationConfig = Field(
+        default_factory=SpeculationConfig, description="tokens that a draft proposes and the policy verifies"
     )
     server_args: dict[str, Any] = Field(default_factory=dict, description="further SGLang arguments, passed untouched")
     threads: int = Field(1, ge=1, description="CPU threads of a server (OMP_NUM_THREADS)")
@@ -275,6 +280,10 @@ class GenerateConfig(Section):
                     f"server_args: {name}={value} is not allowed beside generate.quantization={self.quantization}, "
                     "which decides on it; allowed: other names"
                 )
+
+    @rule
+    def _its_drafts_change_no_draw(self) -> None:
+        speculation.check_pool(self)
 
     @rule
     def _runs_no_code_of_a_model_folder(self) -> None:

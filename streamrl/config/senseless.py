@@ -16,6 +16,7 @@ from streamrl.config.critic import CriticOptimizer
 from streamrl.config.file import fields, value_at
 from streamrl.config.in_flight import most_requests
 from streamrl.config.replay import AdaptiveConfig
+from streamrl.config.speculation import SpeculationConfig
 from streamrl.config.tree import Config
 
 # Adam moves a weight by about the learning rate in each update, and the weights of a model are about 0.02.
@@ -78,6 +79,11 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         lambda c: c.algo.advantage.has_critic,
     ),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
+    (
+        tuple(f"generate.speculation.{key}" for key in SpeculationConfig.model_fields if key != "algorithm"),
+        "generate.speculation.algorithm",
+        lambda c: c.generate.speculation.algorithm is not None,
+    ),
 )
 
 

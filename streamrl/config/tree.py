@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
-from streamrl.config import reuse
+from streamrl.config import reuse, speculation
 from streamrl.config.algo import AlgoConfig
 from streamrl.config.critic import CriticConfig, critic_fits
 from streamrl.config.evaluate import EvaluateConfig
@@ -350,6 +350,10 @@ class Config(Section):
                     "generate.server_args: quantization=fp8 is done once, and no new weights could be loaded; allowed: "
                     "generate.quantization=fp8"
                 )
+
+    @rule
+    def _drafts_go_with_the_rest(self) -> None:
+        speculation.check_run(self)
 
     @rule
     def _a_reward_model_is_there_and_asked(self) -> None:

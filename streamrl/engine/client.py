@@ -38,6 +38,10 @@ KV_CACHE = "kv_cache"  # SGLang's tag of the memory that holds it
 API_PATHS = ("/generate", "/model_info", "/server_info", "/v1/loads")
 
 
+# Which of a server's models takes a version: a draft beside the policy (`generate.speculation`) keeps its own weights.
+# SGLang's default is both, so that a draft would load what its names have in common with the policy's.
+POLICY_ALONE = "target"
+
 # Seconds that an idle connection is kept: SGLang closes one after five, and a request that meets the closing is lost.
 KEEPALIVE = 1.0
 
@@ -70,6 +74,8 @@ class AnswerMeta(msgspec.Struct, frozen=True):
     output_token_sampling_mask: list[list[int]] | None = None
     output_token_sampling_logprobs: list[float] | None = None
     prompt_tokens: int | None = None  # those of the prompt's images among them
+    spec_verify_ct: int = 0  # passes of the policy that verified drafts
+    spec_num_correct_drafts: int = 0  # drafts that were kept in them
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -92,6 +98,8 @@ class PieceMeta(msgspec.Struct, frozen=True):
     completion_tokens: int = 0  # of the answer up to the end of the piece
     weight_version: str = ""  # of the weights that the server has now
     prompt_tokens: int | None = None
+    spec_verify_ct: int = 0  # of the answer up to the end of the piece, as of AnswerMeta
+    spec_num_correct_drafts: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -252,7 +260,7 @@ class EngineClient:
         await self._post("/resume_memory_occupation", {"tags": [KV_CACHE]}, timeout)
 
     async def begin_weight_update(self, timeout: float) -> None:
-        await self._post("/begin_weight_update", {}, timeout)
+        await self._post("/begin_weight_update", {"selector": POLICY_ALONE}, timeout)
 
     async def end_weight_update(self, timeout: float) -> None:
         await self._post("/end_weight_update", {}, timeout)
@@ -287,6 +295,7 @@ class EngineClient:
             "weight_version": version,
             "flush_cache": flush_cache,
             "load_format": "flattened_bucket",
+            "selector": POLICY_ALONE,
         }
         await self._post("/update_weights_from_distributed", body, timeout)
 
@@ -299,6 +308,7 @@ class EngineClient:
             "load_format": load_format,
             "weight_version": version,
             "flush_cache": flush_cache,
+            "selector": POLICY_ALONE,
         }
         await self._post("/update_weights_from_tensor", body, timeout)
 
@@ -313,6 +323,8 @@ class EngineClient:
         timeout: float | None = None,
     ) -> None:
         """Load a model folder, by its path on the server's machine; requests in flight are ended unless kept.
+
+        A draft beside the policy loads it, too: SGLang takes no selector here.
 
         `load_format`: SGLang's; None: as the server was started.
         """

@@ -5,7 +5,8 @@ installed, the model's own module is loaded instead of all that SGLang has (`eng
 scheduler sleeps, and SGLang's processes are copies of this one: fresh interpreters would each load torch and SGLang
 again. With `--lifeline PID`
 the server ends, with all its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
-`--quantize-loads` quantises the weights that the server loads (`engine/quantised_loading.py`): also in fresh
+`--quantize-loads` quantises the weights that the server loads (`engine/quantised_loading.py`), and with
+`--speculative-algorithm NGRAM` drafts leave the policy as it is (`engine/ngram_drafts.py`): both also in fresh
 interpreters, which load this module and have the arguments of the first one.
 The keys that the server asks for are taken from the environment (`engine/keys.py`).
 """
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.engine import latent_attention, model_modules, quantised_loading, stand_ins
+from streamrl.engine import cpu_ngram, latent_attention, model_modules, ngram_drafts, quantised_loading, stand_ins
 from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda
 from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
@@ -64,10 +65,18 @@ def main(arguments: list[str]) -> None:
     load_plugins()
     if own.quantised:
         quantised_loading.install()
+    if ngram_drafts.drafts(sglang_arguments):
+        _look_drafts_up()
     try:
         run_server(prepare_server_args([*sglang_arguments, *take_keys(os.environ)]))
     finally:
         end_server(os.getpid(), 0.0, own.scratch, include_root=False)
+
+
+def _look_drafts_up() -> None:
+    ngram_drafts.install()
+    if not has_cuda():
+        cpu_ngram.install()
 
 
 def _compile_nothing() -> None:
@@ -124,5 +133,8 @@ def _keep_start_method(method: str | None, force: bool = False) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-elif __name__ == "__mp_main__" and quantised_loading.FLAG in sys.argv:  # a process that SGLang has started afresh
-    quantised_loading.install()
+elif __name__ == "__mp_main__":  # a process that SGLang has started afresh
+    if quantised_loading.FLAG in sys.argv:
+        quantised_loading.install()
+    if ngram_drafts.drafts(sys.argv):
+        _look_drafts_up()

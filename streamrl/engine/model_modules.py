@@ -9,6 +9,8 @@ from importlib.machinery import PathFinder
 from itertools import pairwise
 from pathlib import Path
 
+from streamrl.engine import ngram_drafts
+
 # Arguments of a server, by their beginnings, for which the folder's own architecture is not all that is looked for.
 _OF_OTHER_MODELS = ("--speculative", "--model-impl", "--config")
 
@@ -21,7 +23,9 @@ def unneeded(arguments: Sequence[str], model: Path, modules: Path) -> tuple[str,
     None where that cannot be said: the model is no folder, its config.json names no class that one of the files has,
     or one of SGLang's `arguments` may ask for another class.
     """
-    if any(word.startswith(_OF_OTHER_MODELS) for word in arguments) or _overrides(arguments):
+    drafts_alone = ngram_drafts.drafts(arguments)  # by no other model
+    words = [word for word in arguments if not (drafts_alone and word.startswith("--speculative"))]
+    if any(word.startswith(_OF_OTHER_MODELS) for word in words) or _overrides(words):
         return ()
     try:
         names = json.loads((model / "config.json").read_bytes())["architectures"] or ()

@@ -62,6 +62,9 @@ FLOAT32_ATTENTION = "triton"  # FlashAttention and FlashInfer, which SGLang woul
 # SGLang keeps what a vision tower made of an image, by the image alone, and does not forget it when weights change.
 NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 
+# With drafts, SGLang could be told to keep so many of them whatever the policy says of them, for benchmarks.
+NO_SIMULATED_DRAFTS = {"SGLANG_SIMULATE_ACC_LEN": "-1"}
+
 # An update puts what it interrupts behind all that waits in the server; the learner waits for the oldest groups.
 OLDEST_FIRST: dict[str, Any] = {
     "enable_priority_scheduling": True,
@@ -239,6 +242,7 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
         chosen["json_model_override_args"] = OVERRIDE
     if config.learner.router_replay:
         chosen["enable_return_routed_experts"] = True
+    chosen |= config.generate.speculation.arguments
     given = {key.replace("-", "_"): value for key, value in config.generate.server_args.items()}
     # SGLang keeps a series of its own metrics for every priority that it has seen: a run's groups would be too many.
     if given.get("schedule_policy", BY_PRIORITY[0]) in BY_PRIORITY and not given.get("enable_metrics"):
@@ -285,6 +289,8 @@ def _environment(config: Config) -> dict[str, str]:
     chosen = {"HF_HUB_OFFLINE": "1"}  # the model is a folder; without it, a lookup that times out on a closed network
     if not config.learner.keeps_vision:
         chosen |= NO_IMAGE_CACHE
+    if config.generate.speculation.algorithm is not None:
+        chosen |= NO_SIMULATED_DRAFTS
     if has_cuda():
         return chosen | nccl_environment()
     threads, ranks = config.generate.threads, config.generate.tensor_parallel

@@ -54,6 +54,7 @@ class Continuation:
         self._searched = 0  # tokens in which no end was found
         self._spans: list[WeightVersionSpan] = []
         self._experts: bytes | None = None  # int32 [tokens read, layers, top_k]
+        self._verified = self._accepted = 0  # of drafts, in the parts that came to their end
         self._finish: FinishReason | None = None
         self._part: _Part | None = None  # that comes in pieces
 
@@ -128,6 +129,8 @@ class Continuation:
             routed_experts=None if self._experts is None else base64.b64encode(self._experts).decode(),
             output_token_sampling_mask=None if self._kept is None else [ids for _, ids in self._kept],
             output_token_sampling_logprobs=None if self._kept is None else [logprob for logprob, _ in self._kept],
+            spec_verify_ct=self._verified,
+            spec_num_correct_drafts=self._accepted,
         )
         return Answer(output_ids=self._ids, meta_info=meta)
 
@@ -135,6 +138,8 @@ class Continuation:
         """A part that came to its end."""
         self._id = self._id or meta.id
         self._finish = meta.finish_reason
+        self._verified += meta.spec_verify_ct
+        self._accepted += meta.spec_num_correct_drafts
         spans = meta.weight_versions if self._part is None else self._part.stamped(meta.weight_versions)
         self._add(ids, logprobs, kept, spans)
         if meta.routed_experts is not None:

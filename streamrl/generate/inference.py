@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,6 +35,8 @@ class Load:
 
     def __init__(self) -> None:
         self.generated = 0  # tokens
+        self.verified = 0  # passes of the policy over drafts
+        self.accepted = 0  # drafts that were kept in them
         self._running = 0
         self._asleep = False
         self._busy = 0.0
@@ -64,6 +66,13 @@ class Load:
     def busy(self) -> float:
         """Seconds with at least one request running."""
         return self._busy + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    def record(self, answers: Iterable[Answer]) -> None:
+        """Count what was answered."""
+        for answer in answers:
+            self.generated += len(answer.output_ids)
+            self.verified += answer.meta_info.spec_verify_ct
+            self.accepted += answer.meta_info.spec_num_correct_drafts
 
     def _changed(self) -> None:
         works = self._running > 0 and not self._asleep
@@ -243,7 +252,7 @@ class EngineInference:
                 raise
             self.failures.append(str(error))
             return [None] * n
-        self._load.generated += sum(len(answer.output_ids) for answer in answers if answer is not None)
+        self._load.record(answer for answer in answers if answer is not None)
         return answers
 
     async def _in_time(

@@ -127,10 +127,13 @@ class ServiceLink(AsyncPeer):
                 return message
         return None
 
-    async def beat(self, busy: float, generated: int) -> None:
-        """One heartbeat: `busy` seconds and `generated` tokens since the worker's start."""
+    async def beat(self, busy: float, generated: int, verified: int = 0, accepted: int = 0) -> None:
+        """One heartbeat: `busy` seconds, `generated` tokens, and of drafts the passes that `verified` some and those
+        that were `accepted`, since the worker's start."""
         self.tick()
-        await self.send(Heartbeat(tickets=self.tickets, busy=busy, generated=generated))
+        await self.send(
+            Heartbeat(tickets=self.tickets, busy=busy, generated=generated, verified=verified, accepted=accepted)
+        )
 
     async def deliver(self) -> None:
         """Send the groups of the outbox, one after another, for ever."""

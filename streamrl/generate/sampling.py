@@ -96,6 +96,12 @@ class Sampling:
         if (most := own.get("most_new_tokens")) is not None:
             parameters["max_new_tokens"] = min(most, parameters["max_new_tokens"])
         _check_ranges(parameters)
+        drafts = self._config.speculation.algorithm
+        if parameters["min_p"] and drafts is not None:
+            raise ValueError(
+                f"min_p: {parameters['min_p']:g} is nothing that generate.speculation.algorithm={drafts} verifies "
+                "drafts by; allowed: 0"
+            )
         if not parameters["min_p"]:
             del parameters["min_p"]
         truncated = parameters["top_p"] < 1 or parameters["top_k"] != -1 or "min_p" in parameters
@@ -125,6 +131,11 @@ class Sampling:
             raise ValueError(
                 f"top_k: {parameters['top_k']} is not allowed in training, whose servers return the kept set of each "
                 f"token; allowed: -1, 2 to {LARGEST_TOP_K}"
+            )
+        if truncated and (drafts := self._config.speculation.algorithm) is not None:
+            raise ValueError(
+                f"top_p, top_k, min_p: servers with generate.speculation.algorithm={drafts} return no kept sets; "
+                "allowed: 1, -1, 0, or generate.speculation.algorithm=null"
             )
         if truncated and self._config.router is not None:
             raise ValueError(

@@ -17,6 +17,7 @@ from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.nodes import FurtherNodes
 from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
+from streamrl.generate.attached_drafts import check_drafts
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
 from streamrl.generate.pauses import Pauses, Reason
@@ -128,8 +129,10 @@ class ServedModel:
             try:
                 if patient:
                     await self._answers(timeout)
-                self._ranks = joining_ranks(await self.client.server_info(timeout), self.address)
-                await _reset(self.client, self._config.model.path, timeout)
+                arguments, drafts = await self.client.server_info(timeout), self._config.generate.speculation
+                self._ranks = joining_ranks(arguments, self.address)
+                check_drafts(arguments, drafts, self.address)
+                await _reset(self.client, self._config.model.path, timeout, has_draft=drafts.has_model)
             except EngineError as error:
                 raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
         await self._load_initial_adapter(timeout)
@@ -253,10 +256,11 @@ def joining_ranks(arguments: dict[str, Any], address: str) -> int:
     return int(arguments.get("tp_size") or 1)
 
 
-async def _reset(client: EngineClient, model: Path, timeout: float) -> None:
+async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft: bool) -> None:
     """Bring an attached server to the model's initial weights, whatever a former worker left it with.
 
-    `model`: the run's own path of it. `timeout`: seconds that one call may take.
+    `model`: the run's own path of it. `timeout`: seconds that one call may take. Raises ServerFailed where a draft
+    would have to load them, too.
     """
     info = await client.model_info()
     if info.weight_version == str(INITIAL):
@@ -266,6 +270,11 @@ async def _reset(client: EngineClient, model: Path, timeout: float) -> None:
         return
     # The disk transport leaves the server with the path of a version's folder in place of its first one.
     initial = str(model.resolve()) if _is_published(info.model_path) else info.model_path
+    if has_draft:
+        raise ServerFailed(
+            f"generate.attach: {client.address} has version {info.weight_version} of a former run, and its draft would "
+            f"load {initial} as well; allowed: a server that was started again"
+        )
     log.info("%s has version %s: loading %s again", client.address, info.weight_version, initial)
     try:
         await client.end_weight_update(timeout)

@@ -262,7 +262,8 @@ class Worker:
 
     async def _beat(self) -> None:
         while True:
-            await self._link.beat(self._load.busy, self._load.generated)
+            load = self._load
+            await self._link.beat(load.busy, load.generated, load.verified, load.accepted)
             await asyncio.sleep(self._config.generate.heartbeat)
 
     async def _adapt(self, concurrency: Concurrency) -> None:

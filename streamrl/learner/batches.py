@@ -309,6 +309,7 @@ def _metrics(stats: dict[str, Any]) -> dict[str, Any]:
         "idle/generator": 1.0 - stats["generator_busy"],
         "buffer/groups": stats["groups"],
         "buffer/bytes": stats["bytes"],
+        **({"speculation/accept_length": 1 + stats["drafts"] / verified} if (verified := stats["verified"]) else {}),
         **stats["selection"],
         **stats["evaluation"],
         **({"staleness/reason": stats["bound"]} if stats["bound"] else {}),

@@ -159,6 +159,11 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "idle/generator", "share", "part of the time in which a server had nothing to generate, mean of the workers"
     ),
+    Metric(
+        "speculation/accept_length",
+        "tokens",
+        "tokens of an answer that a pass of the policy over drafts gave, mean since the last batch; with them alone",
+    ),
     Metric("memory/allocated", "bytes", "device memory in use on rank 0; CUDA only"),
     Metric("memory/peak", "bytes", "its largest value so far; CUDA only"),
     Metric("rows/epoch", "epochs", "how often the rows have been trained (`streamrl sft`)"),

@@ -23,6 +23,7 @@ from streamrl.generate.prompt_images import PromptImages
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.hub.model import with_local_models
 from streamrl.learner.shape import ModelShape, read_shape, weight_files
+from streamrl.preflight.drafts import check_drafts
 from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_folder, check_images, check_model
@@ -75,6 +76,7 @@ def _readable(config: Config, *, weights: bool) -> tuple[ModelShape, Tokenizer]:
         images = PromptImages.of(config.model.path, config.task.max_image_bytes)
         tokenizer = tokenizer_of(config.model.path, variables=config.task.chat_template_kwargs, images=images)
         check_tokenizer(config.model.path, tokenizer, shape)
+        check_drafts(config, shape, weights=weights)
     with refusals:
         check_reward_model(config)
     _check_tasks(config, refusals)

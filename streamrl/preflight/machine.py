@@ -19,6 +19,7 @@ from streamrl.device_map import device_map
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.learner.megatron_fields import fp8
 from streamrl.learner.shape import read_shape
+from streamrl.preflight import drafts
 
 GIB = 1 << 30
 
@@ -67,6 +68,7 @@ def check_machine(config: Config) -> None:
         )
     check_generator(config.generate.each_pool)
     check_learner()
+    drafts.check_machine(config)
     servers, workers, ranks = _processes(config)
     if (asked := fp8(config)) is not None and not has_cuda():
         raise ConfigError(

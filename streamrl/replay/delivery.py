@@ -92,9 +92,12 @@ class Delivery:
         if groups is None:
             return None
         self._durable.append()
+        verified, drafts = self._workers.drafts()
         stats = BatchStats(
             tokens_generated=self._tokens,
             generator_busy=self._workers.busy(),
+            verified=verified,
+            drafts=drafts,
             groups=buffer.groups,
             bytes=buffer.bytes,
             selection=buffer.selection_metrics(),

@@ -75,6 +75,7 @@ class GeneratorSide:
                 worker.capacity = capacity
             case Heartbeat(tickets=tickets):
                 worker.busy.record(message, now)
+                worker.drafts.record(message)
                 run.buffer.extend(worker.name, tickets, now)
             case Applied() | PublishFailed() if message.server not in worker.servers:
                 raise MalformedMessage(f"server {message.server} is not one of worker {worker.name}")

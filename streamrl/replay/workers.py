@@ -44,6 +44,22 @@ class BusyMeter:
         return self._last
 
 
+class DraftMeter:
+    """Passes of the policy over drafts, and the drafts that were kept in them, between heartbeats."""
+
+    def __init__(self) -> None:
+        self._told = self._taken = (0, 0)
+
+    def record(self, heartbeat: Heartbeat) -> None:
+        self._told = (heartbeat.verified, heartbeat.accepted)
+
+    def take(self) -> tuple[int, int]:
+        """Since the last call."""
+        since = self._told[0] - self._taken[0], self._told[1] - self._taken[1]
+        self._taken = self._told
+        return max(0, since[0]), max(0, since[1])
+
+
 @dataclass(slots=True)
 class Worker:
     """One generator worker, as far as the service knows it."""
@@ -59,6 +75,7 @@ class Worker:
     asleep: int | None = None  # number of the Sleep that it has answered
     lost: bool = False  # silent for too long; a word from it brings it back, and its tickets last as their leases do
     busy: BusyMeter = field(default_factory=BusyMeter)
+    drafts: DraftMeter = field(default_factory=DraftMeter)
 
     @property
     def newest(self) -> PolicyVersion | None:
@@ -212,6 +229,11 @@ class Workers:
         """Mean busy fraction of the live workers since the last call."""
         fractions = [worker.busy.fraction() for worker in self.live]
         return sum(fractions) / len(fractions) if fractions else 0.0
+
+    def drafts(self) -> tuple[int, int]:
+        """Passes over drafts, and the drafts that were kept, of the live workers since the last call."""
+        each = [worker.drafts.take() for worker in self.live]
+        return sum(verified for verified, _ in each), sum(accepted for _, accepted in each)
 
 
 def assign(buffer: Buffer, workers: list[Worker], now: float) -> dict[str, list[Ticket]]:

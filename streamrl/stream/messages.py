@@ -155,6 +155,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     tickets: tuple[TicketKey, ...] = ()  # what it is generating, or has finished: their leases are extended
     busy: Seconds = 0.0  # seconds with at least one server request running, since the worker's start
     generated: Count = 0  # tokens, since the worker's start
+    verified: Count = 0  # passes of the policy over drafts (`generate.speculation`), since then
+    accepted: Count = 0  # drafts that were kept in them
 
 
 class Applied(Versioned, frozen=True, kw_only=True):
@@ -250,6 +252,8 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokens_generated: Count  # in the groups that were accepted since the last batch
     generator_busy: Fraction  # mean over the workers of the time with a request running, since the last batch
     groups: Count  # accepted and not yet delivered
+    verified: Count = 0  # passes of the policy over drafts, since the last batch
+    drafts: Count = 0  # that were kept in them
     bytes: Count  # of their frames
     selection: dict[str, float] = {}  # metrics `selection/...` of the groups that were generated and dropped
     evaluation: dict[str, float] = {}  # metrics `eval/...` that came since the last batch

@@ -24,6 +24,8 @@ def test_all_but_the_module_with_the_models_class_are_left_out(model):
 def test_where_another_class_may_be_asked_for_nothing_is_left_out(model, tmp_path):
     assert unneeded(["--speculative-algorithm", "EAGLE"], model, of_sglang()) == ()
     assert unneeded(["--model-impl=transformers"], model, of_sglang()) == ()
+    ngram = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"]
+    assert unneeded(ngram, model, of_sglang()) == unneeded([], model, of_sglang()) != ()
     for override in ('{"architectures": ["Other"]}', '{"quantization_config": {}, "model_type": "a"}', "[]", "no JSON"):
         assert unneeded(["--json-model-override-args", override], model, of_sglang()) == ()
     assert unneeded([], tmp_path / "absent", of_sglang()) == ()

@@ -50,6 +50,16 @@ def test_the_parts_of_an_answer_are_joined_and_each_request_asks_for_what_is_mis
     assert whole.meta_info.finish_reason.type == "stop"
 
 
+def test_what_was_verified_and_kept_of_drafts_is_added_up():
+    answer = Continuation(PROMPT, SAMPLING)
+    parts = part(0, 5, "abort", ("1.0", 0, 5)), part(5, 9, "stop", ("1.0", 0, 4))
+    for one, verified, kept in zip(parts, (2, 1), (3, 2), strict=True):
+        meta = replace(one.meta_info, spec_verify_ct=verified, spec_num_correct_drafts=kept)
+        answer.add(replace(one, meta_info=meta))
+    meta = answer.answer().meta_info
+    assert (meta.spec_verify_ct, meta.spec_num_correct_drafts) == (3, 5)
+
+
 def test_the_experts_of_a_token_are_those_of_the_part_that_read_it_first():
     answer = Continuation(PROMPT, SAMPLING)
     answer.add(part(0, 5, "abort", ("1.0", 0, 5)))

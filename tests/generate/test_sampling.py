@@ -67,6 +67,8 @@ def test_a_task_draws_in_its_own_way_and_what_shapes_a_trained_draw_is_recorded(
         ({"top_k": 5000}, {}, "allowed: -1, 2 to 4096"),
         ({"top_p": 0.0}, {}, "top_p: 0 is not allowed"),
         ({"top_p": 0.5}, {"attach": ["http://a:1"], "router": "http://b:2"}, "generate.router=http://b:2"),
+        ({"top_p": 0.5}, {"speculation": {"algorithm": "ngram"}}, "speculation.algorithm=ngram return no kept sets"),
+        ({"min_p": 0.1}, {"speculation": {"algorithm": "ngram"}, "trained": False}, "min_p: 0.1 is nothing that"),
         ({"seed": 3}, {}, "seed: 3 would not be kept to"),
         ({"min_p": 0.1}, {"server_args": {"enable_deterministic_inference": True}}, "min_p"),
         ({"stop": ["a", ""]}, {}, "stop: "),

@@ -579,6 +579,7 @@ NO_GPU = {
     "layers.local": "Transformer Engine is not installed",
     "server.ep2": "no GPU: a server with ep2 has no kernels on the CPU",
     "server.dp_attention": "no GPU: a server with dp_attention has no kernels on the CPU",
+    "server.ngram": "no GPU: a server with ngram has no kernels on the CPU",
     "server.fp8": "no GPU: a server with fp8 has no kernels on the CPU",
 }
 

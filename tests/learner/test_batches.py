@@ -56,6 +56,8 @@ class Service(ScriptedService):
                 generator_busy=0.25,
                 groups=3,
                 bytes=99,
+                verified=4,
+                drafts=6,
                 selection={"selection/dropped/groups": 2.0},
                 evaluation={"eval/copy/pass@1": 0.5},
                 bound="16 -> 2: clipped",
@@ -115,6 +117,7 @@ def test_a_batch_brings_its_figures_and_its_ledger_counts_once_it_is_trained(ser
     assert delivery.stats["selection/dropped/groups"] == 2.0
     assert delivery.stats["eval/copy/pass@1"] == 0.5
     assert delivery.stats["idle/generator"] == 0.75
+    assert delivery.stats["speculation/accept_length"] == 2.5
     assert delivery.stats["staleness/reason"] == "16 -> 2: clipped"
     assert source.ledger == BEFORE  # it is not in the weights yet
     source.trained(PolicyVersion(5, 1), {"offpolicy/ess": 0.5, "offpolicy/clipped": math.nan, "loss/total": 1.0})

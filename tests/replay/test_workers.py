@@ -147,3 +147,19 @@ def test_the_busy_share_is_taken_between_heartbeats() -> None:
     assert workers.busy() == pytest.approx(0.125)  # no news
     workers.live[0].busy.record(Heartbeat(busy=5.0), 8.0)
     assert workers.busy() == pytest.approx(0.5)
+
+
+def test_drafts_are_counted_between_batches_and_anew_for_a_worker_that_begins_again() -> None:
+    workers = Workers(1.0)
+    join(workers, "a", 1, server("sa"))
+    join(workers, "b", 1, server("sb"))
+    assert workers.drafts() == (0, 0)
+    workers.live[0].drafts.record(Heartbeat(verified=4, accepted=6))
+    workers.live[1].drafts.record(Heartbeat(verified=1, accepted=0))
+    assert workers.drafts() == (5, 6)
+    assert workers.drafts() == (0, 0)
+    workers.live[0].drafts.record(Heartbeat(verified=7, accepted=7))
+    assert workers.drafts() == (3, 1)
+    workers.join("a", b"another process", (server("sa"),), 0.0)
+    workers.named("a").drafts.record(Heartbeat(verified=2, accepted=1))
+    assert workers.drafts() == (2, 1)

@@ -49,7 +49,7 @@ CHECKS: tuple[Check, ...] = (
     _check("layout.ep2", "expert parallelism against one rank", "layouts:run", RUN, "ep2", after="experts.run"),
     *(
         _check(f"server.{name}", "a server's log-probs against the learner's", "servers:run", RUN, name)
-        for name in ("tp2", "ep2", "dp_attention", "fp8")
+        for name in ("tp2", "ep2", "dp_attention", "ngram", "fp8")
     ),
     _check("delivery.small", "a batch of 5 million tokens", "delivery:run", SHORT, "small"),
     _check("delivery.large", "a batch of 40 million tokens", "delivery:run", RUN, "large"),

@@ -21,7 +21,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "generate.tensor_parallel": 2,
         "generate.server_args": {"dp_size": 2, "enable_dp_attention": True},
     },
-    "fp8": {"generate.server_args": {"quantization": "fp8"}},
+    "ngram": {"generate.speculation.algorithm": "ngram"},
+    "fp8": {"generate.quantization": "fp8"},
 }
 
 

@@ -113,7 +113,7 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
 
 def server_args(pool: GenerateConfig, machines: Machines) -> dict[str, Any]:
     """SGLang's arguments of the pool that a plan reads, under Python's names."""
-    given = {key.replace("-", "_"): value for key, value in pool.server_args.items()}
+    given = {**pool.speculation.arguments, **{key.replace("-", "_"): value for key, value in pool.server_args.items()}}
     return given if machines.has_gpus else {**CPU_ARGUMENTS, **given}
 
 

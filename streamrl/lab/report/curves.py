@@ -66,6 +66,7 @@ PANELS = (
     Panel("Throughput", "Model FLOPs of a learner rank", "TFLOP/s", ("learner/tflops",)),
     Panel("Throughput", "Model FLOPs utilisation", "share", ("learner/mfu",)),
     Panel("Throughput", "Idle", "share", ("idle/learner", "idle/generator")),
+    Panel("Throughput", "Tokens of a pass over drafts", "tokens", ("speculation/accept_length",)),
     Panel("Throughput", "Seconds of a step", "s", ("time/step", "time/wait", "time/forward_backward")),
     Panel("Throughput", "Groups waiting in the buffer", "groups", ("buffer/groups",)),
     Panel("Throughput", "Tickets held back", "tickets", ("release/held",)),

@@ -52,6 +52,7 @@ class Transport(Choice, ABC):
     several_at_once = False  # whether more than one server may get a version at the same time
     one_host = False  # whether learner, workers and servers must be on one host
     over_nodes = False  # whether it reaches a server whose ranks are on several hosts
+    spares_drafts = True  # whether a draft model that a server has beside the policy keeps its own weights
     one_device = True  # whether it reaches a server on a GPU that the learner has, too
     staged_copies = 1  # of the weights, in the memory of the learner's first host
     server_copies = 0  # of the weights, kept for each server in the memory of its host

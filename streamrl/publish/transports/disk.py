@@ -16,6 +16,7 @@ class Disk(Transport):
 
     over_nodes = True
     several_at_once = True
+    spares_drafts = False  # SGLang 0.5.23 loads a folder into both, and cannot be told otherwise
     uses = frozenset({"folder"})
     verifies = "every version's checksum"
 
