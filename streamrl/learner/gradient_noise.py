@@ -54,9 +54,10 @@ class GradientNoise:
         self._device = device
         self._parts: list[Tensor] = []
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._weight: Tensor | None = None  # of the norm, as passes have it
         norm = getattr(model.decoder, "final_layernorm", None)
         if norm is not None and norm.weight.requires_grad:
-            norm.weight.register_hook(self._observe)
+            norm.register_forward_pre_hook(self._find)
         self._watches = False
 
     @classmethod
@@ -84,6 +85,14 @@ class GradientNoise:
         if part >= 1.0 or squares == 0.0:
             return {}
         return dict(zip((SIGNAL, NOISE), signal_and_noise(total, squares, part), strict=True))
+
+    def _find(self, norm: nn.Module, _: object) -> None:
+        """The weight that a pass computes with: of a fully sharded model it is there in passes alone, always the same
+        one."""
+        weight = norm.get_parameter("weight")
+        if weight is not self._weight:
+            weight.register_hook(self._observe)
+            self._weight = weight
 
     def _observe(self, gradient: Tensor) -> None:
         if self._watches:
