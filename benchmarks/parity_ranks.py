@@ -90,8 +90,8 @@ def gradient_of(case: Case) -> Gradient:
     ranks = Ranks.start(config)
     try:
         chunks = build(read_shape(config.model.path), config, ranks.device)
-        load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
+        load_weights(chunks, config.model.path)
         passes = Passes(wrapped, ranks, config)
         batch = with_images(make_batch(groups=4, longest=40), config.model.path)
         mine = _micro_batches(batch, config, case.packed)[parallel_state.get_data_parallel_rank()]

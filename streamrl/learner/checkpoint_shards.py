@@ -75,7 +75,8 @@ def restore(
 ) -> None:
     """Set shards, buffers and the optimizer's state from what dist_checkpointing loaded for `describe`."""
     for name, shard in shards.items():
-        _copy(shard, weights[name])
+        if not shard.requires_grad:  # what is trained has its float32 values in the optimizer's state
+            _copy(shard, weights[name])
     for name, buffer in model.named_buffers():
         if isinstance(weights.get(name), Tensor):
             buffer.copy_(weights[name])

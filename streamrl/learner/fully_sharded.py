@@ -68,7 +68,7 @@ class FullySharded(_BaseDataParallel):
         for name, parameter in model.named_parameters():
             if not local(parameter).numel():
                 continue
-            shard = nn.Parameter(local(parameter), requires_grad=parameter.requires_grad)
+            shard = nn.Parameter(local(parameter).fill_(torch.nan), requires_grad=parameter.requires_grad)
             vars(shard).update(attributes[name])
             self._shards.append((name, shard, parameter))
 

@@ -30,12 +30,12 @@ PRODUCTS = (
     Layout("experts over tensor-parallel ranks", 4, {"tensor": 2, "expert": 2}),
     Layout("experts over stages and slices", 4, {"pipeline": 2, "context": 2, "expert": 2}),
     Layout("whole experts beside cut attention", 4, {"tensor": 2}, {"recompute": "selective"}),
-    Layout("fully sharded over slices", 4, {"sharding": "full", "context": 2}, {"recompute": "full"}),
 )
 SHARDED = (
     Layout("fully sharded beside cut tensors", 4, {"sharding": "full", "tensor": 2}),
     Layout("fully sharded, layers computed again", 4, {"sharding": "full"}, {"recompute": "full"}),
 )
+SHARDED_EXPERTS = (Layout("fully sharded over slices", 4, {"sharding": "full", "context": 2}, {"recompute": "full"}),)
 
 
 def gradients(model, layouts) -> tuple[Gradient, dict[str, Gradient]]:
@@ -51,6 +51,7 @@ def gradients(model, layouts) -> tuple[Gradient, dict[str, Gradient]]:
         pytest.param("qwen2", True, DENSE, id="dense"),
         pytest.param("qwen3_moe", False, PRODUCTS, id="experts"),
         pytest.param("qwen3", False, SHARDED, id="sharded", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", False, SHARDED_EXPERTS, id="sharded experts", marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_has_the_gradient_loss_norms_zeros_and_scores_of_one_process(family, tied, layouts, tmp_path):
