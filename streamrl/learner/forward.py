@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from streamrl.learner.stopwatch import Stopwatch
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
 # Data parallelism around a model chunk.
-Wrapped = DistributedDataParallel | FullySharded
+Wrapped: TypeAlias = DistributedDataParallel | FullySharded
 
 
 def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Wrapped]:
