@@ -110,5 +110,5 @@ def _shard(model: nn.Module, dtype: torch.dtype, device: Device) -> None:
     for each in sharded:
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # otherwise a sum is a product, of NCCL alone
-    # An expert without a token of this rank has no gradient, and ranks reduce the same ones together.
+    # What a rank's pass has not used has a gradient of 0 there: the ranks reduce the same weights together.
     cast(FSDPModule, model).set_reduce_scatter_unused_params(True)

@@ -13,10 +13,13 @@ from learner_parts import make_batch, make_config, weights
 from streamrl.config import Config
 from streamrl.config.algo import AlgoConfig
 from streamrl.config.file import ConfigError
+from streamrl.device import Device
 from streamrl.lab.plan.learner_memory import fullest_rank
 from streamrl.lab.plan.machines import Machines
 from streamrl.learner.checkpoint import CheckpointMismatchError
+from streamrl.learner.fully_sharded import FullySharded, units
 from streamrl.learner.shape import read_shape
+from streamrl.learner.shared_rows import fill
 from streamrl.preflight.model import check_model
 
 FULL = {"sharding": "full"}
@@ -101,6 +104,45 @@ def test_it_goes_on_from_a_distributed_optimizer_and_back(model_folder, trainer_
     assert same(weights(trainer), expected)
     with pytest.raises(CheckpointMismatchError, match="distributed_optimizer=True, this run has distributed_opt"):
         trainer_of(alone, run)
+
+
+class Stack(torch.nn.Module):
+    """Two layers between an embedding and a head, and a layer that no pass takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 6)
+        self.inner = torch.nn.Module()
+        self.inner.layers = torch.nn.ModuleList([torch.nn.Linear(6, 6), torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)])
+        self.head = torch.nn.Linear(6, 1, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.inner.layers[:2]:
+            hidden = layer(hidden).tanh()
+        return self.head(hidden)
+
+
+def test_any_model_is_sharded_by_the_layers_of_its_lists(model_folder, trainer_of):
+    trainer_of(make_config(model_folder()))  # the process groups of one rank
+    plain, model, tokens = Stack(), Stack(), torch.arange(11)
+    wrapped = FullySharded(model, model, torch.float32, Device("cpu", 0), None)
+    assert units(model) == list(model.inner.layers)
+    assert all(shard.isnan().all() for shard in wrapped.parameters())
+    for name, weight in model.named_parameters():
+        fill(weight, plain.get_parameter(name).detach(), torch.float32)
+    for _ in range(2):  # micro batches
+        wrapped(tokens).square().sum().backward()
+        plain(tokens).square().sum().backward()
+    wrapped.finish_grad_sync()
+    for name, shard in wrapped.named_parameters():
+        gradient = plain.get_parameter(name).grad
+        assert torch.equal(shard.main_grad, torch.zeros_like(shard) if gradient is None else gradient), name
+    wrapped.zero_grad_buffer()
+    wrapped(tokens).sum().backward()
+    wrapped.finish_grad_sync()
+    expected = torch.autograd.grad(plain(tokens).sum(), plain.head.weight)
+    assert torch.equal(dict(wrapped.named_parameters())["head.weight"].main_grad, *expected)
 
 
 @pytest.fixture
