@@ -84,12 +84,12 @@ class FullySharded(_BaseDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Hand the summed gradients to the optimizer: `main_grad` of each trained shard, float32."""
-        for name, shard, parameter in self._shards:
+        """Hand the summed gradients to the optimizer: `main_grad` of each trained shard, float32; 0 of a unit that no pass
+        has taken."""
+        for _, shard, parameter in self._shards:
             if shard.requires_grad:
-                gradient = parameter.grad
-                assert gradient is not None, f"{name} has no gradient"
-                shard.main_grad = local(gradient)  # type: ignore[attr-defined]
+                gradient = torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)
+                shard.main_grad = gradient  # type: ignore[attr-defined]
 
     def free(self) -> None:
         """Let go of what a pass without a backward pass has left whole. Again does nothing."""
@@ -110,5 +110,5 @@ def _shard(model: nn.Module, dtype: torch.dtype, device: Device) -> None:
     for each in sharded:
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # otherwise a sum is a product, of NCCL alone
-    # What a rank's pass has not used has a gradient of 0 there: the ranks reduce the same weights together.
+    # Ranks reduce the same weights of a unit together: 0 from a rank whose pass has not used one.
     cast(FSDPModule, model).set_reduce_scatter_unused_params(True)

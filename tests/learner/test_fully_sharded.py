@@ -169,6 +169,7 @@ def test_two_ranks_have_the_loss_norm_and_weights_of_data_parallel_ranks_and_of_
     one = work(make_config(model_folder(), **settings))
     plain = work(make_config(model_folder(), ranks=2, **settings))
     sharded = work(make_config(model_folder(), ranks=2, layout=FULL, **settings))
+    assert all(rank["choice"] == [[1.0, 1.0], [2.0, 2.0]] for rank in sharded["ranks"])  # of weights that one rank uses
     for other in (plain, one):
         for row, expected in zip(sharded["rows"], other["rows"], strict=True):
             noise = {name for name in expected if name.startswith("gradient/")} if other is one else set()
