@@ -84,8 +84,10 @@ class FullySharded(_BaseDataParallel):
             parameter.grad = None
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Hand the summed gradients to the optimizer: `main_grad` of each trained shard, float32; 0 of a unit that no pass
-        has taken."""
+        """Hand the summed gradients to the optimizer: `main_grad` of each trained shard, float32.
+
+        Of a unit that no pass has taken it is 0.
+        """
         for _, shard, parameter in self._shards:
             if shard.requires_grad:
                 gradient = torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)
