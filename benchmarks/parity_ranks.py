@@ -15,7 +15,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from benchmarks import ready_ranks
@@ -23,7 +22,8 @@ from benchmarks.random_models import IMAGE, make_batch, with_images, worst
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
-from streamrl.learner.forward import Passes, wrap
+from streamrl.learner.forward import Passes, Wrapped, wrap
+from streamrl.learner.fully_sharded import FullySharded
 from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.model import PolicyModel, build
@@ -90,8 +90,8 @@ def gradient_of(case: Case) -> Gradient:
     ranks = Ranks.start(config)
     try:
         chunks = build(read_shape(config.model.path, family=config.model.built_by), config, ranks.device)
-        load_weights(chunks, config.model.path)
         wrapped = wrap(chunks, config, ranks)
+        load_weights(chunks, config.model.path)
         passes = Passes(wrapped, ranks, config)
         batch = with_images(make_batch(groups=4, longest=40), config.model.path)
         mine = _micro_batches(batch, config, case.packed)[parallel_state.get_data_parallel_rank()]
@@ -166,16 +166,20 @@ class Step:
         return float(largest)
 
 
-def _whole_gradient(chunks: Sequence[PolicyModel], wrapped: Sequence[DistributedDataParallel]) -> dict[str, Tensor]:
+def _whole_gradient(chunks: Sequence[PolicyModel], wrapped: Sequence[Wrapped]) -> dict[str, Tensor]:
     """float32, under Hugging Face names, on rank 0: it goes the way of the weights."""
     _gather(wrapped)
-    for chunk in chunks:
+    for chunk in wrapped:
         for parameter in chunk.parameters():
-            parameter.data = parameter.main_grad.float()
+            gradient = parameter.main_grad.float()
+            if isinstance(chunk, FullySharded):
+                parameter.data.copy_(gradient)  # a shard, whose place is what is gathered
+            else:
+                parameter.data = gradient
     return {name: tensor.detach().cpu().clone() for name, tensor in export_weights(chunks)}
 
 
-def _gather(wrapped: Sequence[DistributedDataParallel]) -> None:
+def _gather(wrapped: Sequence[Wrapped]) -> None:
     """The distributed optimizer leaves each rank its part of the summed gradient: put the parts together."""
     for chunk in wrapped:
         if not chunk.ddp_config.use_distributed_optimizer:

@@ -158,6 +158,36 @@ KEYS: list[tuple[str, str]] = [
     ("learner.optimizer.lr=[1,", "learner.optimizer.lr: not YAML"),
     ("learner.layout.virtual=2", "learner.layout.virtual: 2 chunks need learner.layout.pipeline above 1"),
     ("learner.layout.first_stage=1", "learner.layout.first_stage: needs learner.layout.pipeline above 1"),
+    ("learner.layout.sharding=parameters", "learner.layout.sharding: parameters"),
+    (
+        "learner.ranks=2 learner.layout={pipeline: 2, sharding: full}",
+        "learner.layout.pipeline: 2 with learner.layout.sharding=full, which would gather",
+    ),
+    (
+        "learner.ranks=2 learner.layout={expert: 2, sharding: full}",
+        "learner.layout.expert: 2 with learner.layout.sharding=full, which has experts on every rank; allowed: 1, or",
+    ),
+    (
+        "learner.lora.rank=4 learner.layout.sharding=full",
+        "learner.lora.rank: 4 with learner.layout.sharding=full, which trains whole models; allowed: 0, or sharding=",
+    ),
+    (
+        "algo.advantage.estimator=gae learner.layout.sharding=full",
+        "algo.advantage.estimator: gae with learner.layout.sharding=full, which shares out the policy alone; allowed:",
+    ),
+    (
+        "learner.optimizer.offload=0.5 model.dtype=bfloat16 learner.layout.sharding=full",
+        "learner.optimizer.offload: 0.5 with learner.layout.sharding=full",
+    ),
+    (
+        "learner.optimizer.distributed=false learner.layout.sharding=full",
+        "learner.optimizer.distributed: false with learner.layout.sharding=full",
+    ),
+    ("learner.overlap=true learner.layout.sharding=full", "learner.overlap: true with learner.layout.sharding=full"),
+    (
+        "learner.gradient_accumulation_fusion=true learner.layout.sharding=full",
+        "learner.gradient_accumulation_fusion: true with learner.layout.sharding=full",
+    ),
     ("checkpoint.keep=0", "checkpoint.keep: 0"),
     ("publish.every=9", "publish.every: 9 would deadlock"),
     ("publish.at_once=2", "publish.at_once: 2 is not possible with transport=broadcast"),

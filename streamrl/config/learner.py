@@ -58,6 +58,16 @@ class LayoutConfig(Section):
     context: int = Field(1, ge=1, description="context-parallel size: ranks over which the tokens of a row are cut")
     expert: int = Field(1, ge=1, description="expert-parallel size of mixture-of-experts layers")
     expert_tensor: int = Field(1, ge=1, description="tensor-parallel size inside an expert")
+    sharding: Literal["optimizer", "full"] = Field(
+        "optimizer",
+        description="what data-parallel and context ranks share out: the optimizer's state, if learner.optimizer."
+        "distributed says so; or parameters and gradients as well (FSDP2, never run on a GPU)",
+    )
+
+    @property
+    def fully_sharded(self) -> bool:
+        """Parameters, gradients and the optimizer's state are shared out."""
+        return self.sharding == "full"
 
     @property
     def model_ranks(self) -> int:

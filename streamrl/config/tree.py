@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
-from streamrl.config import reuse, speculation
+from streamrl.config import full_sharding, reuse, speculation
 from streamrl.config.algo import AlgoConfig
 from streamrl.config.critic import CriticConfig, critic_fits
 from streamrl.config.evaluate import EvaluateConfig
@@ -382,6 +382,10 @@ class Config(Section):
     @rule
     def _groups_can_be_reused(self) -> None:
         reuse.check_run(self)
+
+    @rule
+    def _models_can_be_fully_sharded(self) -> None:
+        full_sharding.check_run(self)
 
     @rule
     def _does_not_deadlock(self) -> None:

@@ -27,11 +27,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from streamrl.algo.kl_control import KlControl
 from streamrl.config.file import ConfigError
-from streamrl.learner import checkpoint_optimizer
+from streamrl.learner import checkpoint_optimizer, checkpoint_shards
 from streamrl.learner.checkpoint_files import FileSum
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.shared_rows import local
 from streamrl.types import Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -108,13 +109,19 @@ class State:
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
         self.optimizer.fill_state()
-        checkpoint_optimizer.install(self.optimizer.megatron)
-        # Megatron numbers the layers of a chunk within the whole model: the chunks' keys do not collide.
-        weights = {
-            f"model{index}": chunk.sharded_state_dict(prefix=self.name, metadata=metadata)
-            for index, chunk in enumerate(self.chunks)
-        }
-        optimizer = self.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
+        weights: dict[str, Any]
+        if (shards := self.optimizer.shards) is not None:
+            (chunk,) = self.chunks
+            named, optimizer = checkpoint_shards.describe(chunk, shards, self.optimizer.megatron, metadata)
+            weights = {"model0": named}
+        else:
+            checkpoint_optimizer.install(self.optimizer.megatron)
+            # Megatron numbers the layers of a chunk within the whole model: the chunks' keys do not collide.
+            weights = {
+                f"model{index}": chunk.sharded_state_dict(prefix=self.name, metadata=metadata)
+                for index, chunk in enumerate(self.chunks)
+            }
+            optimizer = self.optimizer.megatron.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
         for part in _parts(optimizer, self.optimizer):
             part["param_groups"] = [_plain(group) for group in part["param_groups"]]
         critic = {} if self.critic is None else {"critic": self.critic.sharded(loading)}
@@ -122,10 +129,14 @@ class State:
 
     def restore(self, loaded: dict[str, Any]) -> None:
         """Set weights and optimizer state from what dist_checkpointing loaded for `sharded`."""
-        for index, chunk in enumerate(self.chunks):
-            named = loaded[f"model{index}"]
-            chunk.load_state_dict({key.removeprefix(self.name): value for key, value in named.items()})
-        self.optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], self.optimizer))
+        if (shards := self.optimizer.shards) is not None:
+            megatron = self.optimizer.megatron
+            checkpoint_shards.restore(self.chunks[0], shards, megatron, loaded["model0"], loaded["optimizer"])
+        else:
+            for index, chunk in enumerate(self.chunks):
+                named = loaded[f"model{index}"]
+                chunk.load_state_dict({key.removeprefix(self.name): value for key, value in named.items()})
+            self.optimizer.megatron.load_state_dict(_with_step(loaded["optimizer"], self.optimizer))
         self.optimizer.own_steps()
         if self.critic is not None:
             self.critic.restore(loaded["critic"])
@@ -308,7 +319,7 @@ def _clear_pads(chunks: Sequence[PolicyModel]) -> None:
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-                parameter.zero_()
+                local(parameter).zero_()
 
 
 def _with_step(state: Any, optimizer: PolicyOptimizer) -> Any:

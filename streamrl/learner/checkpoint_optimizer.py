@@ -92,7 +92,7 @@ def _described(
     for index, (parameter, held) in enumerate(_ranges(part)):
         states = part._get_main_param_and_optimizer_states(parameter)
         found[index] = {
-            kind: dict(enumerate(_cut(kind, state, held.start, of_parameter[parameter])))
+            kind: dict(enumerate(cut(key_of(kind), state, held.start, of_parameter[parameter])))
             for kind, state in states.items()
             if kind != "step"  # one number, which the parameter groups have
         }
@@ -104,7 +104,7 @@ def _load(part: DistributedOptimizer, loaded: dict[int, dict[str, dict[int, Tens
     with torch.no_grad():
         for index, (parameter, _) in enumerate(_ranges(part)):
             part._set_main_param_and_optimizer_states(
-                parameter, {kind: _joined(pieces) for kind, pieces in loaded[index].items()}
+                parameter, {kind: joined(pieces) for kind, pieces in loaded[index].items()}
             )
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             part.optimizer._sync_hdo_state_to_sub_optimizers()
@@ -126,13 +126,22 @@ def _ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, An
                 yield parameter, ranges["param"]
 
 
-def _joined(pieces: dict[int, Tensor]) -> Tensor:
+def key_of(kind: str) -> str:
+    """What comes before a weight's name in the name of a state of it, such as "exp_avg"."""
+    return f"optimizer.state.{kind}."
+
+
+def joined(pieces: dict[int, Tensor]) -> Tensor:
+    """The values of the boxes of `cut`, in their order, flattened."""
     flat = [pieces[number].view(-1) for number in sorted(pieces)]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
-def _cut(kind: str, state: Tensor, start: int, weight: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
-    """The boxes of a state of the values from `start` on of a flattened parameter, whose weight is so described."""
+def cut(key: str, state: Tensor, start: int, weight: ShardedTensor | ShardedTensorFactory) -> Iterator[ShardedTensor]:
+    """The boxes of a state of the values from `start` on of a flattened parameter, whose weight is so described.
+
+    key: what comes before the weight's name in the state's; "" for the weight itself.
+    """
     flat = state.detach().view(-1)
     for block, begin in _blocks(weight):
         first, last = max(start, begin), min(start + flat.numel(), begin + math.prod(block.local_shape))
@@ -141,7 +150,7 @@ def _cut(kind: str, state: Tensor, start: int, weight: ShardedTensor | ShardedTe
             values = flat[first - start : first - start + math.prod(size)].view(*lead, *size)
             first += math.prod(size)
             yield ShardedTensor(
-                key=f"optimizer.state.{kind}.{block.key}",
+                key=f"{key}{block.key}",
                 data=values,
                 dtype=values.dtype,
                 local_shape=tuple(values.shape),

@@ -39,6 +39,7 @@ from streamrl.learner.checkpoint import Checkpoint, State
 from streamrl.learner.checkpoint_files import FileSum, SummedWriting, files_of, sum_of
 from streamrl.learner.mapping import named_weights
 from streamrl.learner.parallel import Ranks
+from streamrl.learner.shared_rows import local
 from streamrl.types import Ledger, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -330,7 +331,7 @@ def _refuse_holes(index: Metadata) -> None:
 
 def _live_storages(state: State) -> set[int]:
     """Addresses of the storages that training or a reference changes. Others on the host are copies already."""
-    tensors = [weight for each in state.all for chunk in each.chunks for _, weight in named_weights(chunk)]
+    tensors = [local(weight) for each in state.all for chunk in each.chunks for _, weight in named_weights(chunk)]
     tensors += [tensor for each in state.all for tensor in each.optimizer.tensors()]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from streamrl.config import Config
 from streamrl.learner import sigmoid_router
 from streamrl.learner.blame import DATA_ERRORS, MicroBatchFailed
 from streamrl.learner.full_kl import ReferenceStates
+from streamrl.learner.fully_sharded import FullySharded, is_fully_sharded
 from streamrl.learner.megatron_fields import values_of
 from streamrl.learner.model import PolicyModel, policy_of
 from streamrl.learner.packing import MicroBatch
@@ -39,14 +40,21 @@ from streamrl.learner.stopwatch import Stopwatch
 # there is a fourth argument: divergences [N].
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
+# Data parallelism around a model chunk.
+Wrapped: TypeAlias = DistributedDataParallel | FullySharded
 
-def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[DistributedDataParallel]:
+
+def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Wrapped]:
     """Megatron's mixed precision and data parallelism around each model chunk, gradients reduced in float32
     unless `learner.megatron` says otherwise.
 
     With `learner.overlap` gradients are reduced while the backward pass still runs, and the distributed optimizer's
-    parameters are gathered while the next forward pass does: see `gather_parameters`.
+    parameters are gathered while the next forward pass does: see `gather_parameters`. With `learner.layout.sharding:
+    full` it is torch's data parallelism, and the values of the chunks must not be set yet.
     """
+    if config.learner.layout.fully_sharded:
+        dtype = getattr(torch, config.model.dtype)
+        return [FullySharded(in_dtype(chunk), chunk, dtype, ranks.device, chunk.config) for chunk in chunks]
     distributed, overlap = config.learner.optimizer.distributed, config.learner.overlap
     distributed = ranks.device.distributed_optimizer if distributed is None else distributed
     overlap = ranks.device.kind == "cuda" and chunks[0].overlaps if overlap is None else overlap
@@ -57,7 +65,7 @@ def wrap(chunks: Sequence[PolicyModel], config: Config, ranks: Ranks) -> list[Di
         "overlap_param_gather": overlap and distributed,
         **values_of(config.learner.megatron, "DistributedDataParallelConfig"),
     }
-    wrapped = []
+    wrapped: list[Wrapped] = []
     for index, chunk in enumerate(chunks):
         ddp_config = DistributedDataParallelConfig(**fields)
         module = in_dtype(chunk)
@@ -77,7 +85,12 @@ def in_dtype(chunk: PolicyModel) -> torch.nn.Module:
         return Float16Module(chunk.config, chunk)
 
 
-def gather_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
+def shares_optimizer(wrapped: Wrapped) -> bool:
+    """Has each rank a part of the optimizer's state alone?"""
+    return isinstance(wrapped, FullySharded) or bool(wrapped.ddp_config.use_distributed_optimizer)
+
+
+def gather_parameters(chunks: Sequence[Wrapped]) -> None:
     """Bring up to date what an update has left to the next forward pass: before parameters are read otherwise."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -119,7 +132,7 @@ class Passes:
         """
         self._began = time.perf_counter()
         for chunk in self._chunks:
-            assert isinstance(chunk, DistributedDataParallel), "a model that only scores has no gradients"
+            assert isinstance(chunk, Wrapped), "a model that only scores has no gradients"
             chunk.zero_grad_buffer()
         self._references = references
         try:
@@ -134,8 +147,7 @@ class Passes:
         On the ranks of the last pipeline stage; elsewhere the tensors are empty. Nothing is dropped out.
         """
         with torch.no_grad(), self._evaluating():
-            logprobs = self._run(micro_batches, _logprobs, forward_only=True)
-        return logprobs or [torch.zeros(0, device=self._ranks.device.torch_device) for _ in micro_batches]
+            return self._scores(micro_batches)
 
     def score_with_states(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[Tensor], list[ReferenceStates]]:
         """As `score`, with what the divergence over the whole vocabulary needs; nothing but on the last stage."""
@@ -143,7 +155,12 @@ class Passes:
         last = policy_of(self._chunks[-1])
         last.states = states
         try:
-            return self.score(micro_batches), states
+            with torch.no_grad(), self._evaluating():
+                scores = self._scores(micro_batches)
+                if is_fully_sharded(last) and states:  # whose output layer is freed behind the block
+                    weight = states[0].weight.clone()
+                    states = [replace(each, weight=weight) for each in states]
+                return scores, states
         finally:
             last.states = None
 
@@ -166,6 +183,12 @@ class Passes:
         finally:
             for chunk in self._chunks:
                 chunk.train()
+                if isinstance(chunk, FullySharded):
+                    chunk.free()
+
+    def _scores(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:
+        logprobs = self._run(micro_batches, _logprobs, forward_only=True)
+        return logprobs or [torch.zeros(0, device=self._ranks.device.torch_device) for _ in micro_batches]
 
     def _run(self, micro_batches: Sequence[MicroBatch], finish: Callable[..., Any], forward_only: bool) -> list[Any]:
         """What `finish` gave for each micro batch, in order; [] unless this rank is of the last stage."""

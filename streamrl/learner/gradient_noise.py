@@ -55,9 +55,10 @@ class GradientNoise:
         self._device = device
         self._parts: list[Tensor] = []
         self._sums = torch.zeros(4, dtype=torch.float64, device=device)
-        weight: Any = None if model.final_norm is None else model.final_norm.weight
-        if weight is not None and weight.requires_grad:
-            weight.register_hook(self._observe)
+        self._weight: Tensor | None = None  # of the norm, as passes have it
+        norm = model.final_norm
+        if norm is not None and norm.weight.requires_grad:
+            norm.register_forward_pre_hook(self._find)
         self._watches = False
 
     @classmethod
@@ -85,6 +86,14 @@ class GradientNoise:
         if part >= 1.0 or squares == 0.0:
             return {}
         return dict(zip((SIGNAL, NOISE), signal_and_noise(total, squares, part), strict=True))
+
+    def _find(self, norm: nn.Module, _: object) -> None:
+        """The weight that a pass computes with: of a fully sharded model it is there in passes alone, always the same
+        one."""
+        weight = norm.get_parameter("weight")
+        if weight is not self._weight:
+            weight.register_hook(self._observe)
+            self._weight = weight
 
     def _observe(self, gradient: Tensor) -> None:
         if self._watches:

@@ -4,7 +4,7 @@
     parameter ──▶ gather the parts ──▶ split (qkv -> q, k, v) ──▶ the first rank: (Hugging Face name, tensor)
 
 Never is more than one parameter's worth of tensors held beside the model; of experts, one parameter of each
-expert-parallel rank.
+expert-parallel rank. Of a fully sharded model the first data-parallel rank gathers one parameter after another.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
+from streamrl.learner import shared_rows
 from streamrl.learner.checkpoint import sync
 from streamrl.learner.lora import Adapted, is_adapter_parameter
 from streamrl.learner.mapping import Placement, is_unbuilt, named_weights, place, tensor_names
@@ -57,16 +58,23 @@ class _Weight:
     parameter: Tensor  # or a buffer that a folder has
     at: Placement
     shape: ModelShape
+    dtype: torch.dtype  # of what is exported; shards of a fully sharded model are float32
     shards: dist.ProcessGroup  # ranks over which one such parameter is cut
     parts: dist.ProcessGroup  # those, for each expert-parallel rank one after the other
     leading: bool  # this rank is in the group that the stage's first rank is in
 
     @property
-    def effective(self) -> Tensor:
-        """What the model computes with: of a layer with an adapter, the two merged."""
+    def effective(self) -> Tensor | None:
+        """What the model computes with: of a layer with an adapter, the two merged. None: another rank has gathered it
+        from the shards."""
         if isinstance(self.module, Adapted) and self.parameter is self.module.weight:
             return self.module.effective_weight()
-        return self.parameter.detach()
+        return shared_rows.whole(self.parameter, self.dtype)
+
+    @property
+    def takes_part(self) -> bool:
+        """Does this rank give a part of it to an export?"""
+        return self.leading or shared_rows.is_shared_out(self.parameter)
 
     def own_names(self) -> Sequence[str]:
         """The Hugging Face tensors that this rank's part is of."""
@@ -74,7 +82,7 @@ class _Weight:
 
     def tensors(self) -> list[tuple[str, list[int]]]:
         """Name and shape of each Hugging Face tensor that `gather` gives, in its order."""
-        pieces = self.at.cut.split(self.shape, torch.empty_like(self.parameter, device="meta"))
+        pieces = self.at.cut.split(self.shape, shared_rows.meta(self.parameter, self.dtype))
         wholes = [self.at.cut.whole_shape(self.shape, piece.shape, self.shards.size()) for piece in pieces]
         return [pair for names in self._names() for pair in zip(names, wholes, strict=True)]
 
@@ -106,6 +114,8 @@ class _Weight:
     def parts_of_ranks(self) -> list[list[Tensor]]:
         """The parts, in the order of the ranks, for each expert-parallel rank; empty on other ranks than the first."""
         part, ranks = self.effective, self.parts.size()
+        if part is None:
+            return []
         if ranks == 1 or (self.at.expert is None and self.at.cut.dim is None):
             return [[part]] if self.parts.rank() == 0 else []
         parts = [torch.empty_like(part) for _ in range(ranks)] if self.parts.rank() == 0 else None
@@ -165,7 +175,8 @@ def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
                 ranks = (groups.tp, groups.tp, groups.dp_cp.rank() == 0)
             else:
                 ranks = (groups.expt_tp, groups.tp_ep, groups.expt_dp.rank() == 0)
-            weights.append(_Weight(module, parameter, at, shape, *ranks))
+            dtype = model.config.params_dtype if shared_rows.is_shared_out(parameter) else parameter.dtype
+            weights.append(_Weight(module, parameter, at, shape, dtype, *ranks))
     return sorted(weights, key=lambda weight: weight.at.layer)
 
 
@@ -173,9 +184,9 @@ def _weights(chunks: Sequence[PolicyModel]) -> list[_Weight]:
 def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.path", report: Report = silent) -> None:
     """Set every parameter of this rank from the safetensors of `folder`, in the model's dtype.
 
-    Of each tensor only this rank's slice is read. Raises WeightsMismatchError, naming the tensor, when one is
-    missing, has another shape, or is not used; on every rank alike, but for a shape. key: of the configuration
-    that names the folder. report: bytes of this rank's parameters that are set, of all.
+    Of each tensor only the slice of this tensor-parallel rank is read. Raises WeightsMismatchError, naming the tensor,
+    when one is missing, has another shape, or is not used; on every rank alike, but for a shape. key: of the
+    configuration that names the folder. report: bytes of this rank's parameters that are set, of all.
     """
     if isinstance(chunks[0], WholeModel):
         whole_weights.load(chunks[0], folder, key, report)
@@ -184,16 +195,16 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.
         source = _Safetensors(folder, stack, key)
         source.refuse_others(chunks[0].shape)
         weights = _weights(chunks)
-        done, total = 0, sum(weight.parameter.nbytes for weight in weights)
+        done, total = 0, sum(shared_rows.local(weight.parameter).nbytes for weight in weights)
         for weight in weights:
             cut, ranks = weight.at.cut, weight.shards.size()
             pieces = []
-            like = cut.split(weight.shape, torch.empty_like(weight.parameter, device="meta"))
+            like = cut.split(weight.shape, shared_rows.meta(weight.parameter, weight.dtype))
             for name, piece in zip(weight.own_names(), like, strict=True):
                 whole = cut.whole_shape(weight.shape, piece.shape, ranks)
                 pieces.append(source.read(name, whole, piece.shape, weight))
-            weight.parameter.copy_(cut.join(weight.shape, pieces))
-            done += weight.parameter.nbytes
+            shared_rows.fill(weight.parameter, cut.join(weight.shape, pieces), weight.dtype)
+            done += shared_rows.local(weight.parameter).nbytes
             report(done, total)
 
 
@@ -208,7 +219,7 @@ def export_weights(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]
     if isinstance(chunks[0], WholeModel):
         yield from whole_weights.export(chunks[0])
         return
-    weights = [weight for weight in _weights(chunks) if weight.leading and not weight.at.copy]
+    weights = [weight for weight in _weights(chunks) if weight.takes_part and not weight.at.copy]
     units = _stacked(weights)
     own = (pair for _, unit in units for pair in unit.gather())
     groups = chunks[0].pg_collection

@@ -41,7 +41,8 @@ SOURCES: dict[Target, tuple[tuple[str, str], ...]] = {
 
 
 def check(config: Config) -> None:
-    """Refuse fields that Megatron-Core has not, or streamrl sets, and values of another type than the field's.
+    """Refuse fields that Megatron-Core has not, or streamrl sets, or nothing reads, and values of another type than the
+    field's.
 
     Without Megatron-Core on this machine only the second is looked at. Raises ConfigError with a line for each.
     """
@@ -53,10 +54,20 @@ def check(config: Config) -> None:
             refusals.add(_unknown(name, value, known))
         elif known and (line := _wrong(name, value, known[name])) is not None:
             refusals.add(line)
+        elif known and config.learner.layout.fully_sharded and known[name].keys() == {"DistributedDataParallelConfig"}:
+            refusals.add(
+                f"{KEY}.{name}: {as_text(value)} is of Megatron's DDP, which learner.layout.sharding=full takes the "
+                "place of; allowed: no value, or sharding=optimizer"
+            )
     if (asked := fp8(config)) is not None and config.model.dtype != "bfloat16":
         refusals.add(
             f"{asked} needs Transformer Engine's layers, which are of bfloat16, and model.dtype is "
             f"{config.model.dtype}; allowed: null, or model.dtype=bfloat16"
+        )
+    if asked is not None and config.learner.layout.fully_sharded:
+        refusals.add(
+            f"{asked} with learner.layout.sharding=full, which gathers weights in model.dtype; allowed: null, or "
+            "sharding=optimizer"
         )
     refusals.tell()
 

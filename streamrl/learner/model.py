@@ -167,6 +167,7 @@ def build(
 ) -> list[PolicyModel]:
     """The model chunks of this rank, parameters allocated and not yet set. Parallel state must be initialised.
 
+    With `learner.layout.sharding: full` they are in host memory that is not used: `FullySharded` puts parts elsewhere.
     One chunk for each virtual pipeline stage of this rank, in order; one alone without virtual stages. Layers
     are numbered over the whole model: `layer.layer_number`, from 1. Raises ConfigError for a layout that does
     not fit the model, and for a router replay of a model without experts.
@@ -195,9 +196,9 @@ def build(
         )
     virtual = config.learner.layout.virtual_stages
     stages: Sequence[int | None] = range(virtual) if virtual else [None]
-    chunks = [
-        _chunk(shape, config.learner, transformer, layers, stage, kind=kind).to(device.torch_device) for stage in stages
-    ]
+    chunks = [_chunk(shape, config.learner, transformer, layers, stage, kind=kind) for stage in stages]
+    if not config.learner.layout.fully_sharded:
+        chunks = [chunk.to(device.torch_device) for chunk in chunks]
     sigmoid_router.freeze(chunks)
     return chunks
 
@@ -351,7 +352,7 @@ def _transformer_config(
         calculate_per_token_loss=True,
         # Every parameter is loaded right after, so that drawing random values would be thrown away.
         perform_initialization=False,
-        use_cpu_initialization=device.kind == "cpu",
+        use_cpu_initialization=device.kind == "cpu" or layout.fully_sharded,
         # These need kernels that come with Transformer Engine, or a compiler that does where it is.
         bias_activation_fusion=engine,
         bias_dropout_fusion=engine,

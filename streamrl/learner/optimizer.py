@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer import optimizer as megatron_optimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -24,6 +23,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import OptimizerSettings
 from streamrl.learner.cpu_adapter import cuda_type_names
+from streamrl.learner.forward import Wrapped
+from streamrl.learner.fully_sharded import FullySharded
 from streamrl.learner.megatron_fields import refused, values_of
 from streamrl.learner.params_metrics import ParamsMetrics
 from streamrl.learner.safety import UpdateGuard, Verdict
@@ -48,7 +49,7 @@ class PolicyOptimizer:
 
     def __init__(
         self,
-        chunks: list[DistributedDataParallel],
+        chunks: list[Wrapped],
         settings: OptimizerSettings,
         dtype: torch.dtype,
         run_steps: int,
@@ -63,6 +64,12 @@ class PolicyOptimizer:
         config = _config(chunks[0], settings, dtype, values_of(megatron, "OptimizerConfig"))
         with cuda_type_names():
             self.megatron: MegatronOptimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+        # Of a fully sharded model the shards of this rank, by the names of its parameters.
+        self.shards: dict[str, torch.nn.Parameter] | None = None
+        if isinstance(chunks[0], FullySharded):
+            self.shards = dict(chunks[0].named_parameters())
+            for part in self.megatron.chained_optimizers:
+                part.grad_stats_parallel_group = dist.group.WORLD  # the norm is of every rank's shards together
         for adam in self.torch_adams():
             for group in adam.param_groups:
                 group["fused"] = True
@@ -229,10 +236,10 @@ def offload_problem() -> str | None:
     return None if problem is None else f"Transformer Engine {problem}"
 
 
-def _config(
-    chunk: DistributedDataParallel, settings: OptimizerSettings, dtype: torch.dtype, given: dict[str, Any]
-) -> OptimizerConfig:
+def _config(chunk: Wrapped, settings: OptimizerSettings, dtype: torch.dtype, given: dict[str, Any]) -> OptimizerConfig:
     distributed = chunk.ddp_config.use_distributed_optimizer
+    if isinstance(chunk, FullySharded):
+        dtype = torch.float32  # shards are master weights
     problem = offload_problem() if settings.offload else None
     if problem is not None:
         raise ConfigError(

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
+from streamrl.learner.forward import Wrapped
 from streamrl.learner.host_memory import host_copy
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.mapping import named_weights
 from streamrl.learner.model import policy_of
 from streamrl.learner.shape import ModelShape, read_shape
+from streamrl.learner.shared_rows import local
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +42,15 @@ class Reference:
     LoRA without `algo.reference`: the reference is the model without its adapters, and nothing is kept or swapped.
     """
 
-    def __init__(self, wrapped: Sequence[DistributedDataParallel], parameters: Iterable[Tensor] = ()) -> None:
+    def __init__(self, wrapped: Sequence[Wrapped], parameters: Iterable[Tensor] = ()) -> None:
         """Hold these parameters of the chunks as they are now; with none, the reference is the model that the
         chunks are without their adapters."""
         self._wrapped = list(wrapped)
-        self._held = [(parameter, host_copy(parameter.detach())) for parameter in dict.fromkeys(parameters)]
+        parts = [local(parameter) for parameter in dict.fromkeys(parameters)]
+        self._held = [(part, host_copy(part)) for part in parts]
 
     @classmethod
-    def of(cls, config: Config, wrapped: Sequence[DistributedDataParallel]) -> Reference | None:
+    def of(cls, config: Config, wrapped: Sequence[Wrapped]) -> Reference | None:
         """The reference of a run, or None where `algo.kl` and `algo.kl_reward` are 0.
 
         Call it before the weights of the policy are loaded, from wherever: the chunks are left with the weights of
@@ -67,7 +69,7 @@ class Reference:
         else:
             _refuse_another_shape(config, folder, policy_of(wrapped[0]).shape)
         load_weights([policy_of(chunk) for chunk in wrapped], folder, key)
-        named = (pair for chunk in wrapped for pair in named_weights(chunk))
+        named = (pair for chunk in wrapped for pair in named_weights(policy_of(chunk)))
         reference = cls(wrapped, (parameter for name, parameter in named if not lora.is_adapter_parameter(name)))
         log.info("reference policy: %s, %.1f MB of this rank on the host", folder, reference.nbytes / 1e6)
         return reference

@@ -345,6 +345,16 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
             f"learner.layout.pipeline: {layout.pipeline} stages leave {first} layers to the first chunk, and features "
             f"of images enter the first {shape.vision.levels}; allowed: fewer stages, or first_stage"
         )
+    if layout.fully_sharded and shape.vision is not None:
+        raise ConfigError(
+            f"learner.layout.sharding: full was never tried with a vision tower, and {shape.architecture} has one; "
+            "allowed: optimizer"
+        )
+    if layout.fully_sharded and shape.moe is not None and layout.tensor > 1:
+        raise ConfigError(
+            f"learner.layout.sharding: full with experts and learner.layout.tensor={layout.tensor}, over whose ranks "
+            "gradients of experts are summed as well; allowed: optimizer, or tensor=1"
+        )
     if shape.delta is not None:
         _must_divide("tensor", layout.tensor, shape.delta.keys, "key heads of delta-net layers")
         if layout.context > 1:

@@ -63,7 +63,10 @@ class Teacher:
         shape, folder = teacher_shape(config, policy), config.algo.distillation.teacher
         if shape is None or folder is None:
             return None
-        own = config.model_copy(update={"learner": config.learner.model_copy(update=_OF_THE_POLICY)})
+        # Its weights come and go as a whole.
+        layout = config.learner.layout.model_copy(update={"sharding": "optimizer"})
+        learner = config.learner.model_copy(update={**_OF_THE_POLICY, "layout": layout})
+        own = config.model_copy(update={"learner": learner})
         chunks = build(shape, own, ranks.device)
         load_weights(chunks, folder, KEY)
         teacher = cls(chunks, own, ranks)

@@ -25,7 +25,7 @@ from streamrl.learner.blame import MicroBatchFailed, blame
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import Saver
 from streamrl.learner.critic import Critic
-from streamrl.learner.forward import Passes, gather_parameters, wrap
+from streamrl.learner.forward import Passes, gather_parameters, shares_optimizer, wrap
 from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.huggingface import export_folder, export_weights, load_weights
 from streamrl.learner.model import PolicyModel, build
@@ -39,6 +39,7 @@ from streamrl.learner.reference import Reference
 from streamrl.learner.resume import newest_whole
 from streamrl.learner.rows import sequence_multiple
 from streamrl.learner.shape import ModelShape, read_shape
+from streamrl.learner.shared_rows import local
 from streamrl.learner.step import LearnerStep, Share, plan_shares
 from streamrl.learner.stragglers import Stragglers
 from streamrl.learner.teacher import Teacher
@@ -255,7 +256,7 @@ class Trainer:
     def resident(self) -> frozenset[int]:
         """Addresses of the storages of this rank's weights, which stay as they are until they are changed."""
         parameters = (parameter for chunk in self._chunks for parameter in chunk.parameters())
-        return frozenset(parameter.untyped_storage().data_ptr() for parameter in parameters)
+        return frozenset(local(parameter).untyped_storage().data_ptr() for parameter in parameters)
 
     def lend(self, copied: Copied) -> None:
         """Change no weight of this rank before `copied` is done. Not collective."""
@@ -312,7 +313,7 @@ class Trainer:
         adapters = self._config.learner.lora
         settings = {
             "dtype": self._config.model.dtype,
-            "distributed_optimizer": self._wrapped[0].ddp_config.use_distributed_optimizer,
+            "distributed_optimizer": shares_optimizer(self._wrapped[0]),
             "lora_rank": adapters.rank,
             "lora_alpha": adapters.alpha,
             "lora_targets": sorted(adapters.targets),

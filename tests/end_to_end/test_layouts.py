@@ -14,9 +14,9 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "sharding=full"])
 def test_a_run_on_two_ranks_keeps_every_promise_and_trains_again_bit_for_bit(make_run, tmp_path, capsys, layout):
-    run = make_run(steps=4).start("learner.ranks=2", f"learner.layout.{layout}=2", "checkpoint.every=2")
+    run = make_run(steps=4).start("learner.ranks=2", f"learner.layout.{layout}", "checkpoint.every=2")
     code, output = run.finish()
     assert code == 0, output
     assert cli.main(["audit", str(run.folder)]) == 0, capsys.readouterr().out

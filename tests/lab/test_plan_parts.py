@@ -145,6 +145,22 @@ def test_without_the_distributed_optimizer_each_rank_has_all_of_its_state():
     assert (rank.weights, rank.optimizer) == (4 * rank.parameters, 8 * rank.parameters)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fully_sharded_ranks_hold_a_share_of_everything_and_gather_a_layer_for_a_pass(dtype):
+    config, shape = recipe(QWEN, f"model.dtype={dtype}", "learner.layout.sharding=full", "algo.kl=0.01")
+    rank, item = fullest_rank(config, shape, H100), 2 if dtype == "bfloat16" else 4
+    shares = config.learner.ranks // config.learner.layout.tensor
+    held = (rank.weights, rank.gradients, rank.optimizer, rank.host_reference)
+    assert held == tuple(pytest.approx(each * rank.parameters / shares, abs=8) for each in (4, 4, 8, 4))
+    table = shape.padded_vocabulary(config.learner.layout.tensor) // config.learner.layout.tensor * shape.hidden
+    ends = (1 if shape.tied else 2) * table + shape.hidden
+    layer = (rank.parameters - ends) // shape.layers
+    assert rank.gathered == 2 * item * ends + max(4 * ends, (3 * item + 8) * layer)
+    assert rank.peak == rank.held + rank.activations + rank.logprobs + rank.gathered
+    plain, _ = recipe(QWEN, f"model.dtype={dtype}")
+    assert fullest_rank(plain, shape, H100).gathered == 0
+
+
 def test_the_optimizer_of_experts_is_shared_by_the_ranks_with_the_same_experts():
     config, shape = recipe(MOE)  # 16 ranks: expert 8
     counted = of_stage(shape, config.learner.layout, 0, config.learner.lora)

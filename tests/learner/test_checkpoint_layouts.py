@@ -60,8 +60,9 @@ def run(tmp_path: Path, model_folder: Callable[..., Path], on_ranks: Callable[..
         pytest.param("llama", "float32", {"optimizer": {"distributed": True}}, marks=pytest.mark.slow),
         pytest.param("qwen2", "bfloat16", {"layout": {"tensor": 2}}, marks=pytest.mark.slow),
         pytest.param("qwen3", "float32", {"layout": {"pipeline": 2}}, marks=pytest.mark.slow),
+        pytest.param("qwen3", "bfloat16", {"layout": {"sharding": "full"}}, marks=pytest.mark.slow),
     ],
-    ids=["DP2 distributed", "TP2", "PP2"],
+    ids=["DP2 distributed", "TP2", "PP2", "fully sharded"],
 )
 def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(family, dtype, learner, run):
     first = run.go((family, False), 5, dtype, ranks=2, **learner)
@@ -82,6 +83,10 @@ LATER = {"qwen3_next": 2e-4}
         (("qwen2", True), False, ["one", "tensor", "pipeline", "one"]),
         pytest.param(("llama", False), True, ["tensor", "data", "one", "tensor"], marks=pytest.mark.slow),
         pytest.param(("qwen2", True), True, ["one", "tensor data", "pipeline", "tensor data"], marks=pytest.mark.slow),
+        pytest.param(("qwen2", True), True, ["full data", "data", "one", "full data"], marks=pytest.mark.slow),
+        pytest.param(("llama", False), True, ["pipeline", "full tensor data", "full"], marks=pytest.mark.slow),
+        pytest.param(("qwen3_moe", False), True, ["expert", "full data", "data"], marks=pytest.mark.slow),
+        pytest.param(("qwen3_next", False), True, ["full data", "tensor", "full data"], marks=pytest.mark.slow),
         pytest.param(("qwen3_moe", False), False, ["one", "expert", "tensor"], marks=pytest.mark.slow),
         pytest.param(("qwen3_moe", False), True, ["one", "expert", "tensor", "expert"], marks=pytest.mark.slow),
         pytest.param(("deepseek_v3", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
@@ -93,6 +98,10 @@ LATER = {"qwen3_next": 2e-4}
         "TP1 to TP2 to PP2",
         "TP2 to DP2 to DP1 to TP2, distributed",
         "DP1 to TP2 DP2 to PP2 and back, distributed",
+        "fully sharded to DP2 to DP1 and back",
+        "PP2 to fully sharded with TP2 to fully sharded DP1",
+        "EP2 to fully sharded to DP2",
+        "a gate of one row, fully sharded to TP2 and back",
         "EP1 to EP2 to TP2",
         "EP1 to EP2 to TP2 to EP2, distributed",
         "latent attention, TP1 to TP2 to PP2",
@@ -104,8 +113,9 @@ LATER = {"qwen3_next": 2e-4}
 def test_a_checkpoint_goes_from_layout_to_layout_with_every_number_as_it_was(model, distributed, layouts, run):
     results, numbers = [], []
     for name in layouts:
-        sizes = {key: 2 for key in name.split() if key != "one"}
-        layout = {key: size for key, size in sizes.items() if key != "data"}
+        sizes = {key: 2 for key in name.split() if key not in ("one", "full")}
+        layout: dict[str, Any] = {key: size for key, size in sizes.items() if key != "data"}
+        layout |= {"sharding": "full"} if "full" in name.split() else {}
         optimizer = {"distributed": distributed}
         # Each saves step 2 again, from its own shards, before it trains on.
         results.append(run.go(model, 2, ranks=math.prod(sizes.values()), layout=layout, optimizer=optimizer))

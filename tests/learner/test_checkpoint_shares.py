@@ -29,6 +29,7 @@ ONE_EACH = Machines(gpus_per_host=1)
 LAYOUTS: dict[str, tuple[tuple[str, bool], dict[str, Any]]] = {
     "DP2": (("qwen2", False), {"optimizer": {"distributed": True}}),
     "DP2, the optimizer is not distributed": (("llama", False), {"optimizer": {"distributed": False}}),
+    "fully sharded": (("qwen2", False), {"layout": {"sharding": "full"}}),
     "EP2": (("qwen3_moe", False), {"optimizer": {"distributed": True}, "layout": {"expert": 2}}),
     "PP2, tied": (("qwen2", True), {"optimizer": {"distributed": True}, "layout": {"pipeline": 2}}),
     "TP2 DP2": (("llama", False), {"optimizer": {"distributed": True}, "layout": {"tensor": 2}, "ranks": 4}),
@@ -71,9 +72,9 @@ def test_each_rank_writes_its_share_and_holds_no_more_of_it(layout, dtype, model
 
 def test_a_tensor_that_is_not_written_as_a_whole_is_told(monkeypatch, model_folder, trainer_of, tmp_path):
     trainer = trainer_of(make_config(model_folder(), optimizer={"distributed": True}), tmp_path)
-    cut = checkpoint_optimizer._cut
+    cut = checkpoint_optimizer.cut
     # Of each tensor that is stored in two parts, gate and up of an MLP, the second.
-    monkeypatch.setattr(checkpoint_optimizer, "_cut", lambda *arguments: list(cut(*arguments))[-1:])
+    monkeypatch.setattr(checkpoint_optimizer, "cut", lambda *arguments: list(cut(*arguments))[-1:])
     trainer.save()
     with pytest.raises(CheckpointError, match=r"of \d+ values of optimizer.state.param.decoder.layers.mlp.linear_fc1"):
         trainer.saved(wait=True)

@@ -24,12 +24,18 @@ DENSE = (
     ),
     Layout("context parallel", 2, {"context": 2}, {"recompute": "full"}),
     Layout("stages of one and of three layers", 2, {"pipeline": 2, "first_stage": 1}),
+    Layout("fully sharded", 2, {"sharding": "full"}),
 )
 PRODUCTS = (
     Layout("experts over tensor-parallel ranks", 4, {"tensor": 2, "expert": 2}),
     Layout("experts over stages and slices", 4, {"pipeline": 2, "context": 2, "expert": 2}),
     Layout("whole experts beside cut attention", 4, {"tensor": 2}, {"recompute": "selective"}),
 )
+SHARDED = (
+    Layout("fully sharded beside cut tensors", 4, {"sharding": "full", "tensor": 2}),
+    Layout("fully sharded, layers computed again", 4, {"sharding": "full"}, {"recompute": "full"}),
+)
+SHARDED_EXPERTS = (Layout("fully sharded over slices", 4, {"sharding": "full", "context": 2}, {"recompute": "full"}),)
 
 
 def gradients(model, layouts) -> tuple[Gradient, dict[str, Gradient]]:
@@ -40,7 +46,13 @@ def gradients(model, layouts) -> tuple[Gradient, dict[str, Gradient]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tied", "layouts"), [("qwen2", True, DENSE), ("qwen3_moe", False, PRODUCTS)], ids=["dense", "experts"]
+    ("family", "tied", "layouts"),
+    [
+        pytest.param("qwen2", True, DENSE, id="dense"),
+        pytest.param("qwen3_moe", False, PRODUCTS, id="experts"),
+        pytest.param("qwen3", False, SHARDED, id="sharded", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", False, SHARDED_EXPERTS, id="sharded experts", marks=pytest.mark.slow),
+    ],
 )
 def test_every_layout_has_the_gradient_loss_norms_zeros_and_scores_of_one_process(family, tied, layouts, tmp_path):
     alone, given = gradients(write_model(tmp_path / "model", family, tied, layers=4), layouts)
@@ -81,6 +93,7 @@ def test_a_layout_that_does_not_fit_the_model_is_refused_by_name(layout, text, s
 @pytest.mark.parametrize(
     ("layout", "text"),
     [
+        ({"sharding": "full", "tensor": 2}, r"learner.layout.sharding: full with experts and learner.layout.tensor=2"),
         ({"expert": 3}, "learner.layout.expert: 3 does not divide 8 experts"),
         ({"expert_tensor": 5}, "learner.layout.expert_tensor: 5 does not divide 48 columns of an expert"),
         ({"tensor": 2, "sequence": False}, "learner.layout.sequence: false with experts and tensor above 1"),

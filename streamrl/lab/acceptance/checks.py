@@ -43,7 +43,7 @@ CHECKS: tuple[Check, ...] = (
     _check("layers.local", "local layers against Transformer Engine's", "layouts:local", RUN, after=MEASURED),
     *(
         _check(f"layout.{name}", "the learner on two ranks against one", "layouts:run", RUN, name, after=MEASURED)
-        for name in ("dp2", "tp2", "pp2", "cp2")
+        for name in ("dp2", "tp2", "pp2", "cp2", "fsdp2")
     ),
     _check("experts.run", "a run of a mixture of experts, audited", "layouts:experts", RUN),
     _check("layout.ep2", "expert parallelism against one rank", "layouts:run", RUN, "ep2", after="experts.run"),

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline": 2},
     "cp2": {"context": 2},
     "ep2": {"expert": 2},
+    "fsdp2": {"sharding": "full"},
 }
 
 # Bytes that CUDA's libraries take from torch's allocator, whatever the model: cuBLAS's and Transformer Engine's rooms.

@@ -150,6 +150,7 @@ def _rank(plan: Plan, machines: Machines) -> Rows:
         ("optimizer", rank.optimizer),
         ("activations", rank.activations),
         ("log-probs", rank.logprobs),
+        *([("whole during a pass: layers, embedding, gradients", rank.gathered)] if rank.gathered else []),
         *([("the critic: weights, gradients, optimizer", rank.critic)] if rank.critic else []),
         *([("its activations, when none of the policy's are kept", rank.critic_activations)] if rank.critic else []),
         *([("the teacher, while it scores", rank.teacher)] if rank.teacher else []),

@@ -67,10 +67,11 @@ def check_learner(config: Config, rank: RankMemory, shape: ModelShape, machines:
     )
     critic = f", {rank.critic / GIB:.1f} of it the critic" if rank.critic else ""
     teacher = f" or {rank.teacher / GIB:.1f} the teacher" if rank.teacher else ""
+    gathered = f", {rank.gathered / GIB:.1f} gathered" if rank.gathered else ""
     raise ConfigError(
         f"learner: a rank of stage {rank.stage} needs {rank.peak / GIB:.1f} GiB ({rank.held / GIB:.1f} held{critic}, "
-        f"{rank.activations / GIB:.1f} activations, {rank.logprobs / GIB:.1f} log-probs{teacher}), and may take "
-        f"{machines.device_bytes / GIB:.1f}; what would fit: {would}"
+        f"{rank.activations / GIB:.1f} activations, {rank.logprobs / GIB:.1f} log-probs{gathered}{teacher}), and "
+        f"may take {machines.device_bytes / GIB:.1f}; what would fit: {would}"
     )
 
 

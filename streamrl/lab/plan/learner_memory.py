@@ -1,7 +1,7 @@
 """Memory of one rank of the learner: what it holds all the time, and the most that a step adds to it.
 
-    weights + gradients + optimizer  +  the largest of  (activations + log-probs), (one gathered tensor), (a teacher),
-    and the same three of a critic                      (a critic's activations)
+    weights + gradients + optimizer  +  the largest of  (activations + log-probs + what is gathered for a pass),
+    and the same three of a critic                      (one gathered tensor), (a teacher), (a critic's activations)
 
 n: parameters of the rank (its layers, cut over `tensor`, experts over `expert` and `expert_tensor`; the embedding on
 the first stage, the output layer on the last one; rows padded as `learner/shape.py` pads them). e: bytes of a weight (2
@@ -12,10 +12,14 @@ x expert_tensor x pipeline)).
     gradients    4 n, summed in float32; with LoRA n counts adapters alone, here and below
     optimizer    12 n (bfloat16: float32 copy, two moments) or 8 n (float32); / D with the distributed optimizer
                  (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054)
+    full         with `learner.layout.sharding: full` weights 4 n / D, which are the optimizer's float32 copy as well,
+                 gradients 4 n / D, optimizer 8 n / D (ZeRO-3); for a pass what follows, of l parameters of the largest
+                 layer and r that are in no layer: 2 e r for their weights and gradients, and besides 4 r where they are
+                 reduced, or 3 e l + 8 l: a layer, the next one, gradients, and float32 sums of two layers on their way
     offloaded    the share `learner.optimizer.offload` of it; on the host 16 n of the share, with gradients
     log-probs    one chunk of 256 MiB of logits (1 + e/4 of it), 3 e hidden a token, the output layer's gradient: 4
                  bytes a weight, in bfloat16 e more for a product
-    reference    e n on the host, with a reference policy and no adapters
+    reference    e n on the host, with a reference policy and no adapters; 4 n / D with `sharding: full`
     critic       weights, gradients and optimizer of its own n, all of it trained; one row for an output layer
     teacher      e times its own n on the host, and on the device while it scores, with one row in one of its layers and
                  a chunk of its logits
@@ -40,7 +44,8 @@ et al. 2021, arXiv:2104.04473); with v virtual stages 2 (p - 1 - i) + (v - 1) p 
 warm-up. Transformer Engine counts as installed where the learner would use it.
 
 Not counted: CUDA's context, NCCL's buffers, gaps of the allocator; `--headroom` is for them. The distributed optimizer
-pads each tensor to a multiple of 64 values.
+pads each tensor to a multiple of 64 values, `sharding: full` its rows to a multiple of D. What that gathers is counted
+from the order of torch's calls, and was never measured.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ from dataclasses import asdict, dataclass
 from streamrl.config import Config
 from streamrl.config.learner import LoraConfig
 from streamrl.lab.plan.machines import Machines
-from streamrl.lab.plan.parameters import has_experts, layers_of, of_critic, of_stage
+from streamrl.lab.plan.parameters import has_experts, largest_layer, layers_of, of_critic, of_stage, outside_layers
 from streamrl.learner.critic_shape import critic_shape
 from streamrl.learner.shape import CHUNK_BYTES, ModelShape
 from streamrl.learner.teacher_shape import teacher_shape
@@ -75,6 +80,7 @@ class RankMemory:
     optimizer: int
     activations: int  # kept for the backward pass, at the most
     logprobs: int  # logits of a chunk and the output layer's gradient
+    gathered: int  # `learner.layout.sharding: full`: whole weights and gradients during a pass
     export: int  # the largest tensor, put together for publishing
     host_optimizer: int  # `learner.optimizer.offload`
     host_reference: int  # `algo.kl`, `algo.kl_reward`
@@ -91,7 +97,8 @@ class RankMemory:
     @property
     def peak(self) -> int:
         """At the most, on the device."""
-        steps = (self.activations + self.logprobs, self.export, self.teacher, self.critic_activations)
+        a_pass = self.activations + self.logprobs + self.gathered
+        steps = (a_pass, self.export, self.teacher, self.critic_activations)
         return self.held + max(steps)
 
     @property
@@ -120,18 +127,20 @@ def rank_memory(config: Config, shape: ModelShape, machines: Machines, stage: in
     critic, of_critic_on_host, critic_activations = _critic(config, shape, machines, stage)
     teacher, teacher_weights = _teacher(config, shape, machines, stage)
     references = config.algo.needs_reference and not (learner.lora.rank and config.algo.reference is None)
+    shares, stored = (_copies(config)[0], MASTER) if layout.fully_sharded else (1, item)
     return RankMemory(
         stage=stage,
         parameters=counted.all,
         trained=trained,
-        weights=counted.all * item,
-        gradients=trained * GRADIENT,
+        weights=math.ceil(counted.all / shares) * stored,
+        gradients=math.ceil(trained / shares) * GRADIENT,
         optimizer=optimizer,
         activations=activations(config, shape, machines, stage),
         logprobs=_logprobs(config, shape) if last else 0,
+        gathered=_gathered(config, shape) if layout.fully_sharded else 0,
         export=shape.vocabulary * shape.hidden * item,
         host_optimizer=on_host + of_critic_on_host,
-        host_reference=(counted.dense + counted.expert) * item if references else 0,
+        host_reference=math.ceil((counted.dense + counted.expert) / shares) * stored if references else 0,
         teacher=teacher,
         host_teacher=teacher_weights,
         critic=critic,
@@ -170,6 +179,8 @@ def _teacher(config: Config, shape: ModelShape, machines: Machines, stage: int) 
 
 def is_distributed(config: Config, machines: Machines) -> bool:
     """Whether the ranks share the optimizer's state."""
+    if config.learner.layout.fully_sharded:
+        return True
     given = config.learner.optimizer.distributed
     return machines.has_gpus if given is None else given
 
@@ -184,16 +195,27 @@ def _optimizer(config: Config, machines: Machines, dense: int, expert: int) -> t
 
     An offloaded parameter has its gradient on the host as well.
     """
-    learner, layout = config.learner, config.learner.layout
-    copies = learner.ranks // (layout.tensor * layout.pipeline)  # data-parallel and context ranks
-    expert_copies = learner.ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
-    if not is_distributed(config, machines):
-        copies = expert_copies = 1
+    learner = config.learner
+    copies, expert_copies = _copies(config) if is_distributed(config, machines) else (1, 1)
     shard = math.ceil(dense / copies) + math.ceil(expert / expert_copies)
-    master = MASTER if config.model.dtype == "bfloat16" else 0
+    master = MASTER if config.model.dtype == "bfloat16" and not learner.layout.fully_sharded else 0
     offloaded = learner.optimizer.offload
     kept = int(shard * (master + MOMENTS) * (1.0 - offloaded))
     return kept, int(shard * offloaded * (MASTER + MOMENTS + GRADIENT))
+
+
+def _copies(config: Config) -> tuple[int, int]:
+    """Data-parallel and context ranks that have the same parameters, and those that have the same experts."""
+    ranks, layout = config.learner.ranks, config.learner.layout
+    return ranks // (layout.tensor * layout.pipeline), ranks // (layout.expert * layout.expert_tensor * layout.pipeline)
+
+
+def _gathered(config: Config, shape: ModelShape) -> int:
+    """What a pass of a fully sharded model has whole at the most, in its backward half."""
+    layout, item = config.learner.layout, ITEM[config.model.dtype]
+    layer, others = largest_layer(shape, layout), outside_layers(shape, layout)
+    in_use = 3 * item * layer + 2 * GRADIENT * layer
+    return 2 * item * others + max(GRADIENT * others, in_use)
 
 
 def activations(config: Config, shape: ModelShape, machines: Machines, stage: int) -> int:

@@ -72,6 +72,17 @@ def _tower(shape: ModelShape) -> int:
     return 0 if shape.vision is None else shape.vision.parameters
 
 
+def largest_layer(shape: ModelShape, layout: LayoutConfig) -> int:
+    """Parameters of the largest layer on one rank."""
+    return max(_layer(shape, layer, layout).all for layer in range(shape.layers))
+
+
+def outside_layers(shape: ModelShape, layout: LayoutConfig) -> int:
+    """Those of one rank without pipeline stages that are in no layer: embedding, last norm, output layer."""
+    inside = sum(_layer(shape, layer, layout).all for layer in range(shape.layers))
+    return of_stage(shape, layout, 0, LoraConfig()).all - inside
+
+
 def layers_of(shape: ModelShape, layout: LayoutConfig, stage: int) -> list[int]:
     """The layers of a stage, from 0: with virtual stages those of each of its chunks, `pipeline` chunks apart."""
     counts = stage_layers(shape.layers, layout)

@@ -86,6 +86,8 @@ def from_other_hosts(config: Config, shape: ModelShape, machines: Machines) -> f
     layout, ranks = config.learner.layout, config.learner.ranks
     if not machines.has_gpus:
         return 0.0
+    if layout.fully_sharded:  # each rank sends its rows
+        return max(0, ranks - machines.gpus_per_host) / ranks
     total = elsewhere = 0
     for stage in range(layout.pipeline):
         first = stage * ranks // layout.pipeline
@@ -144,7 +146,8 @@ def _is_waited_for(config: Config, machines: Machines) -> bool:
     """Whether the learner waits while its weights are copied: not where a GPU holds them all as they go out."""
     layout, lora = config.learner.layout, config.learner.lora
     merged = lora.rank > 0 and not lora.by_adapter
-    return not machines.has_gpus or merged or max(layout.tensor, layout.pipeline, layout.expert) > 1
+    cut = layout.fully_sharded or max(layout.tensor, layout.pipeline, layout.expert) > 1
+    return not machines.has_gpus or merged or cut
 
 
 def _copy(machines: Machines) -> float:
