@@ -185,6 +185,10 @@ KEYS: list[tuple[str, str]] = [
     ),
     ("learner.overlap=true learner.layout.sharding=full", "learner.overlap: true with learner.layout.sharding=full"),
     (
+        "model.implementation=transformers learner.layout.sharding=full",
+        "model.implementation: transformers with learner.layout.sharding=full, which shards what Megatron-Core builds;",
+    ),
+    (
         "learner.gradient_accumulation_fusion=true learner.layout.sharding=full",
         "learner.gradient_accumulation_fusion: true with learner.layout.sharding=full",
     ),

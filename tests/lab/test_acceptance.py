@@ -148,6 +148,13 @@ def test_an_acceptance_run_that_is_ended_leaves_no_process(number, tmp_path):
     assert (len(gone), alive) == (len(left), [])
 
 
+@pytest.mark.parametrize("kind", servers.SETTINGS)
+def test_every_kind_of_server_is_a_configuration_that_a_machine_with_four_gpus_takes(kind, bench):
+    settings = {**quickstart.MEASURED, **servers.SETTINGS[kind]}
+    made = trial.Trial(replace(bench, gpus=(H200,) * 4), kind, settings)
+    assert made.config.generate.tensor_parallel == settings.get("generate.tensor_parallel", 1)
+
+
 def test_what_looks_at_a_check_that_has_not_passed_is_skipped(bench):
     after_fails = replace_name(probe("passes", after="probe.fails"), "probe.one")
     after_skips = replace_name(probe("passes", after="probe.skips"), "probe.two")
