@@ -43,10 +43,6 @@ QUICK = ("qwen2", "glm4_moe")
 NOT_ON_CPUS = "SGLang 0.5.23 refuses its attention backend for CPUs, torch_native, for gpt-oss by name"
 NO_KERNELS = "SGLang 0.5.23 has no kernels of delta nets and of gated shared experts for CPUs without AMX"
 NO_DELTA = "SGLang 0.5.23 has no kernels of delta nets for CPUs without AMX"
-NO_MAMBA = (
-    "SGLang 0.5.23 has no kernels of Mamba-2 for CPUs: causal_conv1d_fn, causal_conv1d_update, "
-    "mamba_chunk_scan_combined and selective_state_update are Triton's"
-)
 
 VISION_ON_CPUS = {"mm_attention_backend": "sdpa", "disable_fast_image_processor": True}
 
@@ -55,13 +51,7 @@ CHECKS: Mapping[str, Check] = {
     "gpt_oss": Check(skipped={"sglang": NOT_ON_CPUS, "published": NOT_ON_CPUS}),
     "qwen3_next": Check(skipped={"sglang": NO_KERNELS, "published": NO_KERNELS}, loose=DELTA_BAR),
     "qwen3_5": Check(skipped={"sglang": NO_DELTA, "published": NO_DELTA}, loose=DELTA_BAR),
-    **dict.fromkeys(
-        ("nemotron_h", "nemotron_3"),
-        Check(
-            crossed=("self_attention.A_log", "self_attention.D"),
-            skipped={"sglang": NO_MAMBA, "published": NO_MAMBA},
-        ),
-    ),
+    **dict.fromkeys(("nemotron_h", "nemotron_3"), Check(crossed=("self_attention.A_log", "self_attention.D"))),
     # SGLang loads no output layer of its own.
     "gemma3_text": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight"), tied=True),
     "glm4": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight")),
