@@ -18,12 +18,17 @@ from streamrl.learner.vision.pixels import ImageReader
 from streamrl.types import Batch, Sample
 
 
-def packed_difference(model: PolicyModel, theirs: Any, folder: Path) -> float:
-    """The largest difference of the log-probs of a packed row with images to transformers' of each sample alone."""
-    batch = with_images(make_batch(), folder)
-    row = packed(batch)
-    with torch.no_grad():
-        return float((logprobs_of(model, folder, row) - expected(theirs, batch, folder)[row.place]).abs().max())
+@torch.no_grad()
+def by_transformers(theirs: Any, folder: Path) -> Tensor:
+    """The log-probs of a batch's samples, each alone, whose prompts have images."""
+    return expected(theirs, with_images(make_batch(), folder), folder)
+
+
+@torch.no_grad()
+def packed_difference(model: PolicyModel, alone: Tensor, folder: Path) -> float:
+    """The largest difference of the log-probs of the same batch in a packed row to `by_transformers`."""
+    row = packed(with_images(make_batch(), folder))
+    return float((logprobs_of(model, folder, row) - alone[row.place]).abs().max())
 
 
 def packed(batch: Batch, *, share_prompts: bool = True) -> MicroBatch:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.family_images import packed_difference
+from benchmarks.family_images import by_transformers, packed_difference
 from benchmarks.family_server import FOLDER, Asked, answers_of
 from benchmarks.parity import Layout, configure
 from benchmarks.parity_ranks import Case, run_ranks
@@ -44,7 +44,7 @@ class Check:
     tied: bool = False
     server: Mapping[str, Any] = field(default_factory=dict)  # `generate.server_args` that the family needs on a CPU
     skipped: Mapping[str, str] = field(default_factory=dict)  # column -> why it is not measured
-    loose: float = 0.0  # of all bars, where its layers round more
+    loose: float = 0.0  # bar of the gradient, where transformers' layers round more
 
 
 def make_folder(folder: Path, family: str, check: Check) -> tuple[Path, Path]:
@@ -68,7 +68,7 @@ def against_transformers(folder: Path, check: Check, work: Path) -> dict[str, fl
     weights = torch.randn(2, LENGTH - 1, generator=torch.Generator().manual_seed(4))
     expected = theirs(ids).logits
     packed = _packed_by_transformers(theirs)
-    sees = read_shape(folder).vision is not None
+    images = by_transformers(theirs, folder) if read_shape(folder).vision is not None else None
     _weighted(expected, ids, weights).backward()
     gradient = _gradient_by_transformers(theirs, work / "gradient")
     with loaded(folder) as model:
@@ -76,8 +76,8 @@ def against_transformers(folder: Path, check: Check, work: Path) -> dict[str, fl
         _weighted(given, ids, weights).backward()
         with torch.no_grad():
             figures = {"logits": _difference(given, expected), "packed": _difference(_packed(model), packed)}
-            if sees:
-                figures["packed"] = max(figures["packed"], packed_difference(model, theirs, folder))
+            if images is not None:
+                figures["packed"] = max(figures["packed"], packed_difference(model, images, folder))
             export_folder([model], folder, work / "exported")
             figures["gradient"] = largest_difference(_gradient(model), gradient)
     figures["export"] = unlike(work / "exported", folder)

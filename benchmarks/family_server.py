@@ -62,7 +62,9 @@ async def _ask_all(address: str, first: Path, second: Path, work: Path) -> dict[
     try:
         answers = {FOLDER: await _ask(client)}
         for transport in TRANSPORTS.names:
+            await client.pause("retract", TIMEOUT)  # what is answered may not be over in the server yet
             await client.update_from_disk(str(first), "0.0")
+            await client.resume(TIMEOUT)
             await _publish(client, transport, (first, second), work / transport)
             answers[transport] = await _ask(client)
         return answers

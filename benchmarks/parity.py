@@ -164,8 +164,10 @@ def family_rows(family: str, tied: bool, dtypes: Sequence[str], further: bool) -
             wanted += [("float32", layout) for layout in FURTHER]
         shape = read_shape(model)
         wanted = [(dtype, layout) for dtype, layout in wanted if layout.experts in (None, shape.moe is not None)]
-        if shape.delta is not None:  # refused: a state is not handed over ranks
+        if shape.delta is not None or shape.mamba is not None:  # refused: a state is not handed over ranks
             wanted = [(dtype, layout) for dtype, layout in wanted if "context" not in layout.layout]
+        if shape.delta is not None:  # refused: a norm inside sees the heads of one rank
+            wanted = [(dtype, layout) for dtype, layout in wanted if layout.layout.get("sequence", True)]
         given = _gradients(model, dtypes, wanted)
     for dtype in dtypes:
         one = given[f"{dtype} one"]

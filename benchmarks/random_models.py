@@ -36,6 +36,23 @@ LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
 }
 
+# Of hybrid models: Mamba-2 layers whose steps are not at transformers' floor under them, and no tied embeddings.
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "conv_kernel": 4,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,
+    "time_step_floor": 0.05,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+}
+
 # Of vision-language models: tokens that stand for images, and a tower of two layers.
 IMAGE, VIDEO, START, END = range(VOCABULARY - 11, VOCABULARY - 7)  # prompts and answers have smaller ones alone
 SEES: dict[str, Any] = {
@@ -69,6 +86,17 @@ QWEN3_VL: dict[str, Any] = {
         "mrope_section": [6, 5, 5],
         "mrope_interleaved": True,
     },
+}
+
+# Of delta nets: more value heads than key heads, of another width.
+DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
 }
 
 # transformers' class, and what its configuration needs.
@@ -122,18 +150,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         {
-            "head_dim": 32,
-            "full_attention_interval": 2,
-            "linear_conv_kernel_dim": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 24,
+            **DELTA,
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 48,
             "shared_expert_intermediate_size": 32,
             "pad_token_id": 0,
+        },
+    ),
+    "nemotron_h": ("NemotronHForCausalLM", HYBRID),
+    "nemotron_3": (
+        "NemotronHForCausalLM",
+        {
+            **HYBRID,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 32}),
@@ -209,6 +245,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]},
         },
     ),
+    "qwen3_5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            **SEES,
+            **DELTA,
+            "vision_config": {**TOWER, "patch_size": 16, "num_position_embeddings": 16},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 5000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [2, 1, 1],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", QWEN3_VL),
     "qwen3_vl_moe": (
         "Qwen3VLMoeForConditionalGeneration",
@@ -219,7 +270,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 # Those that are made of Transformer Engine's layers where it is.
 LOCAL_FAMILIES = (
-    "deepseek_v3", "moonlight", "gpt_oss", "gemma3_text", "qwen3_next", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"
+    "deepseek_v3", "moonlight", "gpt_oss", "gemma3_text", "qwen3_next", "nemotron_h", "nemotron_3",
+    "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 ENGINE_FAMILIES = tuple(family for family in FAMILIES if family not in LOCAL_FAMILIES)
 

@@ -49,6 +49,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "long_factor": [4.0] * 6,
         },
     },
+    "nemotron_h": {
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "chunk_size": 32,
+    },
     "seed_oss": {"head_dim": 16},
     "glm4": {"head_dim": 16},
     "glm4_moe": {
@@ -85,6 +93,12 @@ DROPPED: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {"full_attention_interval": 2},
 }
 
+# What mixes tokens in every second layer of models whose layers are one part each: a pair counts as one.
+HYBRID = {"nemotron_h": ("linear_attention", "full_attention")}
+
+# What transformers 5 calls layers of Nemotron-H, and what SGLang does.
+KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+
 END = "<|endoftext|>"  # the end token of Qwen2's tokenizers
 
 # Standard deviation of the random weights. With the usual 0.02, meant for hidden sizes of thousands, the task copy
@@ -107,6 +121,10 @@ def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", l
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(symbols)
     settings = sizes(tokenizer, layers) | {"tie_word_embeddings": False, "dtype": "float32"}
+    if family in HYBRID:
+        mixers = [HYBRID[family][layer % 2] for layer in range(layers)]
+        settings |= {"layers_block_type": [part for mixer in mixers for part in (mixer, "mlp")]}
+        settings["num_hidden_layers"] *= 2
     config = AutoConfig.for_model(family, **copy.deepcopy({**settings, **(FAMILIES | WHOLE)[family]}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -137,7 +155,11 @@ def complete(folder: Path) -> None:
     """Put into a folder's config.json what transformers has dropped of it."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
-    if dropped := DROPPED.get(config["architectures"][0]):
+    dropped = dict(DROPPED.get(config["architectures"][0], {}))
+    if kinds := config.get("layers_block_type"):
+        dropped |= {"layers_block_type": [KINDS.get(kind, kind) for kind in kinds], "num_hidden_layers": len(kinds)}
+        dropped["mamba_n_groups"] = config["n_groups"]
+    if dropped:
         path.write_text(json.dumps(config | dropped, indent=2))
 
 

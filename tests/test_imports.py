@@ -13,6 +13,7 @@ LAYERS = [
         "types",
         "images",
         "machine",
+        "mamba_steps",
         "trainable",
         "moe_routing",
         "sampling_columns",
@@ -42,6 +43,7 @@ LOWEST = {
     "types": 0,
     "images": 0,
     "machine": 0,
+    "mamba_steps": 0,
     "device": 0,
     "lifeline": 0,
     "last_words": 0,
@@ -76,7 +78,7 @@ WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api", "sft")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "places", "observe", "recorded", "lab"}
-RECORDS |= {"images", "sampling_columns"}
+RECORDS |= {"images", "mamba_steps", "sampling_columns"}
 BESIDE_RECORDS = {
     "acceptance": {
         "device_map",
@@ -99,6 +101,7 @@ BESIDE_RECORDS = {
         "engine.block_fp8",
         "engine.server",
         "learner.critic_shape",
+        "learner.mamba_shape",
         "learner.shape",
         "learner.teacher_shape",
         "preflight",

@@ -31,6 +31,9 @@ DIFFERENT = (
     Different("learner.optimizer.decay", "megatron_rl/*", "its decay is over 48,828,125 samples: 0.6% in 300 steps"),
     Different("generate.sampling.max_new_tokens", "megatron_rl/*", "1,024 tokens less: the room for a prompt"),
     Different("generate.server_args.max_running_requests", "megatron_rl/*", "SGLang runs what its KV cache holds"),
+    Different("generate.server_args.context_length", "megatron_rl/nemotron-h-*", "the model's context is shorter"),
+    Different("learner.tokens_per_micro_batch", "megatron_rl/nemotron-nano-*", "a row holds the longest sequence"),
+    Different("shape.tie_word_embeddings", "megatron_rl/nemotron-3-*", "its script reads it of a checkpoint"),
     Different("learner.recompute", "megatron_rl/qwen3-*", MEMORY),
     Different("learner.lora.targets", "verl/qwen3-30b-a3b-gsm8k-lora", "experts get no adapters"),
 )

@@ -45,6 +45,7 @@ RULES = (
     Rule("generate.group_size", ("--grpo-group-size",)),
     Rule("generate.sampling.max_new_tokens", ("--inference-max-seq-length",)),
     Rule("generate.sampling.temperature", ("--rl-default-temperature",), float),
+    Rule("generate.sampling.temperature", ("--model-temperature",), float),  # a script's, which no parser reads
     Rule("generate.sampling.top_p", ("--rl-default-top-p",), lambda share: float(share) or 1.0),  # 0: off
     Rule("generate.sampling.top_k", ("--rl-default-top-k",)),
     Rule("generate.server_args.context_length", ("--inference-max-seq-length",)),
@@ -63,6 +64,7 @@ RULES = (
     Rule("algo.entropy", ("--grpo-entropy-term-weight",), float),
     Rule("algo.aggregation", ("--calculate-per-token-loss",), lambda on: "token_mean" if on else UNSAID),
     Rule("algo.weight", ("--rl-inference-logprobs-is-correction",), lambda on: "token" if on else "none"),
+    Rule("algo.weight_cap", ("--rl-importance-sampling-truncation-coef",)),
     Rule("learner.passes", ("--grpo-iterations",)),
     Rule("learner.mini_batches", BATCH, updates),
     Rule("learner.tokens_per_micro_batch", ("--seq-length",)),
@@ -94,6 +96,9 @@ RULES = (
     Rule("checkpoint.every", ("--save-interval", *BATCH), steps),
     Rule("checkpoint.every", (SAVE_INTERVAL, *BATCH), steps),
     Rule("shape.num_hidden_layers", ("--num-layers",)),
+    Rule("shape.hybrid_override_pattern", ("--hybrid-layer-pattern",)),
+    Rule("shape.ssm_state_size", ("--mamba-state-dim",)),
+    Rule("shape.mamba_head_dim", ("--mamba-head-dim",)),
     Rule("shape.hidden_size", ("--hidden-size",)),
     Rule("shape.num_attention_heads", ("--num-attention-heads",)),
     Rule("shape.num_key_value_heads", ("--num-query-groups", "--group-query-attention"), lambda heads, _: heads),
@@ -104,6 +109,7 @@ RULES = (
     Rule("shape.num_experts", ("--num-experts",), same),
     Rule("shape.num_experts_per_tok", ("--moe-router-topk", "--num-experts"), lambda k, count: k if count else UNSAID),
     Rule("shape.moe_intermediate_size", ("--moe-ffn-hidden-size",)),
+    Rule("shape.routed_scaling_factor", ("--moe-router-topk-scaling-factor",)),
 )
 
 ADVANTAGE = "megatron/rl/rl_utils.py"
@@ -126,25 +132,34 @@ FLAGS_FILES = (
 
 ARCHITECTURE = "of the model's architecture, which its config.json has"
 WITHOUT_KEY = {
-    r"--(micro-batch-size|recompute-(activations|modules)|rl-(use-)?sequence-packing\S*)": "memory and speed alone",
+    r"--(micro-batch-size|recompute-(activations|modules))": "memory and speed alone",
+    r"--(no-)?rl-(use-)?sequence-packing\S*": "memory and speed alone",
+    r"--(overlap-\S+|ddp-num-buckets|manual-gc|cross-entropy-\S+|no-gradient-accumulation-fusion)": "speed alone",
+    r"--fp8-\S+|--(first-last-layers|num-layers-at-(start|end)-in)-bf16": "the layers of these models have no FP8 here",
     r"--(seq-length|max-position-embeddings)": ARCHITECTURE,
     r"--(kv-channels|swiglu|normalization|qk-layernorm|add-qkv-bias|disable-bias-linear)": ARCHITECTURE,
     r"--(position-embedding-type|rotary-percent|use-rotary-position-embeddings)": ARCHITECTURE,
     r"--(vocab-size|make-vocab-size-divisible-by|\w+-dropout)": ARCHITECTURE,
+    r"--(squared-relu|init-method-std|use-checkpoint-args)": ARCHITECTURE,
+    r"--moe-router-(score-function|enable-expert-bias)": ARCHITECTURE,
     r"--(no-masked-softmax-fusion|attention-softmax-in-fp32|attention-backend|transformer-impl)": "kernels",
     r"--(moe-layer-freq|moe-token-dispatcher-type|use-mcore-models|te-rng-tracker|spec)": "kernels",
+    r"--(moe-router-dtype|enable-experimental|disable-gloo-process-groups)": "kernels",
     r"--moe-(aux-loss-coeff|router-load-balancing-type)": "no auxiliary loss beside the policy's",
-    r"--tokenizer-\S+|--no-use-tokenizer-\S+": "the tokenizer is in the model's folder",
+    r"--tokenizer-\S+|--no-use-tokenizer-\S+|--tiktoken-pattern|--rl-skip-bos-token": "the tokenizer is in the folder",
     r"--(pretrained-checkpoint|ckpt-format|dist-ckpt-strictness|load|save|finetune|no-load-optim)": "folders",
+    r"--ckpt-(assume-constant-structure|fully-parallel-\w+)|--(async-save|no-load-rng|no-mmap-bin-files)": "folders",
+    r"--(per-split-data-args-path|num-workers|check-weight-hash-\S+|rerun-mode)": "folders",
     r"--(data-parallel-random-init|mock-data|data-cache-path|no-create-attention-mask-in-dataloader|seed)": "folders",
     r"--min-lr": "of the decay, which ends long after these runs",
+    r"--lr-warmup-init": "of the warm-up, of one step",
     r"--train-samples": "how long: run.steps",
     r"--accumulate-allreduce-grads-in-fp32": "always",
     r"--(inference-dynamic-batching-\S+|rl-persist-cuda-graphs|cuda-graph-impl)": "of the engine",
-    r"--empty-unused-memory-level": "of the engine",
+    r"--(empty-unused-memory-level|decode-only-cuda-graphs|moe-pad-experts-for-cuda-graph-inference)": "of the engine",
     r"--(langrl-env-config|env-config|perform-rl-step|initialize-socket-comms)": "the environments' file",
     r"--(log|timing|tensorboard|wandb)-\S+|--(disable-)?straggler-\S+|--save-retain-interval": "logs",
-    r"--(distributed-timeout-minutes|nproc-per-node|nnodes)": "machines",
+    r"--(distributed-timeout-minutes|nproc-per-node|nnodes|exit-duration-in-mins)": "machines",
 }
 
 REQUIRED = {"--optimizer": ("adam",)}

@@ -42,6 +42,10 @@ def _verl(script: str) -> Origin:
 ORIGINS = {
     "megatron_rl/llama3.1-8b-dapo": _megatron("llama3p1_8b_instruct"),
     "megatron_rl/llama3.1-8b-openmath": _megatron("llama3p1_8b_instruct", "openmathinstructv2"),
+    "megatron_rl/nemotron-3-nano-30b-a3b-dapo": _megatron("nemotron6_3b_moe"),
+    "megatron_rl/nemotron-h-56b-dapo": _megatron("nemotron5_56b"),
+    "megatron_rl/nemotron-h-8b-dapo": _megatron("nemotron5_8b"),
+    "megatron_rl/nemotron-nano-12b-v2-dapo": _megatron("nemotron5p5_12b_H"),
     "megatron_rl/qwen2.5-32b-dapo": _megatron("qwen_2p5_32b", published=True),
     "megatron_rl/qwen2.5-3b-dapo": _megatron("qwen_2p5_3b"),
     "megatron_rl/qwen2.5-distill-7b-dapo": _megatron("qwen_2p5_distill_7b"),
@@ -97,7 +101,6 @@ OWN = {
 
 # Scripts whose model no family of streamrl/learner/families builds, by its architecture.
 NOT_BUILT = {
-    "nemotron*.sh": "NemotronHForCausalLM",
     "run_glm41v_9b.sh": "Glm4vForConditionalGeneration",
     "run_minicpmo2_6.sh": "MiniCPMO",
 }

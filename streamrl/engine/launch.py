@@ -21,7 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.engine import cpu_ngram, latent_attention, model_modules, ngram_drafts, quantised_loading, stand_ins
+from streamrl.engine import (
+    cpu_ngram,
+    latent_attention,
+    mamba_kernels,
+    model_modules,
+    ngram_drafts,
+    quantised_loading,
+    stand_ins,
+)
 from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda
 from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
@@ -61,6 +69,9 @@ def main(arguments: list[str]) -> None:
         _sleep_while_paused()
         if latent_attention.is_latent(_model_of(sglang_arguments)):
             latent_attention.install()
+        if mamba_kernels.has_mamba(_model_of(sglang_arguments)):
+            mamba_kernels.install()
+            sglang_arguments = [*mamba_kernels.ARGUMENTS, *sglang_arguments]
         _fork_processes()
     load_plugins()
     if own.quantised:

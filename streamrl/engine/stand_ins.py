@@ -112,7 +112,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(module).update(cdiv=_cdiv, next_power_of_2=_next_power_of_2)
         if spec.name == "sgl_kernel":  # SGLang imports it after torch, in each of its processes
             _leave_memory_unpinned()
-            _name_kernels()
+            name_kernels()
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
@@ -142,10 +142,11 @@ def _leave_memory_unpinned() -> None:
         setattr(torch, name, _unpinned(getattr(torch, name)))
 
 
-def _name_kernels() -> None:
+def name_kernels(names: Sequence[str] = KERNELS) -> None:
+    """Have `torch.ops.sgl_kernel` know kernels that are absent; a call raises."""
     import torch
 
-    for name in KERNELS:
+    for name in names:
         if not hasattr(torch.ops.sgl_kernel, name):
             setattr(torch.ops.sgl_kernel, name, functools.partial(_absent, name))
 

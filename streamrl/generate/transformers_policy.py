@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from streamrl.engine.client import Answer, SentImage
 from streamrl.generate.frozen import Ends, EngineRefused, Parameters, check_request, typed_answer
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.mamba_steps import without_floor
 from streamrl.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class TransformersPolicy:
             )
         except (OSError, ValueError, ImportError) as error:
             raise EngineRefused(NAME, f"{model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-        self._model = loaded.to(device).eval()
+        self._model = without_floor(loaded.to(device)).eval()
         self._model.generation_config = GenerationConfig()  # a folder's own would draw in another way than is asked for
         self._tokenizer = Tokenizer(model)
         self._running: dict[str, _Until] = {}

@@ -28,9 +28,11 @@ def delta_rule(  # noqa: PLR0917 (as in the formula)
     query = query * query.size(-1) ** -0.5
     query, key, value = (_chunks(x, chunk) for x in (query, key, value))  # [n, h, c, chunk, width]
     decay, beta = (_chunks(x.unsqueeze(-1), chunk) for x in (decay, beta))  # [n, h, c, chunk, 1]
-    total = decay.cumsum(3)
-    seen = torch.ones(chunk, chunk, dtype=torch.bool, device=query.device).tril()
-    kept = (total - total.transpose(3, 4)).masked_fill(~seen, -torch.inf).exp()  # of what a token wrote, at another
+    total = decay.cumsum(3)  # from the beginning of a chunk
+    # [.., q, k]: what decays between a token and a later one, summed for each pair by itself: a difference of two sums
+    # from the beginning loses what is small beside them, in the gradient of the decay above all.
+    between = decay.expand(*decay.shape[:-1], chunk).tril(-1).cumsum(-2)
+    kept = between.exp().tril()  # of what a token wrote, at another
     recalled = (beta * (key @ key.transpose(3, 4)) * kept).tril(-1)
     system = recalled + torch.eye(chunk, dtype=key.dtype, device=key.device)
     right = beta * torch.cat([value, total.exp() * key], -1)
@@ -39,7 +41,7 @@ def delta_rule(  # noqa: PLR0917 (as in the formula)
     scores = (query @ key.transpose(3, 4)) * kept
     query = query * total.exp()
     last = total[:, :, :, -1:]
-    key = key * (last - total).exp()
+    key = key * between[:, :, :, -1].exp().unsqueeze(-1)
     if state is None:
         state = key.new_zeros(*key.shape[:2], key.size(-1), value.size(-1))
     outputs = []

@@ -78,24 +78,27 @@ def _weights_met(shape: ModelShape) -> int:
     if (counts := shape.family.counts(shape)) is not None:
         return counts.met
     mixers = sum(shape.mixer_weights(layer) + _state(shape, layer) for layer in range(shape.layers))
-    dense = 3 * shape.hidden * shape.ffn
-    if shape.moe is None:
-        return mixers + shape.layers * dense
-    experts = shape.hidden * (shape.moe.experts + 3 * (shape.moe.top_k * shape.moe.ffn + shape.moe.shared_ffn))
-    experts += shape.hidden * shape.moe.shared_gate
-    of_dense = len(shape.moe.dense_layers)
-    return mixers + of_dense * dense + (shape.layers - of_dense) * experts
+    of_experts = sum(shape.has_experts(layer) for layer in range(shape.layers))
+    of_dense = sum(shape.has_mlp(layer) for layer in range(shape.layers)) - of_experts
+    column = shape.mlp_matrices * shape.hidden
+    weights = mixers + of_dense * column * shape.ffn
+    if shape.moe is not None:
+        experts = column * (shape.moe.top_k * shape.moe.ffn + shape.moe.shared_ffn)
+        weights += of_experts * (experts + shape.hidden * (shape.moe.experts + shape.moe.shared_gate))
+    return weights
 
 
 def _state(shape: ModelShape, layer: int) -> int:
-    """What the state of a delta-net layer counts: an entry is read twice and written once for each token."""
-    delta = shape.delta
-    return 3 * delta.values * delta.key * delta.value if delta is not None and shape.is_delta(layer) else 0
+    """What the state of a layer counts: for each token an entry is written and read once, of a delta net read twice."""
+    delta, mamba = shape.delta, shape.mamba
+    if delta is not None and shape.is_delta(layer):
+        return 3 * delta.values * delta.key * delta.value
+    return 2 * mamba.inner * mamba.state if mamba is not None and shape.is_mamba(layer) else 0
 
 
 def _pair(shape: ModelShape) -> int:
     """Products of scores, and as many of values, by all heads of all layers with attention for one pair."""
-    layers = sum(not shape.is_delta(layer) for layer in range(shape.layers))
+    layers = sum(shape.has_attention(layer) for layer in range(shape.layers))
     return layers * shape.heads * (shape.head_dim + shape.value_dim) // 2
 
 

@@ -200,9 +200,9 @@ def load_weights(chunks: Sequence[PolicyModel], folder: Path, key: str = "model.
             cut, ranks = weight.at.cut, weight.shards.size()
             pieces = []
             like = cut.split(weight.shape, shared_rows.meta(weight.parameter, weight.dtype))
-            for name, piece in zip(weight.own_names(), like, strict=True):
+            for index, (name, piece) in enumerate(zip(weight.own_names(), like, strict=True)):
                 whole = cut.whole_shape(weight.shape, piece.shape, ranks)
-                pieces.append(source.read(name, whole, piece.shape, weight))
+                pieces.append(source.read(name, whole, piece.shape, weight, index))
             shared_rows.fill(weight.parameter, cut.join(weight.shape, pieces), weight.dtype)
             done += shared_rows.local(weight.parameter).nbytes
             report(done, total)
@@ -285,9 +285,9 @@ class _Safetensors:
                 f"{self._folder}: {min(unused)} and {len(unused) - 1} more have no place in the model"
             )
 
-    def read(self, name: str, whole: list[int], piece: Sequence[int], weight: _Weight) -> Tensor:
+    def read(self, name: str, whole: list[int], piece: Sequence[int], weight: _Weight, index: int) -> Tensor:
         """The piece of a tensor of the shape `whole` that this rank's part of a weight has, with rows of zeros where it
-        is short."""
+        is short; `index`: its number among the weight's."""
         cut, ranks, rank, stack = weight.at.cut, weight.shards.size(), weight.shards.rank(), weight.stack
         dim = cut.dim
         stored = self._files[name].get_slice(name)
@@ -297,12 +297,12 @@ class _Safetensors:
                 f"{self._folder}: tensor {name} is {stored.get_shape()}, the model needs {needed}"
             )
         if stack is not None:
-            return cut.piece(stored[stack[0] : stack[0] + 1][0], rank, ranks)
+            return cut.piece(stored[stack[0] : stack[0] + 1][0], rank, ranks, index)
         if dim is None:
             return stored[:]
         if len(cut.blocks) > 1:
-            return torch.cat([stored[first:last] for first, last in cut.rows(whole[0], rank, ranks)])
-        first, last = (min(index * piece[dim], whole[dim]) for index in (rank, rank + 1))
+            return torch.cat([stored[first:last] for first, last in cut.rows(whole[0], rank, ranks, index)])
+        first, last = (min(place * piece[dim], whole[dim]) for place in (rank, rank + 1))
         if dim == 1:
             return stored[:, first:last]
         rows = stored[first:last]

@@ -31,6 +31,7 @@ class Cut:
     # The tensor is blocks along `dim` of sizes in this proportion, and each of them is cut over the ranks.
     blocks: tuple[int, ...] = (1,)
     blocks_of: Callable[[ModelShape], tuple[int, ...]] | None = None  # where they depend on the model
+    blocked: int | None = None  # so many tensors, the first ones, have those blocks, others have one; None: all
 
     def of(self, shape: ModelShape) -> Cut:
         """With the blocks of this model."""
@@ -56,29 +57,31 @@ class Cut:
         if self.dim is None or len(parts) == 1:
             wholes = [first for first, *_ in pieces]
         else:
-            wholes = [self._together(of_ranks, self.dim) for of_ranks in pieces]
+            wholes = [self._together(of_ranks, self.dim, index) for index, of_ranks in enumerate(pieces)]
         return [whole[: shape.vocabulary] for whole in wholes] if self.vocabulary else wholes
 
-    def piece(self, whole: Tensor, rank: int, ranks: int) -> Tensor:
-        """The piece of a Hugging Face tensor that one of the ranks has."""
+    def piece(self, whole: Tensor, rank: int, ranks: int, index: int = 0) -> Tensor:
+        """The piece of a Hugging Face tensor that one of the ranks has; `index`: its number among the parameter's."""
         if self.dim is None:
             return whole
-        return torch.cat([block.chunk(ranks, self.dim)[rank] for block in self._blocks(whole)], self.dim)
+        return torch.cat([block.chunk(ranks, self.dim)[rank] for block in self._blocks(whole, index)], self.dim)
 
-    def rows(self, whole: int, rank: int, ranks: int) -> list[tuple[int, int]]:
+    def rows(self, whole: int, rank: int, ranks: int, index: int = 0) -> list[tuple[int, int]]:
         """First and last row, excluded, of each of its blocks, of `whole` rows that the ranks divide."""
-        sizes = self._sizes(whole)
+        sizes = self._sizes(whole, index)
         blocks = zip(itertools.accumulate(sizes, initial=0), (size // ranks for size in sizes), strict=False)
         return [(start + rank * each, start + (rank + 1) * each) for start, each in blocks]
 
-    def _together(self, of_ranks: Sequence[Tensor], dim: int) -> Tensor:
-        blocks = zip(*(self._blocks(piece) for piece in of_ranks), strict=True)
+    def _together(self, of_ranks: Sequence[Tensor], dim: int, index: int) -> Tensor:
+        blocks = zip(*(self._blocks(piece, index) for piece in of_ranks), strict=True)
         return torch.cat([part for of_block in blocks for part in of_block], dim)
 
-    def _blocks(self, tensor: Tensor) -> Sequence[Tensor]:
-        return tensor.split(self._sizes(tensor.size(self.dim or 0)), self.dim or 0)
+    def _blocks(self, tensor: Tensor, index: int) -> Sequence[Tensor]:
+        return tensor.split(self._sizes(tensor.size(self.dim or 0), index), self.dim or 0)
 
-    def _sizes(self, whole: int) -> list[int]:
+    def _sizes(self, whole: int, index: int) -> list[int]:
+        if self.blocked is not None and index >= self.blocked:
+            return [whole]
         return [whole * block // sum(self.blocks) for block in self.blocks]
 
 
@@ -106,6 +109,37 @@ def _split_qkv(shape: ModelShape, part: Tensor) -> list[Tensor]:
 def _join_rows(_: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
     """Each rank holds its rows of the gate above its rows of the up projection."""
     return torch.cat(list(pieces))
+
+
+def by_group(
+    blocks: Callable[[ModelShape], tuple[int, ...]],
+    groups: Callable[[ModelShape], int],
+    others: Callable[[ModelShape], tuple[int, ...]] = lambda _: (),
+) -> Cut:
+    """For rows that are of groups of heads: a parameter has those of a group together, of all of its tensors, so that
+    the part of a rank is a slice of the whole.
+
+    blocks: rows of the first tensor, in blocks that each are of all groups in order; others: rows of each further one.
+
+    Example: with blocks of 4 and 2 rows and 2 groups, rows 0 1 2 3 | 4 5 become 0 1 4 | 2 3 5.
+    """
+
+    def of_group(shape: ModelShape, rows: tuple[int, ...]) -> list[int]:
+        return [each // groups(shape) for each in rows]
+
+    def join(shape: ModelShape, pieces: Sequence[Tensor]) -> Tensor:
+        first = of_group(shape, blocks(shape))
+        count = pieces[0].size(0) // sum(first)  # groups of this rank
+        parts = [*pieces[0].split([count * rows for rows in first]), *pieces[1:]]
+        return torch.cat([part.unflatten(0, (count, -1)) for part in parts], 1).flatten(0, 1)
+
+    def split(shape: ModelShape, part: Tensor) -> list[Tensor]:
+        first, further = of_group(shape, blocks(shape)), of_group(shape, others(shape))
+        grouped = part.unflatten(0, (-1, sum(first) + sum(further)))
+        parts = [each.flatten(0, 1) for each in grouped.split([*first, *further], 1)]
+        return [torch.cat(parts[: len(first)]), *parts[len(first) :]]
+
+    return Cut(0, join, split, blocks_of=blocks, blocked=1)
 
 
 REPLICATED = Cut(None, _one, _alone)

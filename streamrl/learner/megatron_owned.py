@@ -71,6 +71,12 @@ MODEL = frozenset(
         "qk_layernorm",
         "qk_l2_norm",
         "attention_output_gate",
+        "linear_attention_freq",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
         "rotary_interleaved",
         "no_rope_freq",
         "mrope_section",
@@ -94,6 +100,10 @@ MODEL = frozenset(
         "moe_latent_size",
         "moe_apply_probs_on_input",
         "is_hybrid_model",
+        "mamba_state_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
         "heterogeneous_block_specs",
     ]
 )

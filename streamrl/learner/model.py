@@ -30,6 +30,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -255,8 +256,9 @@ def _chunk(
     engine = layers.kind == "transformer_engine"
     block = _engine_block(config, stage) if engine else _local_block(config, stage)
     block.layer_specs = [copy.deepcopy(spec) for spec in block.layer_specs]  # Megatron's are one object for a kind
-    for spec in block.layer_specs:
-        shape.family.edit(spec, config)
+    first = get_transformer_layer_offset(config, stage, parallel_state.get_pipeline_model_parallel_rank())
+    for number, spec in enumerate(block.layer_specs, first):
+        shape.family.edit_in_layer(spec, config, shape, number)
     block.layer_specs = [lora.adapted(spec, learner.lora, engine=engine) for spec in block.layer_specs]
     model = kind(
         config,
@@ -322,7 +324,7 @@ def _transformer_config(
         ffn_hidden_size=shape.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=shape.norm_eps,
-        gated_linear_unit=True,
+        gated_linear_unit=shape.gated,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.qkv_bias,

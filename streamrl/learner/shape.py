@@ -20,6 +20,7 @@ from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
 from streamrl.learner.delta_shape import DeltaShape
+from streamrl.learner.mamba_shape import ATTENTION, EXPERTS, MAMBA, MLP, MambaShape
 from streamrl.learner.rope import Rope
 from streamrl.learner.vision.shape import VisionShape
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 VOCABULARY_MULTIPLE = 64
 
 # Ends of the names, Megatron's and Hugging Face's, of weights that stay float32 whatever the model's dtype is.
-FLOAT32 = ("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias")
+FLOAT32 = ("mlp.router.expert_bias", "gate.e_score_correction_bias")
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 
@@ -66,7 +67,7 @@ class MoeShape:
     top_k: int  # experts of one token
     ffn: int  # of one expert
     normalised: bool  # the weights of a token's experts sum to 1
-    dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one MLP of the width ModelShape.ffn
+    dense_layers: tuple[int, ...] = ()  # layers, counted from 0, without experts
     sigmoid: bool = False  # scores are sigmoids, and a bias for each expert counts in the choice alone; else a softmax
     scaling: float = 1.0  # factor on the weights of a token's experts
     shared_ffn: int = 0  # of the MLP that every token meets beside its experts
@@ -150,7 +151,9 @@ class ModelShape:
     latent: LatentShape | None = None  # None: each head has projections of its own
     attention: AttentionShape = PLAIN
     vision: VisionShape | None = None  # None: it reads no images
-    delta: DeltaShape | None = None  # None: every layer has attention
+    delta: DeltaShape | None = None  # None: no layer is a delta net
+    mamba: MambaShape | None = None  # None: every layer has both an MLP or experts and what mixes tokens
+    gated: bool = True  # MLPs and experts have a gate; else two matrices
     embedding_scale: float = 1.0  # factor on embeddings, rounded to their dtype
     unbuilt_layers: int = 0  # behind the others in the folder, for multi-token prediction: neither built nor exported
     computes: dict[str, Any] | None = None  # `config.json`, of a model that transformers builds; None: Megatron does
@@ -206,11 +209,34 @@ class ModelShape:
         """Whether a layer, from 0, is a delta net and has no attention."""
         return self.delta is not None and layer in self.delta.layers
 
+    def is_mamba(self, layer: int) -> bool:
+        """Whether a layer, from 0, is a Mamba-2 layer and has no attention."""
+        return self.mamba is not None and self.mamba.kinds[layer] == MAMBA
+
+    def has_attention(self, layer: int) -> bool:
+        """Whether a layer, from 0, has keys and values."""
+        return self.mamba.kinds[layer] == ATTENTION if self.mamba is not None else not self.is_delta(layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer, from 0, has an MLP or experts."""
+        return self.mamba is None or self.mamba.kinds[layer] in (MLP, EXPERTS)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, from 0, is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Of an MLP or an expert: gate, up and down projection."""
+        return 3 if self.gated else 2
+
     def mixer_weights(self, layer: int, tensor: int = 1) -> int:
-        """The same of a layer's attention or delta net."""
-        if self.delta is None or not self.is_delta(layer):
-            return self.attention_weights(tensor)
-        return (self.delta.projected + self.delta.values * self.delta.value) // tensor * self.hidden
+        """As `attention_weights`, of what mixes tokens in a layer: attention, a delta net, Mamba-2, or nothing."""
+        if self.delta is not None and self.is_delta(layer):
+            return (self.delta.projected + self.delta.values * self.delta.value) // tensor * self.hidden
+        if self.mamba is not None and self.is_mamba(layer):
+            return (self.mamba.projected + self.mamba.inner) // tensor * self.hidden
+        return self.attention_weights(tensor) if self.has_attention(layer) else 0
 
     def padded_vocabulary(self, tensor_parallel: int) -> int:
         """Rows of the embedding in the learner."""
@@ -357,13 +383,12 @@ def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
         )
     if shape.delta is not None:
         _must_divide("tensor", layout.tensor, shape.delta.keys, "key heads of delta-net layers")
-        if layout.context > 1:
-            raise ConfigError(
-                f"learner.layout.context: {layout.context} ranks would each need the state that the one before leaves "
-                f"in {shape.architecture}'s delta-net layers; allowed: 1"
-            )
+        _no_context(shape, layout, "delta-net")
         if layout.tensor > 1 and not layout.sequence:
             raise ConfigError("learner.layout.sequence: false with delta-net layers and tensor above 1; allowed: true")
+    if shape.mamba is not None:
+        _must_divide("tensor", layout.tensor, shape.mamba.groups, "groups of heads of Mamba-2 layers")
+        _no_context(shape, layout, "Mamba-2")
     if shape.attention.bias and layout.expert_tensor > 1:
         raise ConfigError(
             f"learner.layout.expert_tensor: {layout.expert_tensor} ranks would each add the biases of "
@@ -404,6 +429,14 @@ def stage_layers(layers: int, layout: LayoutConfig) -> tuple[int, ...]:
             "layers evenly; allowed: pipeline x virtual that divides them, or first_stage and last_stage beside it"
         )
     return tuple(own.get(stage, share) for stage in range(layout.pipeline))
+
+
+def _no_context(shape: ModelShape, layout: LayoutConfig, layers: str) -> None:
+    if layout.context > 1:
+        raise ConfigError(
+            f"learner.layout.context: {layout.context} ranks would each need the state that the one before leaves "
+            f"in {shape.architecture}'s {layers} layers; allowed: 1"
+        )
 
 
 def _must_divide(key: str, size: int, count: int, what: str) -> None:

@@ -28,6 +28,7 @@ SETTINGS = {
     "mixtral": (REPLAY,),
     "gemma3_text": (),
     "phi3": (),
+    "nemotron_h": (),
 }
 
 

@@ -171,6 +171,7 @@ def _stock(args: Namespace) -> GPTModel:
     pytest.param("gpt_oss", False, {}, marks=pytest.mark.slow),
     pytest.param("gemma3_text", True, {}, marks=pytest.mark.slow),
     pytest.param("phi3", False, {}, marks=pytest.mark.slow),
+    pytest.param("nemotron_3", False, {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_other_families_go_there_and_back_bitwise(family, tied, shape, tmp_path):
     folder = write_model(tmp_path / "model", family, tied, **shape)

@@ -42,6 +42,10 @@ PARAMETERS = {  # as the published safetensors indices count them
     "llama3.1-8b": 8_030_261_248,
     "mistral-7b": 7_248_023_552,
     "moonlight-16b-a3b": 15_960_110_208,
+    "nemotron-3-nano-30b-a3b": 31_577_940_288,
+    "nemotron-h-56b": 56_324_350_464,  # of its sizes, as the next two
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-nano-12b-v2": 12_310_001_152,
     "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512,
     "qwen2.5-math-7b": 7_615_616_512,

@@ -92,6 +92,7 @@ LATER = {"qwen3_next": 2e-4}
         pytest.param(("deepseek_v3", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
         pytest.param(("gpt_oss", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
         pytest.param(("qwen3_next", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
+        pytest.param(("nemotron_3", False), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
         pytest.param(("gemma3_text", True), False, ["one", "tensor", "pipeline"], marks=pytest.mark.slow),
     ],
     ids=[
@@ -107,6 +108,7 @@ LATER = {"qwen3_next": 2e-4}
         "latent attention, TP1 to TP2 to PP2",
         "sinks and biased experts, TP1 to TP2 to PP2",
         "delta nets, TP1 to TP2 to PP2",
+        "Mamba-2 and experts, TP1 to TP2 to PP2",
         "norms behind each part, tied, TP1 to TP2 to PP2",
     ],
 )

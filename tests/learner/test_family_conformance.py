@@ -17,8 +17,12 @@ TOGETHER = {"test_every_process_can_load_it_without_torch": None}  # in tests/te
 # In `make test`: those whose tables, layers or weights are unlike the others'; the rest are left to `make test-all`.
 FAST = ("qwen2", "qwen3_moe", "glm4", "glm4_moe")
 
-for _name in KIND.names:
-    _members = {"name": _name, "config": FAMILIES[_name][1], **TOGETHER}
+_OTHERS = {"nemotron_3": "nemotron_h"}  # further models of a family
+
+for _name in (*KIND.names, *_OTHERS):
+    _members = {"name": _OTHERS.get(_name, _name), "config": FAMILIES[_name][1], **TOGETHER}
+    if not FAMILIES[_name][1].get("tie_word_embeddings", True):
+        _members["ties"] = (False,)
     if _name == "qwen3_vl_moe":
         _members["stored_tensor"] = lambda self, name, tensor: turned(name, tensor, SIZES["hidden_size"])
     if _name not in FAST:

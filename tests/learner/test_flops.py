@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from learner_parts import make_batch, make_config
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from streamrl.config.learner import LoraConfig
@@ -73,6 +74,18 @@ def test_a_token_meets_top_k_experts_and_frozen_weights_cost_a_third_less(model_
     pair = training_flops(shape, LoraConfig(), Work(pairs=1))  # products of head_dim for a score and for a value
     assert pair == 3 * (2 + 2) * shape.head_dim * shape.heads * shape.layers
     assert adapters - own == training_flops(shape, LoraConfig(), work) * 2 / 3
+
+
+def test_a_token_of_a_hybrid_model_meets_the_matrices_of_each_layer_and_its_states(model_folder):
+    folder = model_folder("nemotron_3")
+    shape, weights = read_shape(folder), load_file(folder / "model.safetensors")
+    matrices = {name: weight.numel() for name, weight in weights.items() if ".layers." in name and weight.dim() == 2}
+    met = sum(size for name, size in matrices.items() if ".experts." not in name)
+    met += shape.moe.top_k * sum(size for name, size in matrices.items() if ".experts.0." in name)
+    states = 2 * 2 * shape.mamba.heads * shape.mamba.head * shape.mamba.state  # two layers, written and read
+    assert training_flops(shape, LoraConfig(), Work(tokens=1)) == 3 * 2 * (met + states)
+    pair = training_flops(shape, LoraConfig(), Work(pairs=1))
+    assert pair == 3 * (2 + 2) * shape.head_dim * shape.heads  # one layer has attention
 
 
 def test_the_utilisation_of_a_step_is_its_flops_by_its_time_and_the_peak(model_folder, trainer_of):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -108,6 +109,21 @@ REFUSED = [
     ("qwen3_next", {"layer_types": ["linear_attention", "mamba"]}, "layer_types=.* allowed: 2 of full_attention"),
     ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads=3; allowed: a multiple of 2"),
     ("qwen3_next", {"linear_key_head_dim": None}, "linear_key_head_dim=None is not allowed"),
+    ("nemotron_h", {"layers_block_type": ["mamba", "conv", "mlp", "attention"]}, "layers_block_type=.* allowed: mamba"),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "mlp"] * 2},
+        "layers_block_type=.* with Mamba-2 and attention among",
+    ),
+    ("nemotron_h", {"layers_block_type": None}, "hybrid_override_pattern is missing; allowed: a letter of M"),
+    ("nemotron_h", {"num_hidden_layers": 5}, "num_hidden_layers=5; allowed: 4, as layers_block_type has"),
+    ("nemotron_h", {"n_groups": 3}, "mamba_num_heads=8; allowed: a multiple of n_groups=3"),
+    ("nemotron_h", {"mamba_d_conv": None}, "conv_kernel=None is not allowed"),
+    ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu' is not supported; allowed: 'relu2'"),
+    ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings=True is not supported"),
+    ("nemotron_h", {"time_step_limit": [0.001, 0.1]}, r"time_step_limit=\[0\.001, 0\.1\] is not supported"),
+    ("nemotron_3", {"moe_latent_size": 32}, "moe_latent_size=32 is not supported; allowed: None"),
+    ("nemotron_3", {"n_shared_experts": 2}, "n_shared_experts=2 is not supported; allowed: 1"),
     ("phi3", {"sliding_window": 64}, "sliding_window=64 is not supported; allowed: null"),
     ("phi3", {"rope_parameters": {**LONG, "short_factor": [1.0] * 3}}, "short_factor has 3 numbers; allowed: 12"),
     ("phi3", {"rope_parameters": {**LONG, "factor": 2.0}}, r"factor=2\.0 is not supported for longrope; allowed: 4\.0"),
@@ -123,6 +139,35 @@ def test_what_would_be_computed_otherwise_is_refused_in_one_line(family, changes
     with pytest.raises(UnsupportedModelError, match=text) as refused:
         read_shape(tmp_path)
     assert len(str(refused.value).splitlines()) == 1
+
+
+NEMOTRON_H_8B = {  # as NVIDIA wrote it, before transformers 5
+    "attention_head_dim": 128,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 128,
+    "n_groups": 8,
+    "num_hidden_layers": 52,
+    "ssm_state_size": 128,
+    "time_step_limit": [0.0, float("inf")],
+    "time_step_min": 0.001,
+}
+
+
+def test_an_older_nemotron_says_the_same_with_other_keys(tmp_path):
+    config = config_of("nemotron_h", **NEMOTRON_H_8B)
+    for key in ("layers_block_type", "head_dim"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_shape(tmp_path)
+    assert [layer for layer in range(52) if shape.has_attention(layer)] == [7, 18, 29, 40]
+    assert sum(map(shape.is_mamba, range(52))) == sum(map(shape.has_mlp, range(52))) == 24
+    assert (shape.head_dim, shape.norm_eps, shape.moe) == (128, 1e-5, None)
+    renamed = config | {"mamba_n_groups": 8, "mamba_d_conv": 4, "n_groups": 1, "conv_kernel": 2}
+    (tmp_path / "config.json").write_text(json.dumps(renamed))
+    assert read_shape(tmp_path) == shape
 
 
 GEMMA3_1B = {  # as Google wrote it, before transformers 5
@@ -152,7 +197,7 @@ def test_longrope_holds_up_to_the_context_of_the_first_training(tmp_path):
 
 def test_layouts_and_adapters_that_these_models_cannot_have_are_refused_by_name(tmp_path):
     shapes = {}
-    for family in ("deepseek_v3", "gpt_oss", "qwen3_next"):
+    for family in ("deepseek_v3", "gpt_oss", "qwen3_next", "nemotron_h", "nemotron_3"):
         (tmp_path / "config.json").write_text(json.dumps(config_of(family)))
         shapes[family] = read_shape(tmp_path)
     with pytest.raises(ConfigError, match=r"^learner\.layout\.expert_tensor: 2 ranks would each add the biases"):
@@ -165,6 +210,13 @@ def test_layouts_and_adapters_that_these_models_cannot_have_are_refused_by_name(
         check_fit(shapes["qwen3_next"], LayoutConfig(context=2))
     with pytest.raises(ConfigError, match=r"^learner\.layout\.sequence: false with delta-net layers"):
         check_fit(shapes["qwen3_next"], LayoutConfig(tensor=2, sequence=False))
+    with pytest.raises(ConfigError, match=r"^learner\.lora\.rank: adapters are not supported for NemotronH"):
+        check_adapters(shapes["nemotron_h"], ("linear_proj",))
+    with pytest.raises(ConfigError, match=r"^learner\.layout\.context: 2 ranks would .*NemotronH.*Mamba-2 layers"):
+        check_fit(shapes["nemotron_3"], LayoutConfig(context=2))
+    with pytest.raises(ConfigError, match=r"^learner\.layout\.tensor: 4 does not divide 2 groups of heads of Mamba-2"):
+        check_fit(dataclasses.replace(shapes["nemotron_h"], groups=4), LayoutConfig(tensor=4))
+    check_fit(shapes["nemotron_h"], LayoutConfig(tensor=2, sequence=False))
 
 
 def test_tensors_that_servers_join_are_in_one_bucket():
@@ -178,8 +230,12 @@ def test_tensors_that_servers_join_are_in_one_bucket():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["deepseek_v3", "moonlight", "gpt_oss", "mixtral", "gemma3_text", "phi3", "qwen3_next"]
-)
+    "family",
+    [
+        "deepseek_v3", "moonlight", "gpt_oss", "mixtral", "gemma3_text", "phi3", "qwen3_next", "nemotron_h",
+        "nemotron_3",
+    ],
+)  # fmt: skip
 def test_a_plan_counts_the_weights_that_a_folder_has(family, tmp_path):
     from safetensors.torch import load_file
 

@@ -17,6 +17,7 @@ from transformers import (
 
 from streamrl.lab.audit.drawn import as_drawn
 from streamrl.lab.audit.images import image_inputs
+from streamrl.mamba_steps import without_floor
 from streamrl.recorded.weights import whole_weights
 from streamrl.types import Sample
 
@@ -68,7 +69,8 @@ def load_kept(folder: Path, settings: PretrainedConfig, base: Path) -> PreTraine
     missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing or unexpected:
         raise ValueError(f"{folder}: weights missing {missing}, unexpected {unexpected}")
-    return model.eval()
+    kept: PreTrainedModel = without_floor(model).eval()
+    return kept
 
 
 @torch.inference_mode()

@@ -79,7 +79,7 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
     small = str(arguments.get("kv_cache_dtype", "auto")) in SMALL_CACHE
     heads = 2 * max(1, shape.groups // tensor) * shape.head_dim
     width = heads if shape.latent is None else shape.latent.rank + shape.latent.turned  # one vector, on every rank
-    layers = sum(not shape.is_delta(layer) for layer in range(shape.layers))
+    layers = sum(shape.has_attention(layer) for layer in range(shape.layers))
     token = layers * width * (1 if small else item)
     total = machines.gpu_memory if machines.has_gpus else machines.host_memory / tensor
     cache = int(total * GIB * float(arguments.get("mem_fraction_static", machines.mem_fraction))) - weights

@@ -36,7 +36,8 @@ and 4 bytes a head for attention's normaliser unless `recompute` is `selective`.
 2022 (arXiv:2205.05198, section 4) for layers without dropout, with grouped queries, a gated MLP, and attention that
 keeps no scores. A mixture of experts replaces the last line by top_k copies of the rank's own tokens with 2 h and the
 MLP of an expert each, spread evenly, and float32 router logits. Latent attention has its vectors before and behind
-their norms, and the queries, keys and values of all heads. With `recompute: full` a layer keeps its input, and one
+their norms, and the queries, keys and values of all heads. Delta nets and Mamba-2 have float32 copies besides; a layer
+that is one part alone has that part's, and two inputs. With `recompute: full` a layer keeps its input, and one
 layer is whole while it is computed again.
 
 A row has `tokens_per_micro_batch` / `context` tokens on a rank. Stage i of p has p - i rows under way (1F1B, Narayanan
@@ -56,8 +57,9 @@ from dataclasses import asdict, dataclass
 from streamrl.config import Config
 from streamrl.config.learner import LoraConfig
 from streamrl.lab.plan.machines import Machines
-from streamrl.lab.plan.parameters import has_experts, largest_layer, layers_of, of_critic, of_stage, outside_layers
+from streamrl.lab.plan.parameters import largest_layer, layers_of, of_critic, of_stage, outside_layers
 from streamrl.learner.critic_shape import critic_shape
+from streamrl.learner.mamba_shape import CHUNK, MambaShape
 from streamrl.learner.shape import CHUNK_BYTES, ModelShape
 from streamrl.learner.teacher_shape import teacher_shape
 
@@ -248,37 +250,61 @@ def token_bytes(config: Config, shape: ModelShape, machines: Machines, layer: in
     attention that keeps no scores, a gated MLP.
     """
     layout, item = config.learner.layout, ITEM[config.model.dtype]
-    mlp = (
-        3 if is_fused(config, machines) and shape.family.engine else 4
-    )  # gate and up, their product, and without fusion silu(gate)
+    # Gate and up, their product, and without fusion silu(gate); without a gate max(up, 0) and its square.
+    mlp = (3 if is_fused(config, machines) and shape.family.engine else 4) if shape.gated else 2
     spread = layout.tensor if layout.sequence else 1  # what tensor parallelism leaves whole
     if config.learner.recompute == "full":
         return shape.hidden * item // spread
-    queries, keys = (heads * shape.head_dim // layout.tensor for heads in (shape.heads, shape.groups))
-    # Inputs of all norms and of both column-parallel layers.
-    residual = (2 + shape.family.norms_in_a_layer) * shape.hidden // spread
-    attention = 3 * queries + 3 * keys  # the projection (its values are seen there), turned q and k, the output
-    attention += queries if shape.qk_norm else 0
-    if (latent := shape.latent) is not None:  # vectors before and behind their norms; keys are put together, too
-        vectors = 2 * (latent.rank + (latent.query_rank or 0)) + latent.turned
-        heads = 2 * shape.head_dim + shape.head_dim + latent.plain + 2 * latent.value
-        attention = vectors // spread + shape.heads // layout.tensor * heads
-    if (delta := shape.delta) is not None and shape.is_delta(layer):
-        # The projection, the convolution and what it makes, float32 copies for the rule, what tokens write, outputs.
-        copies = 4 * delta.values * (3 * delta.key + 4 * delta.value) // item
-        attention = (delta.projected + 2 * delta.channels + 2 * delta.values * delta.value + copies) // layout.tensor
+    # Inputs of all norms and of the column-parallel layers that a layer's parts begin with.
+    parts = 1 if shape.mamba is not None else 2
+    residual = (parts + shape.family.norms_in_a_layer) * shape.hidden // spread
+    mixer = _of_mixer(shape, layer, layout.tensor, spread, item)
     norms = 4 * shape.heads // layout.tensor  # float32 log-sum-exps
-    if config.learner.recompute == "selective":
+    if config.learner.recompute == "selective" or not shape.has_attention(layer):
         norms = 0
-    if not has_experts(shape, layer):
-        return (residual + attention + mlp * shape.ffn // layout.tensor) * item + norms
+    if not shape.has_mlp(layer):
+        return (residual + mixer) * item + norms
+    if not shape.has_experts(layer):
+        return (residual + mixer + mlp * shape.ffn // layout.tensor) * item + norms
     assert shape.moe is not None
     own = 1 if layout.tensor == 1 or not layout.sequence else 1 / layout.tensor  # of a row's tokens, on this rank
     routed = own * shape.moe.top_k * layout.expert_tensor  # copies of tokens that meet its experts, spread evenly
     experts = routed * (2 * shape.hidden + mlp * shape.moe.ffn / layout.expert_tensor)
     experts += mlp * shape.moe.shared_ffn / layout.tensor
     router = 2 * 4 * shape.moe.experts * own  # float32 logits and probabilities
-    return int((residual + attention + experts) * item + router) + norms
+    return int((residual + mixer + experts) * item + router) + norms
+
+
+def _of_mixer(shape: ModelShape, layer: int, tensor: int, spread: int, item: int) -> int:
+    """Values of `item` bytes that a token leaves in what mixes tokens in a layer, but for its input.
+
+    tensor: ranks over which heads are cut; spread: those that share what is not.
+    """
+    if (delta := shape.delta) is not None and shape.is_delta(layer):
+        # The projection, the convolution and what it makes, float32 copies for the rule, what tokens write, outputs.
+        copies = 4 * delta.values * (3 * delta.key + 4 * delta.value) // item
+        return (delta.projected + 2 * delta.channels + 2 * delta.values * delta.value + copies) // tensor
+    if shape.mamba is not None and shape.is_mamba(layer):
+        return _of_scan(shape.mamba, item) // tensor
+    if not shape.has_attention(layer):
+        return 0
+    if (latent := shape.latent) is not None:  # vectors before and behind their norms; keys are put together, too
+        vectors = 2 * (latent.rank + (latent.query_rank or 0)) + latent.turned
+        heads = 2 * shape.head_dim + shape.head_dim + latent.plain + 2 * latent.value
+        return vectors // spread + shape.heads // tensor * heads
+    queries, keys = (heads * shape.head_dim // tensor for heads in (shape.heads, shape.groups))
+    # The projection (its values are seen there), turned queries and keys, the output.
+    return 3 * queries + 3 * keys + (queries if shape.qk_norm else 0)
+
+
+def _of_scan(mamba: MambaShape, item: int) -> int:
+    """Values of `item` bytes that a token leaves in a Mamba-2 layer (`learner/mamba.py`, `learner/mamba_scan.py`).
+
+    The projection, the convolution and what it makes, outputs; float32: steps times values, decays and scores of a
+    chunk's pairs and their product, outputs before and behind the gate and the norm, the gate's activation.
+    """
+    float32 = 6 * mamba.inner + 2 * mamba.groups * mamba.state + 3 * CHUNK * mamba.heads
+    return mamba.projected + 2 * mamba.channels + mamba.inner + 4 * float32 // item
 
 
 def _logprobs(config: Config, shape: ModelShape, *, backward: bool = True) -> int:

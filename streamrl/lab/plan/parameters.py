@@ -101,8 +101,9 @@ def of_server_rank(shape: ModelShape, tensor: int) -> int:
     layers = 0
     for layer in range(shape.layers):
         counted = _layer(shape, layer, LayoutConfig(tensor=tensor, expert_tensor=tensor))
-        repeated = 0 if shape.is_delta(layer) else _attention_of_server(shape, tensor) - shape.attention_weights(tensor)
-        layers += counted.all + repeated
+        layers += counted.all
+        if shape.has_attention(layer):
+            layers += _attention_of_server(shape, tensor) - shape.attention_weights(tensor)
     ends = (1 if shape.tied else 2) * shape.padded_vocabulary(tensor) // tensor * shape.hidden
     return layers + ends + shape.hidden + _tower(shape) // tensor
 
@@ -111,7 +112,7 @@ def quantised_of_server_rank(shape: ModelShape, tensor: int) -> int:
     """Those of them that `generate.quantization` is about: the projections of attention, MLPs and experts."""
     layers = shape.layers * _attention_of_server(shape, tensor)
     for layer in range(shape.layers):
-        moe = shape.moe if has_experts(shape, layer) else None
+        moe = shape.moe if shape.has_experts(layer) else None
         width = shape.ffn if moe is None else moe.experts * moe.ffn + moe.shared_ffn
         layers += 3 * shape.hidden * width // tensor
     return layers
@@ -131,12 +132,15 @@ _WHOLE = LayoutConfig()
 def _layer(shape: ModelShape, layer: int, layout: LayoutConfig) -> Parameters:
     """One layer on one rank."""
     dense = _mixer(shape, layer, layout.tensor) + shape.family.norms_in_a_layer * shape.hidden
-    if not has_experts(shape, layer):
-        return Parameters(dense=dense + 3 * shape.hidden * shape.ffn // layout.tensor)
+    if not shape.has_mlp(layer):
+        return Parameters(dense=dense)
+    column = shape.mlp_matrices * shape.hidden  # with the rows that go with it
+    if not shape.has_experts(layer):
+        return Parameters(dense=dense + column * shape.ffn // layout.tensor)
     assert shape.moe is not None
     router = shape.moe.experts * (shape.hidden + shape.moe.sigmoid)  # with a bias for each expert
-    dense += 3 * shape.hidden * shape.moe.shared_ffn // layout.tensor + shape.hidden * shape.moe.shared_gate
-    experts = shape.moe.experts // layout.expert * 3 * shape.hidden * shape.moe.ffn // layout.expert_tensor
+    dense += column * shape.moe.shared_ffn // layout.tensor + shape.hidden * shape.moe.shared_gate
+    experts = shape.moe.experts // layout.expert * column * shape.moe.ffn // layout.expert_tensor
     if shape.attention.bias:
         router += shape.moe.experts
         experts += shape.moe.experts // layout.expert * (2 * shape.moe.ffn // layout.expert_tensor + shape.hidden)
@@ -144,10 +148,14 @@ def _layer(shape: ModelShape, layer: int, layout: LayoutConfig) -> Parameters:
 
 
 def _mixer(shape: ModelShape, layer: int, tensor: int) -> int:
-    """One layer's attention or delta net on one of so many tensor-parallel ranks, without the norms around it."""
-    weights, delta = shape.mixer_weights(layer, tensor), shape.delta
+    """What mixes tokens in one layer on one of so many tensor-parallel ranks, without the norms around it."""
+    weights, delta, mamba = shape.mixer_weights(layer, tensor), shape.delta, shape.mamba
     if delta is not None and shape.is_delta(layer):
         return weights + (delta.channels * delta.kernel + 2 * delta.values) // tensor + delta.value
+    if mamba is not None and shape.is_mamba(layer):
+        return weights + (mamba.channels * (mamba.kernel + 1) + 3 * mamba.heads + mamba.inner) // tensor
+    if not shape.has_attention(layer):
+        return 0
     projected = (shape.heads + 2 * shape.groups) * shape.head_dim // tensor
     weights += projected if shape.qkv_bias else 0
     weights += 2 * shape.head_dim if shape.qk_norm else 0
@@ -158,11 +166,6 @@ def _mixer(shape: ModelShape, layer: int, tensor: int) -> int:
     return weights
 
 
-def has_experts(shape: ModelShape, layer: int) -> bool:
-    """Whether a layer, from 0, is a mixture of experts."""
-    return shape.moe is not None and layer not in shape.moe.dense_layers
-
-
 def _adapters(shape: ModelShape, layer: int, layout: LayoutConfig, settings: LoraConfig) -> int:
     """Adapter parameters of one layer on one rank: A and B of each projection, one of them cut (learner/lora.py)."""
     if settings.rank == 0:
@@ -170,7 +173,7 @@ def _adapters(shape: ModelShape, layer: int, layout: LayoutConfig, settings: Lor
     sizes = adapter_sizes(shape)
     total = 0
     for target in settings.targets:
-        if target in ("linear_fc1", "linear_fc2") and has_experts(shape, layer):
+        if target in ("linear_fc1", "linear_fc2") and shape.has_experts(layer):
             continue  # refused by the learner; `fit.py` says so
         projections, inputs, outputs = sizes[target]
         by_rows = target in ("linear_qkv", "linear_fc1")  # B is cut; else A

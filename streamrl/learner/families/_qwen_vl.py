@@ -56,9 +56,10 @@ class QwenVL(ModelFamily):
         if not isinstance(image, int) or not 0 <= image < shape.vocabulary:
             raise UnsupportedModelError(f"{path}: image_token_id={image!r} is not allowed; allowed: a token's id")
         sections = tuple(text["rope_parameters"].get("mrope_section") or ())
-        if len(sections) != 3 or 2 * sum(sections) != shape.head_dim:
+        turned = int(shape.head_dim * shape.rope.part)
+        if len(sections) != 3 or 2 * sum(sections) != turned:
             raise UnsupportedModelError(
-                f"{path}: mrope_section={list(sections)} is not allowed; allowed: three parts of {shape.head_dim // 2}"
+                f"{path}: mrope_section={list(sections)} is not allowed; allowed: three parts of {turned // 2}"
             )
         out = filled.get("out_hidden_size", shape.hidden)
         if out != shape.hidden:

@@ -236,6 +236,11 @@ class ModelFamily(Choice):
         """Change what one layer is made of: Megatron's specification, a copy for each layer. It may import torch."""
 
     @classmethod
+    def edit_in_layer(cls, layer: ModuleSpec, config: TransformerConfig, shape: ModelShape, number: int) -> None:
+        """The same where it depends on the layer: its number in the model, from 0."""
+        cls.edit(layer, config)
+
+    @classmethod
     def cuts(cls) -> Mapping[str, Cut]:
         """Ways of its own to cut a parameter, by their names in the tables. It may import torch."""
         return {}
