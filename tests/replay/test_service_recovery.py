@@ -294,8 +294,11 @@ def test_a_learner_that_starts_again_gets_the_steps_behind_its_checkpoint_in_the
     for step in range(2):
         learner.send(Next(step=step))
         ledgers.append(hear(learner, ReceivedBatch).ledger)
-    running.announce(V1)
+    publisher = running.publisher()
+    hear(publisher, Roster)
+    running.announce(V1, publisher=publisher)
     worker.send(Applied(server="w-server", version=V1))
+    hear(publisher, Applied)
     for again in (1, 0):
         learner = running.learner(PolicyVersion(again, incarnation=3 - again), ledgers[again])
         assert running.welcome.published == V1
