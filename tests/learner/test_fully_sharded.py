@@ -173,7 +173,7 @@ def test_two_ranks_have_the_loss_norm_and_weights_of_data_parallel_ranks_and_of_
     for other in (plain, one):
         for row, expected in zip(sharded["rows"], other["rows"], strict=True):
             noise = {name for name in expected if name.startswith("gradient/")} if other is one else set()
-            assert row == pytest.approx({**expected, **{name: row[name] for name in noise}}, rel=1e-5, abs=1e-7)
+            assert row == pytest.approx({**expected, **{name: row[name] for name in noise}}, rel=1e-6, abs=1e-7)
         for name, tensor in sharded["weights"].items():
             torch.testing.assert_close(tensor, other["weights"][name], rtol=0, atol=1e-6)
 
