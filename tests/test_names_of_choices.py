@@ -28,7 +28,7 @@ OTHER_MEANINGS = {
     "streamrl/config/megatron_rl.py": {"agent"},  # an argument
     "streamrl/config/replay.py": {"none"},  # journal.keep
     "streamrl/config/reuse.py": {"none"},  # journal.keep
-    "streamrl/config/tree.py": {"transformers"},  # model.implementation
+    "streamrl/config/model.py": {"transformers"},  # model.implementation
     "streamrl/engine/client.py": {"shapes"},  # an argument of SGLang's
     "streamrl/generate/tokenizer.py": {"tools"},  # a variable of chat templates
     "streamrl/lab/group.py": {"ready"},  # an event

@@ -7,11 +7,10 @@ whatever does not fit with one line. No other package gives a default or reads a
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from streamrl.choices import FAMILIES, SINKS, TRANSPORTS
+from streamrl.choices import TRANSPORTS
 from streamrl.config import full_sharding, reuse, speculation
 from streamrl.config.algo import AlgoConfig
 from streamrl.config.critic import CriticConfig, critic_fits
@@ -19,133 +18,15 @@ from streamrl.config.evaluate import EvaluateConfig
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.in_flight import of_lag, without_lag
 from streamrl.config.learner import CheckpointConfig, LearnerConfig
+from streamrl.config.model import ModelConfig
+from streamrl.config.observe import ObserveConfig
 from streamrl.config.publish import PublishConfig
 from streamrl.config.replay import JournalConfig, ReplayConfig, StreamConfig
 from streamrl.config.reward_model import RewardModelConfig
+from streamrl.config.run import RunConfig
 from streamrl.config.section import Section, rule
 from streamrl.config.sft import SftConfig
 from streamrl.config.task import TaskConfig
-
-
-class RunConfig(Section):
-    """What a run is called, where it is kept and how long it lasts."""
-
-    name: str = Field("run", pattern=r"^[\w][\w.-]*$", description="name of the run folder")
-    folder: Path = Field(Path("runs"), description="folder that holds the run folders")
-    id: str | None = Field(
-        None,
-        pattern=r"^[\w][\w.-]{0,63}$",
-        description="id of RUN/run.json, for a role whose host does not share the run folder; null: a random one",
-    )
-    seed: int = Field(1, ge=0, description="seed of prompts, initialisation and dropout")
-    steps: int = Field(100, ge=1, description="learner steps of the whole run")
-    epochs: float | None = Field(
-        None, gt=0, description="times that the task's prompts are asked, instead of steps; the run's record has steps"
-    )
-    exit_interval: int | None = Field(
-        None,
-        ge=1,
-        description="save and end, to be gone on with, behind each learner step that it divides; null: never",
-    )
-    exit_duration: float | None = Field(
-        None, gt=0, description="minutes of training after which the same is done behind a step; null: never"
-    )
-    placement: Literal["separate", "shared"] = Field(
-        "separate",
-        description="shared: learner and servers take turns on the same devices: the servers sleep while it trains",
-    )
-    restarts: int = Field(3, ge=0, description="times that the replay service, and the learner, are started again")
-    start_timeout: float = Field(300.0, gt=0, description="seconds that a role may take to be ready")
-    stop_timeout: float = Field(60.0, gt=0, description="seconds that a role may take to end, then it is killed")
-    silence_timeout: float = Field(
-        600.0, gt=0, description="seconds that a role waits for another one of which it hears nothing, then it fails"
-    )
-    progress_timeout: float | None = Field(
-        None,
-        gt=0,
-        description="seconds without a learner step after which every role ends with an error; above "
-        "replay.group_timeout; null: twice the longest that one step may rightly wait",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _null_steps_are_none(cls, values: Any) -> Any:
-        """`run.steps=null` takes away what a file says, so that `run.epochs` can stand in its place."""
-        if isinstance(values, dict) and values.get("steps", 0) is None:
-            return {key: value for key, value in values.items() if key != "steps"}
-        return values
-
-    @rule
-    def _length_is_given_once(self) -> None:
-        if self.epochs is not None and "steps" in self.model_fields_set:
-            raise ValueError(
-                f"epochs: {self.epochs:g} is not possible beside run.steps={self.steps}; allowed: one of the two, the "
-                "other null"
-            )
-
-    @property
-    def shares_devices(self) -> bool:
-        """Do learner and servers take turns on the same devices?"""
-        return self.placement == "shared"
-
-
-# The family of every model that transformers builds.
-TRANSFORMERS = "streamrl.learner.whole.family:Transformers"
-
-
-class ModelConfig(Section):
-    """The model that is trained and generates."""
-
-    path: Path = Field(
-        Path("models/tiny"),
-        description="Hugging Face folder (config.json, safetensors, tokenizer), or else a name of the hub (`org/name`)",
-    )
-    revision: str | None = Field(
-        None, min_length=1, description="branch, tag or commit of a model of the hub; null: its main branch"
-    )
-    cache: Path | None = Field(None, description="folder for models of the hub; null: the hub's own cache")
-    hub_timeout: float = Field(
-        60.0, gt=0, description="seconds without a byte from the hub after which fetching is given up"
-    )
-    shape: Path | None = Field(None, description="its config.json under any name, for `streamrl plan` without `path`")
-    implementation: Literal["megatron", "transformers"] = Field(
-        "megatron",
-        description="whose layers the learner's models are made of: Megatron-Core's, or transformers' own class, which "
-        "may be of any architecture and is whole on every rank",
-    )
-    family: Annotated[str | None, FAMILIES] = Field(
-        None, description="how it is built and what its tensors are called; null: by the architecture in config.json"
-    )
-    family_options: dict[str, Any] = Field(default_factory=dict, description="options of a family of your own")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights in learner and server")
-    trust_remote_code: Literal[False] = Field(False, description="code from a model folder is never run")
-
-    @property
-    def built_by(self) -> str | None:
-        """The family by which the policy is read and built; None: that of its architecture."""
-        return self.builder(self.family)
-
-    def builder(self, family: str | None) -> str | None:
-        """The same of a model beside it, for which its own key says `family`."""
-        return TRANSFORMERS if self.implementation == "transformers" else family
-
-
-class ObserveConfig(Section):
-    """Where metrics go besides RUN/metrics.jsonl."""
-
-    console: bool = Field(True, description="live table in the terminal")
-    wandb: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases")
-    wandb_project: str = Field("streamrl", description="project at Weights & Biases")
-    wandb_answers: int = Field(
-        25, ge=0, description="steps between two tables of prompts, answers and rewards at Weights & Biases; 0: none"
-    )
-    tensorboard: bool = Field(False, description="event files in RUN/tensorboard")
-    sink: Annotated[str | None, SINKS] = Field(None, description="a further sink, such as one of your own; null: none")
-    sink_options: dict[str, Any] = Field(default_factory=dict, description="options of a sink of your own")
-    prometheus_port: int = Field(0, ge=0, le=65535, description="port of the Prometheus endpoint; 0: none")
-    prometheus_host: str = Field(
-        "127.0.0.1", min_length=1, description="address of the Prometheus endpoint, which asks nobody who they are"
-    )
 
 
 class Config(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamrl.config.tree import RunConfig
+from streamrl.config.run import RunConfig
 
 MINUTE = 60.0  # seconds
 

@@ -30,7 +30,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig
-from streamrl.config.tree import TRANSFORMERS
+from streamrl.config.model import TRANSFORMERS
 from streamrl.lab import convert
 from streamrl.learner import conversion
 from streamrl.learner.conversion import to_huggingface, to_megatron

@@ -14,7 +14,7 @@ from streamrl.choices import Choice, Options
 
 if TYPE_CHECKING:
     from streamrl.config import Config
-    from streamrl.config.tree import ObserveConfig
+    from streamrl.config.observe import ObserveConfig
     from streamrl.types import Batch
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from streamrl.choices import Options
     from streamrl.config import Config
-    from streamrl.config.tree import ObserveConfig
+    from streamrl.config.observe import ObserveConfig
 
 
 class TensorBoard(Sink):

@@ -14,7 +14,7 @@ from streamrl.observe.sinks.base import Sink, numbers
 if TYPE_CHECKING:
     from streamrl.choices import Options
     from streamrl.config import Config
-    from streamrl.config.tree import ObserveConfig
+    from streamrl.config.observe import ObserveConfig
     from streamrl.types import Batch
 
 
