@@ -46,22 +46,25 @@ def by_chunks(  # noqa: PLR0917
     # n, groups, heads of one, chunks, tokens of one, and what else there is
     value = _chunks(value * step.unsqueeze(-1), chunk).unflatten(1, (groups, -1))
     decay = _chunks((rate * step).unsqueeze(-1), chunk).unflatten(1, (groups, -1))
-    write, read = (_chunks(x, chunk).unsqueeze(2) for x in (write, read))
+    write, read = (_chunks(x, chunk) for x in (write, read))  # of a group, for all of its heads
+    sizes = value.size(2), value.size(-1)  # heads of a group, width
     # [.., q, k]: what decays between a token and a later one, summed for each pair by itself: a difference of two sums
     # from the beginning would lose what is small beside them.
     between = decay.expand(*decay.shape[:-1], chunk).tril(-1).cumsum(-2)
-    outputs = ((read @ write.transpose(-1, -2)) * between.exp().tril()) @ value
-    written = (value * between[..., -1, :].exp().unsqueeze(-1)).transpose(-1, -2) @ write
+    outputs = ((read @ write.transpose(-1, -2)).unsqueeze(2) * between.exp().tril()) @ value
+    behind = value * between[..., -1, :].exp().unsqueeze(-1)  # what is left of each token behind the last one
+    written = (behind.permute(0, 1, 3, 2, 5, 4).flatten(3, 4) @ write).unflatten(3, sizes)
     total = decay.cumsum(-2)  # from the beginning of a chunk
     kept = total[..., -1:, :].exp()
     if state is None:
-        state = value.new_zeros(len(value), value.size(1) * value.size(2), value.size(-1), write.size(-1))
+        state = value.new_zeros(len(value), groups * sizes[0], sizes[1], write.size(-1))
     state = state.unflatten(1, (groups, -1))
     before = []
     for place in range(value.size(3)):
         before.append(state)
-        state = kept[:, :, :, place] * state + written[:, :, :, place]
-    outputs = outputs + (read @ torch.stack(before, 3).transpose(-1, -2)) * total.exp()
+        state = kept[:, :, :, place] * state + written[:, :, place]
+    carried = read @ torch.stack(before, 2).flatten(3, 4).transpose(-1, -2)
+    outputs = outputs + carried.unflatten(-1, sizes).permute(0, 1, 4, 2, 3, 5) * total.exp()
     outputs = outputs.flatten(1, 2).flatten(2, 3)[:, :, :tokens]
     return outputs.transpose(1, 2), state.flatten(1, 2)
 

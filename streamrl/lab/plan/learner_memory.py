@@ -300,10 +300,12 @@ def _of_mixer(shape: ModelShape, layer: int, tensor: int, spread: int, item: int
 def _of_scan(mamba: MambaShape, item: int) -> int:
     """Values of `item` bytes that a token leaves in a Mamba-2 layer (`learner/mamba.py`, `learner/mamba_scan.py`).
 
-    The projection, the convolution and what it makes, outputs; float32: steps times values, decays and scores of a
-    chunk's pairs and their product, outputs before and behind the gate and the norm, the gate's activation.
+    The projection, the convolution and what it makes, the output; in float32: what it makes once more, values before
+    and behind the scan, its gate and its norm (8 times their width), decays of a chunk's pairs, those that are seen and
+    their scores, and each chunk's states twice.
     """
-    float32 = 6 * mamba.inner + 2 * mamba.groups * mamba.state + 3 * CHUNK * mamba.heads
+    pairs, states = 3 * CHUNK * mamba.heads, 2 * mamba.inner * mamba.state // CHUNK
+    float32 = 8 * mamba.inner + mamba.channels + 2 * mamba.groups * mamba.state + pairs + states
     return mamba.projected + 2 * mamba.channels + mamba.inner + 4 * float32 // item
 
 
