@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +45,6 @@ class Check:
     tied: bool = False
     server: Mapping[str, Any] = field(default_factory=dict)  # `generate.server_args` that the family needs on a CPU
     skipped: Mapping[str, str] = field(default_factory=dict)  # column -> why it is not measured
-    loose: float = 0.0  # bar of the gradient, where transformers' layers round more
 
 
 def make_folder(folder: Path, family: str, check: Check) -> tuple[Path, Path]:
@@ -66,9 +66,10 @@ def against_transformers(folder: Path, check: Check, work: Path) -> dict[str, fl
     theirs = load_model(folder, attn_implementation="eager")
     ids = torch.randint(5, VOCABULARY - 5, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     weights = torch.randn(2, LENGTH - 1, generator=torch.Generator().manual_seed(4))
-    expected = theirs(ids).logits
-    packed = _packed_by_transformers(theirs)
-    images = by_transformers(theirs, folder) if read_shape(folder).vision is not None else None
+    with _token_by_token(theirs):
+        expected = theirs(ids).logits
+        packed = _packed_by_transformers(theirs)
+        images = by_transformers(theirs, folder) if read_shape(folder).vision is not None else None
     _weighted(expected, ids, weights).backward()
     gradient = _gradient_by_transformers(theirs, work / "gradient")
     with loaded(folder) as model:
@@ -137,6 +138,23 @@ def _with_crossed(family: type[ModelFamily], one: str, other: str) -> type[Model
 def _logits(model: PolicyModel, ids: Tensor) -> Tensor:
     logits: Tensor = model(ids, torch.arange(ids.size(1)).expand(len(ids), -1), None)
     return logits[..., : model.shape.vocabulary]
+
+
+@contextlib.contextmanager
+def _token_by_token(model: Any) -> Iterator[None]:
+    """Delta nets of transformers by its rule for one token after another: the one for chunks takes decays from
+    differences of long sums, in float32, and loses a digit of their gradient.
+    """
+    module = sys.modules[type(model).__module__]
+    chunked, of_tokens = (f"torch_{kind}_gated_delta_rule" for kind in ("chunk", "recurrent"))
+    if (former := getattr(module, chunked, None)) is None:
+        yield
+        return
+    setattr(module, chunked, getattr(module, of_tokens))
+    try:
+        yield
+    finally:
+        setattr(module, chunked, former)
 
 
 def _weighted(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

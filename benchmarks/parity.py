@@ -155,18 +155,18 @@ def _rows(quick: bool) -> Iterator[Row]:
             yield from family_rows(family, tied, DTYPES[:1] if quick else DTYPES, further=not tied and not quick)
 
 
-def family_rows(family: str, tied: bool, dtypes: Sequence[str], further: bool) -> Iterator[Row]:
-    """The rows of one model: each group of ranks is started once."""
+def family_rows(family: str, tied: bool, dtypes: Sequence[str], further: bool, **shape: Any) -> Iterator[Row]:
+    """The rows of one model, whose configuration has `shape` besides: each group of ranks is started once."""
     with tempfile.TemporaryDirectory() as folder:
-        model = write_model(Path(folder) / "model", family, tied, LAYERS)
+        model = write_model(Path(folder) / "model", family, tied, LAYERS, **shape)
         wanted = [(dtype, layout) for dtype in dtypes for layout in LAYOUTS]
         if further and family in ("qwen2", "qwen3_moe"):
             wanted += [("float32", layout) for layout in FURTHER]
-        shape = read_shape(model)
-        wanted = [(dtype, layout) for dtype, layout in wanted if layout.experts in (None, shape.moe is not None)]
-        if shape.delta is not None or shape.mamba is not None:  # refused: a state is not handed over ranks
+        read = read_shape(model)
+        wanted = [(dtype, layout) for dtype, layout in wanted if layout.experts in (None, read.moe is not None)]
+        if read.delta is not None or read.mamba is not None:  # refused: a state is not handed over ranks
             wanted = [(dtype, layout) for dtype, layout in wanted if "context" not in layout.layout]
-        if shape.delta is not None:  # refused: a norm inside sees the heads of one rank
+        if read.delta is not None:  # refused: a norm inside sees the heads of one rank
             wanted = [(dtype, layout) for dtype, layout in wanted if layout.layout.get("sequence", True)]
         given = _gradients(model, dtypes, wanted)
     for dtype in dtypes:

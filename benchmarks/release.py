@@ -85,21 +85,21 @@ class Row:
         return f"{self.load}, {self.policy}"
 
     def promises(self) -> list[str]:
-        """Those of slots and bound that were not kept."""
+        """Those of slots, bound and age that were not kept."""
         charged = max(course.charged for course in self.courses)
         oldest = max(course.largest_age for course in self.courses)
         found = [f"{self.name}: {charged} slots in use, {self.slots} allowed"] if charged > self.slots else []
         if oldest > BOUND:
             found.append(f"{self.name}: a token {oldest} steps old, {BOUND} allowed")
+        if self.policy != POLICIES[0] and LOADS[self.load] > 1 and (age := self.middle("mean_age")) > AGE:
+            found.append(f"{self.name}: a mean age of {age:.2f} steps, {AGE:g} is the bar")
         return found
 
     def broken(self) -> list[str]:
         """Promises and bars that were not kept."""
-        name, found = self.name, self.promises()
+        found = self.promises()
         if (ratio := statistics.median(self.ratios)) < RATIO:
-            found.append(f"{name}: {ratio:.3f} of the steps/s of {POLICIES[0]}, {RATIO} is the bar")
-        if self.policy != POLICIES[0] and LOADS[self.load] > 1 and (age := self.middle("mean_age")) > AGE:
-            found.append(f"{name}: a mean age of {age:.2f} steps, {AGE:g} is the bar")
+            found.append(f"{self.name}: {ratio:.3f} of the steps/s of {POLICIES[0]}, {RATIO} is the bar")
         return found
 
 
@@ -177,7 +177,7 @@ def show(rows: Sequence[Row]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="each once and shortly; speeds and ages are not judged")
+    parser.add_argument("--quick", action="store_true", help="each once and shortly; speeds are not judged")
     parser.add_argument("--repeats", type=int, default=5, help="of every load and policy")
     parser.add_argument("--steps", type=int, help="that are timed of one run (default: 24, quick: 8)")
     parser.add_argument("--json", type=Path, help="write the figures here too")

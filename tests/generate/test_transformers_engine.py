@@ -39,11 +39,11 @@ def ids_of(answers: list[Answer]) -> list[list[int]]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
 def test_the_log_probs_are_those_of_a_plain_forward(policy, model_folders, forward_logprobs, temperature):
     weights = load_file(model_folders[0] / "model.safetensors")
-    answers = ask(policy, 3, temperature=temperature, max_new_tokens=12, top_p=0.9)
+    answers = ask(policy, 3, temperature=temperature, max_new_tokens=12, top_p=0.9, sampling_seed=5)
     for answer in answers:
         expected = forward_logprobs(weights, [*PROMPT, *answer.output_ids], temperature or 1.0)[len(PROMPT) - 1 :]
         told = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
-        assert (expected - told).abs().max() < 5e-5
+        assert (expected - told).abs().max() < 1e-5
         assert [(span.version, span.start, span.end) for span in answer.meta_info.weight_versions] == [("0.0", 0, 12)]
         assert answer.meta_info.finish_reason.type == "length"
     assert (len({*map(tuple, ids_of(answers))}) == 1) == (temperature == 0.0)

@@ -72,11 +72,6 @@ def test_five_steps_after_a_resume_on_two_ranks_equal_the_uninterrupted_run(fami
     assert equal(first["weights"], second["weights"])
 
 
-EXACT = 1e-5
-# Behind an update: Adam makes whole steps of gradients that are rounding, which those of gates are.
-LATER = {"qwen3_next": 2e-4}
-
-
 @pytest.mark.parametrize(
     ("model", "distributed", "layouts"),
     [
@@ -118,15 +113,16 @@ def test_a_checkpoint_goes_from_layout_to_layout_with_every_number_as_it_was(mod
         sizes = {key: 2 for key in name.split() if key not in ("one", "full")}
         layout: dict[str, Any] = {key: size for key, size in sizes.items() if key != "data"}
         layout |= {"sharding": "full"} if "full" in name.split() else {}
-        optimizer = {"distributed": distributed}
+        # A gate's gradient may be rounding alone, of which Adam makes whole steps unless eps is above it.
+        optimizer = {"distributed": distributed} | ({"eps": 1e-3} if model[0] == "qwen3_next" else {})
         # Each saves step 2 again, from its own shards, before it trains on.
         results.append(run.go(model, 2, ranks=math.prod(sizes.values()), layout=layout, optimizer=optimizer))
         numbers.append(run.tensors())
     for result, tensors in zip(results[1:], numbers[1:], strict=True):
         assert equal(result["saved"], results[0]["saved"])
         assert equal(tensors, numbers[0])
-        for place, (row, expected) in enumerate(zip(result["rows"], results[0]["rows"], strict=True)):
-            assert row == pytest.approx(expected, rel=LATER.get(model[0], EXACT) if place else EXACT)
+        for row, expected in zip(result["rows"], results[0]["rows"], strict=True):
+            assert row == pytest.approx(expected, rel=1e-5)
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

@@ -166,15 +166,10 @@ def test_activations_that_are_computed_again_leave_the_gradient_as_it_is(folder,
     assert all(kept[name].abs().max() > 0 for name in kept if name.startswith(TOWER) and LAST not in name)
 
 
-# In bfloat16 rounding gives some tokens other experts, whose gradients are others as a whole.
-OTHER_EXPERTS = ("qwen3_vl_moe",)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_every_layout_has_the_gradient_of_one_process(family):
-    for row in family_rows(family, False, DTYPES, further=False):
-        if family in OTHER_EXPERTS and row.rounding is not None:
-            assert max(row.loss, row.norm) < 0.05, row
-        else:
-            assert row.within, row
+    # In bfloat16 rounding gives some tokens other experts: test_family_layouts.py has the mixture there.
+    dtypes = DTYPES[:1] if family == "qwen3_vl_moe" else DTYPES
+    for row in family_rows(family, False, dtypes, further=False):
+        assert row.within, row
