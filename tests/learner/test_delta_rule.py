@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from two_rules import assert_same
 
 from streamrl.learner.attention import describe_row
 from streamrl.learner.delta_rule import CHUNK, delta_rule
@@ -36,15 +37,7 @@ def token_by_token(*given):
 
 
 def test_the_rule_by_chunks_is_the_rule_token_by_token_in_values_and_gradients():
-    results = []
-    for rule in (delta_rule, token_by_token):
-        given = drawn()
-        outputs, state = rule(*given)
-        weights = torch.linspace(-1, 1, outputs.numel(), dtype=torch.float64).view_as(outputs)
-        gradients = torch.autograd.grad((outputs * weights).sum() + state.sum(), given)
-        results.append((outputs, state, *gradients))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    assert_same(delta_rule, token_by_token, drawn)
 
 
 def test_a_token_without_decay_and_beta_leaves_the_state_as_it_is():
