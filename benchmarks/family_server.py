@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from streamrl.choices import TRANSPORTS
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.engine.server import serving
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.weight_sinks import make_sink

@@ -1,4 +1,4 @@
-"""The learner in the model check: the real ServiceBatches and Publisher, by the rules of learner/role.py."""
+"""The learner in the model check: the real ServiceBatches and Publisher, by the rules of learner/lead_loop.py."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class _SteppedPublisher:
 
 
 class LearnerModel:
-    """One life of the learner, by the rules of learner/role.py."""
+    """One life of the learner, by the rules of learner/lead_loop.py."""
 
     def __init__(self, config: Config, folder: Path, world: World) -> None:
         self._config = config

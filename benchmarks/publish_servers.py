@@ -30,7 +30,8 @@ from transformers import AutoModelForCausalLM
 
 from launch import tiny_model
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient, Interruption
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient, Interruption
 from streamrl.engine.server import Server
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.requests import GroupPolicy, Place

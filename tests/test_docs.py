@@ -152,7 +152,7 @@ def check(words: list[str]) -> None:
         if key not in KEYS and not key.startswith(MAPPINGS):
             raise config_file.ConfigError(f"{key}: unknown key")
     path = options.get("config")
-    if path is not None and "CONFIG" not in str(path) and (ROOT / path).exists():
+    if path is not None and "CONFIG" not in str(path) and (ROOT / path).is_file():
         config_file.load(ROOT / path, overrides)
     elif path is not None and str(path).startswith("configs/"):
         raise config_file.ConfigError(f"{path}: no such file")

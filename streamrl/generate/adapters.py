@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.engine.client import Answer, EngineClient, EngineError, Piece, WeightVersionSpan
+from streamrl.engine.answers import Answer, Piece, WeightVersionSpan
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.publish.peft import checksum
 from streamrl.publish.transport import AdapterManifest, PublishError, Sink
 from streamrl.types import PolicyVersion

@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from streamrl.engine.client import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
+from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.types import PolicyVersion
 
 LENGTH, STOP = FinishReason("length"), FinishReason("stop")

@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Hashable
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.engine.client import EngineClient, EngineError, Pressure
+from streamrl.engine.answers import Pressure
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.server import ServerFailed
 from streamrl.generate.request_placement import Placement
 from streamrl.generate.requests import GroupPolicy, Place

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from streamrl.engine.client import Answer, AnswerMeta, EngineError, FinishReason, SentImage, WeightVersionSpan
+from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, WeightVersionSpan
+from streamrl.engine.client import EngineError, SentImage
 from streamrl.types import PolicyVersion
 
 VERSION = PolicyVersion(0)  # of every token: its weights never change

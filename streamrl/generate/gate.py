@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamrl.engine.client import Answer
+    from streamrl.engine.answers import Answer
     from streamrl.generate.inference import Policy
 
 

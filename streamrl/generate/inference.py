@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamrl.config.generate import GenerateConfig
-from streamrl.engine.client import Answer, EngineError, SentImage
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineError, SentImage
 from streamrl.generate.moe_routing import routing_columns
 from streamrl.generate.prompt_images import PromptImage
 from streamrl.generate.sampling import Drawing, Sampling

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 import aiohttp
 import msgspec
 
-from streamrl.engine.client import Answer, EngineError, SentImage
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineError, SentImage
 from streamrl.generate.frozen import Ends, EngineRefused, Parameters, check_request, typed_answer
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.types import PolicyVersion

@@ -13,7 +13,7 @@ from streamrl.generate.submission import Submission
 from streamrl.stream.messages import TicketKey
 
 if TYPE_CHECKING:
-    from streamrl.engine.client import Answer
+    from streamrl.engine.answers import Answer
     from streamrl.generate.inference import Policy
 
 

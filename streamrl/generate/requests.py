@@ -16,7 +16,8 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from streamrl.engine.client import Answer, EngineError, Piece
+from streamrl.engine.answers import Answer, Piece
+from streamrl.engine.client import EngineError
 from streamrl.generate.continuation import Continuation
 from streamrl.generate.inference import Policy
 from streamrl.generate.stop_strings import EVERY, StopStrings

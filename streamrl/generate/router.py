@@ -13,7 +13,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 
 ROUTER = "router"  # the name of the place of every request behind one
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.device_map import divide
-from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
 from streamrl.engine.nodes import FurtherNodes

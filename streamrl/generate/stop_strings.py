@@ -14,7 +14,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from streamrl.engine.client import Answer, FinishReason
+from streamrl.engine.answers import Answer, FinishReason
 
 # Tokens of a piece of an answer that a stop string may end: so many may be drawn in vain.
 EVERY = 16

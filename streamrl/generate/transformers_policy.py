@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from streamrl.engine.client import Answer, SentImage
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import SentImage
 from streamrl.generate.frozen import Ends, EngineRefused, Parameters, check_request, typed_answer
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.mamba_steps import without_floor

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.evaluate.files import read_questions, read_summary
 from streamrl.generate.engines import make_engine

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.engine.client import Answer, EngineClient, EngineError, Piece
+from streamrl.engine.answers import Answer, Piece
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import EngineKeys
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 12}

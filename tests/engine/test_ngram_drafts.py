@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import Config
 from streamrl.engine import cpu_ngram, ngram_drafts
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.engine.hardware import has_cuda
 from streamrl.engine.ngram_drafts import without_twins
 from streamrl.generate.gate import RequestGate

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from streamrl.engine.client import Answer, FinishReason, Piece, PieceMeta
+from streamrl.engine.answers import Answer, FinishReason, Piece, PieceMeta
 from streamrl.generate.adapters import AdapterPolicy, Adapters
 from streamrl.types import PolicyVersion
 

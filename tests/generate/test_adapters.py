@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.random_models import random_adapter
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.server import Server, server_arguments
 from streamrl.generate.adapters import Adapters
 from streamrl.generate.served import ServedModel

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from streamrl import sampling_columns
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.task import OverlongConfig, ScoringConfig
-from streamrl.engine.client import Answer, AnswerMeta, EngineClient, EngineError, FinishReason, WeightVersionSpan
+from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, WeightVersionSpan
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, completion
 from streamrl.generate.requests import GroupPolicy, Place

@@ -12,16 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import (
-    Answer,
-    AnswerMeta,
-    EngineClient,
-    EngineError,
-    FinishReason,
-    Piece,
-    PieceMeta,
-    WeightVersionSpan,
-)
+from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
 from streamrl.generate.requests import STALLS, GroupPolicy, Place

@@ -22,7 +22,8 @@ import pytest
 from aiohttp import web
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient, EngineError
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.server import Server
 from streamrl.generate.fleet import Fleet
 from streamrl.generate.router import ROUTER

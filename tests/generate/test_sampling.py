@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamrl.config.generate import GenerateConfig
-from streamrl.engine.client import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
+from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.generate.continuation import Continuation
 from streamrl.generate.sampling import IMPLIED_TOP_K, Sampling
 from streamrl.generate.stop_strings import StopStrings

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer
+from streamrl.engine.answers import Answer
 from streamrl.generate.engines import make_engine
 from streamrl.generate.frozen import EngineRefused
 from streamrl.generate.transformers_policy import TransformersPolicy

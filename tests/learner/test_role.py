@@ -16,7 +16,7 @@ from streamrl.learner import role
 from streamrl.learner.batches import Delivery
 from streamrl.learner.checkpoint import Checkpoint
 from streamrl.learner.checkpoint_saver import CheckpointError
-from streamrl.learner.role import LeadLoop
+from streamrl.learner.lead_loop import LeadLoop
 from streamrl.observe.events import EventLog, event_path, read_events
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.progress import RunFailedError
@@ -267,7 +267,7 @@ class Starved(Source):
 
 def test_a_learner_that_gets_no_batch_for_too_long_saves_what_it_has_and_gives_up(tmp_path, monkeypatch):
     times = iter(range(0, 1_000_000, 100))
-    monkeypatch.setattr("streamrl.learner.role.time.monotonic", lambda: float(next(times)))
+    monkeypatch.setattr("streamrl.learner.lead_loop.time.monotonic", lambda: float(next(times)))
     source = Starved(None)
     with pytest.raises(RunFailedError) as failed:
         run(tmp_path, source, PolicyVersion(0), steps=9)
@@ -297,7 +297,7 @@ def test_a_learner_that_gives_up_reports_it_to_the_service_and_in_its_events(tmp
     monkeypatch.setattr(role, "ServiceBatches", lambda *_: source)
     monkeypatch.setattr(role, "Publisher", lambda *_: Publisher())
     times = iter(range(0, 1_000_000, 100))
-    monkeypatch.setattr("streamrl.learner.role.time.monotonic", lambda: float(next(times)))
+    monkeypatch.setattr("streamrl.learner.lead_loop.time.monotonic", lambda: float(next(times)))
     events = EventLog(event_path(tmp_path, "learner"), "learner-0", starts=False)
     config = Config.model_validate({"run": {"steps": 9}})
     with pytest.raises(RunFailedError) as failed:

@@ -13,7 +13,7 @@ import torch
 from learner_parts import VOCABULARY, gradients, make_config, weights
 
 from streamrl.config import Config
-from streamrl.learner.role import LeadLoop, StopSignal
+from streamrl.learner.lead_loop import LeadLoop, StopSignal
 from streamrl.learner.row_batches import RowBatches
 from streamrl.learner.token_rows import HELD_OUT, ROWS, TRAINED, TokenRows, write
 from streamrl.learner.trainer import Trainer

@@ -9,7 +9,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.pauses import Pauses, Reason
 from streamrl.generate.weight_sinks import make_sink

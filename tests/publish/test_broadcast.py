@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.weight_sinks import make_sink

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError, load
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.engine.server import Server
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.served import ServedModel

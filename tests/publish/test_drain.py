@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.sources import make_source, make_staging

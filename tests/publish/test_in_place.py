@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import Config
-from streamrl.engine.client import Answer
+from streamrl.engine.answers import Answer
 from streamrl.engine.server import Server
 from streamrl.generate.fleet import Fleet
 from streamrl.observe.events import EventLog, event_path

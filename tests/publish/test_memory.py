@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError, load
-from streamrl.engine.client import Answer, EngineClient
+from streamrl.engine.answers import Answer
+from streamrl.engine.client import EngineClient
 from streamrl.engine.kept_memory import DoubleMemory
 from streamrl.generate.gate import RequestGate
 from streamrl.generate.weight_sinks import make_sink
