@@ -11,6 +11,7 @@ import pytest
 from launch import tiny_model
 from streamrl.observe.metrics import read_metrics
 from tests.documented_commands import ROOT
+from tests.slow_families import slow_but
 
 STEPS = 20
 SMALL = (f"run.steps={STEPS}", "generate.group_size=4", "generate.groups_in_flight=8", "replay.groups_per_step=4")
@@ -32,9 +33,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2 * DEADLINE)
-@pytest.mark.parametrize("family", SETTINGS)
+@pytest.mark.parametrize("family", slow_but(SETTINGS, "deepseek_v3", "gemma3_text"))  # the quickstart's is the third
 def test_a_run_trains_publishes_and_is_audited(family, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_model.make(tmp_path / "model", family=family)

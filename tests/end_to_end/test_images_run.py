@@ -20,7 +20,7 @@ from streamrl.recorded.journal import batches
 from tests.documented_commands import ROOT
 
 DEADLINE = 1500.0  # seconds of one command
-STEPS = {"qwen2_5_vl": 24, "qwen3_vl": 8}
+STEPS = {"qwen2_5_vl": 24, "qwen3_vl": 20}
 EXACT = 1e-4  # of a log-prob in float32
 
 
