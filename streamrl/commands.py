@@ -12,6 +12,7 @@ from streamrl.config.file import ConfigError
 from streamrl.engine.hardware import has_cuda
 from streamrl.hub.model import with_local_model, with_local_models, with_local_teacher
 from streamrl.learner_environment import learner_environment
+from streamrl.loading import without_collections
 from streamrl.places import RECORD, load_run, run_folder_of
 from streamrl.recorded.formats import answered_run, recorded_run
 from streamrl.tasks import left_out
@@ -85,7 +86,8 @@ def learner(options: argparse.Namespace) -> int:
     config, folder = _role(options, f"learner-{os.environ.get('RANK', '0')}")
     if has_cuda():
         os.environ.update(learner_environment(config, os.environ))
-    from streamrl.learner import role
+    with without_collections():
+        from streamrl.learner import role
 
     return role.main(with_local_teacher(config), folder)
 
@@ -110,7 +112,8 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def audit(options: argparse.Namespace) -> int:
     run_folder = answered_run(options.run)
-    from streamrl.lab.audit import command
+    with without_collections():
+        from streamrl.lab.audit import command
 
     return command.main(run_folder, options.tolerance)
 

@@ -34,6 +34,7 @@ from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda
 from streamrl.engine.keys import take_keys
 from streamrl.engine.shutdown import end_server
 from streamrl.lifeline import watch
+from streamrl.loading import without_collections
 
 if not has_cuda():
     for name, value in CPU_ENVIRONMENT.items():  # a user may start a server, too
@@ -61,9 +62,13 @@ def main(arguments: list[str]) -> None:
         watch([own.lifeline], on_death=end)
 
     # Imported here because it takes seconds, in which the lifeline is already watched.
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
+    with without_collections():
+        from sglang.launch_server import run_server
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.server_args import prepare_server_args
+
+        if not has_cuda():
+            import sglang.srt.entrypoints.http_server  # noqa: F401  all that its copies will need, loaded once
 
     if not has_cuda():
         _sleep_while_paused()
@@ -132,8 +137,6 @@ def _sleep_while_paused() -> None:
 
 def _fork_processes() -> None:
     """Copy this process where SGLang starts one. It asks for fresh interpreters, which a CUDA context would need."""
-    import sglang.srt.entrypoints.http_server  # noqa: F401  all that they will need, loaded once
-
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = _keep_start_method
 
