@@ -120,7 +120,8 @@ def audit(options: argparse.Namespace) -> int:
 
 def retrain(options: argparse.Namespace) -> int:
     run_folder = answered_run(options.run)
-    from streamrl.lab import retrain
+    with without_collections():
+        from streamrl.lab import retrain
 
     return retrain.main(run_folder, options.output, options.steps, options.set)
 
