@@ -39,7 +39,6 @@ CHANGED_BAR = 1e-3  # at least
 COLUMNS = (*BARS, CHANGED)
 
 QUICK = ("qwen2", "glm4_moe")
-NOT_ON_CPUS = "SGLang 0.5.23 refuses its attention backend for CPUs, torch_native, for gpt-oss by name"
 NO_KERNELS = "SGLang 0.5.23 has no kernels of delta nets and of gated shared experts for CPUs without AMX"
 NO_DELTA = "SGLang 0.5.23 has no kernels of delta nets for CPUs without AMX"
 
@@ -47,7 +46,6 @@ VISION_ON_CPUS = {"mm_attention_backend": "sdpa", "disable_fast_image_processor"
 
 CHECKS: Mapping[str, Check] = {
     "deepseek_v3": Check(crossed=("self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight")),
-    "gpt_oss": Check(skipped={"sglang": NOT_ON_CPUS, "published": NOT_ON_CPUS}),
     "qwen3_next": Check(skipped={"sglang": NO_KERNELS, "published": NO_KERNELS}),
     "qwen3_5": Check(skipped={"sglang": NO_DELTA, "published": NO_DELTA}),
     **dict.fromkeys(("nemotron_h", "nemotron_3"), Check(crossed=("self_attention.A_log", "self_attention.D"))),

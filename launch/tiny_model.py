@@ -18,7 +18,28 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Tokenizer
 
-# The model types of transformers, and what each needs in its configuration besides what all have.
+# What models with latent attention and with Mamba-2 layers have, of whichever kind.
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+}
+MAMBA: dict[str, Any] = {
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 32,
+}
+
+# The model types of transformers, or names of OF_TYPE, and what each needs in its configuration besides what all have.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -49,13 +70,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "long_factor": [4.0] * 6,
         },
     },
-    "nemotron_h": {
-        "head_dim": 16,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "chunk_size": 32,
+    "nemotron_h": MAMBA,
+    "nemotron_3": {
+        **MAMBA,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
+        "routed_scaling_factor": 2.5,
     },
     "seed_oss": {"head_dim": 16},
     "glm4": {"head_dim": 16},
@@ -67,22 +90,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "first_k_dense_replace": 1,
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": 64,
-        "first_k_dense_replace": 1,
+    "deepseek_v3": {**LATENT, "q_lora_rank": 32, "n_group": 4, "topk_group": 2, "n_shared_experts": 1},
+    "moonlight": {
+        **LATENT,
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.446,
+    },
+    "gpt_oss": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 64,
+        "sliding_window": 4,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 64,
+            "truncate": False,
+        },
     },
 }
+
+# Models that have a name of their own, and transformers' type of them.
+OF_TYPE = {"moonlight": "deepseek_v3", "nemotron_3": "nemotron_h"}
 
 # The same of those that the learner trains with model.implementation=transformers alone.
 WHOLE: dict[str, dict[str, Any]] = {"olmo2": {}, "granite": {"logits_scaling": 2.0}}
@@ -93,8 +127,10 @@ DROPPED: dict[str, dict[str, Any]] = {
     "Qwen3NextForCausalLM": {"full_attention_interval": 2},
 }
 
-# What mixes tokens in every second layer of models whose layers are one part each: a pair counts as one.
-HYBRID = {"nemotron_h": ("linear_attention", "full_attention")}
+# Models whose layers are one part each: of each second layer what mixes tokens, in turn, and what is behind it. A pair
+# counts as one.
+MIXERS = ("linear_attention", "full_attention")
+HYBRID = {"nemotron_h": "mlp", "nemotron_3": "moe"}
 
 # What transformers 5 calls layers of Nemotron-H, and what SGLang does.
 KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -122,10 +158,12 @@ def make(folder: Path, seed: int = 1, symbols: int = 8, family: str = "qwen2", l
     tokenizer = make_tokenizer(symbols)
     settings = sizes(tokenizer, layers) | {"tie_word_embeddings": False, "dtype": "float32"}
     if family in HYBRID:
-        mixers = [HYBRID[family][layer % 2] for layer in range(layers)]
-        settings |= {"layers_block_type": [part for mixer in mixers for part in (mixer, "mlp")]}
+        mixers = [MIXERS[layer % 2] for layer in range(layers)]
+        settings |= {"layers_block_type": [part for mixer in mixers for part in (mixer, HYBRID[family])]}
         settings["num_hidden_layers"] *= 2
-    config = AutoConfig.for_model(family, **copy.deepcopy({**settings, **(FAMILIES | WHOLE)[family]}))
+    config = AutoConfig.for_model(
+        OF_TYPE.get(family, family), **copy.deepcopy({**settings, **(FAMILIES | WHOLE)[family]})
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)

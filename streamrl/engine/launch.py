@@ -28,6 +28,7 @@ from streamrl.engine import (
     model_modules,
     ngram_drafts,
     quantised_loading,
+    sink_attention,
     stand_ins,
 )
 from streamrl.engine.hardware import CPU_ENVIRONMENT, has_cuda
@@ -77,6 +78,13 @@ def main(arguments: list[str]) -> None:
         if mamba_kernels.has_mamba(_model_of(sglang_arguments)):
             mamba_kernels.install()
             sglang_arguments = [*mamba_kernels.ARGUMENTS, *sglang_arguments]
+        if sink_attention.has_sinks(_model_of(sglang_arguments)):
+            if ngram_drafts.drafts(sglang_arguments):
+                raise SystemExit(
+                    "generate.speculation: on CPUs, drafts are not verified with sinks; allowed: no drafts"
+                )
+            sink_attention.install()
+            sglang_arguments = [*sink_attention.ARGUMENTS, *sglang_arguments]
         _fork_processes()
     load_plugins()
     if own.quantised:

@@ -26,10 +26,13 @@ SETTINGS = {
     "glm4": (),
     "glm4_moe": (REPLAY,),
     "deepseek_v3": (REPLAY,),
+    "moonlight": (REPLAY,),
+    "gpt_oss": (REPLAY,),
     "mixtral": (REPLAY,),
     "gemma3_text": (),
     "phi3": (),
     "nemotron_h": (),
+    "nemotron_3": (REPLAY,),
 }
 
 

@@ -59,8 +59,8 @@ def test_a_seed_makes_the_same_weights_again_and_leaves_the_random_state_alone(t
         tiny_model.make(tmp_path / "bad", symbols=1)
 
 
-MIXTURES = ("mixtral", "deepseek_v3")
-HEADS = {"deepseek_v3": 32}  # 16 of a head's numbers turn with the position, 16 do not
+MIXTURES = ("mixtral", "deepseek_v3", "moonlight", "nemotron_3", "gpt_oss")
+HEADS = {"deepseek_v3": 32, "moonlight": 32}  # 16 of a head's numbers turn with the position, 16 do not
 
 
 @pytest.mark.parametrize("family", slow_but(tiny_model.FAMILIES, "qwen2", "qwen3_moe", "glm4_moe"))

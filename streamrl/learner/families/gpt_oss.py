@@ -31,7 +31,7 @@ class GptOss(ModelFamily):
     """gpt-oss: a sink for each head, a window on every other layer, experts with biases and a clamped activation.
 
     A folder has each matrix of a layer's experts in one tensor, turned, with gate and up in alternate columns. Folders
-    of MXFP4 weights are refused: dequantise them to bfloat16 first. SGLang 0.5.23 does not serve it on CPUs.
+    of MXFP4 weights are refused: dequantise them to bfloat16 first.
     """
 
     architectures = ("GptOssForCausalLM",)
