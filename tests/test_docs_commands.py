@@ -72,6 +72,8 @@ ELSEWHERE = (
     (r"python -m pytest test_\w+.py",
      "tests/test_own_choices.py::test_what_a_page_shows_passes_the_tests_that_it_shows"),
     (r"make docs", "tests/test_docs_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"),
+    (r"python -m benchmarks\.stored_sweeps .*",
+     "tests/benchmarks/test_stored_sweeps.py::test_the_command_stores_writes_the_pages_and_checks_them"),
     (r"make bench|python -m benchmarks\.(?!suite).*",
      "tests/benchmarks/test_suite.py::test_a_benchmark_runs_in_its_quick_form"),
     (r"python -m benchmarks.suite .*",

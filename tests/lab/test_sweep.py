@@ -17,6 +17,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.sweep import command, runner
+from streamrl.lab.sweep.differences import bootstrap, difference
 from streamrl.lab.sweep.estimates import Estimate, band, estimate, student_t
 from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares
 from streamrl.lab.sweep.plan import override, read
@@ -83,7 +84,18 @@ def test_every_experiment_expands_and_every_point_is_a_valid_configuration_with_
 
 def test_there_is_an_experiment_of_each_kind():
     names = {file.stem for file in EXPERIMENTS}
-    assert names == {"adaptive", "group_size", "interruption", "order", "publish_interval", "staleness"}
+    corrections = {"corrections", "corrections_pretrained", "release", "staleness"}
+    assert names == {"adaptive", "group_size", "interruption", "order", "publish_interval"} | corrections
+
+
+def test_each_correction_changes_one_setting_of_the_default_or_of_the_recomputed_proximal_policy():
+    sweep = read(Path("configs/experiments/corrections.yaml"))
+    configs = {job.point.name: job.config for job in sweep.jobs() if job.seed == 1}
+    assert configs[sweep.baseline].algo == Config().algo
+    for name, config in configs.items():
+        other = configs["recompute" if name.startswith("recompute-") else "default"]
+        if config is not other:
+            assert len(set(config_file.changed(other, config)) - {"run.name"}) == 1, name
 
 
 def test_the_staleness_experiment_has_four_bounds_and_four_corrections():
@@ -139,6 +151,7 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ({"points": [{"algo.weight": "none"}]}, "points[0]: its name is missing"),
         ({"points": [{"name": "a"}, {"name": "a"}]}, "two points are called a"),
         ({"seeds": [1, 1]}, "seeds: [1, 1] is not allowed"),
+        ({"points": [{"name": "a"}, {"name": "b"}], "baseline": "c"}, "baseline: c is no point; allowed: a, b"),
         ({"set": {"run.seed": 3}}, "run.seed: the sweep gives it to each run"),
         ({"set": {"algo.kl": 0.1}, "grid": {"algo.kl": [0.1, 0.2]}}, "set: algo.kl is swept over"),
         ({"name": "a/b"}, "name: 'a/b' is no folder name"),
@@ -224,6 +237,92 @@ def test_the_results_of_a_sweep_are_means_with_intervals_over_the_seeds(make_swe
     for name in ("reward", "figures", "staleness"):
         assert (folder / f"{name}.svg").read_text().startswith("<?xml")
         assert (folder / f"{name}.png").stat().st_size > 0
+
+
+def test_every_other_point_is_compared_with_the_baseline_seed_by_seed(make_sweep, tmp_path, capsys):
+    points = [{"name": "first", "run.steps": 3}, {"name": "second", "run.steps": 5}]
+    file = make_sweep(points=points, baseline="second", seeds=[1, 2, 3])
+    assert command.main(file, [], Trained({"first-seed3": 1})) == 1
+    results = json.loads((tmp_path / "sweeps" / "mine" / "results.json").read_text())
+    assert results["baseline"] == "second"
+    first, second = results["points"]
+    assert second["differences"]["reward"]["mean"] == 0
+    assert first["differences"]["reward"]["seeds"] == 2
+    assert first["differences"]["reward"]["mean"] == pytest.approx(-0.02)  # steps 3 and 5, whatever the seed's reward
+    assert first["differences"]["reward"]["half_width"] == pytest.approx(0)
+    text = (tmp_path / "sweeps" / "mine" / "results.md").read_text()
+    assert "| first | 2 | -0.02 | -0.020 .. -0.020 | -0.020 .. -0.020 | -0.01 |" in text
+    assert "| second | 3 | 0" not in text
+    assert "difference from second with the same seed" in text
+    assert "difference from second with the same seed" in capsys.readouterr().out
+
+
+def test_the_first_point_is_the_baseline_and_one_point_alone_is_compared_with_nothing(make_sweep):
+    assert read(make_sweep(grid={"replay.max_staleness": [2, 0]})).baseline == "max_staleness_2"
+    sweep = read(file := make_sweep(seeds=[1, 2]))
+    run(file, Trained())
+    assert "difference" not in markdown(sweep, collect(sweep.jobs()))
+
+
+def test_a_difference_has_students_interval_of_the_pairs_alone():
+    found = difference({1: 0.5, 2: 0.9, 3: 0.7, 7: 9.0}, {1: 0.3, 2: 0.6, 3: 0.6, 9: 5.0})
+    assert found is not None
+    assert found.estimate == estimate([0.5 - 0.3, 0.9 - 0.6, 0.7 - 0.6])
+    assert difference({1: 0.5}, {2: 0.5}) is None
+    alone = difference({1: 0.5}, {1: 0.25})
+    assert alone is not None
+    assert (alone.estimate.mean, alone.student, alone.bootstrap) == (0.25, "-", "-")
+
+
+def test_the_bootstrap_gives_the_same_interval_again_between_the_smallest_and_the_largest_value():
+    values = [0.1, -0.3, 0.2, 0.05, 0.4]
+    assert bootstrap(values) == bootstrap(values)
+    low, high = bootstrap(values)
+    assert -0.3 < low < sum(values) / 5 < high < 0.4
+    exact = sorted(sum(drawn) / 5 for drawn in itertools.product(values, repeat=5))
+    assert low == pytest.approx(np.quantile(exact, 0.025), abs=0.02)
+    assert high == pytest.approx(np.quantile(exact, 0.975), abs=0.02)
+
+
+def test_the_bootstrap_of_five_seeds_is_as_much_too_narrow_as_its_docstring_says():
+    random = np.random.default_rng(3)
+    hits = [low <= 0 <= high for low, high in map(bootstrap, random.normal(size=(1000, 5)).tolist())]
+    assert np.mean(hits) == pytest.approx(0.85, abs=0.04)
+
+
+def test_what_is_to_do_is_told_before_it_begins_and_how_long_by_the_runs_that_have_ended(make_sweep, capsys):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]}, seeds=[1, 2])
+    assert command.main(file, [], Trained({"max_staleness_2-seed2": 1})) == 1
+    first = capsys.readouterr().out.splitlines()
+    assert first[0] == "4 runs, 0 done; how long they take is known when the first one ends"
+    assert "[1/4] max_staleness_0-seed1: done in 0 s; less than a minute left" in first
+    sweep = read(file)
+    (sweep.folder / "seconds.json").write_text('{"max_staleness_0-seed1": 60, "max_staleness_0-seed2": 120}')
+    assert runner.seconds_left(sweep, sweep.jobs()) == 90  # max_staleness_2 takes as long as the others
+    (sweep.folder / "seconds.json").write_text('{"max_staleness_0-seed1": 60, "max_staleness_2-seed1": 300}')
+    assert runner.to_do(sweep, sweep.jobs()) == "4 runs, 3 done; about 5 minutes by the time of the finished ones"
+    command.main(file, [], Trained(), part="results")
+    assert capsys.readouterr().out.startswith("4 runs, 3 done; about 5 minutes")
+
+
+def test_a_begun_run_has_the_share_of_its_steps_left(make_sweep):
+    sweep = read(file := make_sweep(seeds=[1, 2]))
+    run(file, Trained())
+    (sweep.folder / "seconds.json").write_text('{"base-seed1": 90}')
+    metrics = sweep.jobs()[1].config.run_folder / "metrics.jsonl"
+    metrics.write_text(json.dumps(row(1)) + "\n")
+    assert runner.seconds_left(sweep, sweep.jobs()) == pytest.approx(60)  # two of three steps
+
+
+def test_a_run_that_was_gone_on_with_is_not_timed(make_sweep):
+    sweep = read(file := make_sweep(seeds=[1]))
+    run(file, Trained())
+    assert json.loads((sweep.folder / "seconds.json").read_text()).keys() == {"base-seed1"}
+    (sweep.folder / "seconds.json").unlink()
+    metrics = sweep.jobs()[0].config.run_folder / "metrics.jsonl"
+    metrics.write_text(json.dumps(row(1)) + "\n")
+    assert run(file, Trained()) == []
+    assert not (sweep.folder / "seconds.json").exists()
 
 
 def test_one_seed_has_no_interval_and_the_table_says_so(make_sweep):
@@ -314,6 +413,11 @@ def test_clipped_is_what_lost_its_gradient_on_either_side_and_is_left_out_where_
     rows[4] |= {"loss/clip_high": 0.14}
     assert figures(rows)["clipped"] == pytest.approx(0.17)
     assert "clipped" not in figures([row(step) for step in range(1, 11)])
+
+
+def test_kl_per_step_is_the_kl_over_the_age_and_left_out_where_nothing_is_stale():
+    assert figures([row(step, **{"staleness/mean": 4.0}) for step in (1, 2)])["KL per step"] == pytest.approx(0.0025)
+    assert "KL per step" not in figures([row(step, **{"staleness/mean": 0.0}) for step in (1, 2)])
 
 
 def test_reward_curves_have_the_same_rewards_at_steps_tokens_and_seconds():

@@ -15,7 +15,7 @@ from streamrl.config.file import ConfigError
 from streamrl.hub.model import with_local_models
 from streamrl.lab.sweep import plots, results
 from streamrl.lab.sweep.plan import Job, Sweep, read
-from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs
+from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs, to_do
 from streamrl.places import from_here, program
 
 WIDTH = 180  # columns of the table where there is no terminal
@@ -40,6 +40,7 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
     if fresh:
         _set_aside(sweep.folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
+    print(to_do(sweep, jobs), flush=True)
     failed: list[str] = []
     try:
         if part == "all":
@@ -72,7 +73,7 @@ def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH)
-    console.print(results.table(sweep, outcomes))
+    console.print(*results.tables(sweep, outcomes))
     missing = results.missing(outcomes)
     for line in missing:
         print(line)

@@ -36,11 +36,10 @@ class Estimate:
         """
         if self.half_width is None or self.half_width < NOTHING:
             return f"{round(self.mean, 9):.3g}"
-        size = math.floor(math.log10(self.half_width))
-        digits = max(0, -size + (self.half_width < 2 * 10**size))
-        if digits > MOST_DIGITS:
+        places = digits(self.half_width)
+        if places > MOST_DIGITS:
             return f"{self.mean:.1e} ± {self.half_width:.0e}"
-        return f"{self.mean:.{digits}f} ± {self.half_width:.{digits}f}"
+        return f"{self.mean:.{places}f} ± {self.half_width:.{places}f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,18 @@ class Band:
     mean: np.ndarray  # float64 [N]
     low: np.ndarray  # float64 [N]
     high: np.ndarray  # float64 [N]
+
+
+def digits(half_width: float) -> int:
+    """Behind the point, that a figure with this interval has: one of the interval's, two where it begins with 1.
+
+    >>> digits(0.03), digits(0.012), digits(357.0)
+    (2, 3, 0)
+    """
+    if half_width < NOTHING:
+        return 2
+    size = math.floor(math.log10(half_width))
+    return max(0, -size + (half_width < 2 * 10**size))
 
 
 def student_t(freedom: int) -> float:

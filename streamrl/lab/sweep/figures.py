@@ -62,6 +62,12 @@ def token_mean(key: str) -> Callable[[Rows], float | None]:
     return figure
 
 
+def kl_per_step(rows: Rows) -> float | None:
+    """The mean KL over the mean age. A KL grows faster than the age: only points of about one age can be compared."""
+    kl, age = mean("offpolicy/kl")(rows), token_mean("staleness/mean")(rows)
+    return kl / age if kl is not None and age else None
+
+
 def largest(key: str) -> Callable[[Rows], float | None]:
     return lambda rows: max((row[key] for row in rows if row.get(key) is not None), default=None)
 
@@ -98,6 +104,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("oldest", "steps", "age of the oldest trained token", largest("staleness/max")),
     Figure("ESS", "share", "effective sample size of policy over behaviour policy", mean("offpolicy/ess")),
     Figure("KL", "nats/token", "KL of behaviour policy to policy, k3", mean("offpolicy/kl")),
+    Figure("KL per step", "nats/token", "KL over staleness: how far a step moves the policy", kl_per_step),
     Figure(
         "clipped", "share", "tokens without a gradient, since their ratio has left the clip range", mean_sum(*CLIPS)
     ),

@@ -6,6 +6,7 @@ grid: {replay.max_staleness: [0, 2, 8]}   every combination
 points:                                   settings that go together; times the grid
   - {name: plain, algo.weight: none}
   - {name: weighted, algo.weight: token}
+baseline: max_staleness_0-plain           what the others are compared with; the first point
 seeds: [1, 2, 3]
 """
 
@@ -25,7 +26,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.positions import OVERRIDE
 
-KEYS = ("name", "folder", "base", "set", "grid", "points", "seeds")
+KEYS = ("name", "folder", "base", "set", "grid", "points", "baseline", "seeds")
 
 OWN = ("run.seed", "run.name", "run.folder")  # what the sweep itself gives to each run
 
@@ -72,6 +73,7 @@ class Sweep:
     common: tuple[str, ...]  # key=value, of every point
     axis: str  # what `column` of a point is a value of: the first grid key, or "point"
     points: tuple[Point, ...]
+    baseline: str  # the point that the others are compared with
     seeds: tuple[int, ...]
 
     def jobs(self) -> list[Job]:
@@ -107,13 +109,15 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         raise ConfigError(f"{own[0]}: the sweep gives it to each run; allowed: seeds, name and folder of the sweep")
     if "base" not in tree:
         raise ConfigError(f"{file}: base is missing; allowed: a configuration, relative to the sweep file")
+    expanded = tuple(_expand(grid, points))
     return Sweep(
         name=name,
         folder=Path(_text(tree, "folder", "sweeps")) / name,
         base=_beside(file, _text(tree, "base", "")),
         common=(*(override(key, value) for key, value in common.items()), *overrides),
         axis=next(iter(grid), "point"),
-        points=tuple(_expand(grid, points)),
+        points=expanded,
+        baseline=_baseline(tree, [point.name for point in expanded]),
         seeds=_seeds(tree),
     )
 
@@ -196,6 +200,13 @@ def _points(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(point.get("name"), str):
             raise ConfigError(f"points[{place}]: its name is missing; allowed: name and configuration keys")
     return points
+
+
+def _baseline(tree: Mapping[str, Any], names: Sequence[str]) -> str:
+    name = _text(tree, "baseline", names[0])
+    if name not in names:
+        raise ConfigError(f"baseline: {name} is no point; allowed: {', '.join(names)}")
+    return name
 
 
 def _seeds(tree: Mapping[str, Any]) -> tuple[int, ...]:

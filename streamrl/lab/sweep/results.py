@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from streamrl.lab.sweep.differences import COMPARED, Difference, difference
 from streamrl.lab.sweep.estimates import Estimate, estimate
 from streamrl.lab.sweep.figures import FIGURES, Rows, figures, staleness_shares
 from streamrl.lab.sweep.plan import Job, Point, Sweep
@@ -28,6 +29,7 @@ class Outcome:
 
     point: Point
     rows: dict[int, Rows]  # seed: metrics of a finished run
+    runs: dict[int, dict[str, float]]  # seed: its figures
     unfinished: dict[int, int]  # seed: learner steps of a run that is not finished, 0 of one that has not begun
     figures: dict[str, Estimate]  # by name, over the seeds
     staleness: dict[str, float]  # share of the trained tokens of each age bucket, mean of the seeds
@@ -43,21 +45,41 @@ def collect(jobs: Sequence[Job]) -> list[Outcome]:
 
 def _outcome(jobs: Sequence[Job]) -> Outcome:
     done: dict[int, Rows] = {job.seed: list(read_metrics(job.config.run_folder)) for job in jobs if is_done(job)}
-    of_seeds = [figures(rows) for rows in done.values()]
-    estimates = {
-        figure.name: found
-        for figure in FIGURES
-        if (found := estimate([each[figure.name] for each in of_seeds if figure.name in each])) is not None
-    }
+    runs = {seed: figures(rows) for seed, rows in done.items()}
     shares = [staleness_shares(rows) for rows in done.values()]
     buckets = shares[0] if shares else ()
     return Outcome(
         point=jobs[0].point,
         rows=done,
+        runs=runs,
         unfinished={job.seed: steps_of(job) for job in jobs if job.seed not in done},
-        figures=estimates,
+        figures=estimates(runs),
         staleness={bucket: sum(share[bucket] for share in shares) / len(shares) for bucket in buckets},
     )
+
+
+def estimates(runs: Mapping[int, Mapping[str, float]]) -> dict[str, Estimate]:
+    """Of every figure, over the seeds of a point that have it; `runs`: figures by seed."""
+    return {
+        figure.name: found
+        for figure in FIGURES
+        if (found := estimate([each[figure.name] for each in runs.values() if figure.name in each])) is not None
+    }
+
+
+def differences(
+    runs: Mapping[int, Mapping[str, float]], baseline: Mapping[int, Mapping[str, float]]
+) -> dict[str, Difference]:
+    """Of each figure in COMPARED, from a baseline point; both: figures by seed."""
+    return {
+        name: found
+        for name in COMPARED
+        if (found := difference(_by_seed(runs, name), _by_seed(baseline, name))) is not None
+    }
+
+
+def _by_seed(runs: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
+    return {seed: each[name] for seed, each in runs.items() if name in each}
 
 
 def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
@@ -66,18 +88,27 @@ def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
         "sweep": sweep.name,
         "base": str(sweep.base),
         "common": list(sweep.common),
+        "axis": sweep.axis,
+        "baseline": sweep.baseline,
         "seeds": list(sweep.seeds),
         "figures": [{"name": each.name, "unit": each.unit, "meaning": each.meaning} for each in FIGURES],
-        "points": [_as_json(outcome) for outcome in outcomes],
+        "points": [_as_json(outcome, _baseline(sweep, outcomes)) for outcome in outcomes],
     }
     _write(sweep.folder / "results.json", json.dumps(content, indent=1) + "\n")
     _write(sweep.folder / "results.md", markdown(sweep, outcomes))
 
 
-def table(sweep: Sweep, outcomes: Sequence[Outcome]) -> Table:
-    """The points and their figures."""
-    head, *rows = _cells(outcomes)
-    drawn = Table(title=f"{sweep.name}: {legend(sweep)}", title_justify="left", box=SIMPLE_HEAD)
+def tables(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Table]:
+    """The points and their figures; where there is more than one point, their differences from the baseline."""
+    drawn = [_drawn(f"{sweep.name}: {legend(sweep)}", _cells(outcomes))]
+    if compared := difference_cells(sweep.baseline, {each.point.name: each.runs for each in outcomes}):
+        drawn.append(_drawn(difference_legend(sweep.baseline), compared))
+    return drawn
+
+
+def _drawn(title: str, cells: Sequence[Sequence[str]]) -> Table:
+    head, *rows = cells
+    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in head:
         drawn.add_column(
             name.replace(", ", "\n"), justify="left" if name == "point" else "right", no_wrap=name == "point"
@@ -88,11 +119,17 @@ def table(sweep: Sweep, outcomes: Sequence[Outcome]) -> Table:
 
 
 def markdown(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
-    """The same table for a document."""
-    head, *rows = (" | ".join(cells) for cells in _cells(outcomes))
-    rule = "---|" * len(_cells(outcomes)[0])
-    lines = [f"| {head} |", f"|{rule}", *(f"| {row} |" for row in rows)]
-    return "\n".join([*lines, "", f"{legend(sweep)}.", ""])
+    """The same tables for a document."""
+    parts = [_markdown(_cells(outcomes)), f"{legend(sweep)}."]
+    if compared := difference_cells(sweep.baseline, {each.point.name: each.runs for each in outcomes}):
+        parts += [_markdown(compared), f"{difference_legend(sweep.baseline)}."]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(cells: Sequence[Sequence[str]]) -> str:
+    head, *rows = (" | ".join(row) for row in cells)
+    rule = "---|" * len(cells[0])
+    return "\n".join([f"| {head} |", f"|{rule}", *(f"| {row} |" for row in rows)])
 
 
 def legend(sweep: Sweep) -> str:
@@ -102,6 +139,14 @@ def legend(sweep: Sweep) -> str:
     return f"mean ± half of the 95 % confidence interval over {len(sweep.seeds)} seeds (Student's t)"
 
 
+def difference_legend(baseline: str) -> str:
+    """What the differences are of."""
+    return (
+        f"difference from {baseline} with the same seed: mean ± half of the 95 % confidence interval (Student), its "
+        "ends, and those of the bootstrap"
+    )
+
+
 def missing(outcomes: Sequence[Outcome]) -> list[str]:
     """A line for each run that is in no figure."""
     return [
@@ -109,6 +154,36 @@ def missing(outcomes: Sequence[Outcome]) -> list[str]:
         for outcome in outcomes
         for seed, steps in outcome.unfinished.items()
     ]
+
+
+def difference_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list[str]]:
+    """A head, and a row for each other point that has a seed in common with the baseline; empty without such a point.
+
+    `points`: figures by seed, by the points' names.
+    """
+    compared = {
+        name: (sum(seed in points[baseline] for seed in runs), found)
+        for name, runs in points.items()
+        if name != baseline and (found := differences(runs, points[baseline]))
+    }
+    if not compared:
+        return []
+    head = ["point", "pairs"]
+    for name in COMPARED:
+        head += [name, "Student", "bootstrap"]
+    rows = []
+    for name, (pairs, found) in compared.items():
+        row = [name, str(pairs)]
+        for figure in COMPARED:
+            each = found.get(figure)
+            row += [str(each.estimate), each.student, each.bootstrap] if each else ["-"] * 3
+        rows.append(row)
+    return [head, *rows]
+
+
+def _baseline(sweep: Sweep, outcomes: Sequence[Outcome]) -> dict[int, dict[str, float]]:
+    """The figures by seed that the others are compared with."""
+    return next(outcome.runs for outcome in outcomes if outcome.point.name == sweep.baseline)
 
 
 def _cells(outcomes: Sequence[Outcome]) -> list[list[str]]:
@@ -125,17 +200,26 @@ def _cells(outcomes: Sequence[Outcome]) -> list[list[str]]:
     return [head, *rows]
 
 
-def _as_json(outcome: Outcome) -> dict[str, Any]:
+def _as_json(outcome: Outcome, baseline: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     return {
         "name": outcome.point.name,
         "column": outcome.point.column,
         "series": outcome.point.series,
         "settings": outcome.point.settings,
-        "runs": {str(seed): figures(rows) for seed, rows in outcome.rows.items()},
+        "runs": {str(seed): each for seed, each in outcome.runs.items()},
         "unfinished": {str(seed): steps for seed, steps in outcome.unfinished.items()},
         "figures": {
             name: {"mean": each.mean, "half_width": each.half_width, "seeds": each.seeds}
             for name, each in outcome.figures.items()
+        },
+        "differences": {
+            name: {
+                "mean": each.estimate.mean,
+                "half_width": each.estimate.half_width,
+                "bootstrap": [each.low, each.high],
+                "seeds": each.estimate.seeds,
+            }
+            for name, each in differences(outcome.runs, baseline).items()
         },
         "staleness": outcome.staleness,
     }

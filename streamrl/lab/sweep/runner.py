@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +15,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.server import ServerFailed
 from streamrl.hub.model import with_local_models
+from streamrl.lab.sweep import remaining
 from streamrl.lab.sweep.plan import Job, Sweep, override
 from streamrl.lab.sweep.servers import SharedServers
 from streamrl.observe.bars import Bar
@@ -23,6 +26,9 @@ from streamrl.places import RECORD, absolute, load_run
 Train = Callable[[Config], int]
 
 INTERRUPTED = 130  # the exit code of a run that ended at a signal
+
+# In the sweep's folder: seconds of each run that began and ended under the sweep, without the start of its servers.
+SECONDS = "seconds.json"
 
 # What differs between a recorded run and the same one today, and does not change it.
 OF_THE_SWEEP = ("run.folder", "generate.attach", "stream.keys", "observe.console")
@@ -52,7 +58,9 @@ def _run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train, bar: Bar) -> list
             reason = _run(sweep, job, servers, train)
             bar.advance()
             if reason is None:
-                print(f"{head}: done in {time.monotonic() - began:.0f} s", flush=True)
+                left = seconds_left(sweep, jobs)
+                rest = f"; {remaining.in_words(left)} left" if left is not None else ""
+                print(f"{head}: done in {time.monotonic() - began:.0f} s{rest}", flush=True)
                 continue
             failed.append(job.name)
             print(f"{head}: FAILED: {reason}", flush=True)
@@ -60,6 +68,25 @@ def _run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train, bar: Bar) -> list
     finally:
         servers.stop()
     return failed
+
+
+def to_do(sweep: Sweep, jobs: Sequence[Job]) -> str:
+    """A line: how many runs there are, how many are done, and how long the others will take."""
+    return remaining.summary(len(jobs), sum(is_done(job) for job in jobs), seconds_left(sweep, jobs))
+
+
+def seconds_left(sweep: Sweep, jobs: Sequence[Job]) -> float | None:
+    """Seconds of what is not done, by the time of the finished runs; None where all is done, or no run was timed."""
+    seconds = _seconds(sweep)
+    left: dict[str, float] = {}
+    taken: dict[str, list[float]] = {}
+    for job in jobs:
+        if not is_done(job):
+            missing = 1 - min(1.0, steps_of(job) / job.config.run.steps)
+            left[job.point.name] = left.get(job.point.name, 0.0) + missing
+        elif job.name in seconds:
+            taken.setdefault(job.point.name, []).append(seconds[job.name])
+    return remaining.seconds_left(left, taken)
 
 
 def is_done(job: Job) -> bool:
@@ -87,6 +114,7 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         config = _attached(sweep, job, servers)
+        is_new, began = steps_of(job) == 0, time.monotonic()
         with log.open("a") as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             code = train(config)
     except (ConfigError, ServerFailed) as error:
@@ -97,7 +125,24 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
         return (
             f"ended at step {steps_of(job)} of {config.run.steps}, as it was asked to; the same sweep goes on with it"
         )
-    return None if code == 0 else f"exit code {code}; {_last_line(log)}"
+    if code != 0:
+        return f"exit code {code}; {_last_line(log)}"
+    if is_new:
+        _keep_seconds(sweep, job, time.monotonic() - began)
+    return None
+
+
+def _seconds(sweep: Sweep) -> dict[str, float]:
+    """By the runs' names."""
+    file = sweep.folder / SECONDS
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _keep_seconds(sweep: Sweep, job: Job, seconds: float) -> None:
+    """Whole or not at all."""
+    draft = sweep.folder / f".{SECONDS}.{os.getpid()}"
+    draft.write_text(json.dumps({**_seconds(sweep), job.name: round(seconds, 1)}, indent=1) + "\n")
+    os.replace(draft, sweep.folder / SECONDS)
 
 
 def _attached(sweep: Sweep, job: Job, servers: SharedServers) -> Config:

@@ -1,0 +1,219 @@
+"""Sweeps whose figures are kept in the repository, and the parts of the pages that are written from them.
+
+    python -m benchmarks.stored_sweeps [SWEEP ...] [--check]
+
+A SWEEP is the folder of a finished `streamrl sweep`. The figures of each of its runs become
+benchmarks/results/NAME.json. Then what stands in docs/*.md between
+
+    <!-- NAME PART: from benchmarks/results -->
+    <!-- end of NAME PART -->
+
+is written anew: PART `table` has the mean figures of each point, `differences` what each has more than the baseline.
+The part `findings` is prose, which is kept: each figure in it that has a decimal point or a ± must stand in one of
+these tables, in a row of the points that its sentence names in backticks, where it names any.
+
+`--check` writes nothing. Exit code 1 where a page differs, or a finding has a figure that its tables do not have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.suite import this_machine
+from streamrl.lab.sweep.results import IN_TABLE, difference_cells, estimates
+
+RESULTS = Path(__file__).parent / "results"
+PAGES = Path(__file__).parents[1] / "docs"
+
+DIGITS = 6  # significant ones of a stored figure
+
+HEADS = {"reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats"}  # where not the figure's name
+
+_PART = re.compile(
+    r"(?P<begin><!-- (?P<name>[\w.-]+) (?P<part>table|differences|findings): from benchmarks/results -->\n)"
+    r"(?P<text>.*?)"
+    r"(?P<end><!-- end of (?P=name) (?P=part) -->)",
+    re.DOTALL,
+)
+_SENTENCE = re.compile(r"(?<=[.;:])\s+|^- ", re.MULTILINE)
+_CODE = re.compile(r"`([^`]*)`")
+_FIGURE = re.compile(r"-?\d+(?:\.\d+)?±\d+(?:\.\d+)?|-?\d+\.\d+")
+
+Stored = Mapping[str, Any]  # the content of a file in RESULTS
+Rows = list[list[str]]  # of a table, its head first
+
+
+def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[str, Any]) -> dict[str, Any]:
+    """What is kept of results.json. Raises ValueError for missing runs, and for an absolute path in a setting.
+
+    `commits`: of the code that the runs were made with. `machine`: fields of `benchmarks.suite.Machine`.
+    """
+    name, points = results["sweep"], results["points"]
+    if missing := sum(len(point["unfinished"]) for point in points):
+        raise ValueError(f"{name}: {missing} runs are not done; the same `streamrl sweep` goes on with them")
+    settings = [*results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
+    if absolute := [setting for setting in settings if "=/" in setting]:
+        raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
+    kept = ("name", "column", "series", "settings")
+    return {
+        "sweep": name,
+        "machine": dict(machine),
+        "commits": list(commits),
+        **{key: results[key] for key in ("axis", "baseline", "common", "seeds")},
+        "points": [{**{key: point[key] for key in kept}, "runs": _rounded(point["runs"])} for point in points],
+    }
+
+
+def _rounded(runs: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    return {seed: {name: float(f"{value:.{DIGITS}g}") for name, value in each.items()} for seed, each in runs.items()}
+
+
+def table(sweep: Stored) -> Rows:
+    """The mean figures of each point."""
+    by_series = any(point["series"] for point in sweep["points"])
+    heads = [sweep["axis"].rpartition(".")[2], "point"] if by_series else ["point"]
+    rows = [[*heads, *(HEADS.get(name, name) for name in IN_TABLE)]]
+    for point in sweep["points"]:
+        found = estimates(_runs(point))
+        places = [point["column"], point["series"]] if by_series else [point["column"]]
+        rows.append([*places, *(_close(str(found.get(name, "-"))) for name in IN_TABLE)])
+    return rows
+
+
+def differences(sweep: Stored) -> Rows:
+    """What each other point has more than the baseline; empty where there is none."""
+    cells = difference_cells(sweep["baseline"], {point["name"]: _runs(point) for point in sweep["points"]})
+    return [[_close(cell) for cell in row] for row in cells]
+
+
+def unsupported(sweep: Stored, findings: str) -> list[str]:
+    """`FIGURE: SENTENCE` for each figure of the prose that is in no row of the points that its sentence names."""
+    cells = {point["name"]: _figures(row) for point, row in zip(sweep["points"], table(sweep)[1:], strict=True)}
+    for name, *row in differences(sweep)[1:]:
+        cells[name] |= _figures(row)
+    wrong = []
+    for sentence in _SENTENCE.split(findings):
+        words = set(_CODE.findall(sentence))
+        named = [
+            point["name"] for point in sweep["points"] if words & {point["name"], point["column"], point["series"]}
+        ]
+        allowed = set().union(*(cells[name] for name in named or cells))
+        figures = _FIGURE.findall(_CODE.sub("", sentence))
+        wrong += [f"{figure}: {' '.join(sentence.split())}" for figure in figures if figure not in allowed]
+    return wrong
+
+
+def written(page: str, sweeps: Mapping[str, Stored]) -> str:
+    """The page with its tables from the stored sweeps. Raises KeyError for a sweep that is not stored."""
+    makers: dict[str, Callable[[Stored], Rows]] = {"table": table, "differences": differences}
+
+    def part(found: re.Match[str]) -> str:
+        if found["part"] == "findings":
+            return found[0]
+        rows = makers[found["part"]](sweeps[found["name"]])
+        return f"{found['begin']}```text\n{aligned(rows)}```\n{found['end']}"
+
+    return _PART.sub(part, page)
+
+
+def wrong_findings(page: str, sweeps: Mapping[str, Stored]) -> list[str]:
+    """The figures of all findings of a page that are not in the tables of their sweeps."""
+    findings = [part for part in _PART.finditer(page) if part["part"] == "findings"]
+    return [line for part in findings for line in unsupported(sweeps[part["name"]], part["text"])]
+
+
+def shown(page: str) -> set[str]:
+    """The sweeps that a page has a part of."""
+    return {part["name"] for part in _PART.finditer(page)}
+
+
+def aligned(rows: Rows) -> str:
+    """Lines of text whose columns begin below one another, two spaces apart.
+
+    >>> print(aligned([["point", "reward"], ["a", "0.9±0.2"]]), end="")
+    point  reward
+    a      0.9±0.2
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "".join("  ".join(map(str.ljust, row, widths)).rstrip() + "\n" for row in rows)
+
+
+def read_stored() -> dict[str, Stored]:
+    """All stored sweeps by name."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def store(sweep: Path) -> Path:
+    """Keep the figures of a sweep's folder. Raises ValueError as `stored` does."""
+    content = stored(json.loads((sweep / "results.json").read_text()), sorted(_commits(sweep)), asdict(this_machine()))
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / f"{content['sweep']}.json"
+    target.write_text(json.dumps(content, indent=1) + "\n")
+    return target
+
+
+def _commits(sweep: Path) -> Iterator[str]:
+    """Of the code that its runs were made with, as the runs recorded it."""
+    environments = (json.loads(file.read_text()) for file in sweep.glob("runs/*/environment.json"))
+    yield from {environment["commit"] for environment in environments}
+
+
+def _runs(point: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+    return {int(seed): figures for seed, figures in point["runs"].items()}
+
+
+def _close(cell: str) -> str:
+    """Without spaces inside: the columns are told apart by them."""
+    return cell.replace(" ± ", "±").replace(" .. ", "..")
+
+
+def _figures(row: Sequence[str]) -> set[str]:
+    """What prose may say of a row: each figure, and a mean without its interval."""
+    found = {figure for cell in row for figure in _FIGURE.findall(cell)}
+    return found | {figure.partition("±")[0] for figure in found}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweep", nargs="*", type=Path, help="folder of a finished sweep, whose figures are to be kept")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page differs")
+    options = parser.parse_args()
+    if options.check and options.sweep:
+        parser.error("--check writes nothing: no SWEEP")
+    try:
+        for sweep in options.sweep:
+            print(f"stored in {store(sweep)}")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    sweeps = read_stored()
+    pages = sorted(PAGES.glob("*.md"))
+    wrong = [line for page in pages for line in _bring_up_to_date(page, sweeps, check=options.check)]
+    print("\n".join(wrong) if wrong else f"{len(sweeps)} stored sweeps; the pages agree with them")
+    return 1 if wrong else 0
+
+
+def _bring_up_to_date(page: Path, sweeps: Mapping[str, Stored], *, check: bool) -> list[str]:
+    """Write the page's tables, unless it is only checked. Returns a line for each thing that is wrong with it."""
+    text = page.read_text()
+    if unknown := sorted(shown(text) - sweeps.keys()):
+        return [f"{page.name}: {name} is not stored" for name in unknown]
+    new, wrong = written(text, sweeps), list[str]()
+    if new != text and check:
+        wrong.append(
+            f"{page.name}: its tables are not the stored ones; `python -m benchmarks.stored_sweeps` writes them"
+        )
+    elif new != text:
+        page.write_text(new)
+    return wrong + [f"{page.name}: {line}" for line in wrong_findings(new, sweeps)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

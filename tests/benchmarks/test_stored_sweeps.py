@@ -1,0 +1,165 @@
+"""Stored sweeps: what is kept of one, what the pages have from it, and what their findings may say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import stored_sweeps
+from benchmarks.stored_sweeps import read_stored, shown, stored, unsupported, written, wrong_findings
+from streamrl.lab.sweep.plan import read
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(ROOT.glob("docs/*.md"))
+LARGEST = 1_000_000  # bytes of all stored sweeps
+MACHINE = {"processor": "Some CPU", "cores": 2, "gpu": ""}
+PAGE = """# Page
+<!-- mine table: from benchmarks/results -->
+<!-- end of mine table -->
+kept
+<!-- mine differences: from benchmarks/results -->
+old
+<!-- end of mine differences -->
+<!-- mine findings: from benchmarks/results -->
+{}
+<!-- end of mine findings -->
+"""
+
+
+def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
+    """The results.json of a sweep with these rewards of each point's seeds 1, 2, ..."""
+    points = [
+        {
+            "name": name, "column": name, "series": "", "settings": {"algo.weight_cap": 2}, "unfinished": {},
+            "runs": {str(seed): {"reward": each, "KL": 0.0123456789} for seed, each in enumerate(values, 1)},
+        }
+        for name, values in rewards.items()
+    ]  # fmt: skip
+    head = {"sweep": "mine", "axis": "point", "baseline": next(iter(rewards)), "common": ["run.steps=9"], "seeds": [1]}
+    return {**head, "points": points, **more}
+
+
+@pytest.fixture
+def sweep() -> dict[str, Any]:
+    rewards = {"default": [0.5, 0.7, 0.6], "cap-5": [0.4, 0.7, 0.4], "cap-1.2": [0.9, 0.9, 0.9]}
+    return stored(results(rewards), ["abc1234"], MACHINE)
+
+
+def test_the_pages_have_the_tables_and_the_figures_of_the_stored_sweeps():
+    sweeps = read_stored()
+    for page in PAGES:
+        text = page.read_text()
+        assert shown(text) <= sweeps.keys(), page.name
+        assert written(text, sweeps) == text, f"{page.name}: python -m benchmarks.stored_sweeps writes it"
+        assert wrong_findings(text, sweeps) == [], page.name
+
+
+def test_each_stored_sweep_is_on_a_page_and_of_its_file_as_it_is():
+    on_pages = set().union(*(shown(page.read_text()) for page in PAGES))
+    for name, kept in read_stored().items():
+        assert name in on_pages
+        now = read(ROOT / "configs" / "experiments" / f"{name}.yaml")
+        assert {point["name"]: point["settings"] for point in kept["points"]} == {
+            point.name: point.settings for point in now.points
+        }
+        assert (kept["common"], kept["baseline"], kept["seeds"]) == (list(now.common), now.baseline, list(now.seeds))
+
+
+def test_stored_sweeps_stay_small():
+    assert sum(file.stat().st_size for file in stored_sweeps.RESULTS.glob("*.json")) < LARGEST
+
+
+def test_the_figures_of_each_run_are_kept_with_six_digits_and_where_they_come_from(sweep):
+    assert sweep["points"][0]["runs"]["2"] == {"reward": 0.7, "KL": 0.0123457}
+    assert (sweep["commits"], sweep["machine"]) == (["abc1234"], MACHINE)
+
+
+def test_a_sweep_with_missing_runs_or_paths_of_a_machine_is_not_stored():
+    missing = results({"default": [0.5]})
+    missing["points"][0]["unfinished"] = {"2": 7}
+    with pytest.raises(ValueError, match="mine: 1 runs are not done"):
+        stored(missing, [], MACHINE)
+    with pytest.raises(ValueError, match=r"model\.path=/home/me/tiny is a path of one machine"):
+        stored(results({"default": [0.5]}, common=["model.path=/home/me/tiny"]), [], MACHINE)
+
+
+def test_a_page_gets_its_tables_keeps_the_rest_and_is_not_changed_again(sweep):
+    text = written(PAGE.format("Prose."), {"mine": sweep})
+    assert "default  0.6±0.2  -" in text
+    assert "cap-1.2  0.9      -" in text
+    assert "cap-5    3      -0.1±0.2  -0.35..0.15  -0.20..0.00" in text
+    assert "kept\n" in text
+    assert "old\n" not in text
+    assert "Prose.\n" in text
+    assert written(text, {"mine": sweep}) == text
+    sweep["points"][0]["runs"]["1"]["reward"] = 0.51
+    assert written(text, {"mine": sweep}) != text
+
+
+@pytest.mark.parametrize(
+    "findings",
+    [
+        "`default` ends at 0.6±0.2, `cap-1.2` at 0.9.",
+        "- `cap-5` has -0.1±0.2 more than `default`; the interval ends at -0.35 and 0.15.",
+        "Of 3 seeds the mean is 0.6, with `algo.weight_cap=1.75` nowhere.",
+    ],
+)
+def test_a_finding_may_say_what_the_rows_of_its_points_have(sweep, findings):
+    assert unsupported(sweep, findings) == []
+
+
+@pytest.mark.parametrize(
+    ("findings", "figure"),
+    [
+        ("`cap-5` ends at 0.9.", "0.9"),  # that is cap-1.2's
+        ("The default ends at\n0.61±0.2.", "0.61±0.2"),
+        ("It is 1.6 times as good.", "1.6"),
+        ("`cap-5` has 0.1±0.2 more.", "0.1±0.2"),  # less
+    ],
+)
+def test_a_finding_may_not_say_another_figure_or_that_of_another_point(sweep, findings, figure):
+    (line,) = unsupported(sweep, findings)
+    assert line.startswith(f"{figure}: ")
+    assert wrong_findings(PAGE.format(findings), {"mine": sweep}) == [line]
+
+
+def test_a_sweep_of_a_grid_has_a_column_for_it_and_its_points_may_be_named_by_either(sweep):
+    for bound, point in zip(("2", "2", "8"), sweep["points"], strict=True):
+        point |= {"name": f"max_staleness_{bound}-{point['name']}", "column": bound, "series": point["name"]}
+    sweep |= {"axis": "replay.max_staleness", "baseline": sweep["points"][0]["name"]}
+    head, first, *_ = stored_sweeps.table(sweep)
+    assert (head[:3], first[:3]) == (["max_staleness", "point", "reward"], ["2", "default", "0.6±0.2"])
+    assert unsupported(sweep, "At bound 8 `cap-1.2` has 0.9.") == []
+    assert unsupported(sweep, "At bound `8` 0.6±0.2 is reached.") != []
+
+
+def test_the_command_stores_writes_the_pages_and_checks_them(sweep, tmp_path, monkeypatch, capsys):
+    folder, pages = tmp_path / "sweeps" / "mine", tmp_path / "docs"
+    run = folder / "runs" / "default-seed1"
+    run.mkdir(parents=True)
+    pages.mkdir()
+    (folder / "results.json").write_text(json.dumps(results({"default": [0.5, 0.7], "cap-5": [0.4, 0.6]})))
+    (run / "environment.json").write_text('{"commit": "abc1234"}')
+    (pages / "page.md").write_text(PAGE.format("`cap-5` has -0.1."))
+    monkeypatch.setattr(stored_sweeps, "PAGES", pages)
+    monkeypatch.setattr(stored_sweeps, "RESULTS", tmp_path / "results")
+
+    def call(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["stored_sweeps", *arguments])
+        return stored_sweeps.main()
+
+    assert call("--check") == 1
+    assert "page.md: mine is not stored" in capsys.readouterr().out
+    assert call(str(folder)) == 0
+    assert "1 stored sweeps; the pages agree with them" in capsys.readouterr().out
+    assert json.loads((tmp_path / "results" / "mine.json").read_text())["commits"] == ["abc1234"]
+    assert call("--check") == 0
+    page = pages / "page.md"
+    page.write_text(page.read_text().replace("0.6±1.3", "0.7±1.3"))
+    assert call("--check") == 1
+    assert "page.md: its tables are not the stored ones" in capsys.readouterr().out
+    assert "0.7±1.3" in page.read_text()
