@@ -21,6 +21,7 @@ from typing import Any
 from streamrl.config import Config
 from streamrl.config.replay import FilterConfig
 from streamrl.replay.adaptive import AdaptiveBound
+from streamrl.replay.batches import Batches
 from streamrl.replay.curricula import make_curriculum
 from streamrl.replay.curricula.base import Curriculum
 from streamrl.replay.leases import Leases
@@ -34,7 +35,6 @@ from streamrl.replay.records import (
     AnyRecord,
     Began,
     Completed,
-    Consumed,
     Dropped,
     Issued,
     Lost,
@@ -96,10 +96,10 @@ class Buffer:
         self._records: list[AnyRecord] = []
         self.emitted = self._lives.emitted  # (event, fields), for the log: what happened to groups, and no answer says
         self._leases = Leases(self._lives, lease, group_timeout + lease, max_attempts)
-        self._trained = 0  # weights of this step contain the batch taken last
-        self._popped: int | None = None  # the step taken last, while its frames are in memory
-        self._reused = 0  # groups of the batch taken last that an earlier one had
         self._audit = Audit()
+        self._batches = Batches(
+            self._state, order, self.gate, reuse, self._audit, emit=self._emit, drop=self._regenerate
+        )
 
     # -- what there is
 
@@ -158,7 +158,7 @@ class Buffer:
 
     def ledger(self) -> Ledger:
         """What the weights contain once the batch taken last is trained."""
-        return self._state.ledger(self._trained)
+        return self._state.ledger(self._batches.trained)
 
     def oldest_place(self) -> int | None:
         """The lowest journal segment that holds frames which may be needed; None without any."""
@@ -166,9 +166,8 @@ class Buffer:
 
     def selection_metrics(self) -> dict[str, float]:
         """The audit since the last call, by the names of its metrics: called once a batch."""
-        audit, self._audit = self._audit, Audit()
         held = self.gate.metrics(self.adaptive.slots - self.charged)
-        return audit.metrics() | self.adaptive.metrics() | held | self._reuse.metrics(self._reused)
+        return self._audit.collect() | self.adaptive.metrics() | held | self._reuse.metrics(self._batches.reused)
 
     # -- what outlives a crash
 
@@ -202,7 +201,7 @@ class Buffer:
         self.emitted.clear()  # they were emitted when it happened
         self.adaptive.restore(self._state.adapted)
         self._state.reopen_placeless()
-        self._trained = self._state.next_step
+        self._batches.trained = self._state.next_step
         for life in self._lives.out.values():
             life.out = life.ticket(self._seed, NEVER)
         self._leases.recover()
@@ -218,14 +217,14 @@ class Buffer:
         resumed, lost = self._state.redeliverable(version.step)
         self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost, limits=limits))
         self.gate.began(version.step, self._lives)
-        self._trained = version.step
+        self._batches.trained = version.step
 
     def lose(self, step: int, group_ids: Iterable[int]) -> None:
         """The frames of these groups of a consumed step cannot be read: they are generated again, with the same
         prompts. The steps from `step` on, which the learner has not trained yet, are put together anew.
         """
         self._emit(Lost(step=step, group_ids=tuple(group_ids)))
-        self._trained = step
+        self._batches.trained = step
 
     def quarantine(self, step: int, group_id: int, attempt: int, reason: str) -> bool:
         """The learner could not train a group of this consumed step. False where that is known, or cannot be."""
@@ -354,51 +353,7 @@ class Buffer:
         A step that was consumed may be asked for again, as long as it may be needed. Raises ValueError for
         any other.
         """
-        state = self._state
-        self.gate.asked(step)
-        if step in state.batches:
-            self.gate.delivered(step)
-            batch = tuple(self._lives[group_id].stored(step) for group_id in state.batches[step])
-            self._trained, self._reused = step + 1, sum(stored.again for stored in batch)
-            return batch
-        if step != state.next_step:
-            raise ValueError(f"step {step} was asked for, {state.next_step} is next")
-        if self._popped is not None:
-            self._let_go(self._popped)
-        if len(state.completed) < self.order.fresh or (selected := self._select(step)) is None:
-            return None
-        ids, reused = selected
-        lives = [self._lives[group_id] for group_id in ids]
-        batch = tuple([life.stored(step) for life in lives])
-        for life in lives:
-            if life.completed is not None:
-                self._audit.trained.add(life.completed)
-        self._emit(Consumed(step=step, group_ids=ids, reused=reused))
-        self.gate.delivered(step)
-        self._trained, self._popped, self._reused = step + 1, step, len(reused)
-        return batch
-
-    def _select(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        state = self._state
-        for group_id in [i for i, oldest in state.completed.items() if self.order.over_age(step, oldest)]:
-            self._audit.counts["over_age"] += 1
-            self._drop(self._lives[group_id], state.record(group_id), f"too old for step {step}", same_prompt=True)
-        reused = state.reusable.select(step)
-        fewer = (self.order.groups_per_step - len(reused),) if reused else ()
-        ids = self.order.select(step, state.completed, state.below, state.above, *fewer)
-        return None if ids is None else ((*ids, *reused), reused)
-
-    def _let_go(self, step: int) -> None:
-        """The learner has this batch: its frames go, and without a journal the step with them."""
-        self._popped = None
-        can_return = True
-        for group_id in self._state.batches.get(step, ()):
-            life = self._lives[group_id]
-            if life.place is not None or not self._reuse.possible(life, self.next_step):
-                life.frames = None
-            can_return = can_return and life.place is not None
-        if not can_return:
-            self._state.forget_batch(step)
+        return self._batches.pop(step)
 
     # -- inside
 
@@ -442,6 +397,10 @@ class Buffer:
         life.frames, life.spent, life.excused = frames, 0.0, 0  # what may be issued for it next has its whole time
         self._emit(record)
         return record
+
+    def _regenerate(self, life: Life, reason: str) -> None:
+        """A completed group is generated again, with its prompt."""
+        self._drop(life, self._state.record(life.group_id), reason, same_prompt=True)
 
     def _drop(self, life: Life, record: Completed, reason: str, *, same_prompt: bool) -> None:
         cursor = self._state.cursors[life.task]

@@ -101,9 +101,11 @@ class Audit:
     trained: _Sums = field(default_factory=_Sums)
     counts: Counter[str] = field(default_factory=Counter)  # of COUNTS
 
-    def metrics(self) -> dict[str, float]:
-        """Flat, by their names in metrics.jsonl."""
-        counts = {f"selection/{name}": float(self.counts[name]) for name in COUNTS}
-        return (
-            self.generated.means("generated") | self.dropped.means("dropped") | self.trained.means("trained") | counts
-        )
+    def collect(self) -> dict[str, float]:
+        """Flat, by their names in metrics.jsonl; what is counted begins anew."""
+        found = {f"selection/{name}": float(self.counts[name]) for name in COUNTS}
+        for name in ("generated", "dropped", "trained"):
+            found |= getattr(self, name).means(name)
+            setattr(self, name, _Sums())
+        self.counts.clear()
+        return found

@@ -66,7 +66,7 @@ def test_what_the_replay_service_tells_of_its_selection_is_in_the_table():
     audit = Audit()
     for sums in (audit.generated, audit.dropped, audit.trained):
         sums.add(Completed(group_id=0, attempt=0, size=1, tokens=4, answers=2, pass_rate=0.5))
-    assert audit.metrics().keys() <= NAMES
+    assert audit.collect().keys() <= NAMES
 
 
 @pytest.mark.parametrize("name", ["reward", "reward/mean/x", "offpolicy/ess/s", "ess/s0", "offpolicy/ess/s0/s1"])
