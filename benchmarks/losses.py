@@ -46,7 +46,7 @@ from streamrl.algo.losses import policy_loss
 from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
-from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES, REWARD_DIVERGENCES
+from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES, PROXIMALS, REWARD_DIVERGENCES
 from streamrl.config.algo import AdvantageConfig, AlgoConfig
 
 BAR = 1e-9
@@ -86,6 +86,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ratio_penalty": {"loss": "dppo_tv", "weight": "none", "ratio_penalty": 1e-2, **DPPO},
     "proximal=recompute": {"proximal": "recompute"},
     "proximal=interpolate": {"proximal": "interpolate", "weight_cap": 1.5},
+    "proximal=interpolate_previous": {"proximal": "interpolate_previous", "weight_cap": 1.5},
     "weight=none": {"weight": "none"},
     "weight=sequence": {"weight": "sequence"},
     "weight=sequence recompute": {"weight": "sequence", "proximal": "recompute"},
@@ -372,7 +373,7 @@ def combinations() -> Iterator[AlgoConfig]:
     """Every setting of every choice with every other, as far as they go together; estimators and limits in turn."""
     choices = {
         "loss": LOSSES.names,
-        "proximal": ("behaviour", "recompute", "interpolate"),
+        "proximal": PROXIMALS.names,
         "weight": ("none", "token", "sequence"),
         "mask": ("none", "token", "sequence", "geometric", "second_moment"),
         "aggregation": AGGREGATIONS.names,
