@@ -36,7 +36,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.end_to_end import spread
+from benchmarks.optimum import spread
 from benchmarks.peers_trl import Job, is_over, steps_to_reward
 from launch import smollm2
 from streamrl.config import Config
