@@ -14,14 +14,16 @@ the two synchronous runs is the one to compare with. Answers have log-normal len
 and the same in every run (`drawn_lengths.py`), and a step takes four waves of requests.
 
 The optimum of a repeat is the slower of its two sides, each alone on its own core (`one_side.py`): generation whose
-batches are taken at once, and the learner on recorded batches. First of all the learner is given as much work a token
-as makes it as slow as generation; what was tried and chosen is printed.
+batches are taken at once, and the learner on recorded batches. Either is measured several times in a repeat, between
+the settings. First of all the learner is given as much work a token as makes it as slow as generation; what was tried
+and chosen is printed. Ratios are taken in two ways, within a repeat and of medians; the most that the layout allows
+against the synchronous run is printed beside them (`optimum.py`).
 
 A figure is of the steps behind the warm-up of each run, up to where the last tickets are out. Tokens/s are those that
 were trained, or generated meanwhile where these are fewer: a buffer that was filled before is no speed. Reward per
 second is the slope of the mean reward over the wall clock; in these few steps a policy of random weights learns no more
-than which token is right most often. All settings take turns within a repeat, and ratios are formed inside it; figures
-are medians over the repeats, with the smallest and the largest.
+than which token is right most often. All settings take turns within a repeat; figures are medians over the repeats,
+with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,84 +44,54 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.balanced_run import LOADS, SETTINGS, SHARED, SYNC, Bench, Load, Row, Setting
+from benchmarks.optimum import (
+    JUDGED,
+    OF_SYNC,
+    OF_THE_OPTIMUM,
+    Repeat,
+    Run,
+    all_sides,
+    lines,
+    missed,
+    of_medians,
+    parts,
+    ratios,
+    spread,
+)
 from streamrl.learner.batch_metrics import token_ages
 from streamrl.replay.journal import recorded_batches
 
-OF_THE_OPTIMUM, OF_SYNC = 0.85, 1.5  # bars, of JUDGED
-JUDGED = "bound 2"
-BALANCE = 0.15  # by which the two sides may differ, in seconds a token, where the bars are judged
 
-# First steps that no figure counts: the learner's caches fill, and its slow first step gives generation a lead, up to
-# the bound, that is no speed.
-WARM_UP = 4
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How much is run."""
 
-CANDIDATES = 3  # loads that are tried before the first repeat, those which should balance the sides best
-STEPS, QUICK_STEPS = 10, 2  # that are counted
+    # First steps that no figure counts: the learner's caches fill, and its slow first step gives generation a lead, up
+    # to the bound, that is no speed.
+    warm_up: int
+    steps: int  # that are counted
+    measurements: int  # of either side alone in a repeat
+    candidates: int  # loads that are tried before the first repeat, those which should balance the sides best
+    repeats: int
+
+    @property
+    def end(self) -> int:
+        """The first step behind the counted ones."""
+        return self.warm_up + self.steps
+
+    def counted(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The counted steps and the one before, whose end is where they begin."""
+        return rows[self.warm_up - 1 : self.end]
+
+
+FULL = Form(warm_up=4, steps=10, measurements=3, candidates=3, repeats=5)
+QUICK = Form(warm_up=1, steps=2, measurements=1, candidates=1, repeats=1)
 AHEAD = 2  # further steps of generation alone, so that tickets are out up to the end of the counted ones
 COLUMNS = (
-    "tokens/s", "of the optimum", "of sync", "of sync, shared", "reward/s x 1000", "staleness: mean, p95",
-    "idle: learner, generators",
+    "tokens/s", "of the optimum", "of sync", "of sync, shared", "the three, of medians", "reward/s x 1000",
+    "staleness: mean, p95", "idle: learner, generators",
 )  # fmt: skip
-WIDTH = 170  # columns of the table where there is no terminal
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The counted steps of one run."""
-
-    tokens_per_s: float
-    staleness_mean: float  # learner steps, over tokens
-    staleness_p95: float
-    reward_per_s: float
-    idle_learner: float  # share of the time
-    idle_generator: float
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], ages: np.ndarray) -> Run:
-        """`rows`: of the counted steps and the one before; `ages` of their trained tokens, in learner steps."""
-        began, rows = rows[0]["time"], rows[1:]
-        tokens = min(sum(row[key] for row in rows) for key in ("tokens/trained", "tokens/generated"))
-        times, rewards = ([row[key] for row in rows] for key in ("time", "reward/mean"))
-        seconds = [row["time/step"] for row in rows]
-        slope = np.polyfit(np.array(times) - began, rewards, 1)[0]
-        return cls(
-            tokens_per_s=tokens / (times[-1] - began),
-            staleness_mean=float(np.mean(ages)),
-            staleness_p95=float(np.percentile(ages, 95)),
-            reward_per_s=float(slope),
-            idle_learner=float(np.average([row["idle/learner"] for row in rows], weights=seconds)),
-            idle_generator=float(np.average([row["idle/generator"] for row in rows], weights=seconds)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Repeat:
-    """One turn of everything."""
-
-    generation: float  # tokens/s of that side alone
-    training: float
-    runs: dict[str, Run]  # by the setting's name
-
-    @property
-    def optimum(self) -> float:
-        """Tokens/s of a circle whose sides never wait for each other."""
-        return min(self.generation, self.training)
-
-    @property
-    def imbalance(self) -> float:
-        """By which share the slower side is slower."""
-        return max(self.generation, self.training) / self.optimum - 1
-
-    def of_the_optimum(self, name: str) -> float:
-        return self.runs[name].tokens_per_s / self.optimum
-
-    def of(self, name: str, other: str) -> float:
-        return self.runs[name].tokens_per_s / self.runs[other].tokens_per_s
-
-
-def counted(rows: Sequence[Row], steps: int) -> Sequence[Row]:
-    """The counted steps and the one before, whose end is where they begin."""
-    return rows[WARM_UP - 1 : WARM_UP + steps]
+WIDTH = 190  # columns of the table where there is no terminal
 
 
 def generated_per_s(rows: Sequence[Row]) -> float:
@@ -149,26 +121,43 @@ def nearest(speeds: Mapping[Load, float], generation: float) -> list[Load]:
     return sorted(speeds, key=lambda load: abs(math.log(speeds[load] / generation)))
 
 
+def turns(settings: Sequence[Setting], measurements: int) -> list[Setting | None]:
+    """The order of a repeat: all settings, and None where both sides are measured, evenly between them.
+
+    >>> turns("abcd", 3)
+    [None, 'a', 'b', None, 'c', 'd', None]
+    >>> turns("abcd", 1)
+    ['a', 'b', None, 'c', 'd']
+    """
+    count, apart = len(settings), max(measurements - 1, 1)
+    places = [round(count * place / apart) for place in range(measurements)] if measurements > 1 else [count // 2]
+    order: list[Setting | None] = []
+    for index in range(count + 1):
+        order += [None] * places.count(index)
+        order += settings[index : index + 1]
+    return order
+
+
 class Measurement:
     """All runs of one start of the benchmark."""
 
-    def __init__(self, bench: Bench, settings: Sequence[Setting], steps: int) -> None:
+    def __init__(self, bench: Bench, settings: Sequence[Setting], form: Form) -> None:
         self._bench = bench
         self._settings = settings
-        self._steps = steps
+        self._form = form
+        self._load: Load | None = None
 
     def balance(self) -> Load:
         """Give the learner the load that balances the two sides: of those that should, the one that is seen to."""
-        steps = WARM_UP + self._steps
-        self._bench.run(SYNC, "balance", steps)
+        self._bench.run(SYNC, "balance", self._form.end)
         rows = self._training("balance", "balance-training")
         sides = [self._generation("balance-generation")]
-        near = nearest({load: expected(load, rows) for load in LOADS}, sides[0])[:CANDIDATES]
+        near = nearest({load: expected(load, rows) for load in LOADS}, sides[0])[: self._form.candidates]
         seen = {load: trained_per_s(self._training("balance", f"balance-{load.slug}", load.changes)) for load in near}
         sides.append(self._generation("balance-generation-again"))
         generation = statistics.mean(sides)
         load = nearest(seen, generation)[0]
-        self._bench.load = load.keys
+        self._load, self._bench.load = load, load.keys
         told = ", ".join(f"{each.name}: {speed:.0f}" for each, speed in seen.items())
         print(
             f"alone: generation {generation:.0f} tokens/s, learner {trained_per_s(rows):.0f}; with {told}; "
@@ -178,34 +167,51 @@ class Measurement:
         return load
 
     def repeat(self, number: int) -> Repeat:
-        """Every setting once, each first in its turn, then both sides alone."""
+        """Every setting once, each first in its turn, and both sides alone between them."""
+        load = self._load
+        assert load is not None
+        runs: dict[str, Run] = {}
+        generation: list[float] = []
+        training: list[float] = []
+
+        def generate() -> None:
+            generation.append(self._generation(f"generation-{number}-{len(generation)}"))
+
+        def train() -> None:
+            rows = self._training("balance", f"training-{number}-{len(training)}", load.changes)
+            training.append(trained_per_s(rows))
+
         first = number % len(self._settings)
-        runs = {each.name: self._run(each, number) for each in (*self._settings[first:], *self._settings[:first])}
-        trained = self._training(f"{SYNC.name}-{number}", f"training-{number}")
-        repeat = Repeat(self._generation(f"generation-{number}"), trained_per_s(trained), runs)
+        for setting in turns((*self._settings[first:], *self._settings[:first]), self._form.measurements):
+            if setting is not None:
+                runs[setting.name] = self._run(setting, number)
+                continue
+            for side in (generate, train) if (number + len(training)) % 2 == 0 else (train, generate):
+                side()
+        repeat = Repeat(tuple(generation), tuple(training), {each.name: runs[each.name] for each in self._settings})
         told = ", ".join(f"{name} {repeat.of_the_optimum(name):.2f}" for name in runs)
         print(
-            f"repeat {number + 1}: generation alone {repeat.generation:.0f} tokens/s, learner alone "
-            f"{repeat.training:.0f}; of the optimum: {told}",
+            f"repeat {number + 1}: generation alone {spread(generation, '.0f')} tokens/s, learner alone "
+            f"{spread(training, '.0f')}; of the optimum: {told}",
             flush=True,
         )
         return repeat
 
     def _generation(self, name: str) -> float:
         """Tokens/s of generation alone."""
-        rows = self._bench.generation_alone(name, WARM_UP + self._steps + AHEAD)
-        return generated_per_s(counted(rows, self._steps))
+        rows = self._bench.generation_alone(name, self._form.end + AHEAD)
+        return generated_per_s(self._form.counted(rows))
 
     def _training(self, recorded: str, name: str, changes: Sequence[str] = ()) -> Sequence[Row]:
         """The counted steps of the learner alone."""
-        rows = self._bench.training_alone(recorded, name, WARM_UP + self._steps, changes)
-        return counted(rows, self._steps)
+        rows = self._bench.training_alone(recorded, name, self._form.end, changes)
+        return self._form.counted(rows)
 
     def _run(self, setting: Setting, number: int) -> Run:
         name = f"{setting.slug}-{number}"
-        rows = self._bench.run(setting, name, WARM_UP + self._steps + setting.bound)
-        ages = _ages(self._bench.folder(name), range(WARM_UP, WARM_UP + self._steps))
-        return Run.of(counted(rows, self._steps), ages)
+        rows = self._bench.run(setting, name, self._form.end + setting.bound)
+        ages = _ages(self._bench.folder(name), range(self._form.warm_up, self._form.end))
+        return Run.of(self._form.counted(rows), ages)
 
 
 def _ages(run_folder: Path, steps: range) -> np.ndarray:
@@ -220,32 +226,8 @@ def _ages(run_folder: Path, steps: range) -> np.ndarray:
     )
 
 
-def ratios(repeats: Sequence[Repeat]) -> dict[str, list[float]]:
-    """What the bars and `make bench` look at, one value a repeat: higher is better."""
-    names = list(repeats[0].runs)
-    found = {f"{name} of the optimum": [repeat.of_the_optimum(name) for repeat in repeats] for name in names}
-    for other in [each.name for each in (SYNC, SHARED) if each.name in names]:
-        found |= {f"{name} of {other}": [each.of(name, other) for each in repeats] for name in names if name != other}
-    return found
-
-
-def missed(repeats: Sequence[Repeat]) -> list[str]:
-    """The bars that were not reached, by the medians."""
-    found = ratios(repeats)
-    bars = {f"{JUDGED} of the optimum": OF_THE_OPTIMUM, f"{JUDGED} of sync": OF_SYNC}
-    broken = [
-        f"{name}: {statistics.median(found[name]):.2f}, at least {bar:g} is wanted"
-        for name, bar in bars.items()
-        if statistics.median(found[name]) < bar
-    ]
-    imbalance = statistics.median(repeat.imbalance for repeat in repeats)
-    if imbalance > BALANCE:
-        broken.append(f"one side is {imbalance:.0%} slower than the other, at most {BALANCE:.0%} is balanced")
-    return broken
-
-
 def show(console: Console, repeats: Sequence[Repeat]) -> None:
-    found = ratios(repeats)
+    paired, medians = ratios(repeats), of_medians(repeats)
     drawn = Table(title=f"{len(repeats)} repeats: median (smallest .. largest)")
     drawn.add_column("")
     for column in COLUMNS:
@@ -253,34 +235,32 @@ def show(console: Console, repeats: Sequence[Repeat]) -> None:
     for name in repeats[0].runs:
         runs = [repeat.runs[name] for repeat in repeats]
         middle = {key: statistics.median(getattr(run, key) for run in runs) for key in Run.__slots__}
+        compared = [f"{name} of {other}" for other in ("the optimum", SYNC.name, SHARED.name)]
         drawn.add_row(
             name,
             spread([run.tokens_per_s for run in runs], ".0f"),
-            spread(found[f"{name} of the optimum"]),
-            spread(found.get(f"{name} of sync", [])),
-            spread(found.get(f"{name} of {SHARED.name}", [])),
+            *(spread(paired.get(ratio, [])) for ratio in compared),
+            ", ".join(f"{medians[ratio]:.2f}" if ratio in medians else "-" for ratio in compared),
             spread([1000 * run.reward_per_s for run in runs], ".1f"),
             f"{middle['staleness_mean']:.2f}, {middle['staleness_p95']:.0f}",
             f"{middle['idle_learner']:.0%}, {middle['idle_generator']:.0%}",
         )
     console.print(drawn)
-    sides = {side: spread([getattr(each, side) for each in repeats], ".0f") for side in ("generation", "training")}
-    print(f"alone: generation {sides['generation']} tokens/s, training {sides['training']}")
-
-
-def spread(values: Sequence[float], form: str = ".2f") -> str:
-    if not values:
-        return ""
-    return f"{statistics.median(values):{form}} ({min(values):{form}} .. {max(values):{form}})"
+    for line in lines(repeats, JUDGED):
+        print(line)
 
 
 def figures(repeats: Sequence[Repeat], load: Load, steps: int) -> dict[str, object]:
+    sides = all_sides(repeats)
     return {
         "benchmark": "end_to_end",
         "steps": steps,
         "load": load.name,
         "cpus": os.cpu_count(),
-        "repeats": [{**asdict(repeat), "optimum": repeat.optimum} for repeat in repeats],
+        "repeats": [{**asdict(repeat), "optimum": repeat.sides.optimum} for repeat in repeats],
+        "sides": {**asdict(sides), "optimum": sides.optimum, "in_turn": sides.in_turn, "ceiling": sides.ceiling},
+        "parts": parts(repeats, JUDGED),
+        "of_medians": of_medians(repeats),
         "ratios": [
             {"name": name, "median": statistics.median(values), "low": min(values), "high": max(values)}
             for name, values in ratios(repeats).items()
@@ -290,26 +270,28 @@ def figures(repeats: Sequence[Repeat], load: Load, steps: int) -> dict[str, obje
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="two repeats of sync and bound 2, whose bars are not judged"
-    )
-    parser.add_argument("--repeats", type=int, help="interleaved repeats (default: 5, quick: 2)")
+    parser.add_argument("--quick", action="store_true", help="sync and bound 2, shortly; their bars are not judged")
+    for name, text in (("repeats", "interleaved repeats"), ("measurements", "of either side alone in a repeat")):
+        default = f"(default: {getattr(FULL, name)}, quick: {getattr(QUICK, name)})"
+        parser.add_argument(f"--{name}", type=int, choices=range(1, 10), help=f"{text} {default}")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parser.add_argument("--keep", type=Path, help="new folder for the runs, to look into them later")
     options = parser.parse_args()
     settings = tuple(each for each in SETTINGS if each.name in (SYNC.name, JUDGED)) if options.quick else SETTINGS
-    steps = QUICK_STEPS if options.quick else STEPS
+    form = QUICK if options.quick else FULL
+    given = {"repeats": options.repeats, "measurements": options.measurements}
+    form = replace(form, **{name: count for name, count in given.items() if count is not None})
     with tempfile.TemporaryDirectory() as scratch, Bench.serving(options.keep or Path(scratch)) as bench:
-        measurement = Measurement(bench, settings, steps)
+        measurement = Measurement(bench, settings, form)
         load = measurement.balance()
-        repeats = [measurement.repeat(number) for number in range(options.repeats or (2 if options.quick else 5))]
+        repeats = [measurement.repeat(number) for number in range(form.repeats)]
     console = Console()
     show(console if console.is_terminal else Console(width=WIDTH), repeats)
     broken = missed(repeats)
     judged = "not judged in the quick form" if options.quick else ("; ".join(broken) or "all reached")
     print(f"bars, {JUDGED}: {OF_THE_OPTIMUM:g} of the optimum, {OF_SYNC:g} times sync: {judged}")
     if options.json:
-        options.json.write_text(json.dumps(figures(repeats, load, steps), indent=1) + "\n")
+        options.json.write_text(json.dumps(figures(repeats, load, form.steps), indent=1) + "\n")
     return 1 if broken and not options.quick else 0
 
 

@@ -2,13 +2,14 @@
 
     python -m benchmarks.losses [--quick] [--json PATH]
 
-A row is one setting of `algo`. `value` and `gradient` are the largest differences to the reference (a loop over
-tokens that reads like the equations, `losses_reference.py`; or TRL's `GRPOTrainer._compute_loss`), over the seeds,
-relative to the reference's value and largest entry; gradients are those by log-prob, by entropy and by the
-divergence over the whole vocabulary. `float32` is the gradient of the same tokens in the dtype of training. The
-branches are those that the setting has, each with the number of tokens that took it: a comparison that misses one
-proves nothing about it, and fails. The row before the last is that divergence from logits. The last row is every
-combination of family, proximal policy, weight, mask, aggregation and covariance rule on small batches.
+A row is one setting of `algo`, with numbers that float32 would round. `value` and `gradient` are the largest
+differences to the reference (a loop over tokens that reads like the equations, `losses_reference.py`; or TRL's
+`GRPOTrainer._compute_loss`), over the seeds, relative to the reference's value and largest entry; gradients are those
+by log-prob, by entropy and by the divergence over the whole vocabulary. `float32` is the gradient of the same tokens in
+the dtype of training. The branches are those that the setting has, each with the number of tokens that took it: a
+comparison that misses one proves nothing about it, and fails. The row before the last is that divergence from logits.
+The last row is every combination of family, proximal policy, weight, mask, aggregation and covariance rule on small
+batches.
 
 Exit code 1 when a difference is above the bar or a branch was never taken.
 """
@@ -46,7 +47,7 @@ from streamrl.algo.losses import policy_loss
 from streamrl.algo.reward_penalty import Outcomes, penalised_advantages, reward_kl
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
-from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES, REWARD_DIVERGENCES
+from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES, PROXIMALS, REWARD_DIVERGENCES
 from streamrl.config.algo import AdvantageConfig, AlgoConfig
 
 BAR = 1e-9
@@ -54,7 +55,7 @@ GROUP = 4  # answers of one, for what depends on it
 STEP = 5  # seeds the draw of clip_cov
 SMALL_CLIP = {"eps_low": 0.03, "eps_high": 0.05}  # a sample's ratio moves less than a token's
 DPPO = {"eps_low": 0.05, "eps_high": 0.06, "ratio_cap": 1.3}  # of a divergence, not of a ratio
-COVARIANCE = {"covariance_share": 0.1, "covariance_low": 0.1, "covariance_high": 1.0}
+COVARIANCE = {"covariance_share": 0.1, "covariance_low": 0.1, "covariance_high": 0.9, "covariance_kl": 0.7}
 TEACHER = "teacher"  # any name will do: its log-probs are drawn
 WIDE = {"mask_low": 0.9, "mask_high": 1.15}
 # Of the masks by a divergence: about half of the tokens are further away.
@@ -76,16 +77,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "loss=gspo": {"loss": "gspo", **SMALL_CLIP},
     "loss=gspo dual_clip": {"loss": "gspo", "dual_clip": 1.06, **SMALL_CLIP},
     "loss=gmpo": {"loss": "gmpo", "aggregation": "sequence_mean"},
-    "loss=sapo": {"loss": "sapo"},
+    "loss=sapo": {"loss": "sapo", "sapo_positive": 0.9},
     "loss=reinforce": {"loss": "reinforce"},
     "loss=reinforce weight=none": {"loss": "reinforce", "weight": "none"},
     "loss=gpg": {"loss": "gpg", "weight": "none"},
-    "loss=dro": {"loss": "dro", "weight": "none", "dro_temperature": 0.5},
+    "loss=dro": {"loss": "dro", "weight": "none", "dro_temperature": 0.6},
     "loss=dppo_tv": {"loss": "dppo_tv", "weight": "none", **DPPO},
     "loss=dppo_kl": {"loss": "dppo_kl", "weight": "none", **DPPO},
     "ratio_penalty": {"loss": "dppo_tv", "weight": "none", "ratio_penalty": 1e-2, **DPPO},
     "proximal=recompute": {"proximal": "recompute"},
-    "proximal=interpolate": {"proximal": "interpolate", "weight_cap": 1.5},
+    "proximal=interpolate": {"proximal": "interpolate", "weight_cap": 1.4},
+    "proximal=interpolate_previous": {"proximal": "interpolate_previous", "weight_cap": 1.4},
     "weight=none": {"weight": "none"},
     "weight=sequence": {"weight": "sequence"},
     "weight=sequence recompute": {"weight": "sequence", "proximal": "recompute"},
@@ -372,7 +374,7 @@ def combinations() -> Iterator[AlgoConfig]:
     """Every setting of every choice with every other, as far as they go together; estimators and limits in turn."""
     choices = {
         "loss": LOSSES.names,
-        "proximal": ("behaviour", "recompute", "interpolate"),
+        "proximal": PROXIMALS.names,
         "weight": ("none", "token", "sequence"),
         "mask": ("none", "token", "sequence", "geometric", "second_moment"),
         "aggregation": AGGREGATIONS.names,

@@ -185,7 +185,9 @@ def _old(mu: float, pi: float, score: float | None, staleness: int, c: AlgoConfi
     if c.proximal == "recompute":
         assert score is not None
         return score
-    return mu + staleness / (staleness + 1) * (pi - mu)
+    # Versions on a line from the token's own, 0: pi_old is the step's first one, or the one before, and pi one later.
+    old = staleness if c.proximal == "interpolate" else max(staleness - 1, 0)
+    return mu + old / (old + 1) * (pi - mu)
 
 
 def _tokens(batch: TokenBatch, measured: list[int], c: AlgoConfig) -> list[Token]:

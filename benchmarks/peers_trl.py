@@ -45,18 +45,21 @@ class Job:
     clip_grad: float
     eps_low: float
     eps_high: float
-    target: float  # mean reward of `over` steps at which the run ends, after `least` steps at the earliest
+    bf16: bool  # passes in bfloat16 over weights in float32; else everything in float32
+    target: float | None  # mean reward of `over` steps at which the run ends, after `least` steps at the earliest
     over: int
     least: int
 
 
-def steps_to_reward(rewards: Sequence[float], target: float, over: int) -> int | None:
-    """Steps until the mean reward of the last `over` of them is `target`; None where it never is."""
+def steps_to_reward(rewards: Sequence[float], target: float | None, over: int) -> int | None:
+    """Steps until the mean reward of the last `over` of them is `target`; None where it never is, or there is none."""
+    if target is None:
+        return None
     ends = range(over, len(rewards) + 1)
     return next((end for end in ends if statistics.fmean(rewards[end - over : end]) >= target), None)
 
 
-def is_over(rewards: Sequence[float], target: float, over: int, least: int) -> bool:
+def is_over(rewards: Sequence[float], target: float | None, over: int, least: int) -> bool:
     """Whether a run of so many steps is long enough, and at the reward."""
     return len(rewards) >= least and steps_to_reward(rewards, target, over) is not None
 
@@ -127,7 +130,7 @@ def train(job: Job) -> None:
         epsilon_high=job.eps_high,
         loss_type="dapo",  # the mean over the step's tokens
         beta=0.0,
-        bf16=True,  # passes in bfloat16 over weights in float32
+        bf16=job.bf16,
         model_init_kwargs={"dtype": "float32"},
         gradient_checkpointing=False,
         use_cpu=True,

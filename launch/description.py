@@ -160,6 +160,11 @@ def _one_line(error: ValidationError) -> str:
 
 def _check(description: Description, config: Config) -> None:
     """Refuse what would fail only on the nodes."""
+    if config.model.dtype == "auto":
+        raise ConfigError(
+            "model.dtype: auto is of the machine that makes the run folder, which may be another one than those that "
+            "train; allowed: float32, bfloat16"
+        )
     if config.run.stop_timeout > description.grace:
         raise ConfigError(
             f"grace: {description.grace} s are fewer than run.stop_timeout={config.run.stop_timeout:g} of the run; "

@@ -21,6 +21,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.nodes import has_joined
+from streamrl.model_dtype import with_dtype
 from streamrl.observe.events import event_path, parse_record
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
@@ -41,7 +42,7 @@ def wait(config: Config) -> Path:
     record = config.run_folder / RECORD
     config = absolute(config)
     deadline = time.monotonic() + config.run.start_timeout
-    while not record.exists() or config_file.changed(load_run(record.parent), config):
+    while not record.exists() or config_file.changed(load_run(record.parent), with_dtype(config)):
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{record}: not there, or of another configuration, after run.start_timeout="

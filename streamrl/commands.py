@@ -13,6 +13,7 @@ from streamrl.engine.hardware import has_cuda
 from streamrl.hub.model import with_local_model, with_local_models, with_local_teacher
 from streamrl.learner_environment import learner_environment
 from streamrl.loading import without_collections
+from streamrl.model_dtype import with_dtype
 from streamrl.places import RECORD, load_run, run_folder_of
 from streamrl.recorded.formats import answered_run, recorded_run
 from streamrl.tasks import left_out
@@ -102,7 +103,7 @@ def evaluate(options: argparse.Namespace) -> int:
     if options.version is not None and (options.run_folder is None or options.model is not None):
         raise ConfigError("--version: names the weights of a run; allowed: with --run-folder and without --model")
     if options.config is not None:
-        config = config_file.load(options.config, options.override)
+        config = with_dtype(config_file.load(options.config, options.override), fresh=True)
     else:
         config = load_run(run_folder_of(options.run_folder), options.override)
     from streamrl.lab import evaluation
@@ -243,7 +244,7 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
     if (options.config is None) == (options.run_folder is None):
         raise ConfigError("a role takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
     if options.run_folder is None:
-        config = with_local_models(config_file.load(options.config, options.override))
+        config = with_dtype(with_local_models(config_file.load(options.config, options.override)))
         folder = run_folder.prepare(config, fresh=False)
         if config.run.epochs is not None:
             config = with_local_model(load_run(folder))  # has them as steps

@@ -22,6 +22,7 @@ from streamrl.hub.files import lacking
 from streamrl.hub.model import with_local_models
 from streamrl.hub.repository import model_of
 from streamrl.lab.plan.command import model_shape
+from streamrl.model_dtype import with_dtype
 from streamrl.observe.ending import resume_line
 from streamrl.places import absolute
 from streamrl.preflight import machine
@@ -40,6 +41,7 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     by_shape = gpus is not None and _is_known_by_shape(config)
     config = absolute(config if by_shape else with_local_models(config, "description"))
     names = _names(gpus)
+    config = with_dtype(config, fresh=fresh, gpus=bool(names))
     placed = device_map(config, len(names)) if names else None
     unchecked = _check(config, made_up=gpus is not None, fresh=fresh)
     if not fresh and (recorded := left_out.load(config.run_folder)).trained:

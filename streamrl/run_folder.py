@@ -22,6 +22,7 @@ from streamrl.config.refused import Refusals
 from streamrl.config.senseless import warnings
 from streamrl.hub.model import recorded_model
 from streamrl.hub.repository import model_of
+from streamrl.model_dtype import with_dtype
 from streamrl.places import RECORD, absolute, load_run
 from streamrl.preflight.epochs import with_steps
 from streamrl.recorded.formats import FORMATS
@@ -56,7 +57,7 @@ def prepare(config: Config, *, fresh: bool) -> Path:
 
     Raises ConfigError for what cannot run (`preflight/`), before anything is written, and as `make` does.
     """
-    config = absolute(config)
+    config = with_dtype(absolute(config), fresh=fresh)
     found = preflight.check(config, fresh=fresh)
     return make(with_steps(config, found), fresh=fresh, left_out_prompts=found)
 

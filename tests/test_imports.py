@@ -33,7 +33,7 @@ LAYERS = [
     {"publish", "reward_model"},
     {"generate", "replay", "learner", "evaluate"},
     {"places", "preflight"},
-    {"testing", "recorded", "next_commands"},
+    {"testing", "recorded", "next_commands", "model_dtype"},
     {"role_process", "run_folder", "supervisor", "lab"},
     {"dry_run", "api", "starter", "sft"},
     {"commands"},
@@ -77,7 +77,7 @@ WITHOUT_TORCH = (
     "stream",
 )
 WITHOUT_TORCH += ("replay", "machine", "tasks", "engine", "generate", "evaluate", "places", "preflight", "recorded")
-WITHOUT_TORCH += ("run_folder", "next_commands", "supervisor", "api", "sft")
+WITHOUT_TORCH += ("model_dtype", "run_folder", "next_commands", "supervisor", "api", "sft")
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "places", "observe", "recorded", "lab"}
@@ -107,14 +107,15 @@ BESIDE_RECORDS = {
         "learner.mamba_shape",
         "learner.shape",
         "learner.teacher_shape",
+        "model_dtype",
         "preflight",
         "publish.transports",
         "replay.orders",
     },
     "report": {"algo.advantages"},
     "retrain": {"engine.hardware", "learner.role", "learner_environment", "preflight"},
-    "simulate": {"engine.server", "preflight", "replay.core", "stream.messages"},
-    "tune": {"engine.hardware", "preflight"},
+    "simulate": {"engine.server", "model_dtype", "preflight", "replay.core", "stream.messages"},
+    "tune": {"engine.hardware", "model_dtype", "preflight"},
     "top": set(),
     "top_endpoint": set(),
     "trace": set(),

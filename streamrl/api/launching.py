@@ -14,6 +14,7 @@ from pathlib import Path
 from streamrl import preflight, run_folder
 from streamrl.api.inputs import FOLDER, Inputs
 from streamrl.config import Config, senseless
+from streamrl.model_dtype import with_dtype
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.preflight.epochs import with_steps
@@ -28,7 +29,7 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
     fresh: keep an existing folder as NAME.1. inputs: what the run brings along, written into its folder.
     Raises ConfigError before anything is written.
     """
-    config = absolute(preflight.local_model(config))
+    config = with_dtype(absolute(preflight.local_model(config)), fresh=fresh)
     left_out = _check(config, inputs, fresh=fresh)
     config = with_steps(config, left_out)
     claim = run_folder.lock(config)

@@ -38,7 +38,11 @@ class ModelConfig(Section):
         None, description="how it is built and what its tensors are called; null: by the architecture in config.json"
     )
     family_options: dict[str, Any] = Field(default_factory=dict, description="options of a family of your own")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the weights in learner and server")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "float32",
+        description="dtype of the weights in learner and server; auto: bfloat16 on GPUs and on CPUs with instructions "
+        "for it, else float32, as the machine has it that makes the run folder",
+    )
     trust_remote_code: Literal[False] = Field(False, description="code from a model folder is never run")
 
     @property

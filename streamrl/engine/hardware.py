@@ -1,4 +1,4 @@
-"""Whether this machine has a CUDA device that the installed torch can use, found without importing torch."""
+"""What this machine computes with, found without importing torch: CUDA devices for the installed torch, or a CPU."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import re
 from pathlib import Path
 
 DEVICES = Path("/dev")
+CPUINFO = Path("/proc/cpuinfo")
+
+# Of an x86 CPU: those with which torch multiplies bfloat16. Without them it computes in float32 and rounds each result.
+BFLOAT16 = ("amx_bf16", "avx512_bf16")
 
 # What a server and the learner, who meet in one NCCL group, must agree on: SGLang's own defaults, said at both ends.
 NCCL_ENVIRONMENT = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -42,6 +46,13 @@ def visible_gpus() -> tuple[str, ...]:
 def nccl_environment() -> dict[str, str]:
     """`NCCL_ENVIRONMENT`, but for what this process's environment says, which both ends inherit."""
     return {name: os.environ.get(name, value) for name, value in NCCL_ENVIRONMENT.items()}
+
+
+def bfloat16_instructions() -> str | None:
+    """The instructions of this CPU that multiply bfloat16, such as `amx_bf16`; None without."""
+    text = CPUINFO.read_text() if CPUINFO.exists() else ""
+    flags = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return next((name for name in BFLOAT16 if flags and name in flags[1].split()), None)
 
 
 @functools.cache

@@ -38,6 +38,8 @@ SCHEMA = pa.schema(
         "reason": pa.string(),  # why it was dropped
         "step": pa.int64(),  # that consumed it, the first one
         "steps": pa.list_(pa.int64()),  # all of them, more than one where it was trained again (`replay.reuse`)
+        "position": pa.int32(),  # of the group in the batch of `step`, from 0; mini batches are cut in this order
+        "positions": pa.list_(pa.int32()),  # in the batches of `steps`
         "worker": pa.string(),
         "started": pa.float64(),  # seconds since the epoch
         "finished": pa.float64(),
@@ -80,7 +82,7 @@ def _rows(journal: RunJournal, folder: Path, lost: list[str]) -> Iterator[Row]:
         except ValueError as error:
             lost.append(str(error))
             continue
-        fate = {name: getattr(recorded, name) for name in ("state", "reason", "step", "steps")}
+        fate = {name: getattr(recorded, name) for name in ("state", "reason", "step", "steps", "position", "positions")}
         penalties = lost_rewards.get((recorded.step, group.group_id)) if recorded.step is not None else None
         rollouts = group.rollout_of.tolist()
         for index, sample in enumerate(group.samples):

@@ -40,6 +40,7 @@ class RecordedGroup:
     state: str  # completed, consumed, committed, quarantined, dropped, or replaced by a later attempt
     reason: str | None  # why it was dropped
     steps: tuple[int, ...]  # that consumed it, ascending: at most `replay.reuse`
+    positions: tuple[int, ...]  # in the batches of these steps, from 0
     tokens: int  # generated
     answers: int  # samples that are no placeholders
     pass_rate: float  # share of right ones among them
@@ -49,6 +50,11 @@ class RecordedGroup:
     def step(self) -> int | None:
         """The first step that consumed it."""
         return self.steps[0] if self.steps else None
+
+    @property
+    def position(self) -> int | None:
+        """In the batch of that step, from 0: mini batches are cut in this order."""
+        return self.positions[0] if self.positions else None
 
 
 @dataclass(slots=True)
@@ -81,8 +87,8 @@ class RunJournal:
         self._total = sum(size for _, _, size in found)  # bytes
         for number, path, size in found:
             self.segments.append(self._survey(number, path, size, verify))
-        uses = self._contents.uses()
-        self.groups = [self._recorded(record, place, uses) for record, place in self._found]  # as they came
+        used = self._contents.uses(), self._contents.positions()
+        self.groups = [self._recorded(record, place, *used) for record, place in self._found]  # as they came
 
     @property
     def states(self) -> Counter[str]:
@@ -162,14 +168,18 @@ class RunJournal:
             return Unreadable(entry.place, entry.end - entry.place.offset, str(error), torn=entry.end >= size)
         return None
 
-    def _recorded(self, record: Completed, place: Place, uses: dict[int, tuple[int, ...]]) -> RecordedGroup:
+    def _recorded(
+        self, record: Completed, place: Place, uses: dict[int, tuple[int, ...]], positions: dict[int, tuple[int, ...]]
+    ) -> RecordedGroup:
         state, reason = self._state(record)
+        used = state in ("consumed", "committed", "quarantined")
         return RecordedGroup(
             group_id=record.group_id,
             attempt=record.attempt,
             state=state,
             reason=reason,
-            steps=uses.get(record.group_id, ()) if state in ("consumed", "committed", "quarantined") else (),
+            steps=uses.get(record.group_id, ()) if used else (),
+            positions=positions.get(record.group_id, ()) if used else (),
             tokens=record.tokens,
             answers=record.answers,
             pass_rate=record.pass_rate,

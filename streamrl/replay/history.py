@@ -83,6 +83,13 @@ class Contents:
             uses |= {group_id: (*uses.get(group_id, ()), step) for group_id in group_ids}
         return uses
 
+    def positions(self) -> dict[int, tuple[int, ...]]:
+        """Group id: its position in the batch of each of these steps, from 0."""
+        positions: dict[int, tuple[int, ...]] = {}
+        for _, group_ids in sorted(self.steps.items()):
+            positions |= {group_id: (*positions.get(group_id, ()), at) for at, group_id in enumerate(group_ids)}
+        return positions
+
     def is_out(self, step: int, group_id: int, attempt: int) -> bool:
         """Did this step get placeholders in the place of the group?"""
         since = self.quarantined.get((group_id, attempt))

@@ -20,6 +20,7 @@ from streamrl.generate.tokenizer import Tokenizer
 from streamrl.hub.model import with_local_model
 from streamrl.learner.shape import ModelShape
 from streamrl.learner.token_rows import ROWS, TRAINED, TokenRows
+from streamrl.model_dtype import with_dtype
 from streamrl.places import absolute
 from streamrl.preflight.machine import check_learner_alone
 from streamrl.preflight.prompts import tokenizer_of
@@ -35,7 +36,7 @@ def main(config: Config, given: Path, *, fresh: bool = False) -> int:
     """
     if config.sft.data.path is None:
         raise ConfigError("sft.data.path: null has no rows; allowed: a file of rows, or a data set's hub name")
-    config = supervised(absolute(with_local_model(config)))
+    config = supervised(with_dtype(absolute(with_local_model(config)), fresh=fresh))
     shape, tokenizer = _checked(config)
     limit = limit_of(config, shape)
     recorded = config.run_folder / ROWS

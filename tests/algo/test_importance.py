@@ -84,6 +84,21 @@ def test_interpolate_moves_the_proximal_policy_from_mu_towards_pi_with_age():
     assert torch.equal(proximal_of(AlgoConfig()).logprobs(mu, log_rho, staleness, None), mu)
 
 
+def test_interpolate_previous_counts_versions_as_areals_trainer_does_one_step_behind_interpolate():
+    current = 7  # of the weights that the step starts from, which that trainer takes for pi
+    made_by = torch.tensor([7, 6, 5, 3, 0])
+    mu, log_rho = torch.full((5,), -2.0, dtype=torch.float64), torch.ones(5, dtype=torch.float64)
+    expected = []
+    for version in made_by.tolist():
+        share = (current - 1 - version) / (current - version) if version < current else 0.0
+        expected.append((1 - share) * -2.0 + share * -1.0)
+    previous, start = (proximal_of(AlgoConfig(proximal=f"interpolate{end}")) for end in ("_previous", ""))
+    assert previous.logprobs(mu, log_rho, current - made_by, None).tolist() == pytest.approx(expected)
+    assert start.logprobs(mu, log_rho, current - made_by, None).tolist() != pytest.approx(expected)
+    younger = (current - 1 - made_by).clamp(min=0)
+    assert start.logprobs(mu, log_rho, younger, None).tolist() == pytest.approx(expected)
+
+
 def test_interpolate_weighs_by_the_truncated_ratio_of_the_proximal_policy_to_mu():
     expected = [1.0, 0.5 ** (2 / 3), 0.25**0.5, 1.0, 2.0**0.5]
     result = weights(AGED, proximal="interpolate", weight_cap=1.3).weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from benchmarks.losses import SETTINGS, TRL_SETTINGS, Row, against_critic, against_reference, against_trl, make_batch
@@ -15,7 +16,8 @@ from streamrl.config.algo import AlgoConfig
 
 
 @pytest.mark.parametrize(
-    "name", ["loss=gspo dual_clip", "mask=second_moment", "kl_reward recompute", "several at once"]
+    "name",
+    ["loss=gspo dual_clip", "mask=second_moment", "covariance=kl_cov", "kl_reward recompute", "several at once"],
 )
 def test_a_setting_equals_the_loop_and_takes_every_branch(name):
     row = Row(name, "loop")
@@ -23,6 +25,15 @@ def test_a_setting_equals_the_loop_and_takes_every_branch(name):
     assert row.good
     assert sum(row.branches.values()) > 700
     assert 0 < row.float32 < 1e-5
+
+
+NUMBERS = [name for name, field in AlgoConfig.model_fields.items() if "float" in str(field.annotation)]
+
+
+@pytest.mark.parametrize("key", sorted({*NUMBERS} - {"kl_target"}))  # which is of the step, not of its loss
+def test_each_number_of_the_loss_is_compared_at_a_value_that_float32_would_round(key):
+    values = {getattr(AlgoConfig(**keys), key) for keys in SETTINGS.values()} - {None}
+    assert any(float(np.float32(value)) != value for value in values)
 
 
 def test_a_critics_advantages_and_loss_equal_the_loops_and_take_every_branch():

@@ -18,8 +18,9 @@ import pytest
 
 from benchmarks import drawn_lengths, one_side
 from benchmarks.balanced_run import GROUPS, LOADS, ONE_STEP_OFF, SETTINGS, SYNC, Bench
-from benchmarks.end_to_end import Repeat, Run, counted, expected, missed, nearest
+from benchmarks.end_to_end import FULL, expected, nearest, turns
 from benchmarks.fault_roles import TOKENS
+from benchmarks.optimum import Repeat, Run, Sides, all_sides, lines, missed, of_medians, parts, ratios
 from benchmarks.pinned import on_core, two_cores
 from streamrl.config import Config
 from streamrl.config import file as config_file
@@ -119,9 +120,9 @@ def _rows(generated: float, trained: float, seconds: float, wait: float = 0.0) -
 
 def test_tokens_that_came_out_of_the_buffer_are_no_speed():
     ages = np.array([0, 1, 2, 2])
-    run = Run.of(counted(_rows(900, 1000, 2.0), 10), ages)
+    run = Run.of(FULL.counted(_rows(900, 1000, 2.0)), ages)
     assert run.tokens_per_s == pytest.approx(450)
-    assert Run.of(counted(_rows(1200, 1000, 2.0), 10), ages).tokens_per_s == pytest.approx(500)
+    assert Run.of(FULL.counted(_rows(1200, 1000, 2.0)), ages).tokens_per_s == pytest.approx(500)
     assert run.reward_per_s == pytest.approx(0.005)
     assert run.staleness_mean == 1.25
 
@@ -131,7 +132,7 @@ def test_tokens_that_came_out_of_the_buffer_are_no_speed():
 )
 def test_the_learner_gets_the_load_that_makes_it_as_slow_as_generation(generation, chosen):
     """One second of work for 1,000 tokens: a quarter of it is a forward pass, half of it a backward pass."""
-    rows = counted(_rows(0, 1000, 1.5, wait=0.5), 10)
+    rows = FULL.counted(_rows(0, 1000, 1.5, wait=0.5))
     speeds = {load: expected(load, rows) for load in LOADS}
     load = nearest(speeds, generation)[0]
     assert load.name.startswith(chosen)
@@ -142,7 +143,46 @@ def test_the_learner_gets_the_load_that_makes_it_as_slow_as_generation(generatio
 def _repeat(sync: float, bound_2: float, generation: float = 1000, training: float = 1100) -> Repeat:
     run = {"staleness_mean": 1, "staleness_p95": 2, "reward_per_s": 0, "idle_learner": 0, "idle_generator": 0}
     runs = {name: Run(tokens_per_s=speed, **run) for name, speed in (("sync", sync), ("bound 2", bound_2))}
-    return Repeat(generation, training, runs)
+    return Repeat((generation - 10, generation, 3 * generation), (training, training + 1, 1.0), runs)
+
+
+def test_the_sides_are_measured_between_the_settings_evenly_and_every_setting_has_its_turn():
+    for count in (1, 2, 3, 5):
+        order = turns(SETTINGS, count)
+        assert [each for each in order if each is not None] == list(SETTINGS)
+        assert order.count(None) == count
+    assert [index for index, each in enumerate(turns(SETTINGS, 3)) if each is None] == [0, 4, 8]
+
+
+def test_a_run_that_leaves_no_core_idle_has_twice_that_of_balanced_sides_in_turn_at_the_most():
+    assert Sides(500, 500).ceiling == pytest.approx(2)
+    assert (Sides(600, 500).in_turn, Sides(600, 500).ceiling) == (pytest.approx(272.7, abs=0.1), pytest.approx(11 / 6))
+    assert Sides(500, 600).ceiling == pytest.approx(11 / 6)
+    assert Sides(1e9, 500).ceiling == pytest.approx(1, rel=1e-5)
+
+
+def test_a_ratio_is_paired_within_a_repeat_or_of_medians():
+    repeats = [_repeat(500, 900), _repeat(250, 600, generation=500), _repeat(400, 1000, generation=800)]
+    assert ratios(repeats)["bound 2 of sync"] == [1.8, 2.4, 2.5]
+    assert ratios(repeats)["bound 2 of the optimum"] == [0.9, 1.2, 1.25]
+    # Medians: bound 2 900, sync 400; generation of 490, 500, 790, 800, 990, 1000, 1500, 2400, 3000, training 1100.
+    assert of_medians(repeats) == {
+        "sync of the optimum": 400 / 990,
+        "bound 2 of the optimum": 900 / 990,
+        "bound 2 of sync": 2.25,
+    }
+
+
+def test_what_a_run_has_against_sync_is_the_product_of_its_parts():
+    repeats = [_repeat(500, 900), _repeat(250, 600, generation=500), _repeat(400, 1000, generation=800)]
+    assert all_sides(repeats) == Sides(990, 1100)
+    found = parts(repeats, "bound 2")
+    assert found["ceiling"] == pytest.approx(1 + 990 / 1100)
+    assert math.prod(found.values()) == pytest.approx(of_medians(repeats)["bound 2 of sync"])
+    told = "\n".join(lines(repeats, "bound 2"))
+    assert "generation alone: 990 (490 .. 3000) tokens/s, 9 measurements" in told
+    assert "has 1.90 times in turn at the most (2 at perfect balance)" in told
+    assert "bound 2 of sync, of medians: 2.25 = 0.91 of the optimum x 1.90" in told
 
 
 def test_a_bar_is_missed_by_the_median_alone_and_only_balanced_sides_are_judged():
@@ -193,7 +233,7 @@ def test_a_learner_that_takes_no_time_takes_every_batch_of_the_real_service(tmp_
 def test_the_quick_form_runs_with_real_parts_each_side_on_its_core(tmp_path):
     """Minutes, most of them for the starts of a server and four learners."""
     target = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "benchmarks.end_to_end", "--quick", "--repeats", "1", "--json", str(target)]
+    command = [sys.executable, "-m", "benchmarks.end_to_end", "--quick", "--json", str(target)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         seen = _affinities(process)
         told = process.communicate(timeout=SLOWEST)[0]
@@ -205,6 +245,9 @@ def test_the_quick_form_runs_with_real_parts_each_side_on_its_core(tmp_path):
     assert others == {(generating,)}
     result = json.loads(target.read_text())
     assert {ratio["name"] for ratio in result["ratios"]} >= {"bound 2 of the optimum", "bound 2 of sync"}
+    assert result["of_medians"].keys() == {ratio["name"] for ratio in result["ratios"]}
+    assert 1 <= result["sides"]["ceiling"] <= 2
+    assert [len(result["repeats"][0][side]) for side in ("generation", "training")] == [1, 1]
     assert result["repeats"][0]["runs"][SYNC.name]["staleness_p95"] == 0
     assert result["repeats"][0]["runs"]["bound 2"]["staleness_p95"] <= 2
 

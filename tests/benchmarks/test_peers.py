@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from benchmarks import peers, peers_trl
-from benchmarks.peers import LEAST, OVER, TARGET, WARM_UP, Run, Step, _run, configuration, ratios
+from benchmarks.censored import Interval, at_least, exact, median, over, told
+from benchmarks.peers import WARM_UP, Run, ratios
+from benchmarks.peers_runs import EXPLAINED, LEAST, OVER, SHAPES, TARGET, Shape, Step, configuration, job, run_command
 from benchmarks.peers_trl import is_over, steps_to_reward
 from launch import tiny_model
 from streamrl.tasks.registry import build_task
@@ -24,7 +29,7 @@ def _steps(count: int, *, seconds: float = 2.0, gain: float = 0.1) -> list[Step]
 def test_tokens_per_second_leave_out_the_warm_up_and_the_steps_without_generation():
     slow, fast = _steps(8, gain=0.0), _steps(3, seconds=0.01, gain=0.0)
     steps = [*slow, *(Step(slow[-1].time + each.time - 10, each.tokens, each.reward, 0.0) for each in fast)]
-    run = Run.of(began=3.0, steps=steps, samples=10, counted=8)
+    run = Run.of(began=3.0, steps=steps, samples=10, counted=8, target=TARGET)
     assert run.tokens_per_s == pytest.approx(50)
     assert run.waiting == pytest.approx(0.25)
     assert run.length == pytest.approx(10)
@@ -40,7 +45,7 @@ def test_the_reward_is_reached_when_the_mean_of_some_steps_is_and_nothing_counts
     assert steps_to_reward(rewards[:6], TARGET, OVER) is None
     assert steps_to_reward(rewards[:3], TARGET, OVER) is None
     fast = [Step(steps[-1].time + 0.01 * (each + 1), 100, 1.0, 0.0) for each in range(20)]
-    run = Run.of(began=3.0, steps=[*steps[:LEAST], *fast], samples=10, counted=30)
+    run = Run.of(began=3.0, steps=[*steps[:LEAST], *fast], samples=10, counted=30, target=TARGET)
     assert (run.steps_to_reward, run.to_reward) == (7, pytest.approx(10 + 2 * 7 - 3))
     assert run.tokens_per_s == pytest.approx(50)
 
@@ -61,28 +66,94 @@ time.sleep(60)
 
 def test_a_run_is_ended_by_a_signal_where_it_is_enough(tmp_path):
     started = tmp_path / "started"
-    _run([sys.executable, "-c", SLEEPER, str(started)], tmp_path / "log", started.exists)
+    run_command([sys.executable, "-c", SLEEPER, str(started)], tmp_path / "log", started.exists)
 
 
 @pytest.mark.parametrize("code", [1, 130])
 def test_a_run_that_fails_by_itself_ends_the_benchmark(tmp_path, code):
     with pytest.raises(SystemExit, match=f"(?s)why.*ended with {code}"):
-        _run([sys.executable, "-c", f"import sys; print('why'); sys.exit({code})"], tmp_path / "log")
+        run_command([sys.executable, "-c", f"import sys; print('why'); sys.exit({code})"], tmp_path / "log")
 
 
-def test_a_ratio_of_seconds_needs_both_sides_at_the_reward():
-    reached = Run(60.0, 50.0, 7, 9.0, 0.1, 5.0)
-    not_yet = Run(30.0, None, None, 9.0, 0.1, 5.0)
-    assert ratios([{"streamrl": reached, "trl": not_yet}]) == {"tokens/s of TRL": [2.0]}
-    both = ratios([{"streamrl": reached, "trl": Run(30.0, 100.0, 9, 9.0, 0.1, 5.0)}])
-    assert both == {"tokens/s of TRL": [2.0], "times sooner at the reward": [2.0]}
+def run_of(speed: float, to_reward: float | None, ended: float = 80.0) -> Run:
+    return Run(speed, to_reward, None if to_reward is None else 7, 9.0, 0.1, 5.0, ended)
+
+
+def test_a_run_that_ends_before_the_reward_counts_as_more_than_its_seconds():
+    run = Run.of(began=3.0, steps=_steps(12, gain=0.0), samples=10, counted=10, target=TARGET)
+    assert (run.to_reward, run.reward_time) == (None, at_least(10 + 2 * 12 - 3))
+    assert run_of(60.0, 50.0).reward_time == exact(50.0)
+
+
+def test_a_ratio_of_seconds_leaves_no_repeat_out():
+    repeats = [
+        {"streamrl": run_of(60.0, 50.0), "trl": run_of(30.0, 100.0)},
+        {"streamrl": run_of(60.0, 50.0), "trl": run_of(30.0, None)},  # 80 s at least: 1.6 times and more
+        {"streamrl": run_of(60.0, None), "trl": run_of(30.0, 100.0)},  # 1.25 times at most
+        {"streamrl": run_of(60.0, None), "trl": run_of(30.0, None)},
+    ]
+    found = ratios(repeats)
+    assert found["tokens/s of TRL"] == [exact(2.0)] * 4
+    assert found["times sooner at the reward"] == [exact(2.0), at_least(1.6), Interval(0, 1.25), at_least(0)]
+    assert "times sooner at the reward" not in ratios(repeats[3:])
+    stated = peers.figures(repeats[:3], SHAPES["short"], {})["ratios"][1]
+    assert (stated["median"], stated["low"], stated["high"]) == (1.6, 0, 2.0)
+
+
+def test_the_median_of_values_that_are_known_on_one_side_is_between_the_medians_of_their_ends():
+    values = [exact(160.0), exact(171.0), at_least(230.0)]
+    assert median(values) == exact(171.0)
+    assert median([exact(160.0), at_least(200.0), at_least(230.0)]) == at_least(200.0)
+    assert over(exact(6.0), exact(3.0)) == exact(2.0)
+    assert told(values, ".0f") == "171 (160 .. >230)"
+    assert told([Interval(0, 1.25), at_least(1.6), exact(2.0)]) == "1.60-2.00 (<1.25 .. >1.60)"
+    assert told([at_least(0)]) == "? (? .. ?)"
+
+
+def test_the_table_says_how_many_ended_before_the_reward_and_which_cpu_it_was(capsys):
+    repeats = [{"streamrl": run_of(60.0, None), "trl": run_of(30.0, 100.0)}] * 3
+    peers.show(Console(width=peers.WIDTH), repeats, SHAPES["short"])
+    out = capsys.readouterr().out
+    assert "streamrl: 3 of 3 ended before the reward, and count as more than they had" in out
+    assert "trl: " not in out
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert peers.machine().startswith(names[0] if names else platform.machine())
+    peers.show(Console(width=peers.WIDTH), repeats, SHAPES["long"])
+    assert "reward" not in capsys.readouterr().out.partition("tokens/s of TRL")[0]
+
+
+def test_trl_trains_in_the_dtype_that_is_faster_here(tmp_path, monkeypatch):
+    asked = []
+
+    def train(config, python, target, *, bf16):
+        asked.append((config.run.steps, target, bf16))
+        return _steps(4, seconds=2.0 if bf16 else 1.0, gain=0.0)
+
+    monkeypatch.setattr(peers, "run_trl", train)
+    speeds = peers.Bench(tmp_path, tmp_path / "model", Path(sys.executable), SHAPES["short"]).trl_speeds()
+    assert list(speeds) == ["float32", "bfloat16"]
+    assert speeds["float32"] == pytest.approx(2 * speeds["bfloat16"])
+    assert asked == [(4, None, True), (4, None, False)]
+
+
+def test_long_answers_are_of_the_same_run_with_less_of_everything_else(tmp_path):
+    short, long = (configuration(tmp_path, tmp_path / "model", "run", 1, SHAPES[name]) for name in ("short", "long"))
+    assert long.generate.sampling.max_new_tokens > 10 * short.generate.sampling.max_new_tokens
+    assert long.task.args["suffix"] == EXPLAINED
+    assert {**long.task.args, "suffix": ""} == {**short.task.args, "suffix": ""}
+    assert steps_to_reward([1.0] * 20, SHAPES["long"].target, OVER) is None
 
 
 def test_the_other_side_has_the_same_settings_and_the_same_reward(tmp_path):
-    config = configuration(tmp_path, tmp_path / "model", "run", seed=3, steps=7)
-    job = peers.job(config, tmp_path)
-    assert (job.steps, job.seed, job.lr, job.eps_high) == (7, 3, config.learner.optimizer.lr, config.algo.eps_high)
-    assert (job.group_size, job.groups_per_step) == (config.generate.group_size, config.replay.groups_per_step)
+    config = configuration(tmp_path, tmp_path / "model", "run", 3, Shape(7, TARGET))
+    asked = job(config, tmp_path, TARGET, bf16=True)
+    assert (asked.steps, asked.seed, asked.lr, asked.eps_high) == (
+        7,
+        3,
+        config.learner.optimizer.lr,
+        config.algo.eps_high,
+    )
+    assert (asked.group_size, asked.groups_per_step) == (config.generate.group_size, config.replay.groups_per_step)
     task = build_task(config.task, 3, split="train")
     answer = task.prompt(0).answer
     assert answer is not None
@@ -91,12 +162,12 @@ def test_the_other_side_has_the_same_settings_and_the_same_reward(tmp_path):
 
 
 def test_what_training_reads_counts_a_prompt_once_a_group_or_once_an_answer(tmp_path):
-    config = configuration(tmp_path, tmp_path / "model", "run", seed=3, steps=7)
+    config = configuration(tmp_path, tmp_path / "model", "run", 3, Shape(7, TARGET))
     groups, size = config.replay.groups_per_step, config.generate.group_size
-    run = Run(60.0, 50.0, 7, 9.0, 0.1, 5.0)
-    told = peers.reading(20.0, [{"streamrl": run, "trl": run}], config)
-    assert f"reads {20 * groups + 5 * groups * size} tokens" in told
-    assert f"TRL's {25 * groups * size}," in told
+    run = run_of(60.0, 50.0)
+    said = peers.reading(20.0, [{"streamrl": run, "trl": run}], config)
+    assert f"reads {20 * groups + 5 * groups * size} tokens" in said
+    assert f"TRL's {25 * groups * size}," in said
 
 
 def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path, capsys, monkeypatch):
@@ -108,14 +179,25 @@ def test_a_model_that_is_not_there_is_told_in_one_line(tmp_path, capsys, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_both_sides_train_a_tiny_model_with_chat_messages(tmp_path):
+@pytest.mark.parametrize("shape", ["short", "long"])
+def test_both_sides_train_a_tiny_model_with_chat_messages(shape, tmp_path):
     model = tmp_path / "model"
     tiny_model.make(model)
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--model", str(model), "--python", sys.executable]
     done = subprocess.run(
-        [*command, "--json", str(figures)], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=800
+        [*command, "--shape", shape, "--json", str(figures)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (repeat,) = json.loads(figures.read_text())["repeats"]
+    found = json.loads(figures.read_text())
+    assert (found["shape"], found["machine"]) == (shape, peers.machine())
+    speeds = found["dtypes"]["trl_tokens_per_s"]
+    assert speeds.keys() == {"bfloat16", "float32"}
+    assert found["dtypes"]["trl"] == max(speeds, key=speeds.get)
+    assert f"TRL in {found['dtypes']['trl']}, of" in done.stdout
+    (repeat,) = found["repeats"]
     assert {name: run["tokens_per_s"] > 0 for name, run in repeat.items()} == {"streamrl": True, "trl": True}

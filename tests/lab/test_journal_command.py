@@ -15,7 +15,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
 from streamrl.lab.journal_export import export
-from streamrl.recorded.journal import RunJournal
+from streamrl.recorded.journal import RunJournal, batches
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed, Dropped, Saved
 from streamrl.replay.segments import scan, segment_path
@@ -121,6 +121,37 @@ def test_lines_of_json_hold_every_sample_and_what_became_of_it(
     assert (rows[1]["reward"], rows[1]["reward_parts"]) == (1.0, {"exact": 1.0})
     assert rows[4]["reason"] == "too old"
     assert [row["rollout"] for row in rows] == [0, 1] * 4
+
+
+def test_rows_sorted_by_step_position_and_sample_are_in_the_order_of_the_batches(
+    run: Path, tmp_path: Path, make_group: MakeGroup
+) -> None:
+    journal = Journal(run / "journal", JournalConfig.model_validate({}), b"")
+    for group_id in (3, 4, 5):
+        append_group(journal, make_group(group_id))
+    journal.append(Consumed(step=2, group_ids=(5, 3)))
+    journal.append(Consumed(step=3, group_ids=(2, 4, 5), reused=(5,)))
+    journal.commit()
+    journal.close()
+    output = tmp_path / "groups.jsonl"
+    export(RunJournal(run), output, [])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    uses = [
+        (step, position, row["sample"], row["group_id"])
+        for row in rows
+        for step, position in zip(row["steps"], row["positions"], strict=True)
+    ]
+    trained = [
+        (batch.step, position, sample, group.group_id)
+        for batch in batches(run)
+        for position, group in enumerate(batch.groups)
+        for sample in range(len(group.samples))
+    ]
+    assert sorted(uses) == trained
+    assert [group_id for *_, group_id in trained] == [0, 0, 1, 1, 5, 5, 3, 3, 2, 2, 4, 4, 5, 5]
+    first = {row["group_id"]: (row["step"], row["position"]) for row in rows if row["state"] != "dropped"}
+    assert first == {0: (0, 0), 1: (1, 0), 2: (3, 0), 3: (2, 1), 4: (3, 1), 5: (2, 0)}
+    assert [row["position"] for row in rows if row["state"] == "dropped"] == [None, None]
 
 
 def test_parquet_holds_the_same_as_the_lines_of_json(run: Path, tmp_path: Path) -> None:

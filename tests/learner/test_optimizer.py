@@ -73,6 +73,61 @@ def test_steps_in_a_row_without_an_update_end_the_run(model_folder, trainer_of):
         trainer.train_step(make_batch(1))
 
 
+TENTH = {"lr": 0.5, "weight_decay": 0.2}  # what an update takes off
+
+# The end of a name of Megatron's, and whether weight decay applies to it.
+DECAYS = {
+    "qwen2": {
+        "word_embeddings.weight": True, "output_layer.weight": True, "linear_qkv.weight": True,
+        "linear_qkv.bias": False, "linear_proj.weight": True, "linear_fc1.weight": True, "linear_fc2.weight": True,
+        "input_layernorm.weight": False, "pre_mlp_layernorm.weight": False, "final_layernorm.weight": False,
+    },
+    "qwen3_moe": {"router.weight": True, "q_layernorm.weight": False, "k_layernorm.weight": False},
+    "gpt_oss": {"core_attention.softmax_offset": False, "router.bias": False, "linear_fc1.bias": False},
+    "nemotron_h": {".A_log": False, ".D": False, ".dt_bias": False},
+    "qwen3_next": {
+        "self_attention.A_log": False, "self_attention.dt_bias": False, "self_attention.conv": True,
+        "in_proj.weight": True, "out_norm.weight": False, "shared_experts.gate_weight": True,
+    },
+}  # fmt: skip
+
+
+def decayed(trainer) -> dict[str, bool]:
+    """By Megatron's names: did an update by gradients of 0 take a tenth of the parameter? Those of 0 are left out."""
+    before = {name: parameter.detach().clone() for name, parameter in trainer._chunks[0].named_parameters()}
+    for parameter in trainer._chunks[0].parameters():
+        if parameter.requires_grad:
+            parameter.main_grad.zero_()
+    trainer._optimizer.begin_step()
+    assert trainer._optimizer.update().successful
+    after = dict(trainer._chunks[0].named_parameters())
+    kept = {name for name, weight in before.items() if torch.equal(after[name], weight)}
+    smaller = {name for name, weight in before.items() if torch.allclose(after[name], 0.9 * weight, rtol=1e-6, atol=0)}
+    assert kept | smaller == set(before)
+    return {name: name in smaller for name in before if name not in kept & smaller}
+
+
+@pytest.mark.parametrize("family", DECAYS)
+def test_weight_decay_leaves_biases_norms_and_what_else_has_one_dimension(family, model_folder, trainer_of):
+    trainer = trainer_of(make_config(model_folder(family), optimizer=TENTH))
+    found = decayed(trainer)
+    for ending, decays in DECAYS[family].items():
+        assert {found[name] for name in found if name.endswith(ending)} == {decays}, ending
+
+
+def test_norms_of_queries_and_keys_decay_where_megatron_is_told_so(model_folder, trainer_of):
+    settings = {"optimizer": TENTH, "megatron": {"apply_wd_to_qk_layernorm": True}}
+    found = decayed(trainer_of(make_config(model_folder("qwen3_moe"), **settings)))
+    norms = {name.split(".")[-2]: decays for name, decays in found.items() if "layernorm" in name}
+    assert {name for name, decays in norms.items() if decays} == {"q_layernorm", "k_layernorm"}
+
+
+def test_adapters_decay(model_folder, trainer_of):
+    settings = {"optimizer": TENTH, "lora": {"rank": 2, "alpha": 2}}
+    found = decayed(trainer_of(make_config(model_folder(), **settings)))
+    assert {name.split(".")[-1] for name in found if found[name]} == {"lora_a"}  # lora_b begins as 0
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can offload")
 def test_offloading_the_optimizer_is_refused_where_there_is_no_gpu(model_folder, trainer_of):
     with pytest.raises(ConfigError, match=r"learner.optimizer.offload: 0.5 .* no CUDA .* allowed: 0"):

@@ -1,4 +1,4 @@
-"""A policy between the one that generated the token and the learner's."""
+"""A policy between the one that generated the token and the learner's: the weights that the step starts from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Interpolate(Proximal):
-    """`log mu + alpha log rho`, `alpha = s / (s + 1)`.
+    """`log mu + alpha log rho`, `alpha = s / (s + 1)`: pi_old where pi is one step past it, by the versions.
 
     A fresh token stays near the policy that generated it, an old one near the learner, without the second forward pass.
     """

@@ -30,4 +30,5 @@ class KlCov(Regulariser):
         """The KL estimate of the paper, |log r|."""
         from streamrl.algo.ratios import bounded
 
-        return config.covariance_kl * picked * bounded(log_r).abs()
+        # A number times a bool tensor would be float32.
+        return config.covariance_kl * (picked * bounded(log_r).abs())

@@ -24,6 +24,7 @@ from streamrl.lab.plan.machines import GIB, Machines
 from streamrl.lab.plan.plan import Plan, make_plan
 from streamrl.lab.plan.saves import alike, on_disk, seconds
 from streamrl.learner.shape import ModelShape, UnsupportedModelError, read_shape
+from streamrl.model_dtype import with_dtype
 
 WIDTH = 120  # columns of the tables
 
@@ -41,7 +42,7 @@ def main(
 ) -> int:
     """Plan and print. Returns 0. Raises ConfigError for what cannot run."""
     check_file("--json", output)
-    config = config_file.load(source, overrides)
+    config = with_dtype(config_file.load(source, overrides), fresh=True, gpus=machines.has_gpus)
     config = with_local_teacher(config, "shape")
     plan = make_plan(config, model_shape(config, shape), machines, figures)
     show(plan, config, machines, Console(width=WIDTH))

@@ -27,6 +27,7 @@ from streamrl.lab.simulate.circle import expected
 from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.simulate.on_cores import Cores, pin, run_command
+from streamrl.model_dtype import with_dtype
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 
@@ -111,7 +112,7 @@ def validate(
     halves = set(cores[: len(cores) // 2]), set(cores[len(cores) // 2 :])
     with tempfile.TemporaryDirectory(prefix="streamrl-validate-") as name:
         folder = Path(name)
-        config = with_local_models(config_file.load(config_path, overrides))
+        config = with_dtype(with_local_models(config_file.load(config_path, overrides)), fresh=True)
         preflight.check(config)
         others = settings(config)[:count]
         with Bar("validate", "runs", 2 + 2 * len(others)) as bar, serving(config, folder) as server:  # one for all runs

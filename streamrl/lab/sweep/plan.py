@@ -25,6 +25,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.positions import OVERRIDE
+from streamrl.model_dtype import with_dtype
 
 KEYS = ("name", "folder", "base", "set", "grid", "points", "baseline", "seeds")
 
@@ -87,7 +88,7 @@ class Sweep:
         settings = [override(key, value) for key, value in {**point.settings, **own}.items()]
         overrides = (*self.common, *settings)
         try:
-            return Job(point, seed, overrides, config_file.load(self.base, overrides))
+            return Job(point, seed, overrides, with_dtype(config_file.load(self.base, overrides)))
         except ConfigError as error:
             lines = (line.removeprefix(OVERRIDE) for line in error.lines)  # most are settings of the point
             raise ConfigError("\n".join(f"point {point.name}: {line}" for line in lines)) from None

@@ -18,6 +18,7 @@ from streamrl.hub.model import with_local_models
 from streamrl.lab.sweep import remaining
 from streamrl.lab.sweep.plan import Job, Sweep, override
 from streamrl.lab.sweep.servers import SharedServers
+from streamrl.model_dtype import with_dtype
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
@@ -148,7 +149,8 @@ def _keep_seconds(sweep: Sweep, job: Job, seconds: float) -> None:
 def _attached(sweep: Sweep, job: Job, servers: SharedServers) -> Config:
     """The job's configuration with the addresses of the servers that it shares, if it can share any."""
     keys = [override("stream.keys", str(sweep.folder / "keys"))] if job.config.stream.keys is None else []
-    config = with_local_models(config_file.load(sweep.base, [*job.overrides, *keys, "observe.console=false"]))
+    config = config_file.load(sweep.base, [*job.overrides, *keys, "observe.console=false"])
+    config = with_dtype(with_local_models(config))
     addresses = servers.addresses(config)
     attach = {"attach": tuple(addresses)} if addresses else {}
     return config.model_copy(update={"generate": config.generate.model_copy(update=attach)})

@@ -30,6 +30,7 @@ from streamrl.lab.simulate.on_cores import Cores, RunEndedError, run_command
 from streamrl.lab.simulate.validation import SAME, fewer
 from streamrl.lab.tune.space import used
 from streamrl.lab.tune.speeds import Kind, seconds_of_a_token
+from streamrl.model_dtype import with_dtype
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
@@ -122,7 +123,7 @@ class Calibration:
         return [*self.overrides, *SAME, "evaluate.every=0", *own, *more]
 
     def _load(self, name: str, more: Sequence[str]) -> Config:
-        return config_file.load(self.path, self._words(name, more))
+        return with_dtype(config_file.load(self.path, self._words(name, more)), fresh=True)
 
     def _is_done(self, name: str, more: Sequence[str]) -> bool:
         rows = list(read_metrics(self.folder / name)) if (self.folder / name / RECORD).exists() else []

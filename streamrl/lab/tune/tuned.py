@@ -22,6 +22,7 @@ from streamrl.lab.tune.runs import MICRO_BATCH, Calibration, Measured
 from streamrl.lab.tune.search import Found, Point, Rule, Searched, choose, search
 from streamrl.lab.tune.space import Devices, Setting, Space, groups_in_flight, own_devices
 from streamrl.lab.tune.speeds import DOUBLING, LearnerSpeeds, seconds_of_a_token
+from streamrl.model_dtype import with_dtype
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, load_run, program
@@ -79,7 +80,9 @@ class Source:
 
     def load(self, further: Sequence[str] = ()) -> Config:
         words = [*self.overrides, *further]
-        return config_file.load(self.path, words) if self.run is None else load_run(self.run, [ALONE, *words])
+        if self.run is not None:
+            return load_run(self.run, [ALONE, *words])
+        return with_dtype(config_file.load(self.path, words), fresh=True)
 
     @property
     def given(self) -> list[str]:
