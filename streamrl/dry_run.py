@@ -120,7 +120,7 @@ def _rows(config: Config, placed: DeviceMap | None, names: Sequence[str]) -> Ite
         gpus = placed.reward_models[index] if placed else ()
         yield f"reward-model-{index}", of(gpus), f"reward model {config.reward_model.path}"
     critic = ", a critic on each" if config.algo.advantage.has_critic else ""
-    yield "learner-0", "-", f"torchrun, ranks: {config.learner.ranks}{critic}"
+    yield "learner-0", "-", f"ranks: {config.learner.ranks}{critic}"
     for rank in range(config.learner.ranks):
         yield f"  rank {rank}", of(placed.ranks[rank : rank + 1] if placed else ()), "learner"
 

@@ -1,7 +1,7 @@
 """The one line by which a role says why it ends, and how whoever started it finds that line in its log.
 
-A rank of the learner is started by torchrun, which replaces its exit code by 1 and writes a frame of its own below
-what the rank said. The line therefore tells by how it begins what the exit code would be.
+Ranks of the learner are started by torchrun, which replaces their exit codes by 1 and writes a frame of its own below
+what they said. The line therefore tells by how it begins what the exit code would be.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from streamrl.observe.summary import print_summary
 from streamrl.places import train_again
 from streamrl.role_process import Role
 from streamrl.stream.address import address_path
-from streamrl.torchrun import torchrun
+from streamrl.torchrun import rank_environment, torchrun
 
 log = logging.getLogger(__name__)
 
@@ -333,10 +333,10 @@ class Supervisor:
         )
 
     def _learner(self) -> Role:
-        """The learner's ranks under torchrun."""
-        role = self._role("learner", [])
-        role.command[:3] = torchrun(self.config.learner.ranks, "streamrl.cli")
-        role.environment["OMP_NUM_THREADS"] = str(self.config.learner.threads)
+        """The learner's ranks: under torchrun, or the only one."""
+        role, ranks = self._role("learner", []), self.config.learner.ranks
+        role.command[:3] = torchrun(ranks, "streamrl.cli")
+        role.environment |= rank_environment(ranks) | {"OMP_NUM_THREADS": str(self.config.learner.threads)}
         return role
 
     def _hand_out(self, gpus: Sequence[str]) -> None:

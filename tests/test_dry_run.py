@@ -120,7 +120,7 @@ def test_on_a_machine_without_gpus_every_process_is_on_the_cpu(model, capsys):
         cli.main(["train", "configs/quickstart.yaml", f"model.path={model}", critic, "--dry-run", "--gpus", "0"]) == 0
     )
     output = capsys.readouterr().out
-    assert "torchrun, ranks: 1, a critic on each" in output
+    assert "ranks: 1, a critic on each" in output
     assert gpus_of(output) == {"generator-0 server 0": ["-"], "learner-0 rank 0": ["-"]}
     assert "CUDA_VISIBLE_DEVICES" not in output
 

@@ -46,7 +46,7 @@ from streamrl.lifeline import end_tree
 from streamrl.observe.bars import Bar
 from streamrl.observe.tail import Tail
 from streamrl.places import load_run
-from streamrl.torchrun import torchrun
+from streamrl.torchrun import rank_environment, torchrun
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron-LM's, in the folder that holds its checkpoints
 DESCRIPTION = "huggingface"  # inside a checkpoint: config.json and the tokenizer
@@ -319,12 +319,13 @@ def _run_ranks(config: Config, source: Source, draft: Path, timeout: float, size
     Raises ConversionFailed for another end of theirs, and when they have not ended in `timeout` seconds.
     """
     (draft / "config.json").write_text(config.model_dump_json())
-    command = torchrun(config.learner.ranks, "streamrl.learner.conversion")
+    count = config.learner.ranks
+    command = torchrun(count, "streamrl.learner.conversion")
     command += [str(draft / "config.json"), str(draft / "whole"), "--lifeline", str(os.getpid())]
     if source.checkpoint is not None:
         command += ["--checkpoint", str(source.checkpoint)]
     # Any machine holds any number of ranks when none of them takes a GPU.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **rank_environment(count), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     with (draft / "log").open("wb") as log:
         ranks = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True

@@ -37,7 +37,7 @@ class Ranks:
     def start(cls, config: Config) -> Ranks:
         """Join the ranks that torchrun started (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
 
-        Without torchrun the process is alone and opens no port. Raises ConfigError when the number of ranks
+        A process that is alone opens no port. Raises ConfigError when the number of ranks
         is not `learner.ranks`.
         """
         rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -48,7 +48,7 @@ class Ranks:
         os.environ.update(nccl_environment() if device.kind == "cuda" else {})
         cpu_adapter.install()
         timeout = timedelta(seconds=config.learner.collective_timeout)
-        store = dist.HashStore() if "MASTER_ADDR" not in os.environ else None
+        store = dist.HashStore() if world == 1 else None
         dist.init_process_group(device.backend, timeout=timeout, store=store, rank=rank, world_size=world)
         _cut(config.learner.layout, timeout)
         device.seed(config.run.seed)

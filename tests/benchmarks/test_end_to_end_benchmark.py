@@ -239,7 +239,7 @@ def test_the_quick_form_runs_with_real_parts_each_side_on_its_core(tmp_path):
         told = process.communicate(timeout=SLOWEST)[0]
     assert process.returncode == 0, told
     generating, training = two_cores()
-    learners = {cores for words, cores in seen if "torch.distributed.run" in words or "retrain" in words}
+    learners = {cores for words, cores in seen if "learner" in words or "retrain" in words}
     others = {cores for words, cores in seen if "generator" in words or "streamrl.engine.launch" in words}
     assert learners == {(training,)}
     assert others == {(generating,)}
