@@ -46,8 +46,8 @@ RESUMABLE = (
     "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "learner.peak_tflops",
     "learner.params_metrics", "learner.profile.", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
-    "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "model.cache",
-    "model.hub_timeout", "task.max_branches", "task.scoring.", "sft.epochs",
+    "publish.at_once", "publish.verify_every", "publish.mismatch", "evaluate.", "observe.", "model.shape",
+    "model.cache", "model.hub_timeout", "task.max_branches", "task.scoring.", "sft.epochs",
 )  # fmt: skip
 
 

@@ -71,6 +71,28 @@ class Piece(msgspec.Struct, frozen=True):
     index: int = 0  # which of the request's n answers
 
 
+class PrefillMeta(msgspec.Struct, frozen=True):
+    """What a server tells about tokens that it was given."""
+
+    # From a place on (log-prob, token id, text), the first without a log-prob. The id is 0 instead of the vocabulary's
+    # last one (SGLang 0.5.23).
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+    weight_version: str  # of the weights that the server has
+
+
+class Prefill(msgspec.Struct, frozen=True):
+    """The answer to a request for no token."""
+
+    meta_info: PrefillMeta
+
+
+class PrefillScores(msgspec.Struct, frozen=True):
+    """Log-probs of n given tokens, at temperature 1 over the whole vocabulary."""
+
+    logprobs: list[float]  # [n]
+    version: str  # what the server calls the weights that computed them
+
+
 class Pressure(msgspec.Struct, frozen=True):
     """How full a server is."""
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamrl.config.generate import GenerateConfig
-from streamrl.engine.answers import Answer
+from streamrl.engine.answers import Answer, PrefillScores
 from streamrl.engine.client import EngineError, SentImage
 from streamrl.generate.moe_routing import routing_columns
 from streamrl.generate.prompt_images import PromptImage
@@ -104,6 +104,16 @@ class Policy(Protocol):
         ...
 
     async def abort(self, request_id: str = "") -> None: ...
+
+
+class ServerPolicy(Policy, Protocol):
+    """One server alone."""
+
+    async def score(
+        self, input_ids: Sequence[int], start: int, request_id: str | None = None, *, cache: str | None = None
+    ) -> PrefillScores:
+        """As of `EngineClient`, with the newest weights that the server has."""
+        ...
 
 
 class EngineInference:
