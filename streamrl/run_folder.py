@@ -39,7 +39,7 @@ RESUMABLE = (
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
     "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
     "generate.submission", "generate.requests_in_flight", "generate.lag", "generate.speculation.",
-    "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
+    "generate.stream_every", "generate.score", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
     "replay.host", "replay.release", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
     "learner.gradient_accumulation_fusion", "learner.moe_permute_fusion", "learner.tp_comm_overlap",

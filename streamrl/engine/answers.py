@@ -37,6 +37,7 @@ class AnswerMeta(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None  # those of the prompt's images among them
     spec_verify_ct: int = 0  # passes of the policy that verified drafts
     spec_num_correct_drafts: int = 0  # drafts that were kept in them
+    by_prefill: bool = False  # its log-probs: no server tells it, generate/prefill_scoring.py does
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -154,6 +154,8 @@ class EngineInference:
         self._options: dict[str, Any] = {"routed_experts": routed_experts}
         self._options |= {"priority": priority} if priority is not None else {}
         self.failures: list[str] = []
+        # Answers that have the log-probs of decode, where prefills are asked for.
+        self.decoded: int | None = 0 if config.score == "prefill" else None
         self._cut: tuple[Prompt, Cut] | None = None
         self._references: tuple[str, ...] = ()
         self._images: tuple[PromptImage, ...] = ()  # of them; none for a model whose images are not known here
@@ -263,7 +265,10 @@ class EngineInference:
                 raise
             self.failures.append(str(error))
             return [None] * n
-        self._load.record(answer for answer in answers if answer is not None)
+        known = [answer for answer in answers if answer is not None]
+        self._load.record(known)
+        if self.decoded is not None:
+            self.decoded += sum(not answer.meta_info.by_prefill for answer in known)
         return answers
 
     async def _in_time(
