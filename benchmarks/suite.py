@@ -125,6 +125,7 @@ BENCHMARKS = (
     Benchmark("release"),
     Benchmark("publish"),
     Benchmark("generation", ratios=_generation),
+    Benchmark("mismatch"),
     Benchmark("end_to_end"),
     Benchmark("tune"),
     Benchmark("peers", quick=("--quick", "--python", sys.executable)),  # the environment for development has TRL too

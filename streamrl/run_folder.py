@@ -40,15 +40,15 @@ RESUMABLE = (
     "generate.server_args", "generate.threads", "generate.heartbeat", "generate.probes", "generate.restarts",
     "generate.single_requests", "generate.servers", "generate.router", "generate.least_in_flight",
     "generate.submission", "generate.requests_in_flight", "generate.lag", "generate.speculation.",
-    "generate.stream_every", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
+    "generate.stream_every", "generate.score", "stream.", "replay.lease", "replay.group_timeout", "replay.max_attempts",
     "replay.host", "replay.release", "journal.", "learner.ranks", "learner.layout.", "learner.threads", "learner.tick",
     "learner.recompute", "learner.tokens_per_micro_batch", "learner.collective_timeout", "learner.overlap",
     "learner.gradient_accumulation_fusion", "learner.moe_permute_fusion", "learner.tp_comm_overlap",
     "learner.bad_steps", "learner.bad_groups", "learner.empty_steps", "learner.peak_tflops",
     "learner.params_metrics", "learner.profile.", "checkpoint.",
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
-    "publish.at_once", "publish.verify_every", "evaluate.", "observe.", "model.shape", "model.cache",
-    "model.hub_timeout", "task.max_branches", "task.scoring.", "sft.epochs",
+    "publish.at_once", "publish.verify_every", "publish.mismatch", "evaluate.", "observe.", "model.shape",
+    "model.cache", "model.hub_timeout", "task.max_branches", "task.scoring.", "sft.epochs",
 )  # fmt: skip
 
 

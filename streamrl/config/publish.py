@@ -27,7 +27,13 @@ class PublishConfig(Section):
     at_once: int = Field(1, ge=1, description="servers that get a version at the same time (memory and disk)")
     timeout: float = Field(120.0, gt=0, description="seconds that one server may take to receive a version")
     keep_every: int = Field(0, ge=0, description="versions kept in RUN/weights for the audit: every Nth; 0: none")
-
     verify_every: int = Field(
         0, ge=0, description="servers compare the checksums of every Nth version before they load it; 0: of none"
+    )
+    mismatch: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="answers that learner and servers score with each version, to show how far apart they compute; "
+        "0: none",
     )

@@ -233,6 +233,14 @@ class Config(Section):
                 )
 
     @rule
+    def _a_prefill_routes_as_the_draw_did(self) -> None:
+        if self.learner.router_replay and self.generate.score == "prefill":
+            raise ValueError(
+                "generate.score: prefill may choose other experts than the draw, whose experts learner.router_replay "
+                "takes; allowed: decode, or learner.router_replay=false"
+            )
+
+    @rule
     def _drafts_go_with_the_rest(self) -> None:
         speculation.check_run(self)
 

@@ -37,6 +37,7 @@ class AnswerMeta(msgspec.Struct, frozen=True):
     prompt_tokens: int | None = None  # those of the prompt's images among them
     spec_verify_ct: int = 0  # passes of the policy that verified drafts
     spec_num_correct_drafts: int = 0  # drafts that were kept in them
+    by_prefill: bool = False  # its log-probs: no server tells it, generate/prefill_scoring.py does
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -69,6 +70,28 @@ class Piece(msgspec.Struct, frozen=True):
     output_ids: list[int]
     meta_info: PieceMeta
     index: int = 0  # which of the request's n answers
+
+
+class PrefillMeta(msgspec.Struct, frozen=True):
+    """What a server tells about tokens that it was given."""
+
+    # From a place on (log-prob, token id, text), the first without a log-prob. The id is 0 instead of the vocabulary's
+    # last one (SGLang 0.5.23).
+    input_token_logprobs: list[tuple[float | None, int, str | None]]
+    weight_version: str  # of the weights that the server has
+
+
+class Prefill(msgspec.Struct, frozen=True):
+    """The answer to a request for no token."""
+
+    meta_info: PrefillMeta
+
+
+class PrefillScores(msgspec.Struct, frozen=True):
+    """Log-probs of n given tokens, at temperature 1 over the whole vocabulary."""
+
+    logprobs: list[float]  # [n]
+    version: str  # what the server calls the weights that computed them
 
 
 class Pressure(msgspec.Struct, frozen=True):

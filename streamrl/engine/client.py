@@ -10,7 +10,16 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 import aiohttp
 import msgspec
 
-from streamrl.engine.answers import Answer, AnswerMeta, ModelInfo, Piece, PieceMeta, Pressure
+from streamrl.engine.answers import (
+    Answer,
+    AnswerMeta,
+    ModelInfo,
+    Piece,
+    PieceMeta,
+    Prefill,
+    PrefillScores,
+    Pressure,
+)
 from streamrl.engine.keys import NO_KEYS, EngineKeys
 from streamrl.types import PolicyVersion
 
@@ -63,6 +72,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 _ANSWERS = msgspec.json.Decoder(list[Answer] | Answer)
+_PREFILL = msgspec.json.Decoder(Prefill)
 _PIECE = msgspec.json.Decoder(Piece)
 _EVENT = msgspec.json.Decoder(_Event)
 _LOADS = msgspec.json.Decoder(_Loads)
@@ -145,6 +155,23 @@ class EngineClient:
         for answer in answers:
             self._check_prompt(answer.meta_info, prompt_tokens)
         return list(answers)
+
+    async def score(
+        self, input_ids: Sequence[int], start: int, request_id: str | None = None, **options: Unpack[RequestOptions]
+    ) -> PrefillScores:
+        """The log-probs of the tokens from place `start` on, 1 at least, by one prefill. Raises EngineError.
+
+        What the server has cached of the tokens before them is used.
+        """
+        body = _request(input_ids, {"temperature": 1.0, "max_new_tokens": 0}, request_id, options)
+        body["logprob_start_len"] = start - 1
+        meta = self._decode(_PREFILL, "/generate", await self._post("/generate", body)).meta_info
+        logprobs = [entry[0] for entry in meta.input_token_logprobs[1:]]
+        known = [each for each in logprobs if each is not None]
+        if len(known) != len(input_ids) - start:
+            reason = f"{len(known)} log-probs of {len(input_ids) - start} tokens that it was given"
+            raise EngineError(self.address, "/generate", 200, reason)
+        return PrefillScores(known, meta.weight_version)
 
     async def abort(self, request_id: str = "", timeout: float | None = None) -> None:
         """End one request where it is, or all without an id; their answers come back with what they have."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from streamrl.engine.answers import Answer, Piece, WeightVersionSpan
+from streamrl.engine.answers import Answer, Piece, PrefillScores, WeightVersionSpan
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.publish.peft import checksum
 from streamrl.publish.transport import AdapterManifest, PublishError, Sink
@@ -89,6 +89,12 @@ class AdapterPolicy:
                 options["pieces"] = lambda piece: on_piece(_stamped_piece(piece, use.version))
             answers = await self._client.generate(*request, adapter=use.name, **options)
         return [_stamped(answer, use.version) for answer in answers]
+
+    async def score(self, *request: Any, **options: Any) -> PrefillScores:
+        """EngineClient.score by the newest adapter."""
+        with self._adapters.use() as use:
+            scores = await self._client.score(*request, adapter=use.name, **options)
+        return replace(scores, version=str(use.version))
 
     async def abort(self, request_id: str = "") -> None:
         await self._client.abort(request_id)

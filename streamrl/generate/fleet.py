@@ -108,7 +108,8 @@ class Fleet:
 
     def policy(self, group: Hashable, version: PolicyVersion) -> GroupPolicy:
         """For the requests of a group, whose tokens are of the step of `version` or newer; `leave` it at the end."""
-        return GroupPolicy(self, group, version, self._config.generate.stream_every)
+        generate = self._config.generate
+        return GroupPolicy(self, group, version, generate.stream_every, by_prefill=generate.score == "prefill")
 
     def leave(self, group: Hashable) -> None:
         """The group has no further request."""
@@ -126,7 +127,7 @@ class Fleet:
         if not able:
             return None
         served = self._up[self._placement.choose(group, able, avoid)]
-        return Place(served.name, served.state.version, served.policy, self._keeps_cache)
+        return Place(served.name, served.state.version, served.policy, self._keeps_cache, served.policy)
 
     def _suffices(self, name: str, floor: PolicyVersion) -> bool:
         return self._up[name].state.version >= max(floor, self._floors.get(name, floor))

@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from streamrl.engine.answers import Answer
-    from streamrl.generate.inference import Policy
+    from streamrl.engine.answers import Answer, PrefillScores
+    from streamrl.generate.inference import ServerPolicy
 
 
 class RequestGate:
@@ -74,13 +74,17 @@ class RequestGate:
 class GatedPolicy:
     """A `Policy` (generate/inference.py) whose requests go through a gate."""
 
-    def __init__(self, policy: Policy, gate: RequestGate) -> None:
+    def __init__(self, policy: ServerPolicy, gate: RequestGate) -> None:
         self._policy = policy
         self._gate = gate
 
     async def generate(self, *request: Any, **options: Any) -> list[Answer]:
         async with self._gate.pass_():
             return await self._policy.generate(*request, **options)
+
+    async def score(self, *request: Any, **options: Any) -> PrefillScores:
+        async with self._gate.pass_():
+            return await self._policy.score(*request, **options)
 
     async def abort(self, request_id: str = "") -> None:
         await self._policy.abort(request_id)

@@ -96,6 +96,8 @@ async def run_group(
         failed = Counter(sample.failure for sample in samples if sample.is_placeholder)
         unscored = [rollout.failure for rollout in rollouts if rollout.failure is not None]
         outcome |= {"tokens": group.tokens, "failed": failed.total(), "unscored": len(unscored)}
+        if inference.decoded is not None:
+            outcome["decoded"] = inference.decoded
         if failed or unscored:
             outcome["failures"] = dict(failed)
             outcome["reasons"] = sorted({*inference.failures, *unscored})[:3]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from streamrl.config.generate import GenerateConfig
-from streamrl.engine.answers import Answer
+from streamrl.engine.answers import Answer, PrefillScores
 from streamrl.engine.client import EngineError, SentImage
 from streamrl.generate.moe_routing import routing_columns
 from streamrl.generate.prompt_images import PromptImage
@@ -106,6 +106,16 @@ class Policy(Protocol):
     async def abort(self, request_id: str = "") -> None: ...
 
 
+class ServerPolicy(Policy, Protocol):
+    """One server alone."""
+
+    async def score(
+        self, input_ids: Sequence[int], start: int, request_id: str | None = None, *, cache: str | None = None
+    ) -> PrefillScores:
+        """As of `EngineClient`, with the newest weights that the server has."""
+        ...
+
+
 class EngineInference:
     """`Inference` on one SGLang server, with the configured sampling, the task's own, or greedy.
 
@@ -144,6 +154,8 @@ class EngineInference:
         self._options: dict[str, Any] = {"routed_experts": routed_experts}
         self._options |= {"priority": priority} if priority is not None else {}
         self.failures: list[str] = []
+        # Answers that have the log-probs of decode, where prefills are asked for.
+        self.decoded: int | None = 0 if config.score == "prefill" else None
         self._cut: tuple[Prompt, Cut] | None = None
         self._references: tuple[str, ...] = ()
         self._images: tuple[PromptImage, ...] = ()  # of them; none for a model whose images are not known here
@@ -253,7 +265,10 @@ class EngineInference:
                 raise
             self.failures.append(str(error))
             return [None] * n
-        self._load.record(answer for answer in answers if answer is not None)
+        known = [answer for answer in answers if answer is not None]
+        self._load.record(known)
+        if self.decoded is not None:
+            self.decoded += sum(not answer.meta_info.by_prefill for answer in known)
         return answers
 
     async def _in_time(

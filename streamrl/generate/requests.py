@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from streamrl.engine.answers import Answer, Piece
 from streamrl.engine.client import EngineError
 from streamrl.generate.continuation import Continuation
-from streamrl.generate.inference import Policy
+from streamrl.generate.inference import Policy, ServerPolicy
+from streamrl.generate.prefill_scoring import PrefillScoring, can_be_scored
 from streamrl.generate.stop_strings import EVERY, StopStrings
 from streamrl.types import PolicyVersion
 
@@ -43,6 +44,7 @@ class Place(NamedTuple):
     version: PolicyVersion  # that the server had when it was chosen
     policy: Policy  # the server's own
     keeps_cache: bool = False  # over an update: what is cached is asked for by the version that computed it
+    scores: ServerPolicy | None = None  # the same server for a prefill; None: nobody knows which one it is
 
 
 class Servers(Protocol):
@@ -58,8 +60,14 @@ class Servers(Protocol):
 class GroupPolicy:
     """`Policy` (generate/inference.py) for the requests of one group."""
 
-    def __init__(self, servers: Servers, group: Hashable, version: PolicyVersion, every: int) -> None:
-        """No token by an older step than that of `version`. `every`: tokens of a piece; 0: answers come whole."""
+    def __init__(
+        self, servers: Servers, group: Hashable, version: PolicyVersion, every: int, *, by_prefill: bool = False
+    ) -> None:
+        """No token by an older step than that of `version`. `every`: tokens of a piece; 0: answers come whole.
+
+        `by_prefill`: finished answers have the log-probs of one, where that can be.
+        """
+        self._by_prefill = by_prefill
         self._servers = servers
         self._group = group
         self._floor = PolicyVersion(version.step)  # of any incarnation
@@ -85,7 +93,8 @@ class GroupPolicy:
         every = self._every if ends is None else min(EVERY, self._every or EVERY)
         if 0 < every < sampling["max_new_tokens"]:
             options["every"] = every
-        request = _Request(self._servers, self._group, request_id if n == 1 else None, options)
+        scoring = PrefillScoring(input_ids) if self._by_prefill and can_be_scored(sampling, options) else None
+        request = _Request(self._servers, self._group, request_id if n == 1 else None, options, scoring)
         floor = max(self._floor, at_least or self._floor)
         name = request_id or str(id(request))
         self._running[name] = request
@@ -96,10 +105,12 @@ class GroupPolicy:
             await request.first(answers, input_ids, sampling, floor)
             if rests := [request.rest(answer, floor) for answer in answers if not answer.finished]:
                 await asyncio.gather(*rests)
+            return await request.scored(answers)
         finally:
             del self._running[name]
             self._ended.discard(name)
-        return [answer.answer() for answer in answers]
+            if scoring is not None:
+                scoring.close()
 
     async def abort(self, request_id: str = "") -> None:
         """End one request for good, or all without an id; their answers come back with what they have."""
@@ -113,8 +124,16 @@ class GroupPolicy:
 class _Request:
     """One request and where it is."""
 
-    def __init__(self, servers: Servers, group: Hashable, request_id: str | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        servers: Servers,
+        group: Hashable,
+        request_id: str | None,
+        options: dict[str, Any],
+        scoring: PrefillScoring | None = None,
+    ) -> None:
         """`request_id`: by which its server can end it; None: nobody listens to it any more when it is to end.
+        `scoring`: of its answers, once they have come to their ends.
 
         SGLang has names of its own for the answers of one request, and ends what nobody listens to.
         """
@@ -122,6 +141,7 @@ class _Request:
         self._group = group
         self._id = request_id
         self._options = options
+        self._scoring = scoring
         self._over = asyncio.Event()  # it is to end where it is
         self._at: Policy | None = None
         self._parts = 0
@@ -187,7 +207,7 @@ class _Request:
         if place.keeps_cache:
             options = options | {"cache": str(place.version)}
         if "every" in options:
-            options = options | {"pieces": self._distribute(answers)}
+            options = options | {"pieces": self._distribute(answers, place)}
         self._at, self._parts = place.policy, self._parts + 1
         asking = asyncio.ensure_future(place.policy.generate(ids, sampling, len(answers), self._name, **options))
         try:
@@ -209,11 +229,27 @@ class _Request:
                 self._ending = None
             for answer in answers:
                 answer.cut()
+        self._score(answers, place)
         return False
 
-    def _distribute(self, answers: list[Continuation]) -> Callable[[Piece], None]:
+    def _score(self, answers: Iterable[Continuation], place: Place) -> None:
+        """Begin to score those that have come to their ends."""
+        if self._scoring is not None and place.scores is not None:
+            for answer in answers:
+                if answer.finished:
+                    self._scoring.begin(answer, place.scores)
+
+    async def scored(self, answers: list[Continuation]) -> list[Answer]:
+        """The answers, after the prefills that have begun; at once where the request is to end."""
+        if self._scoring is None:
+            return [answer.answer() for answer in answers]
+        await self._unless_over(self._scoring.finished())
+        return [self._scoring.scored(answer) for answer in answers]
+
+    def _distribute(self, answers: list[Continuation], place: Place) -> Callable[[Piece], None]:
         def add(piece: Piece) -> None:
             answers[piece.index].add(piece)
+            self._score((answers[piece.index],), place)
             if self._ending is None and not answers[piece.index].finished and answers[piece.index].ended:
                 self._ending = asyncio.ensure_future(self._end_part())
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.device_map import divide
-from streamrl.engine.answers import Answer
+from streamrl.engine.answers import Answer, PrefillScores
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.hardware import has_cuda, visible_gpus
 from streamrl.engine.keys import KEY_ARGUMENTS, EngineKeys
@@ -20,7 +20,7 @@ from streamrl.engine.server import Server, ServerFailed
 from streamrl.generate.adapters import AdapterPolicy, Adapters, load_adapter
 from streamrl.generate.attached_drafts import check_drafts
 from streamrl.generate.gate import GatedPolicy, RequestGate
-from streamrl.generate.inference import Policy
+from streamrl.generate.inference import ServerPolicy
 from streamrl.generate.pauses import Pauses, Reason
 from streamrl.generate.weight_sinks import make_sink
 from streamrl.publish.transport import PublishError, Sink
@@ -55,13 +55,17 @@ class VersionedPolicy:
     A request that says by itself by which name (`cache`) goes as it is.
     """
 
-    def __init__(self, policy: Policy, version: Callable[[], PolicyVersion]) -> None:
+    def __init__(self, policy: ServerPolicy, version: Callable[[], PolicyVersion]) -> None:
         self._policy = policy
         self._version = version
 
     async def generate(self, *request: Any, **options: Any) -> list[Answer]:
         options.setdefault("cache", str(self._version()))
         return await self._policy.generate(*request, **options)
+
+    async def score(self, *request: Any, **options: Any) -> PrefillScores:
+        options.setdefault("cache", str(self._version()))
+        return await self._policy.score(*request, **options)
 
     async def abort(self, request_id: str = "") -> None:
         await self._policy.abort(request_id)
@@ -103,7 +107,7 @@ class ServedModel:
         self._gate = RequestGate()
         self._pauses = Pauses(self.client, config.publish.timeout)
         self._adapters = Adapters(INITIAL) if config.learner.lora.by_adapter else None
-        self.policy: Policy = GatedPolicy(self.client, self._gate)  # of this server alone, by its newest version
+        self.policy: ServerPolicy = GatedPolicy(self.client, self._gate)  # of this server alone, by its newest version
         if keeps_cache(config):
             self.policy = VersionedPolicy(self.policy, lambda: self.version)
         if self._adapters is not None:

@@ -3,6 +3,7 @@
     servers ready ─▶ greet the service ─▶ ┌ Tickets ─▶ run_group ─▶ outbox    (groups or requests in flight)
                                           │ outbox ─▶ service, until answered (generate/link.py)
                                           │ Publish ─▶ sink ─▶ Applied        (one after another at each server)
+                                          │ Applied ─▶ Mismatch               (`publish.mismatch`)
                                           │ Sleep, Wake ─▶ every server       (`run.placement: shared`)
                                           │ every heartbeat: Heartbeat
                                           │ the servers' health, and their restarts (generate/fleet.py)
@@ -30,6 +31,7 @@ from streamrl.generate.fleet import Fleet
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load, Policy
 from streamrl.generate.link import ServiceLink
+from streamrl.generate.mismatch import MismatchMeter
 from streamrl.generate.pinning import MakeEvaluator, Pinning
 from streamrl.generate.probes import answer_probes
 from streamrl.generate.request_places import PlacedPolicy, RequestPlaces, submission, want_tickets
@@ -288,6 +290,13 @@ class Worker:
 
     async def _update(self, name: str) -> None:
         """Take in the versions that the publisher sends to a server; a newer one that waits replaces an older one."""
+        meter = MismatchMeter(self._config, self._events, self._link.send)
+        try:
+            await self._take_in(name, meter)
+        finally:
+            meter.close()
+
+    async def _take_in(self, name: str, meter: MismatchMeter) -> None:
         publishes = self._publishes[name]
         served: ServedModel | None = None
         while True:
@@ -307,6 +316,8 @@ class Worker:
             if lost:
                 self._fleet.lose_weights(served)
             await self._link.send(answer)
+            if isinstance(answer, Applied) and answer.version == publish.version:
+                meter.begin(publish, served.policy)
             if lost:
                 await self._link.greet()
 

@@ -312,5 +312,6 @@ def _metrics(stats: dict[str, Any]) -> dict[str, Any]:
         **({"speculation/accept_length": 1 + stats["drafts"] / verified} if (verified := stats["verified"]) else {}),
         **stats["selection"],
         **stats["evaluation"],
+        **stats["mismatch"],
         **({"staleness/reason": stats["bound"]} if stats["bound"] else {}),
     }

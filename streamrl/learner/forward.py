@@ -174,6 +174,20 @@ class Passes:
         sums = self._reduced(sums)
         return float(sums["logprob"] / sums["targets"].clamp(min=1))
 
+    def logprobs(self, micro_batches: Sequence[MicroBatch], targets: int) -> Tensor:
+        """The log-probs float32 [targets] of all targets of all ranks, each in its place, the same on every rank.
+
+        `targets`: of all ranks. As `score` otherwise.
+        """
+        scores = self.score(micro_batches)
+        sums: dict[str, Tensor] = {}
+        if parallel_state.is_pipeline_last_stage():
+            found = torch.zeros(targets, device=self._ranks.device.torch_device)
+            for micro, each in zip(micro_batches, scores, strict=True):
+                found[torch.from_numpy(micro.place).to(found.device)] = each.float()
+            sums = {"logprobs": found}  # the other data-parallel ranks have zeros in these places
+        return self._reduced(sums)["logprobs"]
+
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         for chunk in self._chunks:

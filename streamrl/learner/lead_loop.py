@@ -23,6 +23,7 @@ from streamrl.learner.batch_metrics import BatchMetrics
 from streamrl.learner.batches import BatchSource, Delivery
 from streamrl.learner.empty_steps import EmptySteps
 from streamrl.learner.exits import Exits
+from streamrl.learner.mismatch import MismatchAnswers
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.reward_penalty import of_groups
 from streamrl.learner.row_batches import held_out
@@ -84,6 +85,7 @@ class LeadLoop:
         self._empty = EmptySteps(config.learner.empty_steps, _trained_before(run_folder))
         self._batch_metrics = BatchMetrics(config, read_metrics(run_folder))
         self._hints = Hints(read_metrics(run_folder))
+        self._mismatch = MismatchAnswers.of(config, trainer) if publisher is not None else None
         self._watch = ProgressWatch(config, time.monotonic(), patience=config.stream.reply_timeout)
         self._held_out = held_out(run_folder) if config.trains_rows else None
 
@@ -164,6 +166,8 @@ class LeadLoop:
         assert delivery.batch is not None
         waited = time.monotonic() - began
         batch = self._quarantine.sift(delivery.batch, self.trainer.broadcast)
+        if self._mismatch is not None and self._offered == self.trainer.version:
+            self._mismatch.begin(batch)
         self.trainer.broadcast("train")
         with self.events.span("learner.step", step=batch.step):
             trained = self._train_step(batch)
@@ -216,13 +220,14 @@ class LeadLoop:
         if self.publisher is None:
             return 0.0
         began = time.monotonic()
+        scored = () if self._mismatch is None else self._mismatch.finish()
         deadline = began + self.config.run.silence_timeout  # `offer` says what is wrong then
         with self.events.span("learner.offer", version=str(self.trainer.version)):
             while not self.publisher.ready(self.config.learner.tick) and time.monotonic() < deadline:
                 self.trainer.broadcast("wait")
             self.trainer.broadcast("export")
             trainer = self.trainer
-            trainer.lend(self.publisher.offer(trainer.version, trainer.export(), trainer.resident))
+            trainer.lend(self.publisher.offer(trainer.version, trainer.export(), trainer.resident, scored))
             if self.config.run.shares_devices:
                 self._await_servers(self.publisher)
         self._offered = self.trainer.version

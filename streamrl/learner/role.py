@@ -16,7 +16,7 @@ from streamrl import last_words
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.device import UnsupportedAcceleratorError
-from streamrl.learner import trained_model
+from streamrl.learner import mismatch, trained_model
 from streamrl.learner.batches import RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.lead_loop import FOR_GOOD, LeadLoop, StopSignal
@@ -177,6 +177,8 @@ def _follow(trainer: Trainer) -> None:
                 continue
         elif command == "evaluate":
             trainer.evaluate(None)
+        elif command == mismatch.COMMAND:
+            trainer.score(None)
         elif command == "save":
             trainer.save()
         elif command == "model":

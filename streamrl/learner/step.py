@@ -225,6 +225,10 @@ class LearnerStep:
         """The cross entropy of a share's targets under the present weights, nats a token; the same on every rank."""
         return -self._passes.mean_logprob(share.micro_batches)
 
+    def score(self, rows: Sequence[MicroBatch], targets: int) -> Tensor:
+        """As `Passes.logprobs`, under the present weights."""
+        return self._passes.logprobs(rows, targets)
+
     def rehearse(self, share: Share) -> None:
         """Pass a share forward and do nothing with it. Raises what the passes raise."""
         for model in (self._passes, self._teacher, self._critic):

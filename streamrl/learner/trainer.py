@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from torch import Tensor
@@ -30,7 +31,7 @@ from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.huggingface import export_folder, export_weights, load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer
-from streamrl.learner.packing import Packing
+from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.params_metrics import ParamsMetrics, pads
 from streamrl.learner.peak import Peak
@@ -230,6 +231,22 @@ class Trainer:
         assert self._step is not None, "restore_or_start comes first"
         shares = None if batch is None else plan_shares(batch, self._config, self._packing, 1)
         return self._step.evaluate(self._ranks.scatter(shares))
+
+    def score(self, batch: Batch | None) -> np.ndarray:
+        """The log-probs of the trained tokens of a batch under the present weights: float32 [N], in its order.
+
+        Rank 0 passes the batch, the others None; all get the same.
+        """
+        assert self._step is not None, "restore_or_start comes first"
+        parts = None
+        if batch is not None:
+            targets = sum(group.trained_tokens for group in batch.groups)
+            rows = plan_batch(batch, [0.0] * len(batch.samples), self._packing)
+            parts = [(batch.step, of_rank, targets) for of_rank in rows]
+        step, own, total = self._ranks.scatter(parts)
+        with self._blaming(step):
+            scores: np.ndarray = self._step.score(own, total).cpu().numpy()
+        return scores
 
     @contextmanager
     def _blaming(self, step: int) -> Iterator[None]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from streamrl.observe.mismatch import has_other_weights
+
 Row = Mapping[str, Any]
 
 WINDOW = 10
@@ -259,6 +261,20 @@ def _mismatch(past: Past, shown: bool) -> str | None:
     return f"servers and learner differ by {now:.2g} nats a token with the same weights, {start:.2g} at the start"
 
 
+def _engines(past: Past, shown: bool) -> str | None:
+    mean, limit = past.mean("mismatch/mean"), past.mean("mismatch/limit")
+    if mean is None or limit is None or mean < (MISMATCH_STAYS * limit if shown else limit):
+        return None
+    return f"a server is {mean:.2g} nats a token from the learner with the same weights, rounding explains {limit:.2g}"
+
+
+def _other_weights(past: Past, shown: bool) -> str | None:
+    slope, error = past.mean("mismatch/slope"), past.mean("mismatch/slope_error")
+    if slope is None or error is None or not has_other_weights(slope, error):
+        return None
+    return f"a server is {slope:.0%} of the way to the weights before those that it reports: it generates with others"
+
+
 def _cut(past: Past, shown: bool) -> str | None:
     cut, former = past.mean("length/cut"), past.former("length/cut")
     if cut is None or former is None or cut < CUT[shown] or (not shown and cut < CUT_FALLS * former):
@@ -312,6 +328,8 @@ RULES = (
     Rule("no_signal", _no_signal, ("task.args", "generate.group_size", "replay.filter.signal"), LEARNING),
     Rule("entropy", _entropy, ("algo.entropy", "algo.eps_high", "learner.optimizer.lr"), LEARNING),
     Rule("mismatch", _mismatch, ("algo.weight", "learner.router_replay", "model.dtype"), LEARNING),
+    Rule("engines", _engines, ("model.dtype", "generate.server_args", "learner.router_replay"), LEARNING),
+    Rule("other_weights", _other_weights, ("publish.transport", "publish.verify_every"), LEARNING),
     Rule("cut", _cut, ("generate.sampling.max_new_tokens", "task.overlong.buffer"), LEARNING),
     Rule("clipped", _clipped, ("replay.max_staleness", "replay.release", "learner.optimizer.lr"), LEARNING),
     Rule("unscored", _unscored, ("task.scoring.timeout", "task.scoring.most_failed"), LEARNING),

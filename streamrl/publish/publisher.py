@@ -40,6 +40,7 @@ from streamrl.stream.messages import (
     Publish,
     PublishFailed,
     Roster,
+    ScoredAnswer,
     Stop,
 )
 from streamrl.stream.peer import Peer
@@ -126,13 +127,18 @@ class Publisher:
         return free
 
     def offer(
-        self, version: PolicyVersion, tensors: Iterable[tuple[str, torch.Tensor]], resident: Collection[int] = ()
+        self,
+        version: PolicyVersion,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        resident: Collection[int] = (),
+        scored: tuple[ScoredAnswer, ...] = (),
     ) -> Copied:
         """Copy the weights and return; the thread publishes them. Consumes `tensors`, one after another.
 
         Of a GPU the copy may still be under way: no weight may change before what is returned is done. `resident`: as
-        of `DeviceCopy.out`. Waits while the former version is still going out, `publish.timeout` at most for each
-        server. Raises RuntimeError when the thread has failed, or not come back in `run.silence_timeout`.
+        of `DeviceCopy.out`; `scored`: with these weights, for each server to do the same. Waits while the former
+        version is still going out, `publish.timeout` at most for each server. Raises RuntimeError when the thread has
+        failed, or not come back in `run.silence_timeout`.
         """
         began, limit = time.monotonic(), self._config.run.silence_timeout
         with self._changed:  # every version is taken, so that none is missing among the kept ones
@@ -143,6 +149,7 @@ class Publisher:
         waited = time.monotonic() - began
         try:
             staged = self._staging.fill(version, tensors, resident)
+            staged.scored = scored
         finally:
             self._staging_lock.release()
         with self._changed:
@@ -289,7 +296,15 @@ class Publisher:
         try:
             with self._events.span("publish", server=server.name, version=str(staged.version)):
                 manifest = source.manifest(reported, staged)
-                peer.send(Publish(server=server.name, version=staged.version, manifest=manifest, attempt=attempt))
+                peer.send(
+                    Publish(
+                        server=server.name,
+                        version=staged.version,
+                        manifest=manifest,
+                        attempt=attempt,
+                        scored=staged.scored,
+                    )
+                )
                 source.send(reported, staged, check)
                 with self._changed:
                     server.sent()

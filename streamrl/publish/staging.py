@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from streamrl.device_copy import DONE, Copied, CpuCopy, DeviceCopy
 from streamrl.engine.kept_memory import Place
 from streamrl.engine.load_plan import BucketLayout
+from streamrl.stream.messages import ScoredAnswer
 from streamrl.types import PolicyVersion
 
 
@@ -47,6 +48,7 @@ class Staged:
     buckets: tuple[Bucket, ...]
     place: Place | None = None  # where other processes find the buckets, if they are kept for them
     copied: Copied = DONE  # before it neither may the bytes be read nor the weights change
+    scored: tuple[ScoredAnswer, ...] = ()  # by the learner with it, for each server to do the same
     _hashed: tuple[BucketLayout, ...] = field(default=(), init=False)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

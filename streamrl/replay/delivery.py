@@ -14,6 +14,7 @@ from streamrl.replay.buffer import Stored
 from streamrl.replay.durable import RETRY, DurableBuffer, Frame
 from streamrl.replay.evaluations import Evaluations
 from streamrl.replay.journal import JournalFull
+from streamrl.replay.mismatches import Mismatches
 from streamrl.replay.workers import Workers
 from streamrl.stream.messages import MAX_REASON, BatchHeader, BatchStats
 
@@ -41,6 +42,7 @@ class Delivery:
     def __init__(self, durable: DurableBuffer, workers: Workers, events: Events) -> None:
         self.asked: int | None = None  # the step that the learner waits for
         self.evaluations = Evaluations()  # what they tell goes with the next batch
+        self.mismatches = Mismatches()  # so does what these tell
         self._durable = durable
         self._workers = workers
         self._events = events
@@ -102,6 +104,7 @@ class Delivery:
             bytes=buffer.bytes,
             selection=buffer.selection_metrics(),
             evaluation=self.evaluations.metrics(step, now),
+            mismatch=self.mismatches.metrics(step),
             bound=buffer.adaptive.reason()[:MAX_REASON],
         )
         self._tokens = 0

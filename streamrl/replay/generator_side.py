@@ -24,6 +24,7 @@ from streamrl.stream.messages import (
     Introduce,
     MalformedMessage,
     Message,
+    Mismatch,
     PublishFailed,
     Refused,
     TicketKey,
@@ -77,7 +78,7 @@ class GeneratorSide:
                 worker.busy.record(message, now)
                 worker.drafts.record(message)
                 run.buffer.extend(worker.name, tickets, now)
-            case Applied() | PublishFailed() if message.server not in worker.servers:
+            case Applied() | PublishFailed() | Mismatch() if message.server not in worker.servers:
                 raise MalformedMessage(f"server {message.server} is not one of worker {worker.name}")
             case Applied(version=version) if run.admission.unknown(version, run.buffer):
                 raise MalformedMessage(f"version {version}, which server {message.server} reports, was never announced")
@@ -87,6 +88,9 @@ class GeneratorSide:
                 run.send_publisher(message)
             case Asleep(number=number):
                 worker.asleep = number
+            case Mismatch(server=server, version=version, metrics=metrics):
+                run.delivery.mismatches.record(message)
+                run.events.emit("mismatch.measured", server=server, version=version, metrics=metrics)
             case Evaluated(version=version, metrics=metrics):
                 run.evaluations.record(message)
                 run.events.emit("evaluated", worker=worker.name, version=version, metrics=metrics)

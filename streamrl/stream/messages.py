@@ -1,10 +1,10 @@
 """What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
 
-A message is one frame: a msgpack map `{"v": 9, "kind": "credit", ...fields}`, behind the 8 bytes of its
+A message is one frame: a msgpack map `{"v": 10, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
 type of every field, so that whatever it returns can be used without a second look.
 
-    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Evaluated Asleep GaveUp Bye
+    worker    ─▶ service   Hello Credit (group) Heartbeat Applied PublishFailed Mismatch Evaluated Asleep GaveUp Bye
     service   ─▶ worker    Tickets Accepted Refused Publish Progress Sleep Wake Introduce Stop
     learner   ─▶ service   Hello Heartbeat Next Quarantined Measured Progress Saved Finished Exited GaveUp Bye
     service   ─▶ learner   Welcome BatchHeader (+ groups) Evaluated Introduce Stop
@@ -27,7 +27,7 @@ from msgspec import Meta
 from streamrl.trainable import Limits
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
-PROTOCOL = 9  # raised by every change that an older peer would misread
+PROTOCOL = 10  # raised by every change that an older peer would misread
 
 NUMBERED = 8  # bytes of its number before every header frame (`stream/sockets.py`)
 
@@ -174,6 +174,13 @@ class PublishFailed(Versioned, frozen=True, kw_only=True):
     attempt: Count = 0  # of the Publish
 
 
+class Mismatch(Versioned, frozen=True, kw_only=True):
+    """How far the scores of `server` are from the learner's, both with `version`: metrics `mismatch/...`."""
+
+    server: Name
+    metrics: dict[str, float]
+
+
 class Evaluated(Versioned, frozen=True, kw_only=True):
     """An evaluation of `version` is complete: its metrics `eval/...`.
 
@@ -222,12 +229,29 @@ class Wake(Message, frozen=True, kw_only=True):
     number: Count
 
 
+class ScoredAnswer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An answer with the learner's log-probs of its n trained tokens, at temperature 1 (`publish.mismatch`)."""
+
+    ids: list[Count]  # prompt and output
+    prompt: Positive  # tokens of the prompt
+    trained: list[Count]  # [n], which output tokens those are
+    logprobs: list[float]  # [n], by the weights of the version
+    former: list[float]  # [n], by those of the version published before it
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.trained) == len(self.logprobs) == len(self.former):
+            raise ValueError("a scored answer needs as many log-probs as trained tokens, and one at least")
+        if not max(self.trained) < len(self.ids) - self.prompt:
+            raise ValueError("a scored answer has a trained token behind its last one")
+
+
 class Publish(Versioned, frozen=True, kw_only=True):
     """Update `server` to `version`; the manifest belongs to the transport and is passed on untouched."""
 
     server: Name
     manifest: dict[str, Any]
     attempt: Count = 0  # the publisher's own number: a failure of a former attempt is none of this one
+    scored: tuple[ScoredAnswer, ...] = ()  # that the server scores as well, once it has the version
 
 
 class Announce(Versioned, frozen=True, kw_only=True):
@@ -257,6 +281,7 @@ class BatchStats(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     bytes: Count  # of their frames
     selection: dict[str, float] = {}  # metrics `selection/...` of the groups that were generated and dropped
     evaluation: dict[str, float] = {}  # metrics `eval/...` that came since the last batch
+    mismatch: dict[str, float] = {}  # metrics `mismatch/...` that came since the last batch
     bound: Reason = ""  # moves of the adaptive bound since the last batch, each with its reason
 
 
@@ -327,7 +352,7 @@ class GaveUp(Message, frozen=True, kw_only=True):
 
 
 _EVERYONE = (Hello, Introduce, Heartbeat, Bye, Stop)
-_WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Evaluated, Sleep, Asleep, Wake)
+_WORKER = (Credit, Tickets, Accepted, Refused, Applied, PublishFailed, Mismatch, Evaluated, Sleep, Asleep, Wake)
 _LEARNER = (Welcome, Next, Quarantined, Measured, Progress, Saved, Finished, Exited, GaveUp, BatchHeader)
 _PUBLISHER = (Announce, Publish, Roster)
 _DECODERS = {

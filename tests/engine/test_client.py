@@ -52,6 +52,18 @@ def test_the_log_probs_of_an_answer_are_those_of_a_plain_forward(
         assert [(span.version, span.start, span.end) for span in answer.meta_info.weight_versions] == [("0.0", 0, 12)]
 
 
+def test_a_prefill_has_the_log_probs_of_a_plain_forward_and_names_the_weights(
+    fresh_server, model_folders, forward_logprobs
+):
+    ids = [*PROMPT, 7, 9, 0, 3, 9]  # 9 is the last of the vocabulary
+    weights = load_file(model_folders[0] / "model.safetensors")
+    expected = forward_logprobs(weights, ids)
+    for start in (1, len(PROMPT), len(ids) - 1):
+        scores = ask(fresh_server.address, lambda client, start=start: client.score(ids, start))
+        assert scores.version == "0.0"
+        assert scores.logprobs == pytest.approx(expected[start - 1 :].tolist(), abs=1e-4)
+
+
 def test_the_end_token_ends_an_answer_and_is_part_of_it(fresh_server):
     ends = [0, 2, 4, 6, 8]  # half of the vocabulary, and with it the model's own end, 0
     sampling = {**SAMPLING, "max_new_tokens": 200, "stop_token_ids": ends}

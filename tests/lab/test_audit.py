@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from streamrl.config import Config
 from streamrl.lab.audit.findings import Findings
 from streamrl.lab.audit.history import History
-from streamrl.lab.audit.limits import LIMITS, limits_of
+from streamrl.observe.limits import LIMITS, limits_of
 from streamrl.replay.orders import make_order
 from streamrl.types import Batch, Group, PolicyVersion
 

@@ -19,8 +19,8 @@ from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
 from streamrl.lab.audit.command import audit
 from streamrl.lab.audit.findings import Findings
-from streamrl.lab.audit.limits import LIMITS
-from streamrl.lab.audit.stamps import Neighbours, spread_over
+from streamrl.observe.limits import LIMITS
+from streamrl.observe.stamps import Neighbours, spread_over
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed
 from streamrl.stream.codec import encode_group

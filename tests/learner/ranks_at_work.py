@@ -31,6 +31,16 @@ def dp_gradients(config: Config, run_folder: Path) -> Any:
     return result, metrics
 
 
+def scores(config: Config, run_folder: Path) -> Any:
+    """The log-probs of a batch's trained tokens, and those of a batch so small that a rank has none of it."""
+    trainer = Trainer(config, run_folder)
+    trainer.restore_or_start()
+    batches = [make_batch(), make_batch(groups=1, size=1)]
+    result = [torch.from_numpy(trainer.score(batch if trainer.rank == 0 else None)) for batch in batches]
+    trainer.close()
+    return result
+
+
 def branches(config: Config, run_folder: Path) -> Any:
     """The gradient of a batch with rollouts of several branches, and what the KL takes off their rewards."""
     trainer = Trainer(config, run_folder)
@@ -103,7 +113,7 @@ def tensor_parallel(config: Config, run_folder: Path) -> Any:
     return result
 
 
-JOBS = {job.__name__: job for job in (dp_gradients, branches, train_three, save_two, resume, tensor_parallel)}
+JOBS = {job.__name__: job for job in (dp_gradients, scores, branches, train_three, save_two, resume, tensor_parallel)}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from learner_parts import make_batch
 
@@ -32,6 +33,7 @@ class Trainer:
     """Counts steps and notes what was asked of it."""
 
     rank = 0
+    scored: tuple[int, ...] = ()  # answers with each version that was published
     damage = ()
     ledger = None
     rank_seconds = (0.1,)
@@ -57,6 +59,9 @@ class Trainer:
     def plan(self, batch) -> None: ...
 
     def rehearse(self, batch) -> None: ...
+
+    def score(self, batch) -> np.ndarray:
+        return np.zeros(sum(group.trained_tokens for group in batch.groups), np.float32)
 
     def train_step(self, batch) -> dict[str, float]:
         assert batch.step == self.version.step
@@ -142,13 +147,15 @@ class Source:
 class Publisher:
     def __init__(self) -> None:
         self.offered: list[str] = []
+        self.scored: tuple[int, ...] = ()  # answers with each of them
 
     def ready(self, timeout: float) -> bool:
         return True
 
-    def offer(self, version: PolicyVersion, tensors: Iterator[Any], resident: frozenset[int]) -> str:
+    def offer(self, version: PolicyVersion, tensors: Iterator[Any], resident: frozenset[int], scored: Any) -> str:
         assert resident == Trainer.resident
         self.offered.append(str(version))
+        self.scored = (*self.scored, len(scored))
         return f"the copy of {version}"
 
     def wait(self, timeout: float) -> bool:
@@ -169,13 +176,14 @@ def run(
     every: int = 1,
     *,
     exits: dict[str, float] | None = None,
+    mismatch: int = 0,
     **checkpoint: Any,
 ) -> tuple[Trainer, list[str]]:
     config = Config.model_validate(
         {
             "run": {"steps": steps, **(exits or {})},
             "replay": {"max_staleness": every},
-            "publish": {"every": every},
+            "publish": {"every": every, "mismatch": mismatch},
             "checkpoint": {"every": 2, **checkpoint},
         }
     )
@@ -185,12 +193,20 @@ def run(
     loop.run()
     assert trainer.lent == tuple(f"the copy of {version}" for version in publisher.offered)
     metrics.close(), events.close()
+    trainer.scored = publisher.scored
     return trainer, publisher.offered
 
 
 def test_a_new_run_publishes_what_it_begins_with_and_every_kth_version(tmp_path):
     _, offered = run(tmp_path, Source(None), PolicyVersion(0), steps=7, every=3)
     assert offered == ["0.0", "3.0", "6.0", "7.0"]
+
+
+def test_versions_that_a_step_has_made_are_published_with_scored_answers(tmp_path):
+    trainer, offered = run(tmp_path, Source(None), PolicyVersion(0), steps=7, every=3, mismatch=4)
+    assert offered == ["0.0", "3.0", "6.0", "7.0"]
+    assert trainer.scored == (0, 4, 4, 4)
+    assert trainer.commands.count("score") == 2 * 3  # with each version, and with the one before
 
 
 def test_a_resumed_learner_publishes_nothing_that_is_older_than_what_servers_had(tmp_path):

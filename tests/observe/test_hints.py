@@ -102,6 +102,15 @@ def test_engines_that_drift_apart_are_told_but_not_what_they_always_had() -> Non
     assert [hint.rule.name for hint in hints_of([row | {FRESH: 0.2} for row in always])] == ["mismatch"]
 
 
+def test_a_server_that_computes_otherwise_or_has_other_weights_is_told() -> None:
+    far = told("engines", mismatch__mean=0.02, mismatch__limit=0.01)
+    documented("a server is ... nats a token from the learner with the same weights...", far, GOES_ON)
+    assert hints_of(course({}, {"mismatch/mean": 0.008, "mismatch/limit": 0.01})) == []
+    other = told("other_weights", mismatch__slope=1.0, mismatch__slope_error=0.05)
+    documented("a server is ...% of the way to the weights before those that it reports...", other, GOES_ON)
+    assert hints_of(course({}, {"mismatch/slope": 0.55, "mismatch/slope_error": 0.05})) == []
+
+
 def test_answers_that_are_cut_are_told_unless_the_model_learns_to_end_them() -> None:
     documented("...% of the answers are cut at the length limit...", told("cut", length__cut=0.5), GOES_ON)
     falling = [row | {"length/cut": 0.9 * 0.95 ** row["step"]} for row in course({}, {})]

@@ -26,12 +26,14 @@ from streamrl.stream.messages import (
     MalformedMessage,
     Measured,
     Message,
+    Mismatch,
     Next,
     Progress,
     Publish,
     PublishFailed,
     Refused,
     Roster,
+    ScoredAnswer,
     ServerState,
     Stop,
     Tickets,
@@ -44,6 +46,7 @@ V = PolicyVersion(21, incarnation=1)
 SERVER = ServerState(name="server-0", version=V, world_size=2)
 TICKET = Ticket(group_id=7, attempt=1, task="copy", prompt_index=7, seed=3, issued_version=V, deadline=12.5)
 STATS = BatchStats(tokens_generated=9, generator_busy=0.5, groups=2, bytes=77)
+SCORED = ScoredAnswer(ids=[5, 6, 7, 8, 2], prompt=2, trained=[0, 2], logprobs=[-1.0, -2.0], former=[-1.5, -2.5])
 ONE_OF_EACH = [
     Hello(run="r", role="generator", name="generator-0", servers=(SERVER,)),
     Hello(run="r", role="learner", name="learner-0", version=V),
@@ -51,12 +54,13 @@ ONE_OF_EACH = [
     Heartbeat(tickets=((7, 1), (8, 0)), busy=1.5, generated=1000),
     Applied(server="server-0", version=V),
     PublishFailed(server="server-0", version=V, reason="it went away"),
+    Mismatch(server="server-0", version=V, metrics={"mismatch/mean": 1e-3}),
     Evaluated(version=V, metrics={"eval/copy/pass@1": 0.5}),
     Bye(),
     Tickets(tickets=(TICKET,)),
     Accepted(group_id=7, attempt=1),
     Refused(group_id=7, attempt=0, reason="late"),
-    Publish(server="server-0", version=V, manifest={"buckets": [1, 2], "dtype": "float32"}),
+    Publish(server="server-0", version=V, manifest={"buckets": [1, 2], "dtype": "float32"}, scored=(SCORED,)),
     Stop(reason="done"),
     Next(step=3),
     Measured(step=3, ess=(0.5, None, 1.0)),
@@ -68,6 +72,8 @@ ONE_OF_EACH = [
     Roster(servers=(SERVER,)),
 ]
 PROGRESS = {"v": PROTOCOL, "kind": "progress", "version": {"step": 1, "incarnation": 0}}
+ANSWER = msgspec.to_builtins(SCORED)
+PUBLISH = {**PROGRESS, "kind": "publish", "server": "server-0", "manifest": {}}
 CREDIT = {"v": PROTOCOL, "kind": "credit", "capacity": 3}
 
 
@@ -87,7 +93,7 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 9"),
+        ({**CREDIT, "v": 1}, "protocol version 1, this process speaks 10"),
         ({**CREDIT, "kind": "debit"}, "unknown kind 'debit'"),
         ({**CREDIT, "extra": 1}, "unknown field `extra`"),
         ({"v": PROTOCOL, "kind": "credit"}, "missing required field `capacity`"),
@@ -98,6 +104,8 @@ def test_every_field_of_a_wrong_type_is_refused_by_its_name(message: Message) ->
         ({"v": PROTOCOL, "kind": "announce", "version": {"step": -1, "incarnation": 0}}, "out of range"),
         ({**PROGRESS, "signals": {"offpolicy/ess": float("nan")}}, "signals that are not finite: offpolicy/ess"),
         ({**PROGRESS, "signals": {str(name): 0.0 for name in range(65)}}, "length <= 64"),
+        ({**PUBLISH, "scored": [{**ANSWER, "former": [-1.0]}]}, "as many log-probs as trained tokens"),
+        ({**PUBLISH, "scored": [{**ANSWER, "trained": [0, 3]}]}, "a trained token behind its last one"),
         ({"v": PROTOCOL, "kind": "hello", "run": "r", "role": "learner", "name": "l"}, "learner without its version"),
         ({"v": PROTOCOL, "kind": "hello", "run": "r", "role": "king", "name": "l"}, "role"),
         ({"v": PROTOCOL, "kind": "hello", "role": "generator", "name": "l"}, "missing required field `run`"),

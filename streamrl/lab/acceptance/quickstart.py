@@ -91,7 +91,7 @@ def measured_run(bench: Bench) -> str:
 
 def gap(bench: Bench, folder: Path, suffix: str = "", *, allowance: float = 1.0) -> Measured:
     """`offpolicy/log_ratio` of a run's steps. Raises Failed above the limits of the audit times `allowance`."""
-    from streamrl.lab.audit.limits import LIMITS
+    from streamrl.observe.limits import LIMITS
 
     rows = [row for row in read_metrics(folder) if row.get(f"offpolicy/log_ratio_mean{suffix}") is not None]
     if not rows:

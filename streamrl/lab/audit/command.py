@@ -19,14 +19,14 @@ from streamrl.config import Config
 from streamrl.hub.model import with_local_model
 from streamrl.lab.audit.findings import Findings
 from streamrl.lab.audit.history import History
-from streamrl.lab.audit.limits import MARGIN, Limits, derived, limits_of, numbers_of, of_rounding
 from streamrl.lab.audit.logprobs import Stamped
 from streamrl.lab.audit.reuse import unmeasured
-from streamrl.lab.audit.stamps import Neighbours
 from streamrl.lab.audit.versions import check_versions
 from streamrl.observe.bars import track
 from streamrl.observe.ending import saved_steps
+from streamrl.observe.limits import MARGIN, Limits, derived, limits_of, numbers_of, of_rounding
 from streamrl.observe.metrics import read_metrics
+from streamrl.observe.stamps import Neighbours
 from streamrl.places import load_run
 from streamrl.preflight.model import check_folder
 from streamrl.recorded.journal import JournalDamaged, batches

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from streamrl.lab.audit.limits import LIMITS, Limits
-from streamrl.lab.audit.stamps import Neighbours
+from streamrl.observe.limits import LIMITS, Limits
+from streamrl.observe.stamps import Neighbours
 
 
 @dataclass

@@ -13,10 +13,10 @@ from transformers import AutoConfig, PreTrainedModel
 
 from streamrl.config import Config
 from streamrl.lab.audit.findings import Findings
-from streamrl.lab.audit.limits import rounds
 from streamrl.lab.audit.logprobs import Stamped, in_order, load_kept, scored
-from streamrl.lab.audit.stamps import spread_over
 from streamrl.observe.bars import Bar
+from streamrl.observe.limits import rounds
+from streamrl.observe.stamps import spread_over
 from streamrl.types import PolicyVersion
 
 NEIGHBOURS = 1024  # tokens of a version that are scored with the weights beside it

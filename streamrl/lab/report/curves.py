@@ -47,6 +47,7 @@ PANELS = (
     ),
     Panel("Off-policy", "Effective sample size", "share", ("offpolicy/ess", "weights/ess")),
     Panel("Off-policy", "KL to the behaviour policy", "nats/token", ("offpolicy/kl",)),
+    Panel("Off-policy", "Server against learner, same weights", "nats", ("mismatch/mean", "mismatch/limit")),
     Panel("Off-policy", "Clipped tokens", "share", ("loss/clip_low", "loss/clip_high", "loss/clip_dual")),
     Panel("Off-policy", "Before the first update", "share", ("offpolicy/clipped", "offpolicy/masked")),
     Panel("Off-policy", "Tokens with weight 0", "share", ("weights/masked",)),

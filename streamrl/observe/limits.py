@@ -34,6 +34,10 @@ class Limits:
 LIMITS = {"float32": Limits(1e-4, 1e-4, 1e-5), "bfloat16": Limits(2.0, 0.3, 0.05), "fp8": Limits(4.0, 0.9, 0.15)}
 MARGIN = 3.0  # how many times the run's own rounding the differences to its servers may be
 
+# How many times what decode and prefill of one server differ by. They have their linear layers in common, learner and
+# server nothing: the tiny model has 2 to 4 times that on a CPU (`benchmarks/mismatch.py`); no GPU has been measured.
+DECODE_MARGIN = 10.0
+
 
 def numbers_of(config: Config) -> str:
     """What the servers of a run compute in, as LIMITS calls it."""
@@ -55,6 +59,11 @@ def of_rounding(differences: Sequence[np.ndarray]) -> Limits | None:
     if not len(found):
         return None
     return Limits(float(found.max()), float(np.percentile(found, 99)), float(found.mean()))
+
+
+def by_decode(rounding: Limits) -> Limits:
+    """What a server is held to whose decode and prefill are so far apart."""
+    return rounding.times(DECODE_MARGIN)
 
 
 def derived(limits: Limits, rounding: Limits | None, tolerance: float | None) -> Limits:

@@ -1,0 +1,79 @@
+"""How far a server computes from the learner with the same weights: log-probs of the same tokens, as metrics.
+
+Of a token that the learner scores with the published weights v and with those published before, w, and a server that
+reports v scores as well:
+
+    mismatch = |server - log p_v|        slope of (server - log p_v) over (log p_w - log p_v): `observe/stamps.py`
+
+Rounding is in all three. Where it is larger than what lies between the versions the slope is near one half, whichever
+weights the server has, and from below where they are the right ones: only what is clearly beyond one half says that
+they are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from streamrl.observe.limits import Limits
+from streamrl.observe.stamps import BETWEEN, TOLD, Neighbours
+
+LEAST_ANSWERS = 4
+"""Whose slope is told: its error is estimated from how the answers differ."""
+
+
+class Scores(NamedTuple):
+    """Log-probs of n tokens of one answer, each [n]."""
+
+    server: np.ndarray
+    learner: np.ndarray
+    former: np.ndarray  # by the learner's weights of the version before
+
+
+def mismatch_metrics(answers: Sequence[Scores], limits: Limits, rounding: Limits | None = None) -> dict[str, float]:
+    """Metrics `mismatch/...` of one server; `limits` to which it is held, `rounding` that was measured of it.
+
+    A token without a finite log-prob on one side alone is infinitely far.
+    """
+    differences = np.concatenate([_difference(answer.server, answer.learner) for answer in answers])
+    metrics = {
+        "mismatch/mean": float(differences.mean()),
+        "mismatch/max": float(differences.max()),
+        "mismatch/equal": float(np.mean(differences == 0)),
+        "mismatch/limit": limits.mean,
+    }
+    if rounding is not None:
+        metrics["mismatch/rounding"] = rounding.mean
+    towards = Neighbours()
+    for answer in answers:
+        towards.add(answer.server, answer.learner, answer.former)
+    if len(answers) >= LEAST_ANSWERS and (slope := towards.slope()) is not None:
+        metrics |= {"mismatch/slope": slope.value, "mismatch/slope_error": slope.error}
+    return metrics
+
+
+def over(mean: float, limit: float) -> float:
+    """How many times its limit a mismatch is."""
+    return mean / limit if limit > 0 else float("inf")
+
+
+def has_other_weights(slope: float, error: float) -> bool:
+    """Is a server clearly nearer to the weights before those that it reports?"""
+    return slope - TOLD * error > BETWEEN
+
+
+def excess(metrics: Mapping[str, float]) -> float:
+    """By which servers are compared: above 1 one is further from the learner than it should be."""
+    slope, error = metrics.get("mismatch/slope"), metrics.get("mismatch/slope_error")
+    if slope is not None and error is not None and has_other_weights(slope, error):
+        return float("inf")
+    return over(metrics.get("mismatch/mean", 0.0), metrics.get("mismatch/limit", float("inf")))
+
+
+def _difference(server: np.ndarray, learner: np.ndarray) -> np.ndarray:
+    """float64 [n], absolute."""
+    with np.errstate(invalid="ignore"):  # minus infinity on both sides is no difference
+        found: np.ndarray = np.abs(np.float64(server) - learner)
+    return np.where(np.isnan(found), np.where(server == learner, 0.0, np.inf), found)

@@ -1,0 +1,169 @@
+"""`generate.score: prefill` at a real SGLang server: whose log-probs an answer has, and when decode's stay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Hashable, Sequence
+from typing import Any
+
+import pytest
+
+from streamrl.config import Config
+from streamrl.engine.answers import Answer, PrefillScores
+from streamrl.engine.client import EngineClient, EngineError
+from streamrl.generate.inference import ServerPolicy
+from streamrl.generate.requests import GroupPolicy, Place
+from streamrl.types import PolicyVersion
+
+PROMPT = [1, 4, 2, 8]
+SAMPLING = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+TIMEOUT = 60.0
+
+
+class One:
+    """A single server, which reports version 0."""
+
+    def __init__(self, policy: ServerPolicy) -> None:
+        self._policy = policy
+
+    def choose(self, group: Hashable, floor: PolicyVersion, avoid: str | None) -> Place:
+        return Place("a", PolicyVersion(0), self._policy, scores=self._policy)
+
+    def changed(self) -> Awaitable[object]:
+        return asyncio.sleep(TIMEOUT)
+
+
+class Client(EngineClient):
+    """Keeps what its server has answered to prefills, and does something `before` each."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address, TIMEOUT)
+        self.prefilled: dict[tuple[int, ...], list[float]] = {}
+
+    async def before(self) -> None: ...
+
+    async def score(self, input_ids: Sequence[int], start: int, *further: Any, **options: Any) -> PrefillScores:
+        await self.before()
+        found = await super().score(input_ids, start, *further, **options)
+        self.prefilled[tuple(input_ids)] = found.logprobs
+        return found
+
+
+def answers_of(client: Client, *, n: int = 4, every: int = 0, by_prefill: bool = True, **sampling: Any) -> list[Answer]:
+    async def run() -> list[Answer]:
+        policy = GroupPolicy(One(client), 0, PolicyVersion(0), every, by_prefill=by_prefill)
+        try:
+            return await asyncio.wait_for(policy.generate(PROMPT, SAMPLING | sampling, n, "r"), TIMEOUT)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def logprobs(answer: Answer) -> list[float]:
+    assert [entry[1] for entry in answer.meta_info.output_token_logprobs] == answer.output_ids
+    return [entry[0] for entry in answer.meta_info.output_token_logprobs]
+
+
+@pytest.mark.parametrize(("n", "every"), [(4, 0), (4, 5), (1, 0)], ids=["at once", "in pieces", "single"])
+def test_a_finished_answer_has_the_log_probs_of_its_prefill(fresh_server, n, every):
+    client = Client(fresh_server.address)
+    answers = answers_of(client, n=n, every=every)
+    assert len(answers) == n
+    for answer in answers:
+        assert answer.meta_info.by_prefill
+        assert len(answer.output_ids) == 24
+        assert logprobs(answer) == client.prefilled[(*PROMPT, *answer.output_ids)]
+        assert [(span.version, span.start, span.end) for span in answer.meta_info.weight_versions] == [("0.0", 0, 24)]
+
+
+def test_they_are_nearly_those_of_decode_and_not_always_the_same(fresh_server):
+    client = Client(fresh_server.address)
+    (plain,) = answers_of(client, n=1, by_prefill=False)
+    assert not plain.meta_info.by_prefill
+    assert client.prefilled == {}
+    again = Client(fresh_server.address)
+
+    async def score() -> PrefillScores:
+        try:
+            return await again.score([*PROMPT, *plain.output_ids], len(PROMPT))
+        finally:
+            await again.close()
+
+    scores = asyncio.run(score())
+    assert scores.logprobs == pytest.approx(logprobs(plain), abs=1e-5)
+    assert scores.logprobs != logprobs(plain)
+
+
+def test_an_answer_whose_server_has_another_version_by_then_keeps_the_log_probs_of_decode(fresh_server):
+    class Renamed(Client):
+        async def before(self) -> None:
+            await self.update_weight_version("1.0")
+
+    client = Renamed(fresh_server.address)
+    answers = answers_of(client)
+    assert len(client.prefilled) == len(answers) == 4
+    assert not any(answer.meta_info.by_prefill for answer in answers)
+    assert all(logprobs(answer) != client.prefilled[(*PROMPT, *answer.output_ids)] for answer in answers)
+
+
+def test_an_answer_whose_prefill_fails_keeps_the_log_probs_of_decode(fresh_server):
+    class Lost(Client):
+        async def before(self) -> None:
+            raise EngineError(self.address, "/generate", None, "lost")
+
+    client = Lost(fresh_server.address)
+    answers = answers_of(client)
+    assert [len(logprobs(answer)) for answer in answers] == [24] * 4
+    assert not any(answer.meta_info.by_prefill for answer in answers)
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.0}], ids=["cooler", "greedy"])
+def test_what_is_drawn_at_another_temperature_is_not_scored_by_a_prefill(fresh_server, sampling):
+    client = Client(fresh_server.address)
+    answers = answers_of(client, **sampling)
+    assert client.prefilled == {}
+    assert not any(answer.meta_info.by_prefill for answer in answers)
+
+
+def test_a_request_that_is_ended_does_not_wait_for_prefills(fresh_server):
+    class Stuck(Client):
+        async def before(self) -> None:
+            asking.set()
+            await asyncio.sleep(TIMEOUT)
+
+    async def run() -> list[Answer]:
+        client = Stuck(fresh_server.address)
+        policy = GroupPolicy(One(client), 0, PolicyVersion(0), 0, by_prefill=True)
+        try:
+            waiting = asyncio.ensure_future(policy.generate(PROMPT, SAMPLING, 1, "r"))
+            await asyncio.wait_for(asking.wait(), TIMEOUT)
+            await policy.abort("r")
+            return await asyncio.wait_for(waiting, TIMEOUT / 4)
+        finally:
+            await client.close()
+
+    asking = asyncio.Event()
+    (answer,) = asyncio.run(run())
+    assert not answer.meta_info.by_prefill
+    assert (len(answer.output_ids), answer.meta_info.finish_reason.type) == (24, "length")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"sampling": {"temperature": 0.8}}, "temperature=0.8"),
+        ({"sampling": {"top_p": 0.9}}, "top_p=0.9"),
+        ({"attach": ["http://a:1"], "router": "http://b:2"}, "http://b:2 may choose another"),
+        ({"pools": [{"name": "a"}, {"name": "b", "sampling": {"top_k": 5}}]}, "top_k=5"),
+    ],
+)
+def test_what_a_prefill_cannot_score_is_refused(other, said):
+    with pytest.raises(ValueError, match="score: prefill") as refused:
+        Config.model_validate({"generate": {"score": "prefill", **other}})
+    assert said in str(refused.value)
+
+
+def test_experts_of_the_draw_are_refused_beside_prefills():
+    with pytest.raises(ValueError, match=r"allowed: decode, or learner\.router_replay=false"):
+        Config.model_validate({"generate": {"score": "prefill"}, "learner": {"router_replay": True}})
