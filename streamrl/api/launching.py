@@ -17,6 +17,7 @@ from streamrl.config import Config, senseless
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.preflight.epochs import with_steps
+from streamrl.preflight.model import attached_towers
 from streamrl.supervisor import Supervisor
 from streamrl.tasks.left_out import LeftOut
 
@@ -38,7 +39,8 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
         folder = run_folder.make(config, fresh=fresh, left_out_prompts=left_out)
         if inputs is not None:
             inputs.write(folder / FOLDER)
-        senseless.warn([*senseless.warnings(config), *machine.crowding(config), *left_out.lines()])
+        remarks = (*machine.crowding(config), *attached_towers(config), *left_out.lines())
+        senseless.warn([*senseless.warnings(config), *remarks])
         yield Supervisor(config, folder)
     finally:
         os.close(claim)

@@ -35,12 +35,14 @@ def folder(request, model_folder):
     return model_folder(request.param)
 
 
-with_delta_nets = pytest.mark.parametrize(
-    "folder", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)], indirect=True
+of_each_family = pytest.mark.parametrize(
+    "folder",
+    ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_vl_moe"))],
+    indirect=True,
 )
 
 
-@with_delta_nets
+@of_each_family
 def test_packed_rows_have_the_log_probs_and_the_gradients_of_every_sample_alone(folder, trainer_of):
     trainer = trainer_of(make_config(folder))
     (model,), (wrapped,) = trainer._chunks, trainer._wrapped
@@ -158,7 +160,7 @@ def test_a_resumed_learner_trains_on_as_if_it_had_not_stopped(learner, folder, t
 
 
 @pytest.mark.slow
-@with_delta_nets
+@of_each_family
 def test_activations_that_are_computed_again_leave_the_gradient_as_it_is(folder, trainer_of):
     batch = with_images(make_batch(), folder)
     kept, again = (gradients(trainer_of(make_config(folder, recompute=how)), batch) for how in ("none", "full"))
