@@ -272,7 +272,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Those that are made of Transformer Engine's layers where it is.
+# Those that are made of Megatron's local layers also where Transformer Engine is.
 LOCAL_FAMILIES = (
     "deepseek_v3", "moonlight", "gpt_oss", "gemma3_text", "qwen3_next", "nemotron_h", "nemotron_3",
     "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe",

@@ -17,6 +17,7 @@ from benchmarks.random_models import IMAGE, largest_difference, load_model, pict
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LoraConfig
 from streamrl.lab.plan.parameters import of_stage, whole_model
+from streamrl.learner.blame import MicroBatchFailed
 from streamrl.learner.huggingface import export_folder
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.shape import check_fit, read_shape
@@ -117,6 +118,15 @@ def test_prompts_and_images_that_do_not_belong_together_are_refused(folder, mode
     without = msgspec.structs.replace(batch, groups=(msgspec.structs.replace(first, images=()),))
     with pytest.raises(ValueError, match="group 0 sample 1 has image tokens in its prompt and no images"):
         plan_batch(without, rewards, PACKING)
+
+
+def test_images_that_do_not_fit_their_prompt_are_blamed_on_their_group(folder, trainer_of):
+    batch = with_images(make_batch(), folder)
+    wrong = msgspec.structs.replace(batch.groups[0], images=batch.groups[0].images[::-1])
+    (rows,) = plan_batch(msgspec.structs.replace(batch, groups=(wrong,)), [0.0] * len(wrong.samples), PACKING)
+    with pytest.raises(MicroBatchFailed, match="group 0: ValueError: image 0 of a prompt has 6 tokens") as failed:
+        trainer_of(make_config(folder))._step._passes.score(rows)
+    assert failed.value.groups == ((0, 0),)
 
 
 def test_a_plan_counts_the_tower_once_and_what_cannot_be_cut_or_read_is_refused(folder, model_folder):
