@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,38 @@ from streamrl.learner.model import PolicyModel
 from streamrl.learner.packing import MicroBatch, Packing, plan_batch
 from streamrl.learner.rows import RowMaker
 from streamrl.learner.vision.pixels import ImageReader
-from streamrl.types import Batch, Sample
+from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
 
-@torch.no_grad()
 def by_transformers(theirs: Any, folder: Path) -> Tensor:
-    """The log-probs of a batch's samples, each alone, whose prompts have images."""
+    """The log-probs [N] of a batch's samples, each alone, whose prompts have images."""
     return expected(theirs, with_images(make_batch(), folder), folder)
 
 
-@torch.no_grad()
-def packed_difference(model: PolicyModel, alone: Tensor, folder: Path) -> float:
-    """The largest difference of the log-probs of the same batch in a packed row to `by_transformers`."""
-    row = packed(with_images(make_batch(), folder))
-    return float((logprobs_of(model, folder, row) - alone[row.place]).abs().max())
+def by_learner(model: PolicyModel, folder: Path) -> Tensor:
+    """The same from one packed row, in the same order."""
+    return _in_order(model, folder, with_images(make_batch(), folder))
+
+
+def of_answer(
+    model: PolicyModel, folder: Path, prompt: Sequence[int], images: tuple[bytes, ...], answer: Sequence[int]
+) -> Tensor:
+    """The learner's log-probs [T], at temperature 1, of the tokens of an answer to a prompt with images."""
+    sample = Sample(
+        prompt_ids=np.array(prompt, np.int32),
+        output_ids=np.array(answer, np.int32),
+        logprobs=np.zeros(len(answer), np.float32),
+        loss_mask=np.ones(len(answer), np.bool_),
+        spans=(VersionSpan(PolicyVersion(0), 0, len(answer)),),
+        reward=0.0,
+    )
+    group = Group(group_id=0, task="copy", prompt_index=0, samples=(sample,), temperature=1.0, images=images)
+    return _in_order(model, folder, Batch(step=0, groups=(group,)))
+
+
+def _in_order(model: PolicyModel, folder: Path, batch: Batch) -> Tensor:
+    row = packed(batch)
+    return logprobs_of(model, folder, row)[np.argsort(row.place)]
 
 
 def packed(batch: Batch, *, share_prompts: bool = True) -> MicroBatch:

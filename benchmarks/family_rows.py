@@ -16,11 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.family_images import by_transformers, packed_difference
+from benchmarks.family_images import by_learner, by_transformers, of_answer
 from benchmarks.family_server import FOLDER, Asked, answers_of
 from benchmarks.parity import Layout, configure
 from benchmarks.parity_ranks import Case, run_ranks
-from benchmarks.random_models import VOCABULARY, largest_difference, load_model, turn_experts, worst, write_model
+from benchmarks.random_models import VOCABULARY, largest_difference, load_model, worst, write_model
+from launch.tiny_vl_model import turn_experts
 from streamrl.config import Config
 from streamrl.learner.attention import describe_row
 from streamrl.learner.families.base import ModelFamily
@@ -33,6 +34,8 @@ from streamrl.learner.shape import read_shape
 LENGTH = 32  # tokens of a sequence
 # A prompt of 5 with answers of 4 and 7 behind it, then a sequence of 6: (start, length, prefix start, prefix length).
 SEGMENTS = np.array([[0, 5, 0, 0], [5, 4, 0, 5], [9, 7, 0, 5], [16, 6, 0, 0]])
+
+_NOTHING = torch.zeros(0)  # log-probs of what a model without a tower does not see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,22 +66,22 @@ def make_folder(folder: Path, family: str, check: Check) -> tuple[Path, Path]:
 
 def against_transformers(folder: Path, check: Check, work: Path) -> dict[str, float]:
     """The columns `logits`, `gradient`, `packed`, `export`, `changed`."""
-    theirs = load_model(folder, attn_implementation="eager")
+    theirs, sees = load_model(folder, attn_implementation="eager"), read_shape(folder).vision is not None
     ids = torch.randint(5, VOCABULARY - 5, (2, LENGTH), generator=torch.Generator().manual_seed(3))
-    weights = torch.randn(2, LENGTH - 1, generator=torch.Generator().manual_seed(4))
     with _token_by_token(theirs):
         expected = theirs(ids).logits
         packed = _packed_by_transformers(theirs)
-        images = by_transformers(theirs, folder) if read_shape(folder).vision is not None else None
-    _weighted(expected, ids, weights).backward()
+        seen = by_transformers(theirs, folder) if sees else _NOTHING
+    (_weighted(_following(expected, ids)) + _weighted(seen)).backward()
     gradient = _gradient_by_transformers(theirs, work / "gradient")
     with loaded(folder) as model:
         given = _logits(model, ids)
-        _weighted(given, ids, weights).backward()
+        seen_here = by_learner(model, folder) if sees else _NOTHING
+        (_weighted(_following(given, ids)) + _weighted(seen_here)).backward()
         with torch.no_grad():
-            figures = {"logits": _difference(given, expected), "packed": _difference(_packed(model), packed)}
-            if images is not None:
-                figures["packed"] = max(figures["packed"], packed_difference(model, images, folder))
+            figures = {"logits": _difference(given, expected)}
+            pairs = [(_packed(model), packed), *([(seen_here, seen)] if sees else [])]
+            figures["packed"] = worst(_difference(*pair) for pair in pairs)
             export_folder([model], folder, work / "exported")
             figures["gradient"] = largest_difference(_gradient(model), gradient)
     figures["export"] = unlike(work / "exported", folder)
@@ -100,9 +103,9 @@ def against_server(first: Path, second: Path, check: Check, work: Path) -> dict[
     """The columns `sglang`, by the server's folder, and `published`, the worst of all transports."""
     answers = answers_of(first, second, check.server, work)
     with loaded(first) as model:
-        served = _against(model, answers.pop(FOLDER))
+        served = _against(model, first, answers.pop(FOLDER))
     with loaded(second) as model:
-        published = worst(_against(model, asked) for asked in answers.values())
+        published = worst(_against(model, second, asked) for asked in answers.values())
     return {"sglang": served, "published": published}
 
 
@@ -157,9 +160,14 @@ def _token_by_token(model: Any) -> Iterator[None]:
         setattr(module, chunked, former)
 
 
-def _weighted(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _following(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-probs [b * (s - 1)] of all tokens but the first of each sequence."""
+    return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
+
+
+def _weighted(logprobs: Tensor) -> Tensor:
     """A loss whose gradient reaches every weight."""
-    return (logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * weights).sum()
+    return (logprobs * torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(4))).sum()
 
 
 def _gradient(model: PolicyModel) -> dict[str, Tensor]:
@@ -213,13 +221,15 @@ def _packed_by_transformers(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _against(model: PolicyModel, asked: Sequence[Asked]) -> float:
-    """The largest difference of the server's log-probs to the learner's on the same tokens."""
+def _against(model: PolicyModel, folder: Path, asked: Sequence[Asked]) -> float:
+    """The largest difference of the server's log-probs to the learner's on the same tokens and images."""
     differences = []
-    for prompt, answer in asked:
-        ids = torch.tensor([*prompt, *answer.output_ids])
-        ours = _logits(model, ids[None])[0, len(prompt) - 1 : -1].log_softmax(-1)
-        ours = ours.gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
+    for question, answer in asked:
+        if question.images:
+            ours = of_answer(model, folder, question.ids, question.images, answer.output_ids)
+        else:
+            ids = torch.tensor([[*question.ids, *answer.output_ids]])
+            ours = _following(_logits(model, ids), ids)[len(question.ids) - 1 :]
         theirs = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
         differences.append(_difference(ours, theirs))
     return worst(differences)

@@ -14,10 +14,13 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from launch.tiny_model import END as END_OF_TEXT
 from launch.tiny_model import complete
+from launch.tiny_vl_model import turn_experts
 from streamrl.config.learner import LORA_PROJECTIONS
 from streamrl.learner.shape import read_shape
 from streamrl.publish.peft import tensor_name
@@ -55,6 +58,7 @@ HYBRID: dict[str, Any] = {
 
 # Of vision-language models: tokens that stand for images, and a tower of two layers.
 IMAGE, VIDEO, START, END = range(VOCABULARY - 11, VOCABULARY - 7)  # prompts and answers have smaller ones alone
+SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SEES: dict[str, Any] = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -268,7 +272,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Those that are made of Transformer Engine's layers where it is.
+# Those that are made of Megatron's local layers also where Transformer Engine is.
 LOCAL_FAMILIES = (
     "deepseek_v3", "moonlight", "gpt_oss", "gemma3_text", "qwen3_next", "nemotron_h", "nemotron_3",
     "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe",
@@ -289,25 +293,17 @@ def write_model(folder: Path, family: str = "qwen2", tied: bool = False, layers:
     if "vision_config" in config:
         patch = config["vision_config"]["patch_size"]
         _image_processor(patch).save_pretrained(folder)
+        _tokenizer().save_pretrained(folder)
     return folder
 
 
-def turned(name: str, tensor: torch.Tensor, hidden: int) -> torch.Tensor:
-    """A tensor of all experts as folders of Qwen3-VL have it, [experts, inputs, outputs]; transformers 5 saves neither
-    way alone."""
-    inside = {"experts.gate_up_proj": -2, "experts.down_proj": -1}  # where `hidden` is
-    axis = next((axis for end, axis in inside.items() if name.endswith(end)), None)
-    return tensor if axis is None or tensor.shape[axis] == hidden else tensor.transpose(1, 2).contiguous()
-
-
-def turn_experts(folder: Path) -> None:
-    """Do so with those of a folder, of Qwen3-VL's mixtures alone."""
-    config = json.loads((folder / "config.json").read_text())
-    if config["architectures"][0] == FAMILIES["qwen3_vl_moe"][0]:
-        hidden = config["text_config"]["hidden_size"]
-        weights = load_file(folder / "model.safetensors")
-        changed = {name: turned(name, tensor, hidden) for name, tensor in weights.items()}
-        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+def _tokenizer() -> Qwen2Tokenizer:
+    """By which servers find the places of images; the other tokens are one character each."""
+    others = [chr(number) for number in range(ord("!"), ord("!") + IMAGE - 1)]
+    tokenizer = Qwen2Tokenizer(vocab={token: place for place, token in enumerate([END_OF_TEXT, *others])}, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [IMAGE, VIDEO, START, END]
+    return tokenizer
 
 
 def _image_processor(patch: int) -> Any:

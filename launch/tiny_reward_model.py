@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from launch.tiny_model import CHAT_TEMPLATE, END, make_tokenizer
+from .tiny_model import CHAT_TEMPLATE, END, make_tokenizer
 
 
 def make(folder: Path, seed: int = 1, labels: int = 1) -> None:

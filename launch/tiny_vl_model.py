@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Tokenizer
 
-from launch.tiny_model import END, INITIALIZER_RANGE, sizes
+from .tiny_model import END, INITIALIZER_RANGE, sizes
 
 START, STOP, PAD, VIDEO = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 
@@ -32,26 +33,37 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}={% endif %}"
 )
 
+QWEN3: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
+QWEN3_TOWER: dict[str, Any] = {"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+
 # What each family has in its configuration besides what all have: of the language model, of the vision tower.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": (
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
         {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
     ),
-    "qwen3_vl": (
-        {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [3, 3, 2],
-                "mrope_interleaved": True,
-            },
-        },
-        {"patch_size": 14, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    "qwen3_vl": (QWEN3, QWEN3_TOWER),
+    "qwen3_vl_moe": (
+        {**QWEN3, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+        QWEN3_TOWER,
     ),
 }
-PROCESSORS = {"qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+PROCESSORS = {
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
+}
+
+# Tensors of all experts of a layer, and where the hidden size is in them, as folders of Qwen3-VL have them.
+EXPERTS = {"experts.gate_up_proj": -2, "experts.down_proj": -1}
 
 
 def make(folder: Path, seed: int = 1, family: str = "qwen2_5_vl", layers: int = 2) -> None:
@@ -88,6 +100,7 @@ def make(folder: Path, seed: int = 1, family: str = "qwen2_5_vl", layers: int = 
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
     model.save_pretrained(folder)
+    turn_experts(folder)
     tokenizer.save_pretrained(folder)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -100,6 +113,23 @@ def make(folder: Path, seed: int = 1, family: str = "qwen2_5_vl", layers: int = 
         "image_std": [0.5] * 3,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor, indent=2))
+
+
+def turned(name: str, tensor: torch.Tensor, hidden: int) -> torch.Tensor:
+    """A tensor of all experts as folders of Qwen3-VL have it, [experts, inputs, outputs]; transformers 5 saves neither
+    way alone."""
+    axis = next((axis for end, axis in EXPERTS.items() if name.endswith(end)), None)
+    return tensor if axis is None or tensor.shape[axis] == hidden else tensor.transpose(1, 2).contiguous()
+
+
+def turn_experts(folder: Path) -> None:
+    """Do so with those of a folder, of Qwen3-VL's mixtures alone."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["architectures"] == ["Qwen3VLMoeForConditionalGeneration"]:
+        hidden = config["text_config"]["hidden_size"]
+        weights = load_file(folder / "model.safetensors")
+        changed = {name: turned(name, tensor, hidden) for name, tensor in weights.items()}
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_tokenizer() -> Qwen2Tokenizer:

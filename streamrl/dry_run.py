@@ -27,7 +27,7 @@ from streamrl.observe.ending import resume_line
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.preflight.epochs import with_steps
-from streamrl.preflight.model import check_model
+from streamrl.preflight.model import attached_towers, check_model
 from streamrl.supervisor import Supervisor
 from streamrl.tasks import left_out
 
@@ -63,6 +63,7 @@ def main(config: Config, *, fresh: bool, gpus: int | None = None) -> int:
     if unchecked:
         print(unchecked)
     warnings = senseless.warnings(config)
+    warnings += attached_towers(config)
     senseless.warn([*warnings, *machine.crowding(config)] if gpus is None else warnings)
     print(f"nothing was started or written; run folder: {config.run_folder}")
     return 0

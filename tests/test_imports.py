@@ -142,6 +142,19 @@ def test_every_part_of_the_package_has_its_layer():
     assert parts <= RANK.keys()
 
 
+def test_modules_of_launch_import_one_another_by_relative_names():
+    # Where streamrl is installed they are streamrl.launch, and there is no package `launch`.
+    absolute = [
+        f"{file}: {name}"
+        for file in sorted(Path("launch").glob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+        for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module])
+        if name.partition(".")[0] == "launch"
+    ]
+    assert absolute == []
+
+
 def test_the_parts_without_torch_import_without_torch():
     modules = [
         ".".join(file.with_suffix("").parts)

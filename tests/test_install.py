@@ -117,6 +117,8 @@ def test_a_wheel_has_all_that_its_commands_read_and_nothing_beside_the_package(t
         [binaries / "streamrl", "--version"],
         [binaries / "streamrl", "doctor"],
         [binaries / "python", "-m", "streamrl.launch.tiny_model", "models/tiny"],
+        [binaries / "python", "-m", "streamrl.launch.tiny_vl_model", "models/tiny_vl"],
+        [binaries / "python", "-m", "streamrl.launch.tiny_reward_model", "models/tiny_reward"],
         [binaries / "streamrl", "train", "configs/quickstart.yaml", "--dry-run"],
         [binaries / "streamrl", "sweep", "configs/experiments/order.yaml", "--print-jobs"],
         [binaries / "streamrl", "plan", "configs/recipes/verl/qwen3-8b-gsm8k.yaml"],

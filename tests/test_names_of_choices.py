@@ -18,7 +18,7 @@ OTHER_MEANINGS = {
     "launch/render.py": {"python"},  # a program
     # transformers' own names
     "launch/tiny_model.py": set(FAMILIES.names) - {"qwen3_next", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"},
-    "launch/tiny_vl_model.py": {"qwen2_5_vl", "qwen3_vl"},
+    "launch/tiny_vl_model.py": {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"},
     "streamrl/algo/advantages.py": {"none"},  # algo.advantage.std
     "streamrl/algo/tokens.py": {"behaviour"},  # a field
     "streamrl/api/inputs.py": {"tools"},  # an argument

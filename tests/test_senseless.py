@@ -12,6 +12,7 @@ from streamrl import cli, run_folder
 from streamrl.config.file import load
 from streamrl.config.senseless import warnings
 from streamrl.preflight import machine
+from streamrl.preflight.model import attached_towers
 from tests.operations_table import GOES_ON, documented
 
 
@@ -62,6 +63,17 @@ def test_more_processes_than_the_cores_can_turn_to_are_told(monkeypatch):
     assert list(machine.crowding(load(None, ["learner.ranks=2"]))) == []
     (line,) = machine.crowding(load(None, ["learner.ranks=64"]))
     assert "64 ranks and 1 servers share the 2 cores of this machine" in line
+
+
+def test_servers_that_may_keep_features_of_an_older_tower_are_told(tmp_path):
+    words = [f"model.path={tmp_path}", "generate.attach=[http://a:1]"]
+    for config, told in (({}, 0), ({"vision_config": {}}, 1)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        lines = list(attached_towers(load(None, words)))
+        assert len(lines) == told
+        assert all("SGLANG_VLM_CACHE_SIZE_MB=0" in line for line in lines)
+        assert not list(attached_towers(load(None, [*words, "learner.freeze_vision=true"])))
+        assert not list(attached_towers(load(None, words[:1])))
 
 
 def test_each_rank_needs_a_gpu_where_there_are_gpus(monkeypatch):

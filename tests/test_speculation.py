@@ -258,3 +258,24 @@ def test_a_machine_without_a_gpu_drafts_by_a_table_that_it_can_compile(monkeypat
     drafts.check_machine(config_of(NGRAM))
     monkeypatch.setattr(drafts, "has_cuda", lambda: True)
     drafts.check_machine(config_of(EAGLE))
+
+
+@pytest.mark.parametrize(
+    ("model", "lacking"),
+    [
+        ({"architectures": ["GptOssForCausalLM"]}, "attention sinks"),
+        ({"architectures": ["NemotronHForCausalLM"], "mamba_num_heads": 8}, r"states of Mamba-2 layers"),
+    ],
+)
+def test_what_cannot_verify_drafts_without_a_gpu_is_refused_before_a_server_starts(
+    model, lacking, monkeypatch, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    monkeypatch.setattr(drafts, "has_cuda", lambda: False)
+    monkeypatch.setattr(drafts.shutil, "which", str)
+    config = config_of(NGRAM, model={"path": tmp_path})
+    with pytest.raises(ConfigError, match=rf"ngram on a machine without a GPU: .* with {lacking} there; allowed: null"):
+        drafts.check_machine(config)
+    drafts.check_machine(config_of({}, model={"path": tmp_path}))
+    monkeypatch.setattr(drafts, "has_cuda", lambda: True)
+    drafts.check_machine(config)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.recipes.rules import RuleError
+from streamrl.learner.families._missing import MISSING
 
 MEGATRON_LM, VERL = "Megatron-LM", "verl"
 COMMITS = {
@@ -104,7 +105,7 @@ NOT_BUILT = {
     "run_glm41v_9b.sh": "Glm4vForConditionalGeneration",
     "run_minicpmo2_6.sh": "MiniCPMO",
 }
-WITHOUT_RECIPE = {pattern: f"no {architecture}" for pattern, architecture in NOT_BUILT.items()} | {
+WITHOUT_RECIPE = {pattern: f"no {name}: {MISSING[name]}" for pattern, name in NOT_BUILT.items()} | {
     "common.sh": "no training",
     "*npu.sh": "no Ascend",
     "run_mistral13b_skyworkrm_hhrlhf.sh": "no task of HH-RLHF",

@@ -18,6 +18,7 @@ from streamrl.model_dtype import with_dtype
 from streamrl.places import absolute
 from streamrl.preflight import machine
 from streamrl.preflight.epochs import with_steps
+from streamrl.preflight.model import attached_towers
 from streamrl.supervisor import Supervisor
 from streamrl.tasks.left_out import LeftOut
 
@@ -39,7 +40,8 @@ def launched(config: Config, *, fresh: bool = False, inputs: Inputs | None = Non
         folder = run_folder.make(config, fresh=fresh, left_out_prompts=left_out)
         if inputs is not None:
             inputs.write(folder / FOLDER)
-        senseless.warn([*senseless.warnings(config), *machine.crowding(config), *left_out.lines()])
+        remarks = (*machine.crowding(config), *attached_towers(config), *left_out.lines())
+        senseless.warn([*senseless.warnings(config), *remarks])
         yield Supervisor(config, folder)
     finally:
         os.close(claim)

@@ -5,9 +5,10 @@ installed, the model's own module is loaded instead of all that SGLang has (`eng
 scheduler sleeps, and SGLang's processes are copies of this one: fresh interpreters would each load torch and SGLang
 again. With `--lifeline PID`
 the server ends, with all its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
-`--quantize-loads` quantises the weights that the server loads (`engine/quantised_loading.py`), and with
-`--speculative-algorithm NGRAM` drafts leave the policy as it is (`engine/ngram_drafts.py`): both also in fresh
-interpreters, which load this module and have the arguments of the first one.
+`--quantize-loads` quantises the weights that the server loads (`engine/quantised_loading.py`), with
+`--speculative-algorithm NGRAM` drafts leave the policy as it is (`engine/ngram_drafts.py`), and images are decoded as
+by the learner (`engine/image_decoding.py`): all also in fresh interpreters, which load this module and have the
+arguments of the first one.
 The keys that the server asks for are taken from the environment (`engine/keys.py`).
 """
 
@@ -23,6 +24,7 @@ from typing import Any
 
 from streamrl.engine import (
     cpu_ngram,
+    image_decoding,
     latent_attention,
     mamba_kernels,
     model_modules,
@@ -87,6 +89,8 @@ def main(arguments: list[str]) -> None:
             sglang_arguments = [*sink_attention.ARGUMENTS, *sglang_arguments]
         _fork_processes()
     load_plugins()
+    if image_decoding.reads_images(_model_of(sglang_arguments)):
+        image_decoding.install()
     if own.quantised:
         quantised_loading.install()
     if ngram_drafts.drafts(sglang_arguments):
@@ -160,3 +164,5 @@ elif __name__ == "__mp_main__":  # a process that SGLang has started afresh
         quantised_loading.install()
     if ngram_drafts.drafts(sys.argv):
         _look_drafts_up()
+    if image_decoding.reads_images(_model_of(sys.argv)):
+        image_decoding.install()

@@ -137,6 +137,8 @@ class PromptImages:
         return await asyncio.to_thread(self._read, reference)
 
     def _check_content(self, reference: str, file: bytes) -> None:
+        if reference.startswith("data:"):  # it is the content, which is not worth remembering
+            return
         content = digest(file)
         before = self._seen.setdefault(reference, content)
         if before != content:
@@ -147,9 +149,9 @@ class PromptImages:
     def _keep(self, reference: str, image: PromptImage) -> None:
         if reference not in self._kept:
             self._kept[reference] = image
-            self._bytes += _held(image)
+            self._bytes += _held(reference, image)
         while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= _held(self._kept.popitem(last=False)[1])
+            self._bytes -= _held(*self._kept.popitem(last=False))
 
     def _read(self, path: str) -> bytes:
         with Path(path).open("rb") as file:
@@ -184,7 +186,7 @@ class ImageTokens:
         """As the folder's config.json says; None where it does not."""
         config = model / "config.json"
         told: dict[str, Any] = json.loads(config.read_text()) if config.exists() else {}
-        token, merge = told.get("image_token_id"), told.get("vision_config", {}).get("spatial_merge_size")
+        token, merge = told.get("image_token_id"), (told.get("vision_config") or {}).get("spatial_merge_size")
         return cls(model, token, merge) if isinstance(token, int) and isinstance(merge, int) else None
 
     def count(self, file: bytes) -> int:
@@ -202,5 +204,5 @@ class ImageTokens:
         return AutoImageProcessor.from_pretrained(self.model)
 
 
-def _held(image: PromptImage) -> int:
-    return len(image.file) + len(image.url)
+def _held(reference: str, image: PromptImage) -> int:
+    return len(reference) + len(image.file) + len(image.url)

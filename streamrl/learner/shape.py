@@ -20,6 +20,7 @@ from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
 from streamrl.learner.delta_shape import DeltaShape
+from streamrl.learner.families._missing import MISSING
 from streamrl.learner.mamba_shape import ATTENTION, EXPERTS, MAMBA, MLP, MambaShape
 from streamrl.learner.rope import Rope
 from streamrl.learner.vision.shape import VisionShape
@@ -294,10 +295,11 @@ def _family_of(path: Path, config: dict[str, Any]) -> type[ModelFamily]:
             return family
     sees = "vision_config" in config
     seen, others = ("trained, only served and evaluated", "") if sees else ("supported", BY_TRANSFORMERS)
+    missing = f"; missing: {MISSING[architecture]}" if architecture in MISSING else ""
     known = ", ".join(name for family in families for name in family.architectures)
     raise UnsupportedModelError(
-        f"{path}: architecture {architecture} is not {seen}; allowed: {known}, or a family of your own by model.family"
-        f"{others}"
+        f"{path}: architecture {architecture} is not {seen}{missing}; allowed: {known}, or a family of your own by "
+        f"model.family{others}"
     )
 
 

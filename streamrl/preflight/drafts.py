@@ -12,6 +12,8 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.engine.hardware import has_cuda
+from streamrl.engine.mamba_kernels import has_mamba
+from streamrl.engine.sink_attention import has_sinks
 from streamrl.learner.shape import ModelShape, open_weights, weight_files
 
 _KEY = "generate.speculation"
@@ -45,12 +47,24 @@ def check_machine(config: Config) -> None:
                 "kernels for it there, and keeps the most probable token at every temperature; allowed: ngram, null"
             )
         return
+    if not has_cuda() and (lacking := _unverified(config.model.path)):
+        raise ConfigError(
+            f"{_KEY}.algorithm: {drafts.algorithm} on a machine without a GPU: drafts are not verified with {lacking} "
+            "there; allowed: null"
+        )
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
     if lacking := [name for name in (compiler, "ninja") if shutil.which(name) is None]:
         raise ConfigError(
             f"{_KEY}.algorithm: {drafts.algorithm} is compiled by SGLang when it is first used, and this machine has "
             f"no {' and no '.join(lacking)}; allowed: an installation of them, or null"
         )
+
+
+def _unverified(model: Path) -> str:
+    """What a model has that `engine/cpu_ngram.py` does not know; empty where there is nothing."""
+    if has_sinks(model):
+        return "attention sinks"
+    return "states of Mamba-2 layers" if has_mamba(model) else ""
 
 
 def _check_folder(folder: Path, shape: ModelShape) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.generate import GenerateConfig
 from streamrl.config.refused import Refusals
 from streamrl.engine.block_fp8 import BLOCK
+from streamrl.engine.image_decoding import reads_images
 from streamrl.learner import megatron_fields
 from streamrl.learner.critic_shape import critic_shape
 from streamrl.learner.shape import ModelShape, check_adapters, check_fit
@@ -33,6 +36,16 @@ def check_images(config: Config, shape: ModelShape) -> None:
         f"model.path: {config.model.path} has no {IMAGE_PROCESSORS[0]}, by which {shape.architecture} reads images; "
         "allowed: a complete folder"
     )
+
+
+def attached_towers(config: Config) -> Iterator[str]:
+    """A line where servers that are attached to may compute with features of images from older weights."""
+    attached = any(pool.attach for pool in config.generate.each_pool)
+    if attached and not config.learner.keeps_vision and reads_images(config.model.path):
+        yield (
+            "generate.attach: SGLang keeps what a vision tower made of an image over weight updates unless a server is "
+            "started with SGLANG_VLM_CACHE_SIZE_MB=0, which is not seen here; learner.freeze_vision=true does without"
+        )
 
 
 def check_model(config: Config, shape: ModelShape) -> None:

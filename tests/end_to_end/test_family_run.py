@@ -17,6 +17,7 @@ STEPS = 20
 SMALL = (f"run.steps={STEPS}", "generate.group_size=4", "generate.groups_in_flight=8", "replay.groups_per_step=4")
 DEADLINE = 900.0
 REPLAY = "learner.router_replay=true"
+EXACT = 1e-4  # of a log-prob in float32
 SETTINGS = {
     "qwen3": (),
     "qwen3_moe": (REPLAY,),
@@ -43,7 +44,9 @@ def test_a_run_trains_publishes_and_is_audited(family, tmp_path, monkeypatch):
     tiny_model.make(tmp_path / "model", family=family)
     settings = ("run.name=run", "model.path=model", *SMALL, *SETTINGS[family])
     streamrl("train", str(ROOT / "configs/quickstart.yaml"), *settings)
-    assert len(list(read_metrics(tmp_path / "runs" / "run"))) == STEPS
+    rows = list(read_metrics(tmp_path / "runs" / "run"))
+    assert len(rows) == STEPS
+    assert rows[0]["offpolicy/log_ratio_max"] < EXACT  # the learner's own log-probs, with the servers' experts
     assert "tokens audited" in streamrl("audit", "runs/run")
 
 

@@ -8,13 +8,15 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from launch import tiny_model
 from streamrl.config import Config
 from streamrl.engine import cpu_ngram, ngram_drafts
 from streamrl.engine.answers import Answer
@@ -121,6 +123,44 @@ def test_places_of_the_cache_are_read_written_and_packed_request_by_request():
     assert packed.tolist() == [11, 21, 23, 0]
 
 
+HEADS, GROUPS, WIDTH, VALUE, SCALE = 4, 2, 8, 6, 0.3
+
+
+@pytest.mark.parametrize("window", [None, -1, 3])
+def test_a_draft_attends_to_its_sequence_and_to_what_is_above_it_within_the_window(window):
+    torch.manual_seed(0)
+    keys, values = torch.randn(40, GROUPS, WIDTH), torch.randn(40, GROUPS, VALUE)
+    query, places = torch.randn(2, SIZE, HEADS, WIDTH), torch.randperm(40).view(2, 20)
+    requests, lengths, trees = (1, 0), (9, 2), (tree_of([0, 0, 1, 1]), tree_of([0, 1, 2, 3]))
+    backend = SimpleNamespace(
+        token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values),
+        req_to_token_pool=SimpleNamespace(req_to_token=places),
+    )
+    layer = SimpleNamespace(
+        layer_id=0,
+        tp_q_head_num=HEADS,
+        tp_k_head_num=GROUPS,
+        qk_head_dim=WIDTH,
+        v_head_dim=VALUE,
+        scaling=SCALE,
+        sliding_window_size=window,
+    )
+    batch = SimpleNamespace(
+        batch_size=2,
+        req_pool_indices=torch.tensor(requests),
+        seq_lens=torch.tensor(lengths),
+        spec_info=SimpleNamespace(draft_token_num=SIZE, custom_mask=torch.from_numpy(np.stack(trees)).flatten()),
+    )
+    found = cpu_ngram._attend_trees(backend, query.view(2 * SIZE, -1), layer, batch).view(2, SIZE, HEADS, VALUE)
+    for place, (request, length, tree) in enumerate(zip(requests, lengths, trees, strict=True)):
+        for node in range(SIZE):
+            seen = [*range(length), *(length + np.flatnonzero(tree[node])).tolist()]
+            slots = places[request, seen if window in (None, -1) else seen[-window - 1 :]]
+            key, value = (each[slots].repeat_interleave(HEADS // GROUPS, 1) for each in (keys, values))
+            weights = (torch.einsum("hd,shd->hs", query[place, node], key) * SCALE).softmax(-1)
+            torch.testing.assert_close(found[place, node], torch.einsum("hs,shv->hv", weights, value))
+
+
 def test_truncation_keeps_the_most_probable_and_they_add_up_to_1():
     rows = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25]])
     assert cpu_ngram.keep_top_k(rows, torch.tensor([2, 1])).tolist() == [
@@ -209,6 +249,30 @@ def test_a_server_with_drafts_draws_by_the_policy_and_tells_its_log_probs(
             await client.close()
 
     with serving(config, tmp_path) as server:
+        asyncio.run(work(server.address))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(has_cuda(), reason="has a GPU, and no stand-ins")
+def test_a_server_whose_layers_have_windows_draws_with_drafts_by_the_policy(serving, tmp_path):
+    folder, generator = tmp_path / "model", torch.Generator().manual_seed(1)
+    tiny_model.make(folder, family="gemma3_text")
+    sharp = {
+        name: 0.3 * torch.randn(tensor.shape, generator=generator) if tensor.ndim > 1 else tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(sharp, folder / "model.safetensors", metadata={"format": "pt"})
+    policy = Policy([folder])
+
+    async def work(address: str) -> None:
+        client = EngineClient(address, TIMEOUT)
+        try:
+            await check_draws(client, policy, 0, 1.0)
+            await check_greedy(client, policy, 0)
+        finally:
+            await client.close()
+
+    with serving(config_of(folder), tmp_path) as server:
         asyncio.run(work(server.address))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,7 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.random_models import load_model, write_model
+from streamrl.config import Config
 from streamrl.engine import sink_attention
+from streamrl.engine.client import EngineClient
 from streamrl.engine.hardware import has_cuda
 from tests.documented_commands import ROOT
 
@@ -67,6 +71,41 @@ def test_models_with_sinks_are_known_by_their_architecture(tmp_path):
     for architecture in ("Qwen2ForCausalLM", "GptOssForCausalLM"):
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
         assert sink_attention.has_sinks(tmp_path) == architecture.startswith("GptOss")
+
+
+PROMPTS = (
+    list(range(20, 40)),
+    [*range(20, 40), *range(5, 25)],
+)  # longer than the window, and begin alike
+TIMEOUT = 240.0
+
+
+async def asked(address):
+    """The arguments that a server runs with, and its answers."""
+    client = EngineClient(address, TIMEOUT)
+    sampling = {"temperature": 1.0, "max_new_tokens": 24, "ignore_eos": True}
+    try:
+        answers = [(await client.generate(prompt, sampling, 1))[0] for prompt in PROMPTS]
+        return await client.server_info(TIMEOUT), answers
+    finally:
+        await client.close()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(has_cuda(), reason="SGLang's own backends look keys up in a cache of windows")
+def test_a_real_server_has_one_cache_for_layers_with_and_without_a_window(serving, tmp_path):
+    folder = write_model(tmp_path / "model", "gpt_oss")
+    config = Config.model_validate({"model": {"path": folder, "dtype": "float32"}})
+    with serving(config, tmp_path) as server:
+        given, answers = asyncio.run(asked(server.address))
+    assert given["disable_hybrid_swa_memory"] is True
+    model = load_model(folder, dtype=torch.float32, attn_implementation="eager")
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer.output_ids]])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(answer.output_ids)[:, None])[:, 0]
+        told = torch.tensor([entry[0] for entry in answer.meta_info.output_token_logprobs])
+        torch.testing.assert_close(told, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -22,6 +23,12 @@ class Counter:
 
     def count(self, file: bytes) -> int:
         return 4
+
+
+@pytest.mark.parametrize("config", [{}, {"vision_config": None}, {"image_token_id": PAD, "vision_config": None}])
+def test_a_model_without_a_tower_has_no_images(config, tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert PromptImages.of(tmp_path, LIMIT) is None
 
 
 def loaded(images: PromptImages, *references: str):
@@ -71,6 +78,17 @@ def test_what_is_no_image_or_another_than_before_or_too_large_is_one_line(tmp_pa
     many = [data_url(PNG)] * (LIMIT // len(PNG) + 1)
     with pytest.raises(ValueError, match=r"its images have .* bytes; allowed: up to task.max_image_bytes=2000"):
         loaded(images, *many)
+
+
+def test_an_image_that_is_its_own_reference_is_kept_within_the_limit_and_never_remembered(monkeypatch) -> None:
+    images, references = PromptImages(Counter(), LIMIT), [data_url(PNG + bytes(index)) for index in range(1, 20)]
+    held = [2 * len(reference) + len(PNG) + index for index, reference in enumerate(references, 1)]
+    monkeypatch.setattr("streamrl.generate.prompt_images.KEPT_BYTES", held[-2] + held[-1])
+    for reference in references:
+        loaded(images, reference)
+    assert images._bytes == held[-2] + held[-1]
+    assert list(images._kept) == references[-2:]
+    assert not images._seen
 
 
 def test_a_url_is_fetched_once_and_in_time(monkeypatch) -> None:

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file
 
-from benchmarks.random_models import ENGINE_FAMILIES, FAMILIES
+from benchmarks.random_models import ENGINE_FAMILIES, FAMILIES, LOCAL_FAMILIES
 from streamrl.choices import FAMILIES as FAMILY
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
@@ -66,6 +66,22 @@ def test_its_layers_are_transformer_engines_and_its_experts_are_grouped(family, 
     scaled = model.shape.rotary_gain != 1  # LongRoPE turns and lengthens: Transformer Engine only turns
     assert model.config.apply_rope_fusion is not (model.shape.rope.interleaved or scaled)
     assert model.config.bias_activation_fusion
+
+
+@pytest.mark.parametrize("family", LOCAL_FAMILIES)
+def test_a_family_with_layers_of_its_own_has_none_of_the_engines_and_every_weight_comes_back(
+    family, model_folder, learner, tmp_path
+):
+    folder = model_folder(family)
+    model = learner(folder).model
+    assert model.layers.kind == "local"
+    of_engine = ("transformer_engine.", "megatron.core.extensions.transformer_engine")
+    assert not [module for module in model.modules() if type(module).__module__.startswith(of_engine)]
+    load_weights([model], folder)
+    export_folder([model], folder, tmp_path / "written")
+    written, stored = (load_file(each / "model.safetensors") for each in (tmp_path / "written", folder))
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], tensor.to(written[name].dtype)) for name, tensor in stored.items())
 
 
 @pytest.mark.parametrize("rank", [0, 4])

@@ -172,6 +172,10 @@ def _stock(args: Namespace) -> GPTModel:
     pytest.param("gemma3_text", True, {}, marks=pytest.mark.slow),
     pytest.param("phi3", False, {}, marks=pytest.mark.slow),
     pytest.param("nemotron_3", False, {}, marks=pytest.mark.slow),
+    pytest.param("mixtral", False, {}, marks=pytest.mark.slow),
+    pytest.param("moonlight", False, {}, marks=pytest.mark.slow),
+    pytest.param("seed_oss", True, {}, marks=pytest.mark.slow),
+    pytest.param("qwen3_next", False, {}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_other_families_go_there_and_back_bitwise(family, tied, shape, tmp_path):
     folder = write_model(tmp_path / "model", family, tied, **shape)
@@ -206,6 +210,21 @@ def test_a_runs_checkpoint_becomes_what_the_run_itself_exports(model, dtype, lor
     # Without an export it is described by the model that the run started from.
     shutil.rmtree(checkpoint / "huggingface")
     assert convert.identify(checkpoint).model == model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl_moe", "qwen3_5"])
+def test_of_a_model_that_reads_images_checkpoints_become_folders_and_folders_no_checkpoints(family, tmp_path):
+    folder = write_model(tmp_path / "model", family)
+    trained(folder, tmp_path / "run", "float32", 0)
+    checkpoint = tmp_path / "run/checkpoints/step_2"
+    source = convert.identify(checkpoint)
+    with alone(source.model, lora=source.adapters) as (own, ranks):
+        to_huggingface(own, ranks, checkpoint, tmp_path / "out")
+    assert_equal(tmp_path / "out", checkpoint / "huggingface")
+    with pytest.raises(ConfigError, match="is a vision-language model, of which no Megatron checkpoint is written"):
+        convert.main(folder, tmp_path / "megatron", {}, dtype=None, model=None, timeout=60.0)
+    assert not (tmp_path / "megatron").exists()
 
 
 def trained(model: Path, run_folder: Path, dtype: str, lora: int) -> Config:

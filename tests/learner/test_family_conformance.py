@@ -6,7 +6,8 @@ from typing import ClassVar
 
 import pytest
 
-from benchmarks.random_models import FAMILIES, turned
+from benchmarks.random_models import FAMILIES
+from launch.tiny_vl_model import turned
 from streamrl.choices import FAMILIES as KIND
 from streamrl.learner.families.base import IN_A_LAYER
 from streamrl.learner.families.qwen2 import Qwen2

@@ -28,7 +28,7 @@ UNLIKE = (
     "qwen3_5", "nemotron_h", "nemotron_3",
 )  # fmt: skip
 
-RECORDED = ("qwen3_5", "nemotron_3")  # of which no run is a test
+RECORDED = ("qwen3_next", "qwen3_5")  # of which no run is a test
 
 TARGETS = {
     "seed_oss": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
@@ -39,7 +39,10 @@ TARGETS = {
     "glm4_moe": ["linear_qkv", "linear_proj"],
     "deepseek_v3": ["linear_proj"],
     "gpt_oss": ["linear_qkv", "linear_proj"],
+    "moonlight": ["linear_proj"],
+    "qwen2_5_vl": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
     "qwen3_vl": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "qwen3_vl_moe": ["linear_qkv", "linear_proj"],
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.learner.families._missing import MISSING
 from streamrl.learner.mapping import tensor_names
 from streamrl.learner.shape import UnsupportedModelError, read_shape
 
@@ -58,6 +60,16 @@ def test_an_unknown_architecture_says_how_to_bring_a_family(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["RenamedForCausalLM"]}')
     with pytest.raises(UnsupportedModelError, match=r"RenamedForCausalLM is not supported; .* by model\.family"):
         read_shape(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", MISSING)
+def test_an_architecture_of_a_known_recipe_says_what_is_missing(architecture, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], "vision_config": {}}))
+    with pytest.raises(UnsupportedModelError) as refused:
+        read_shape(tmp_path)
+    told = f"architecture {architecture} is not trained, only served and evaluated; missing: {MISSING[architecture]}; "
+    assert told in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_a_family_that_is_none_is_refused_before_anything_starts(own):

@@ -8,14 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from benchmarks.random_models import IMAGE, VOCABULARY, load_model, write_model
+from benchmarks.random_models import END, IMAGE, START, VOCABULARY, load_model, picture, write_model
 from launch import tiny_model
 from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
+from streamrl.learner.shape import read_shape
+from streamrl.learner.vision.pixels import image_reader
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed
@@ -29,19 +31,24 @@ OF_IMAGES = list(range(IMAGE, VOCABULARY))  # tokens that no answer has
 V0 = PolicyVersion(0)
 
 
-def drawn(policy: PreTrainedModel, step: int) -> Group:
-    """One prompt and its answers; the more even tokens an answer has, the better it is."""
+def drawn(policy: PreTrainedModel, step: int, model: Path) -> Group:
+    """One prompt, with an image where the model reads them, and its answers; the more even tokens an answer has, the
+    better it is."""
     random = np.random.default_rng(step)
-    prompt = random.integers(2, 10, PROMPT, dtype=np.int32)
-    ids = torch.from_numpy(prompt.astype(np.int64)).repeat(SAMPLES, 1)
-    free = GenerationConfig(
-        do_sample=True, max_new_tokens=TOKENS, min_new_tokens=TOKENS, top_k=0, pad_token_id=0, suppress_tokens=OF_IMAGES
-    )
+    prompt, images = random.integers(2, 10, PROMPT, dtype=np.int32), ()
+    if (vision := read_shape(model).vision) is not None:
+        side = 2 * vision.merge * vision.patch
+        images = (picture(step, side, side),)
+        prompt = np.concatenate([[START, *[IMAGE] * 4, END], prompt]).astype(np.int32)
+    sequences = torch.from_numpy(prompt.astype(np.int64)).repeat(SAMPLES, 1)
     torch.manual_seed(step)
     with torch.inference_mode():
-        sequences = policy.generate(ids, generation_config=free, attention_mask=torch.ones_like(ids))
-        logits = policy(sequences).logits[:, PROMPT - 1 : -1].float()
-    outputs = sequences[:, PROMPT:]
+        for _ in range(TOKENS):
+            logits = policy(sequences, **seen_beside(sequences, images, model)).logits[:, -1].float()
+            logits[:, OF_IMAGES] = -torch.inf
+            sequences = torch.cat([sequences, torch.multinomial(logits.softmax(-1), 1)], 1)
+        logits = policy(sequences, **seen_beside(sequences, images, model)).logits[:, len(prompt) - 1 : -1].float()
+    outputs = sequences[:, len(prompt) :]
     logprobs = torch.log_softmax(logits, -1).gather(-1, outputs[..., None])[..., 0]
     samples = tuple(
         Sample(
@@ -54,7 +61,19 @@ def drawn(policy: PreTrainedModel, step: int) -> Group:
         )
         for output, of_output in zip(outputs.numpy(), logprobs.numpy(), strict=True)
     )
-    return Group(group_id=step, attempt=0, task="copy", prompt_index=step, samples=samples)
+    return Group(group_id=step, attempt=0, task="copy", prompt_index=step, samples=samples, images=images)
+
+
+def seen_beside(sequences: torch.Tensor, images: tuple[bytes, ...], model: Path) -> dict[str, torch.Tensor]:
+    """What transformers is given of the images, which all sequences have."""
+    if not images:
+        return {}
+    pixels = image_reader(model).read_all(images)
+    return {
+        "pixel_values": torch.from_numpy(np.concatenate([each.values for each in pixels])).repeat(SAMPLES, 1),
+        "image_grid_thw": torch.from_numpy(np.stack([each.grid for each in pixels])).repeat(SAMPLES, 1),
+        "mm_token_type_ids": (sequences == IMAGE).int(),
+    }
 
 
 def record(folder: Path, model: Path) -> None:
@@ -72,7 +91,7 @@ def record(folder: Path, model: Path) -> None:
     policy = load_model(model)
     journal = Journal(folder / "journal", JournalConfig(keep="all"), b"")
     for step in range(STEPS):
-        frames = [bytes(frame) for frame in encode_group(drawn(policy, step), 1 << 20)]
+        frames = [bytes(frame) for frame in encode_group(drawn(policy, step, model), 1 << 20)]
         journal.append_group(Completed(group_id=step, attempt=0, size=1, tokens=SAMPLES * TOKENS), frames)
         journal.append(Consumed(step=step, group_ids=(step,)))
     journal.commit()

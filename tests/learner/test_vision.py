@@ -17,6 +17,7 @@ from benchmarks.random_models import IMAGE, largest_difference, load_model, pict
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LoraConfig
 from streamrl.lab.plan.parameters import of_stage, whole_model
+from streamrl.learner.blame import MicroBatchFailed
 from streamrl.learner.huggingface import export_folder
 from streamrl.learner.packing import Packing, plan_batch
 from streamrl.learner.shape import check_fit, read_shape
@@ -35,12 +36,14 @@ def folder(request, model_folder):
     return model_folder(request.param)
 
 
-with_delta_nets = pytest.mark.parametrize(
-    "folder", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.slow)], indirect=True
+of_each_family = pytest.mark.parametrize(
+    "folder",
+    ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_vl_moe"))],
+    indirect=True,
 )
 
 
-@with_delta_nets
+@of_each_family
 def test_packed_rows_have_the_log_probs_and_the_gradients_of_every_sample_alone(folder, trainer_of):
     trainer = trainer_of(make_config(folder))
     (model,), (wrapped,) = trainer._chunks, trainer._wrapped
@@ -117,6 +120,15 @@ def test_prompts_and_images_that_do_not_belong_together_are_refused(folder, mode
         plan_batch(without, rewards, PACKING)
 
 
+def test_images_that_do_not_fit_their_prompt_are_blamed_on_their_group(folder, trainer_of):
+    batch = with_images(make_batch(), folder)
+    wrong = msgspec.structs.replace(batch.groups[0], images=batch.groups[0].images[::-1])
+    (rows,) = plan_batch(msgspec.structs.replace(batch, groups=(wrong,)), [0.0] * len(wrong.samples), PACKING)
+    with pytest.raises(MicroBatchFailed, match="group 0: ValueError: image 0 of a prompt has 6 tokens") as failed:
+        trainer_of(make_config(folder))._step._passes.score(rows)
+    assert failed.value.groups == ((0, 0),)
+
+
 def test_a_plan_counts_the_tower_once_and_what_cannot_be_cut_or_read_is_refused(folder, model_folder):
     shape, weights = read_shape(folder), load_file(folder / "model.safetensors")
     assert whole_model(shape) == sum(weight.numel() for weight in weights.values())
@@ -158,7 +170,7 @@ def test_a_resumed_learner_trains_on_as_if_it_had_not_stopped(learner, folder, t
 
 
 @pytest.mark.slow
-@with_delta_nets
+@of_each_family
 def test_activations_that_are_computed_again_leave_the_gradient_as_it_is(folder, trainer_of):
     batch = with_images(make_batch(), folder)
     kept, again = (gradients(trainer_of(make_config(folder, recompute=how)), batch) for how in ("none", "full"))

@@ -14,6 +14,20 @@ FOREIGN: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "granite": ("GraniteForCausalLM", {"logits_scaling": 3.0, "embedding_multiplier": 2.0}, "shared", False),
     "olmoe": ("OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}, "shared", True),
     "windows": ("MistralForCausalLM", {"sliding_window": 5, "head_dim": 16}, "shared", True),
+    "masks": (
+        "Qwen2MoeForCausalLM",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+        "packed",
+        True,
+    ),
     "gpt2": ("GPT2LMHeadModel", {"n_positions": 256, "n_inner": 96}, "shared", True),
     "gemma2": (
         "Gemma2ForCausalLM",

@@ -46,6 +46,7 @@ class Reading:
 
     def __init__(self) -> None:
         self.row: PackedSegments | None = None
+        self.windows: set[int] = set()  # that attention was given; those of masks alone are not known here
 
 
 def register(model: nn.Module) -> Reading:
@@ -80,6 +81,8 @@ def attend(
     if attention_mask is not None or is_causal is False or unknown:
         raise UnknownAttention(unknown[0] if unknown else "a mask of its own")
     reading: Any = module.reading
+    if sliding_window is not None:
+        reading.windows.add(sliding_window)
     scale = scaling if scaling is not None else 1 / math.sqrt(query.size(-1))
     packed = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     attended = _core(scale, sliding_window)(*packed, packed_seq_params=reading.row)

@@ -11,6 +11,7 @@ Such gradients are 0 or not: no tolerance decides. Weights are random then. The 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,9 @@ def find_way(model: Any, forward: Forward, has_positions: bool) -> Way:
         model.set_attn_implementation(NAME if way is SHARED else own)
         try:
             if _is_right(way, model.get_input_embeddings(), forward, device):
-                return way
+                if way is not SHARED or _knows_windows(model):
+                    return way
+                log.info("%s takes no shared rows: its windows are in its masks alone", type(model).__name__)
         except Exception as error:  # whatever such rows bring about in a model that takes none of them
             if way is ALONE:
                 raise
@@ -81,6 +84,15 @@ def _possible(model: Any, has_positions: bool) -> Iterator[Way]:
             yield SHARED
         yield PACKED
     yield ALONE
+
+
+def _knows_windows(model: Any) -> bool:
+    """Whether attention, which sees no mask in shared rows, was given the window of a model that has one."""
+    config = model.config
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    hides = window and window < getattr(config, "max_position_embeddings", math.inf)
+    windowed = hides and (kinds is None or "sliding_attention" in kinds)
+    return not windowed or bool(model.reading.windows)
 
 
 def _is_right(way: Way, embedding: Any, forward: Forward, device: torch.device) -> bool:
