@@ -47,9 +47,9 @@ def check_machine(config: Config) -> None:
                 "kernels for it there, and keeps the most probable token at every temperature; allowed: ngram, null"
             )
         return
-    if not has_cuda() and (lacking := _unverified(config.model.path)):
+    if not has_cuda() and (unknown := _unverified(config.model.path)):
         raise ConfigError(
-            f"{_KEY}.algorithm: {drafts.algorithm} on a machine without a GPU: drafts are not verified with {lacking} "
+            f"{_KEY}.algorithm: {drafts.algorithm} on a machine without a GPU: drafts are not verified with {unknown} "
             "there; allowed: null"
         )
     compiler = shlex.split(os.environ.get("CXX", "c++"))[0]
