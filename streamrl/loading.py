@@ -8,13 +8,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
-    """No collection until the end, and none later of what was there then (`gc.freeze`)."""
+def without_collections(*, for_good: bool = False) -> Iterator[None]:
+    """No collection until the end; `for_good`: and none later of what is there then.
+
+    That is for a process that has only begun: what is garbage by then, with its sockets, would never be freed.
+    """
     collected = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if for_good:
+            gc.freeze()
         if collected:
             gc.enable()

@@ -39,7 +39,7 @@ BAD = [
     ("algo.eps_low=1.5", ["algo.eps_low: 1.5", "number >= 0 and <= 1"]),
     ("generate.sampling.top_k=1", ["generate.sampling.top_k: 1 draws nothing", "allowed: -1, 2 to 4096"]),
     ("generate.attach=3", ["generate.attach: 3", "a list of addresses of the form http://HOST:PORT"]),
-    ("model.dtype=float16", ["model.dtype: float16", "one of float32, bfloat16"]),
+    ("model.dtype=float16", ["model.dtype: float16", "one of auto, float32, bfloat16"]),
     ("model.trust_remote_code=true", ["model.trust_remote_code: true", "allowed: false"]),
     (
         "algo.reference=/models/base",

@@ -31,13 +31,23 @@ def cycles(count: int) -> None:
 
 
 def test_nothing_is_collected_while_modules_are_loaded_and_all_is_afterwards(collections):
+    before = gc.get_freeze_count()
     with without_collections():
+        collections.clear()
         cycles(20_000)
-    assert collections == []
+        assert collections == []
     assert gc.isenabled()
-    assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == before
     cycles(20_000)
     assert collections
+
+
+def test_what_is_there_is_never_collected_again_where_that_is_said(collections):
+    before = gc.get_freeze_count()
+    with without_collections(for_good=True):
+        cycles(1)
+    assert gc.get_freeze_count() > before
+    assert gc.isenabled()
 
 
 def test_collections_that_were_off_stay_off_and_an_import_that_fails_leaves_them_on(collections):

@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
         watch([own.lifeline], on_death=end)
 
     # Imported here because it takes seconds, in which the lifeline is already watched.
-    with without_collections():
+    with without_collections(for_good=True):
         from sglang.launch_server import run_server
         from sglang.srt.plugins import load_plugins
         from sglang.srt.server_args import prepare_server_args

@@ -49,13 +49,17 @@ class Client(EngineClient):
         return found
 
 
-def answers_of(client: Client, *, n: int = 4, every: int = 0, by_prefill: bool = True, **sampling: Any) -> list[Answer]:
-    async def run() -> list[Answer]:
+def answers_of(
+    address: str, kind: type[Client] = Client, *, n: int = 4, every: int = 0, by_prefill: bool = True, **sampling: Any
+) -> tuple[list[Answer], Client]:
+    async def run() -> tuple[list[Answer], Client]:
+        client = kind(address)
         policy = GroupPolicy(One(client), 0, PolicyVersion(0), every, by_prefill=by_prefill)
         try:
-            return await asyncio.wait_for(policy.generate(PROMPT, SAMPLING | sampling, n, "r"), TIMEOUT)
+            answers = await asyncio.wait_for(policy.generate(PROMPT, SAMPLING | sampling, n, "r"), TIMEOUT)
         finally:
             await client.close()
+        return answers, client
 
     return asyncio.run(run())
 
@@ -67,8 +71,7 @@ def logprobs(answer: Answer) -> list[float]:
 
 @pytest.mark.parametrize(("n", "every"), [(4, 0), (4, 5), (1, 0)], ids=["at once", "in pieces", "single"])
 def test_a_finished_answer_has_the_log_probs_of_its_prefill(fresh_server, n, every):
-    client = Client(fresh_server.address)
-    answers = answers_of(client, n=n, every=every)
+    answers, client = answers_of(fresh_server.address, n=n, every=every)
     assert len(answers) == n
     for answer in answers:
         assert answer.meta_info.by_prefill
@@ -78,13 +81,12 @@ def test_a_finished_answer_has_the_log_probs_of_its_prefill(fresh_server, n, eve
 
 
 def test_they_are_nearly_those_of_decode_and_not_always_the_same(fresh_server):
-    client = Client(fresh_server.address)
-    (plain,) = answers_of(client, n=1, by_prefill=False)
+    (plain,), client = answers_of(fresh_server.address, n=1, by_prefill=False)
     assert not plain.meta_info.by_prefill
     assert client.prefilled == {}
-    again = Client(fresh_server.address)
 
     async def score() -> PrefillScores:
+        again = Client(fresh_server.address)
         try:
             return await again.score([*PROMPT, *plain.output_ids], len(PROMPT))
         finally:
@@ -100,8 +102,7 @@ def test_an_answer_whose_server_has_another_version_by_then_keeps_the_log_probs_
         async def before(self) -> None:
             await self.update_weight_version("1.0")
 
-    client = Renamed(fresh_server.address)
-    answers = answers_of(client)
+    answers, client = answers_of(fresh_server.address, Renamed)
     assert len(client.prefilled) == len(answers) == 4
     assert not any(answer.meta_info.by_prefill for answer in answers)
     assert all(logprobs(answer) != client.prefilled[(*PROMPT, *answer.output_ids)] for answer in answers)
@@ -112,16 +113,14 @@ def test_an_answer_whose_prefill_fails_keeps_the_log_probs_of_decode(fresh_serve
         async def before(self) -> None:
             raise EngineError(self.address, "/generate", None, "lost")
 
-    client = Lost(fresh_server.address)
-    answers = answers_of(client)
+    answers, _ = answers_of(fresh_server.address, Lost)
     assert [len(logprobs(answer)) for answer in answers] == [24] * 4
     assert not any(answer.meta_info.by_prefill for answer in answers)
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.0}], ids=["cooler", "greedy"])
 def test_what_is_drawn_at_another_temperature_is_not_scored_by_a_prefill(fresh_server, sampling):
-    client = Client(fresh_server.address)
-    answers = answers_of(client, **sampling)
+    answers, client = answers_of(fresh_server.address, **sampling)
     assert client.prefilled == {}
     assert not any(answer.meta_info.by_prefill for answer in answers)
 

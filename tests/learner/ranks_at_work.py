@@ -35,7 +35,7 @@ def scores(config: Config, run_folder: Path) -> Any:
     """The log-probs of a batch's trained tokens, and those of a batch so small that a rank has none of it."""
     trainer = Trainer(config, run_folder)
     trainer.restore_or_start()
-    batches = [make_batch(), make_batch(groups=1, size=1)]
+    batches = [make_batch(), make_batch(groups=1, size=2)]
     result = [torch.from_numpy(trainer.score(batch if trainer.rank == 0 else None)) for batch in batches]
     trainer.close()
     return result

@@ -48,7 +48,7 @@ def test_scores_are_those_of_plain_forward_passes_before_and_after_the_step(mode
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}])
 def test_every_layout_has_the_scores_of_one_process_on_rank_0(layout, model_folder, trainer_of, two_ranks, tmp_path):
     trainer = trainer_of(make_config(model_folder()))
-    alone = [trainer.score(make_batch()), trainer.score(make_batch(groups=1, size=1))]
+    alone = [trainer.score(make_batch()), trainer.score(make_batch(groups=1, size=2))]
     found = two_ranks("scores", make_config(model_folder(), ranks=2, layout=layout), tmp_path / "run")
     for ours, theirs in zip(found, alone, strict=True):
         assert len(ours) == len(theirs) > 0

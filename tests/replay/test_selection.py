@@ -43,7 +43,7 @@ def test_the_audit_sets_generated_dropped_and_trained_groups_side_by_side() -> N
     for record in (kept, dropped):
         audit.generated.add(record)
     audit.dropped.add(dropped)
-    metrics = audit.metrics()
+    metrics = audit.collect()
     assert metrics["selection/generated/groups"] == 2
     assert metrics["selection/generated/pass_rate"] == 0.75
     assert metrics["selection/dropped/pass_rate"] == 1.0
