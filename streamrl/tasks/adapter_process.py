@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
+import selectors
 import subprocess
 import time
 from collections.abc import Sequence
@@ -89,13 +89,14 @@ class AdapterProcess:
         assert self._process is not None
         assert self._process.stdout is not None
         line, deadline = b"", time.monotonic() + self._start_timeout
-        while not line.endswith(b"\n") and len(line) < LARGEST:
-            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise ValueError(f"{ARGUMENTS}.environment: not loaded in {self._start_timeout:g} seconds")
-            if not (read := os.read(self._process.stdout.fileno(), LARGEST)):
-                break
-            line += read
+        with selectors.DefaultSelector() as said:  # `select` takes no descriptor above 1023
+            said.register(self._process.stdout, selectors.EVENT_READ)
+            while not line.endswith(b"\n") and len(line) < LARGEST:
+                if not said.select(max(0.0, deadline - time.monotonic())):
+                    raise ValueError(f"{ARGUMENTS}.environment: not loaded in {self._start_timeout:g} seconds")
+                if not (read := os.read(self._process.stdout.fileno(), LARGEST)):
+                    break
+                line += read
         if not line:
             code = self._process.wait(CLOSE_TIMEOUT)
             raise ValueError(f"{ARGUMENTS}.python: {self._command[0]} ended with code {code}; its reason is above")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -139,6 +141,20 @@ def test_what_cannot_start_is_refused_in_one_line(args, reason):
     with pytest.raises(ValueError, match=reason) as refused:
         build_task(TaskConfig(name="gymnasium", args=args), 1, "train")
     assert "\n" not in str(refused.value)
+
+
+def test_one_starts_in_a_process_with_more_than_1024_descriptors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard == resource.RLIM_INFINITY or hard > 2048
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with pytest.raises(ValueError, match=r"/bin/echo is no interpreter"):
+            build_task(TaskConfig(name="gymnasium", args={"python": "/bin/echo", "environment": "a"}), 1, "train")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_the_adapter_needs_nothing_but_the_standard_library():
