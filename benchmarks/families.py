@@ -36,6 +36,9 @@ from benchmarks.random_models import FAMILIES
 
 BAR = 1e-5
 BARS = {**dict.fromkeys(("logits", "gradient", "packed", "ranks", "sglang", "published"), BAR), "export": 0.0}
+# A recurrence adds a rounding for every token, and which one depends on the CPU: 6e-6 and 1.2e-5 were seen of one model.
+DELTA_NETS = ("qwen3_next", "qwen3_5")
+DELTA_BAR = 5e-5
 CHANGED = "changed"
 CHANGED_BAR = 1e-3  # at least
 COLUMNS = (*BARS, CHANGED)
@@ -50,7 +53,7 @@ VISION_ON_CPUS = {"mm_attention_backend": "sdpa", "disable_fast_image_processor"
 
 CHECKS: Mapping[str, Check] = {
     "deepseek_v3": Check(crossed=("self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight")),
-    **dict.fromkeys(("qwen3_next", "qwen3_5"), Check(skipped={"sglang": NO_DELTA, "published": NO_DELTA})),
+    **dict.fromkeys(DELTA_NETS, Check(skipped={"sglang": NO_DELTA, "published": NO_DELTA})),
     **dict.fromkeys(("nemotron_h", "nemotron_3"), Check(crossed=("self_attention.A_log", "self_attention.D"))),
     # SGLang loads no output layer of its own.
     "gemma3_text": Check(crossed=("self_attn_bda.norm.weight", "mlp_bda.norm.weight"), tied=True),
@@ -75,7 +78,7 @@ class Row:
         figure = self.figures.get(column, float("nan"))
         if column == CHANGED:
             return figure >= CHANGED_BAR
-        return figure <= BARS[column]
+        return figure <= (DELTA_BAR if self.family in DELTA_NETS and BARS[column] else BARS[column])
 
     @property
     def over(self) -> list[str]:
@@ -99,7 +102,7 @@ def main() -> int:
     for reason in sorted({f"{row.family}, {column}: {why}" for row in rows for column, why in row.skipped.items()}):
         print(reason)
     broken = [row for row in rows if row.over]
-    print(f"{len(rows)} families, {len(broken)} over the bar: {BAR:g}")
+    print(f"{len(rows)} families, {len(broken)} over the bar: {BAR:g}, delta nets {DELTA_BAR:g}")
     if options.json:
         content = {"bars": {**BARS, CHANGED: CHANGED_BAR}, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(content, indent=2) + "\n")
