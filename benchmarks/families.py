@@ -36,7 +36,7 @@ from benchmarks.random_models import FAMILIES
 
 BAR = 1e-5
 BARS = {**dict.fromkeys(("logits", "gradient", "packed", "ranks", "sglang", "published"), BAR), "export": 0.0}
-# A recurrence adds a rounding for every token, and which one depends on the CPU: 6e-6 and 1.2e-5 were seen of one model.
+# A recurrence rounds at every token, each CPU in its own way: 6e-6 and 1.2e-5 were seen of one model.
 DELTA_NETS = ("qwen3_next", "qwen3_5")
 DELTA_BAR = 5e-5
 CHANGED = "changed"
