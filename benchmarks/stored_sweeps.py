@@ -2,15 +2,17 @@
 
     python -m benchmarks.stored_sweeps [SWEEP ...] [--check]
 
-A SWEEP is the folder of a finished `streamrl sweep`. The figures of each of its runs become
-benchmarks/results/NAME.json. Then what stands in docs/*.md between
+A SWEEP is the folder of a `streamrl sweep`. The figures of each of its finished runs become
+benchmarks/results/NAME.json; where that has runs with the same settings already, made elsewhere or before, those that
+the folder lacks stay. Once no run of NAME is missing, what stands in docs/*.md between
 
     <!-- NAME PART: from benchmarks/results -->
     <!-- end of NAME PART -->
 
-is written anew: PART `table` has the mean figures of each point, `differences` what each has more than the baseline.
-The part `findings` is prose, which is kept: each figure in it that has a decimal point or a ± must stand in one of
-these tables, in a row of the points that its sentence names in backticks, where it names any.
+is written anew, and docs/pictures/NAME.svg is drawn. PART `table` has the mean figures of each point, `differences`
+what each has more than the baseline. The part `findings` is prose, which is kept: each figure in it that has a decimal
+point or a ± must stand in one of these tables, in a row of the points that its sentence names in backticks, where it
+names any.
 
 `--check` writes nothing. Exit code 1 where a page differs, or a finding has a figure that its tables do not have.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.suite import this_machine
+from benchmarks.sweep_picture import PANELS, Line, picture
 from streamrl.lab.sweep.results import IN_TABLE, difference_cells, estimates
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,24 +54,51 @@ Rows = list[list[str]]  # of a table, its head first
 
 
 def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of results.json. Raises ValueError for missing runs, and for an absolute path in a setting.
+    """What is kept of results.json. Raises ValueError for an absolute path in a setting.
 
     `commits`: of the code that the runs were made with. `machine`: fields of `benchmarks.suite.Machine`.
     """
     name, points = results["sweep"], results["points"]
-    if missing := sum(len(point["unfinished"]) for point in points):
-        raise ValueError(f"{name}: {missing} runs are not done; the same `streamrl sweep` goes on with them")
     settings = [*results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
     if absolute := [setting for setting in settings if "=/" in setting]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
     kept = ("name", "column", "series", "settings")
     return {
         "sweep": name,
-        "machine": dict(machine),
+        "machines": [dict(machine)],
         "commits": list(commits),
         **{key: results[key] for key in ("axis", "baseline", "common", "seeds")},
         "points": [{**{key: point[key] for key in kept}, "runs": _rounded(point["runs"])} for point in points],
     }
+
+
+def joined(before: Stored, now: Stored) -> dict[str, Any]:
+    """All runs of two parts of one sweep, those of `now` where both have one. Raises ValueError for other settings."""
+    differ = [key for key in ("axis", "baseline", "common", "seeds") if before[key] != now[key]]
+    if _settings(before) != _settings(now):
+        differ.append("points")
+    if differ:
+        raise ValueError(f"{now['sweep']}: other {', '.join(differ)} than the stored runs have; allowed: the same")
+    points = [
+        {**new, "runs": dict(sorted({**old["runs"], **new["runs"]}.items()))}
+        for old, new in zip(before["points"], now["points"], strict=True)
+    ]
+    machines = [*before["machines"], *(each for each in now["machines"] if each not in before["machines"])]
+    return {**now, "machines": machines, "commits": sorted({*before["commits"], *now["commits"]}), "points": points}
+
+
+def _settings(sweep: Stored) -> list[tuple[str, Any]]:
+    return [(point["name"], point["settings"]) for point in sweep["points"]]
+
+
+def missing(sweep: Stored) -> list[str]:
+    """POINT-seedSEED of the runs that are not stored."""
+    return [
+        f"{point['name']}-seed{seed}"
+        for point in sweep["points"]
+        for seed in sweep["seeds"]
+        if str(seed) not in point["runs"]
+    ]
 
 
 def _rounded(runs: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
@@ -110,6 +140,20 @@ def unsupported(sweep: Stored, findings: str) -> list[str]:
     return wrong
 
 
+def drawn(sweep: Stored) -> str:
+    """The picture of the points and their seeds, SVG."""
+    lines = [
+        Line(
+            point["name"],
+            {figure: [run[figure] for run in point["runs"].values() if figure in run] for figure in PANELS},
+            is_baseline=point["name"] == sweep["baseline"],
+        )
+        for point in sweep["points"]
+    ]
+    title = f"{sweep['sweep']}: a dot a run, a bar the mean over {len(sweep['seeds'])} seeds, its 95 % interval"
+    return picture(title, lines)
+
+
 def written(page: str, sweeps: Mapping[str, Stored]) -> str:
     """The page with its tables from the stored sweeps. Raises KeyError for a sweep that is not stored."""
     makers: dict[str, Callable[[Stored], Rows]] = {"table": table, "differences": differences}
@@ -146,23 +190,26 @@ def aligned(rows: Rows) -> str:
 
 
 def read_stored() -> dict[str, Stored]:
-    """All stored sweeps by name."""
+    """All stored sweeps by name; some may have missing runs."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
 
 
 def store(sweep: Path) -> Path:
-    """Keep the figures of a sweep's folder. Raises ValueError as `stored` does."""
-    content = stored(json.loads((sweep / "results.json").read_text()), sorted(_commits(sweep)), asdict(this_machine()))
+    """Keep the figures of a sweep's folder. Raises ValueError as `stored` and `joined` do."""
+    commits = sorted(set(_commits(sweep)))
+    content = stored(json.loads((sweep / "results.json").read_text()), commits, asdict(this_machine()))
     RESULTS.mkdir(exist_ok=True)
     target = RESULTS / f"{content['sweep']}.json"
+    if target.exists():
+        content = joined(json.loads(target.read_text()), content)
     target.write_text(json.dumps(content, indent=1) + "\n")
     return target
 
 
 def _commits(sweep: Path) -> Iterator[str]:
     """Of the code that its runs were made with, as the runs recorded it."""
-    environments = (json.loads(file.read_text()) for file in sweep.glob("runs/*/environment.json"))
-    yield from {environment["commit"] for environment in environments}
+    for file in sweep.glob("runs/*/environment.json"):
+        yield json.loads(file.read_text())["commit"]
 
 
 def _runs(point: Mapping[str, Any]) -> dict[int, dict[str, float]]:
@@ -182,20 +229,23 @@ def _figures(row: Sequence[str]) -> set[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", nargs="*", type=Path, help="folder of a finished sweep, whose figures are to be kept")
+    parser.add_argument("sweep", nargs="*", type=Path, help="folder of a sweep, whose figures are to be kept")
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a page differs")
     options = parser.parse_args()
     if options.check and options.sweep:
         parser.error("--check writes nothing: no SWEEP")
     try:
         for sweep in options.sweep:
-            print(f"stored in {store(sweep)}")
+            file = store(sweep)
+            absent = missing(json.loads(file.read_text()))
+            print(f"stored in {file}" + (f"; missing: {', '.join(absent)}" if absent else ""))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     sweeps = read_stored()
     pages = sorted(PAGES.glob("*.md"))
     wrong = [line for page in pages for line in _bring_up_to_date(page, sweeps, check=options.check)]
+    wrong += [line for sweep in sweeps.values() for line in _draw(sweep, check=options.check)]
     print("\n".join(wrong) if wrong else f"{len(sweeps)} stored sweeps; the pages agree with them")
     return 1 if wrong else 0
 
@@ -205,6 +255,8 @@ def _bring_up_to_date(page: Path, sweeps: Mapping[str, Stored], *, check: bool) 
     text = page.read_text()
     if unknown := sorted(shown(text) - sweeps.keys()):
         return [f"{page.name}: {name} is not stored" for name in unknown]
+    if unfinished := [name for name in sorted(shown(text)) if missing(sweeps[name])]:
+        return [f"{page.name}: {name} lacks {len(missing(sweeps[name]))} runs" for name in unfinished]
     new, wrong = written(text, sweeps), list[str]()
     if new != text and check:
         wrong.append(
@@ -213,6 +265,20 @@ def _bring_up_to_date(page: Path, sweeps: Mapping[str, Stored], *, check: bool) 
     elif new != text:
         page.write_text(new)
     return wrong + [f"{page.name}: {line}" for line in wrong_findings(new, sweeps)]
+
+
+def _draw(sweep: Stored, *, check: bool) -> list[str]:
+    """Draw its picture anew, unless it is only checked or has missing runs. Returns a line where it is wrong."""
+    if missing(sweep):
+        return []
+    file, new = PAGES / "pictures" / f"{sweep['sweep']}.svg", drawn(sweep)
+    if file.exists() and file.read_text() == new:
+        return []
+    if check:
+        return [f"pictures/{file.name}: not that of the stored sweep; `python -m benchmarks.stored_sweeps` draws it"]
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(new)
+    return []
 
 
 if __name__ == "__main__":

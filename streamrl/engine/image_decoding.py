@@ -6,16 +6,14 @@ processor: what its log-probs are of would be another image than the one that is
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from streamrl.engine.model_config import read
 
 
 def reads_images(model: Path) -> bool:
-    """Whether a Hugging Face folder has a model with a vision tower. What else is in it, SGLang says."""
-    try:
-        return json.loads((model / "config.json").read_bytes()).get("vision_config") is not None
-    except (OSError, ValueError, AttributeError):
-        return False
+    """Whether a Hugging Face folder has a model with a vision tower."""
+    return read(model).get("vision_config") is not None
 
 
 def install() -> None:

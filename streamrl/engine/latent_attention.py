@@ -7,17 +7,15 @@ so: they would get heads that are made of it, in a prefill. And its rotary embed
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
+from streamrl.engine.model_config import read
+
 
 def is_latent(model: Path) -> bool:
-    """Whether a Hugging Face folder has a model with latent attention. What it lacks, SGLang says."""
-    try:
-        return json.loads((model / "config.json").read_bytes()).get("kv_lora_rank") is not None
-    except (OSError, ValueError, AttributeError):
-        return False
+    """Whether a Hugging Face folder has a model with latent attention."""
+    return read(model).get("kv_lora_rank") is not None
 
 
 def install() -> None:

@@ -6,9 +6,9 @@ scheduler sleeps, and SGLang's processes are copies of this one: fresh interpret
 again. With `--lifeline PID`
 the server ends, with all its processes, when process PID has ended, even by kill -9; `--scratch DIR` is removed then.
 `--quantize-loads` quantises the weights that the server loads (`engine/quantised_loading.py`), with
-`--speculative-algorithm NGRAM` drafts leave the policy as it is (`engine/ngram_drafts.py`), and images are decoded as
-by the learner (`engine/image_decoding.py`): all also in fresh interpreters, which load this module and have the
-arguments of the first one.
+`--speculative-algorithm NGRAM` drafts leave the policy as it is (`engine/ngram_drafts.py`), images are decoded as by
+the learner (`engine/image_decoding.py`), and their features enter as many layers as the model says
+(`engine/deepstack.py`): all also in fresh interpreters, which load this module and have the arguments of the first one.
 The keys that the server asks for are taken from the environment (`engine/keys.py`).
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 
 from streamrl.engine import (
     cpu_ngram,
+    deepstack,
     image_decoding,
     latent_attention,
     mamba_kernels,
@@ -89,8 +90,7 @@ def main(arguments: list[str]) -> None:
             sglang_arguments = [*sink_attention.ARGUMENTS, *sglang_arguments]
         _fork_processes()
     load_plugins()
-    if image_decoding.reads_images(_model_of(sglang_arguments)):
-        image_decoding.install()
+    _see_as_the_learner(_model_of(sglang_arguments))
     if own.quantised:
         quantised_loading.install()
     if ngram_drafts.drafts(sglang_arguments):
@@ -99,6 +99,13 @@ def main(arguments: list[str]) -> None:
         run_server(prepare_server_args([*sglang_arguments, *take_keys(os.environ)]))
     finally:
         end_server(os.getpid(), 0.0, own.scratch, include_root=False)
+
+
+def _see_as_the_learner(model: Path) -> None:
+    if image_decoding.reads_images(model):
+        image_decoding.install()
+    if deepstack.has_levels(model):
+        deepstack.install()
 
 
 def _look_drafts_up() -> None:
@@ -164,5 +171,4 @@ elif __name__ == "__mp_main__":  # a process that SGLang has started afresh
         quantised_loading.install()
     if ngram_drafts.drafts(sys.argv):
         _look_drafts_up()
-    if image_decoding.reads_images(_model_of(sys.argv)):
-        image_decoding.install()
+    _see_as_the_learner(_model_of(sys.argv))

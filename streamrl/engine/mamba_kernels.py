@@ -8,13 +8,13 @@ max(x, 0)^2, with their router, which asks for a product of another dtype.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.engine import stand_ins
+from streamrl.engine.model_config import read
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +36,8 @@ CONV_DTYPE = "SGLANG_MAMBA_CONV_DTYPE"
 
 
 def has_mamba(model: Path) -> bool:
-    """Whether a Hugging Face folder has a model with Mamba-2 layers. What it lacks, SGLang says."""
-    try:
-        return json.loads((model / "config.json").read_bytes()).get("mamba_num_heads") is not None
-    except (OSError, ValueError, AttributeError):
-        return False
+    """Whether a Hugging Face folder has a model with Mamba-2 layers."""
+    return read(model).get("mamba_num_heads") is not None
 
 
 def install() -> None:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from streamrl.engine import ngram_drafts
+from streamrl.engine.model_config import architectures
 
 # Arguments of a server, by their beginnings, for which the folder's own architecture is not all that is looked for.
 _OF_OTHER_MODELS = ("--speculative", "--model-impl", "--config")
@@ -27,10 +28,7 @@ def unneeded(arguments: Sequence[str], model: Path, modules: Path) -> tuple[str,
     words = [word for word in arguments if not (drafts_alone and word.startswith("--speculative"))]
     if any(word.startswith(_OF_OTHER_MODELS) for word in words) or _overrides(words):
         return ()
-    try:
-        names = json.loads((model / "config.json").read_bytes())["architectures"] or ()
-    except (OSError, ValueError, LookupError, TypeError):  # SGLang says what is wrong with it
-        return ()
+    names = architectures(model)
     registers = re.compile(rf"^EntryClass\b.*\b({'|'.join(map(re.escape, names))})\b", re.MULTILINE | re.DOTALL)
     files = sorted(modules.glob("*.py"))
     without = tuple(file.stem for file in files if not (names and registers.search(file.read_text())))

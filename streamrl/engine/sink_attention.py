@@ -7,10 +7,11 @@ whatever the model's dtype is. Drafts are refused: what stands in for their atte
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from streamrl.engine.model_config import architectures
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,11 +26,8 @@ ACCEPTED = "intel_amx"
 
 
 def has_sinks(model: Path) -> bool:
-    """Whether a Hugging Face folder has a model with attention sinks. What it lacks, SGLang says."""
-    try:
-        return ARCHITECTURE in json.loads((model / "config.json").read_bytes())["architectures"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
+    """Whether a Hugging Face folder has a model with attention sinks."""
+    return ARCHITECTURE in architectures(model)
 
 
 def install() -> None:

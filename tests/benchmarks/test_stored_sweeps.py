@@ -6,11 +6,22 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from benchmarks import stored_sweeps
-from benchmarks.stored_sweeps import read_stored, shown, stored, unsupported, written, wrong_findings
+from benchmarks.stored_sweeps import (
+    drawn,
+    joined,
+    missing,
+    read_stored,
+    shown,
+    stored,
+    unsupported,
+    written,
+    wrong_findings,
+)
 from streamrl.lab.sweep.plan import read
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +50,14 @@ def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
         }
         for name, values in rewards.items()
     ]  # fmt: skip
-    head = {"sweep": "mine", "axis": "point", "baseline": next(iter(rewards)), "common": ["run.steps=9"], "seeds": [1]}
+    seeds = list(range(1, 1 + max(map(len, rewards.values()))))
+    head = {
+        "sweep": "mine",
+        "axis": "point",
+        "baseline": next(iter(rewards)),
+        "common": ["run.steps=9"],
+        "seeds": seeds,
+    }
     return {**head, "points": points, **more}
 
 
@@ -53,7 +71,7 @@ def test_the_pages_have_the_tables_and_the_figures_of_the_stored_sweeps():
     sweeps = read_stored()
     for page in PAGES:
         text = page.read_text()
-        assert shown(text) <= sweeps.keys(), page.name
+        assert shown(text) <= {name for name, kept in sweeps.items() if not missing(kept)}, page.name
         assert written(text, sweeps) == text, f"{page.name}: python -m benchmarks.stored_sweeps writes it"
         assert wrong_findings(text, sweeps) == [], page.name
 
@@ -61,12 +79,32 @@ def test_the_pages_have_the_tables_and_the_figures_of_the_stored_sweeps():
 def test_each_stored_sweep_is_on_a_page_and_of_its_file_as_it_is():
     on_pages = set().union(*(shown(page.read_text()) for page in PAGES))
     for name, kept in read_stored().items():
-        assert name in on_pages
+        assert name in on_pages or missing(kept)
         now = read(ROOT / "configs" / "experiments" / f"{name}.yaml")
         assert {point["name"]: point["settings"] for point in kept["points"]} == {
             point.name: point.settings for point in now.points
         }
         assert (kept["common"], kept["baseline"], kept["seeds"]) == (list(now.common), now.baseline, list(now.seeds))
+
+
+def test_the_pictures_are_of_the_stored_sweeps():
+    for name, kept in read_stored().items():
+        if not missing(kept):
+            file = ROOT / "docs" / "pictures" / f"{name}.svg"
+            assert file.read_text() == drawn(kept), f"{name}: python -m benchmarks.stored_sweeps draws it"
+
+
+def test_a_picture_has_a_mark_for_each_run_and_each_mean(sweep):
+    root = ElementTree.fromstring(drawn(sweep))
+    texts = [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[:3] == ["default", "cap-5", "cap-1.2"]
+    assert "reward, 0 to 0.9" in texts
+    circles = [each.attrib for each in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert len(circles) == 9  # of rewards; no run has another figure that is shown
+    assert {each["fill"] for each in circles[:3]} != {each["fill"] for each in circles[3:]}
+    places = [float(each["cx"]) for each in circles]
+    assert places[6:] == [max(places)] * 3
+    assert places[0] < places[2] < places[1]
 
 
 def test_stored_sweeps_stay_small():
@@ -75,16 +113,37 @@ def test_stored_sweeps_stay_small():
 
 def test_the_figures_of_each_run_are_kept_with_six_digits_and_where_they_come_from(sweep):
     assert sweep["points"][0]["runs"]["2"] == {"reward": 0.7, "KL": 0.0123457}
-    assert (sweep["commits"], sweep["machine"]) == (["abc1234"], MACHINE)
+    assert (sweep["commits"], sweep["machines"]) == (["abc1234"], [MACHINE])
 
 
-def test_a_sweep_with_missing_runs_or_paths_of_a_machine_is_not_stored():
-    missing = results({"default": [0.5]})
-    missing["points"][0]["unfinished"] = {"2": 7}
-    with pytest.raises(ValueError, match="mine: 1 runs are not done"):
-        stored(missing, [], MACHINE)
+def test_a_sweep_with_paths_of_a_machine_is_not_stored():
     with pytest.raises(ValueError, match=r"model\.path=/home/me/tiny is a path of one machine"):
         stored(results({"default": [0.5]}, common=["model.path=/home/me/tiny"]), [], MACHINE)
+
+
+def test_parts_of_a_sweep_are_joined_and_say_what_is_missing():
+    def part(rewards: dict[str, list[float]], seeds: list[int], **machine: Any) -> dict[str, Any]:
+        return stored(results(rewards, seeds=seeds), [f"commit{len(rewards['a'])}"], MACHINE | machine)
+
+    first = part({"a": [0.5, 0.7], "b": [0.1]}, [1, 2])
+    assert missing(first) == ["b-seed2"]
+    second = part({"a": [0.6], "b": [0.2, 0.3]}, [1, 2], processor="Another CPU")
+    both = joined(first, second)
+    assert missing(both) == []
+    rewards = {point["name"]: [each["reward"] for each in point["runs"].values()] for point in both["points"]}
+    assert rewards == {"a": [0.6, 0.7], "b": [0.2, 0.3]}
+    assert both["commits"] == ["commit1", "commit2"]
+    assert [each["processor"] for each in both["machines"]] == ["Some CPU", "Another CPU"]
+    assert joined(both, second) == both
+
+
+def test_parts_of_sweeps_with_other_settings_are_not_joined(sweep):
+    other = json.loads(json.dumps(sweep))
+    other["points"][0]["settings"] = {"algo.weight_cap": 3}
+    with pytest.raises(ValueError, match="mine: other points than"):
+        joined(sweep, other)
+    with pytest.raises(ValueError, match="mine: other common than"):
+        joined(sweep, {**sweep, "common": ["run.steps=10"]})
 
 
 def test_a_page_gets_its_tables_keeps_the_rest_and_is_not_changed_again(sweep):
@@ -158,6 +217,20 @@ def test_the_command_stores_writes_the_pages_and_checks_them(sweep, tmp_path, mo
     assert "1 stored sweeps; the pages agree with them" in capsys.readouterr().out
     assert json.loads((tmp_path / "results" / "mine.json").read_text())["commits"] == ["abc1234"]
     assert call("--check") == 0
+    (folder / "results.json").write_text(json.dumps(results({"default": [0.5], "cap-5": [0.4]}, seeds=[1, 2])))
+    assert call(str(folder)) == 0  # the other seed stays
+    (tmp_path / "results" / "mine.json").unlink()
+    assert call(str(folder)) == 1
+    told = capsys.readouterr().out
+    assert "missing: default-seed2, cap-5-seed2" in told
+    assert "page.md: mine lacks 2 runs" in told
+    (folder / "results.json").write_text(json.dumps(results({"default": [0.5, 0.7], "cap-5": [0.4, 0.6]})))
+    assert call(str(folder)) == 0
+    picture = pages / "pictures" / "mine.svg"
+    picture.write_text("another")
+    assert call("--check") == 1
+    assert "pictures/mine.svg: not that of the stored sweep" in capsys.readouterr().out
+    assert call() == 0
     page = pages / "page.md"
     page.write_text(page.read_text().replace("0.6±1.3", "0.7±1.3"))
     assert call("--check") == 1

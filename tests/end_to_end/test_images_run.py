@@ -20,7 +20,8 @@ from streamrl.recorded.journal import batches
 from tests.documented_commands import ROOT
 
 DEADLINE = 1500.0  # seconds of one command
-STEPS = {"qwen2_5_vl": 24, "qwen3_vl": 20}
+STEPS = {"qwen2_5_vl": 24, "qwen3_vl": 20, "qwen3_vl_moe": 20}
+REPLAY = {"qwen3_vl_moe": ("learner.router_replay=true",)}
 EXACT = 1e-4  # of a log-prob in float32
 
 
@@ -32,11 +33,11 @@ def test_a_run_on_images_learns_is_audited_and_retrains_bit_for_bit(family, tmp_
     tiny_vl_model.make(tmp_path / "model", family=family)
     steps = STEPS[family]
     settings = ("run.name=run", "model.path=model", f"run.steps={steps}", f"checkpoint.every={steps}")
-    settings += ("run.start_timeout=900",)
+    settings += ("run.start_timeout=900", *REPLAY.get(family, ()))
     streamrl("train", str(ROOT / "configs/images.yaml"), *settings)
     run = tmp_path / "runs" / "run"
     rows = list(read_metrics(run))
-    assert rows[0]["offpolicy/log_ratio_max"] < EXACT  # the learner's own log-probs
+    assert rows[0]["offpolicy/log_ratio_max"] < EXACT  # the learner's own log-probs, with the servers' experts
     rewards = [row["reward/mean"] for row in rows]
     print(f"{family}: rewards {rewards[0]:.3f} ... {rewards[-1]:.3f}")
     assert len(rewards) == steps
