@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.suite import this_machine
 from benchmarks.sweep_picture import PANELS, Line, picture
-from streamrl.lab.sweep.results import IN_TABLE, difference_cells, estimates
+from streamrl.lab.sweep.results import cell, difference_cells, estimates, in_table
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = Path(__file__).parents[1] / "docs"
@@ -67,14 +67,14 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
         "sweep": name,
         "machines": [dict(machine)],
         "commits": list(commits),
-        **{key: results[key] for key in ("axis", "baseline", "common", "seeds")},
+        **{key: results[key] for key in ("axis", "baseline", "target", "common", "seeds")},
         "points": [{**{key: point[key] for key in kept}, "runs": _rounded(point["runs"])} for point in points],
     }
 
 
 def joined(before: Stored, now: Stored) -> dict[str, Any]:
     """All runs of two parts of one sweep, those of `now` where both have one. Raises ValueError for other settings."""
-    differ = [key for key in ("axis", "baseline", "common", "seeds") if before[key] != now[key]]
+    differ = [key for key in ("axis", "baseline", "target", "common", "seeds") if before[key] != now[key]]
     if _settings(before) != _settings(now):
         differ.append("points")
     if differ:
@@ -109,18 +109,19 @@ def table(sweep: Stored) -> Rows:
     """The mean figures of each point."""
     by_series = any(point["series"] for point in sweep["points"])
     heads = [sweep["axis"].rpartition(".")[2], "point"] if by_series else ["point"]
-    rows = [[*heads, *(HEADS.get(name, name) for name in IN_TABLE)]]
+    names = in_table(sweep["target"])
+    rows = [[*heads, *(HEADS.get(name, name) for name in names)]]
     for point in sweep["points"]:
-        found = estimates(_runs(point))
+        found = estimates(_runs(point), sweep["target"])
         places = [point["column"], point["series"]] if by_series else [point["column"]]
-        rows.append([*places, *(_close(str(found.get(name, "-"))) for name in IN_TABLE)])
+        rows.append([*places, *(_close(cell(found.get(name), len(point["runs"]))) for name in names)])
     return rows
 
 
 def differences(sweep: Stored) -> Rows:
     """What each other point has more than the baseline; empty where there is none."""
-    cells = difference_cells(sweep["baseline"], {point["name"]: _runs(point) for point in sweep["points"]})
-    return [[_close(cell) for cell in row] for row in cells]
+    runs = {point["name"]: _runs(point) for point in sweep["points"]}
+    return [[_close(each) for each in row] for row in difference_cells(sweep["baseline"], runs, sweep["target"])]
 
 
 def unsupported(sweep: Stored, findings: str) -> list[str]:
@@ -218,7 +219,7 @@ def _runs(point: Mapping[str, Any]) -> dict[int, dict[str, float]]:
 
 def _close(cell: str) -> str:
     """Without spaces inside: the columns are told apart by them."""
-    return cell.replace(" ± ", "±").replace(" .. ", "..")
+    return cell.replace(" ± ", "±").replace(" .. ", "..").replace(" (", "(")
 
 
 def _figures(row: Sequence[str]) -> set[str]:

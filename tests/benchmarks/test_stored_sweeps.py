@@ -57,6 +57,7 @@ def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
         "baseline": next(iter(rewards)),
         "common": ["run.steps=9"],
         "seeds": seeds,
+        "target": None,
     }
     return {**head, "points": points, **more}
 
@@ -144,6 +145,20 @@ def test_parts_of_sweeps_with_other_settings_are_not_joined(sweep):
         joined(sweep, other)
     with pytest.raises(ValueError, match="mine: other common than"):
         joined(sweep, {**sweep, "common": ["run.steps=10"]})
+
+
+def test_a_sweep_with_a_target_has_the_tokens_to_it_and_their_ratio(sweep):
+    sweep["target"] = 0.8
+    for point, tokens in zip(sweep["points"], ([100, 200, 400], [50, 100, None], [None] * 3), strict=True):
+        for run, count in zip(point["runs"].values(), tokens, strict=True):
+            run.update({} if count is None else {"tokens to target": count})
+    head, default, more, less = stored_sweeps.table(sweep)
+    assert [head[-1], default[-1], more[-1], less[-1]] == ["tokens to target", "233±379", "75±318(2/3)", "-"]
+    assert [row[-3:] for row in stored_sweeps.differences(sweep)[1:]] == [
+        ["0.50", "0.50..0.50", "0.50..0.50"],
+        ["-"] * 3,
+    ]
+    assert unsupported(sweep, "`cap-5` needs 0.50 of the tokens.") == []
 
 
 def test_a_page_gets_its_tables_keeps_the_rest_and_is_not_changed_again(sweep):

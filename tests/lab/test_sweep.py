@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.lab.sweep import command, runner
-from streamrl.lab.sweep.differences import bootstrap, difference
+from streamrl.lab.sweep.differences import bootstrap, difference, ratio
 from streamrl.lab.sweep.estimates import Estimate, band, estimate, student_t
-from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares
+from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares, tokens_to
 from streamrl.lab.sweep.plan import override, read
 from streamrl.lab.sweep.results import collect, markdown
 from streamrl.lab.sweep.servers import server_kind
@@ -151,6 +152,7 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ({"points": [{"algo.weight": "none"}]}, "points[0]: its name is missing"),
         ({"points": [{"name": "a"}, {"name": "a"}]}, "two points are called a"),
         ({"seeds": [1, 1]}, "seeds: [1, 1] is not allowed"),
+        ({"target": "high"}, "target: 'high' is not allowed; allowed: a reward, a number"),
         ({"points": [{"name": "a"}, {"name": "b"}], "baseline": "c"}, "baseline: c is no point; allowed: a, b"),
         ({"set": {"run.seed": 3}}, "run.seed: the sweep gives it to each run"),
         ({"set": {"algo.kl": 0.1}, "grid": {"algo.kl": [0.1, 0.2]}}, "set: algo.kl is swept over"),
@@ -261,7 +263,7 @@ def test_the_first_point_is_the_baseline_and_one_point_alone_is_compared_with_no
     assert read(make_sweep(grid={"replay.max_staleness": [2, 0]})).baseline == "max_staleness_2"
     sweep = read(file := make_sweep(seeds=[1, 2]))
     run(file, Trained())
-    assert "difference" not in markdown(sweep, collect(sweep.jobs()))
+    assert "difference" not in markdown(sweep, collect(sweep, sweep.jobs()))
 
 
 def test_a_difference_has_students_interval_of_the_pairs_alone():
@@ -272,6 +274,41 @@ def test_a_difference_has_students_interval_of_the_pairs_alone():
     alone = difference({1: 0.5}, {1: 0.25})
     assert alone is not None
     assert (alone.estimate.mean, alone.student, alone.bootstrap) == (0.25, "-", "-")
+
+
+def test_tokens_are_counted_until_the_mean_reward_of_ten_steps_is_the_target():
+    rows = [{"reward/mean": step / 10, "tokens/generated": 100} for step in range(20)]
+    assert tokens_to(0.45)(rows) == 1000  # steps 0 to 9
+    assert tokens_to(0.55)(rows) == 1100
+    assert tokens_to(2.0)(rows) is None
+    assert tokens_to(0.0)(rows[:9]) is None
+
+
+def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_tokens(make_sweep, tmp_path, capsys):
+    points = [{"name": "first", "run.steps": 12}, {"name": "second", "run.steps": 10}]
+    file = make_sweep(points=points, target=0.16, seeds=[1, 2, 3])
+    assert command.main(file, [], Trained()) == 0
+    results = json.loads((tmp_path / "sweeps" / "mine" / "results.json").read_text())
+    assert results["target"] == 0.16
+    told = results["figures"][-1]
+    assert (told["name"], told["unit"]) == ("tokens to target", "tokens")
+    assert "0.16" in told["meaning"]
+    text = (tmp_path / "sweeps" / "mine" / "results.md").read_text()
+    first, second = (line for line in text.splitlines() if line.startswith(("| first | 3 of", "| second | 3 of")))
+    assert first.endswith("| 2067 ± 287 |")  # 2200 where the reward is lowest
+    assert second.endswith("| 2000 (2/3) |")
+    assert any(line.endswith("| 1.00 | 1.00 .. 1.00 | 1.00 .. 1.00 |") for line in text.splitlines())
+    assert "tokens to target: ratio, over the seeds where both reach 0.16" in text
+
+
+def test_a_ratio_is_of_the_seeds_that_both_have_and_multiplies():
+    assert ratio({1: 2.0}, {2: 1.0}) is None
+    alone = ratio({1: 2.0}, {1: 4.0})
+    assert alone is not None
+    assert alone.cells() == ["0.50", "-", "-"]
+    several = ratio({1: 1.0, 2: 4.0, 3: 9.0}, {1: 2.0, 2: 2.0})
+    assert several is not None
+    assert (several.mean, several.seeds) == (pytest.approx(1.0), 2)
 
 
 def test_the_bootstrap_gives_the_same_interval_again_between_the_smallest_and_the_largest_value():
@@ -295,7 +332,8 @@ def test_what_is_to_do_is_told_before_it_begins_and_how_long_by_the_runs_that_ha
     assert command.main(file, [], Trained({"max_staleness_2-seed2": 1})) == 1
     first = capsys.readouterr().out.splitlines()
     assert first[0] == "4 runs, 0 done; how long they take is known when the first one ends"
-    assert "[1/4] max_staleness_0-seed1: done in 0 s; less than a minute left" in first
+    ended = r"\[1/4\] max_staleness_0-seed1: done in \d s; less than a minute left"
+    assert any(re.fullmatch(ended, line) for line in first)
     sweep = read(file)
     (sweep.folder / "seconds.json").write_text('{"max_staleness_0-seed1": 60, "max_staleness_0-seed2": 120}')
     assert runner.seconds_left(sweep, sweep.jobs()) == 90  # max_staleness_2 takes as long as the others
@@ -328,7 +366,7 @@ def test_a_run_that_was_gone_on_with_is_not_timed(make_sweep):
 def test_one_seed_has_no_interval_and_the_table_says_so(make_sweep):
     sweep = read(file := make_sweep(seeds=[1]))
     run(file, Trained())
-    text = markdown(sweep, collect(sweep.jobs()))
+    text = markdown(sweep, collect(sweep, sweep.jobs()))
     assert "one seed, so that no figure has an interval: a difference may be chance" in text
     assert "±" not in text.splitlines()[2]
 

@@ -68,7 +68,7 @@ def _check(jobs: Sequence[Job]) -> None:
 
 def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
     """Print and write the results. Returns whether runs are missing in them."""
-    outcomes = results.collect(jobs)
+    outcomes = results.collect(sweep, jobs)
     results.save(sweep, outcomes)
     console = Console()
     if not console.is_terminal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +62,42 @@ def difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Di
         return None
     low, high = bootstrap(each) if len(each) > 1 else (None, None)
     return Difference(mean, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """The geometric mean over the seeds of a point's figure over the baseline's with the same seed.
+
+    student, bootstrap: the ends of its 95 % intervals, of the logarithms; None for one seed, which has none.
+    """
+
+    mean: float
+    student: tuple[float, float] | None
+    bootstrap: tuple[float, float] | None
+    seeds: int
+
+    def cells(self) -> list[str]:
+        """`0.62`, `0.51 .. 0.75`, `0.55 .. 0.71`, or `-` for what there is not."""
+        ends = (self.student, self.bootstrap)
+        return [f"{self.mean:.2f}", *("-" if each is None else f"{each[0]:.2f} .. {each[1]:.2f}" for each in ends)]
+
+
+def ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> Ratio | None:
+    """Of one positive figure, by seed; None without a seed that both have.
+
+    >>> ratio({1: 50.0, 2: 80.0, 3: 60.0}, {1: 100.0, 2: 100.0, 4: 100.0}).cells()
+    ['0.63', '0.03 .. 12.53', '0.50 .. 0.80']
+    """
+    logs = [math.log(value / baseline[seed]) for seed, value in values.items() if seed in baseline]
+    if (mean := estimate(logs)) is None:
+        return None
+    half, drawn = mean.half_width, bootstrap(logs) if len(logs) > 1 else None
+    return Ratio(
+        mean=math.exp(mean.mean),
+        student=None if half is None else (math.exp(mean.mean - half), math.exp(mean.mean + half)),
+        bootstrap=None if drawn is None else (math.exp(drawn[0]), math.exp(drawn[1])),
+        seeds=mean.seeds,
+    )
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:

@@ -35,7 +35,7 @@ class Estimate:
         for one seed, or where all seeds agree.
         """
         if self.half_width is None or self.half_width < NOTHING:
-            return f"{round(self.mean, 9):.3g}"
+            return f"{self.mean:.0f}" if abs(self.mean) >= 1000 else f"{round(self.mean, 9):.3g}"
         places = digits(self.half_width)
         if places > MOST_DIGITS:
             return f"{self.mean:.1e} ± {self.half_width:.0e}"

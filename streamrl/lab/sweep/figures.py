@@ -18,6 +18,10 @@ BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")  # of `tokens/trained/` in t
 
 CLIPS = ("loss/clip_low", "loss/clip_high", "loss/clip_dual")  # no token is counted by two of them
 
+TARGET_WINDOW = 10  # steps, whose mean reward has to reach a sweep's target
+
+TO_TARGET = "tokens to target"
+
 CURVE_WINDOW = 5  # steps of the running mean in a reward curve
 
 
@@ -94,6 +98,19 @@ def share_of_time(key: str) -> Callable[[Rows], float | None]:
     return figure
 
 
+def tokens_to(target: float) -> Callable[[Rows], float | None]:
+    """Tokens that were generated until the mean reward of TARGET_WINDOW steps was `target`; None where it never was."""
+
+    def figure(rows: Rows) -> float | None:
+        rewards = [row.get("reward/mean") or 0.0 for row in rows]
+        for end in range(TARGET_WINDOW, len(rows) + 1):
+            if math.fsum(rewards[end - TARGET_WINDOW : end]) / TARGET_WINDOW >= target:
+                return math.fsum(row["tokens/generated"] for row in rows[:end])
+        return None
+
+    return figure
+
+
 FIGURES: tuple[Figure, ...] = (
     Figure("reward", "", "mean reward over the last tenth of the steps", last_mean("reward/mean")),
     Figure("reward over the run", "", "mean reward over all steps: how early it was learned", mean("reward/mean")),
@@ -117,9 +134,17 @@ FIGURES: tuple[Figure, ...] = (
 )
 
 
-def figures(rows: Rows) -> dict[str, float]:
+def figures_of(target: float | None) -> tuple[Figure, ...]:
+    """Those of a sweep; with a target reward one more."""
+    if target is None:
+        return FIGURES
+    meaning = f"generated until the mean reward of {TARGET_WINDOW} steps was {target:g}, in the runs where it was"
+    return (*FIGURES, Figure(TO_TARGET, "tokens", meaning, tokens_to(target)))
+
+
+def figures(rows: Rows, target: float | None = None) -> dict[str, float]:
     """Every figure that the run has."""
-    found = {figure.name: figure.of(rows) for figure in FIGURES}
+    found = {figure.name: figure.of(rows) for figure in figures_of(target)}
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
 
 

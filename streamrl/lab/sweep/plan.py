@@ -7,6 +7,7 @@ points:                                   settings that go together; times the g
   - {name: plain, algo.weight: none}
   - {name: weighted, algo.weight: token}
 baseline: max_staleness_0-plain           what the others are compared with; the first point
+target: 0.8                               a reward; how many tokens each point needs until it
 seeds: [1, 2, 3]
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +29,7 @@ from streamrl.config.file import ConfigError
 from streamrl.config.positions import OVERRIDE
 from streamrl.model_dtype import with_dtype
 
-KEYS = ("name", "folder", "base", "set", "grid", "points", "baseline", "seeds")
+KEYS = ("name", "folder", "base", "set", "grid", "points", "baseline", "target", "seeds")
 
 OWN = ("run.seed", "run.name", "run.folder")  # what the sweep itself gives to each run
 
@@ -75,6 +77,7 @@ class Sweep:
     axis: str  # what `column` of a point is a value of: the first grid key, or "point"
     points: tuple[Point, ...]
     baseline: str  # the point that the others are compared with
+    target: float | None  # a reward; None: tokens are not counted
     seeds: tuple[int, ...]
 
     def jobs(self) -> list[Job]:
@@ -119,6 +122,7 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         axis=next(iter(grid), "point"),
         points=expanded,
         baseline=_baseline(tree, [point.name for point in expanded]),
+        target=_target(tree),
         seeds=_seeds(tree),
     )
 
@@ -208,6 +212,15 @@ def _baseline(tree: Mapping[str, Any], names: Sequence[str]) -> str:
     if name not in names:
         raise ConfigError(f"baseline: {name} is no point; allowed: {', '.join(names)}")
     return name
+
+
+def _target(tree: Mapping[str, Any]) -> float | None:
+    target = tree.get("target")
+    if target is None:
+        return None
+    if isinstance(target, bool) or not isinstance(target, int | float) or not math.isfinite(target):
+        raise ConfigError(f"target: {target!r} is not allowed; allowed: a reward, a number")
+    return float(target)
 
 
 def _seeds(tree: Mapping[str, Any]) -> tuple[int, ...]:

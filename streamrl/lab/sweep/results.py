@@ -12,9 +12,9 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from streamrl.lab.sweep.differences import COMPARED, Difference, difference
+from streamrl.lab.sweep.differences import COMPARED, Difference, difference, ratio
 from streamrl.lab.sweep.estimates import Estimate, estimate
-from streamrl.lab.sweep.figures import FIGURES, Rows, figures, staleness_shares
+from streamrl.lab.sweep.figures import TO_TARGET, Rows, figures, figures_of, staleness_shares
 from streamrl.lab.sweep.plan import Job, Point, Sweep
 from streamrl.lab.sweep.runner import is_done, steps_of
 from streamrl.observe.metrics import read_metrics
@@ -35,17 +35,22 @@ class Outcome:
     staleness: dict[str, float]  # share of the trained tokens of each age bucket, mean of the seeds
 
 
-def collect(jobs: Sequence[Job]) -> list[Outcome]:
+def in_table(target: float | None) -> tuple[str, ...]:
+    """Names of the figures that a table of points has."""
+    return IN_TABLE if target is None else (*IN_TABLE, TO_TARGET)
+
+
+def collect(sweep: Sweep, jobs: Sequence[Job]) -> list[Outcome]:
     """What there is in the run folders, point by point in the order of the sweep."""
     points: dict[str, list[Job]] = {}
     for job in jobs:
         points.setdefault(job.point.name, []).append(job)
-    return [_outcome(each) for each in points.values()]
+    return [_outcome(each, sweep.target) for each in points.values()]
 
 
-def _outcome(jobs: Sequence[Job]) -> Outcome:
+def _outcome(jobs: Sequence[Job], target: float | None) -> Outcome:
     done: dict[int, Rows] = {job.seed: list(read_metrics(job.config.run_folder)) for job in jobs if is_done(job)}
-    runs = {seed: figures(rows) for seed, rows in done.items()}
+    runs = {seed: figures(rows, target) for seed, rows in done.items()}
     shares = [staleness_shares(rows) for rows in done.values()]
     buckets = shares[0] if shares else ()
     return Outcome(
@@ -53,16 +58,16 @@ def _outcome(jobs: Sequence[Job]) -> Outcome:
         rows=done,
         runs=runs,
         unfinished={job.seed: steps_of(job) for job in jobs if job.seed not in done},
-        figures=estimates(runs),
+        figures=estimates(runs, target),
         staleness={bucket: sum(share[bucket] for share in shares) / len(shares) for bucket in buckets},
     )
 
 
-def estimates(runs: Mapping[int, Mapping[str, float]]) -> dict[str, Estimate]:
+def estimates(runs: Mapping[int, Mapping[str, float]], target: float | None = None) -> dict[str, Estimate]:
     """Of every figure, over the seeds of a point that have it; `runs`: figures by seed."""
     return {
         figure.name: found
-        for figure in FIGURES
+        for figure in figures_of(target)
         if (found := estimate([each[figure.name] for each in runs.values() if figure.name in each])) is not None
     }
 
@@ -84,14 +89,16 @@ def _by_seed(runs: Mapping[int, Mapping[str, float]], name: str) -> dict[int, fl
 
 def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
     """Write `results.json` and `results.md` into the sweep's folder."""
+    meanings = [{"name": each.name, "unit": each.unit, "meaning": each.meaning} for each in figures_of(sweep.target)]
     content = {
         "sweep": sweep.name,
         "base": str(sweep.base),
         "common": list(sweep.common),
         "axis": sweep.axis,
         "baseline": sweep.baseline,
+        "target": sweep.target,
         "seeds": list(sweep.seeds),
-        "figures": [{"name": each.name, "unit": each.unit, "meaning": each.meaning} for each in FIGURES],
+        "figures": meanings,
         "points": [_as_json(outcome, _baseline(sweep, outcomes)) for outcome in outcomes],
     }
     _write(sweep.folder / "results.json", json.dumps(content, indent=1) + "\n")
@@ -100,9 +107,9 @@ def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
 
 def tables(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Table]:
     """The points and their figures; where there is more than one point, their differences from the baseline."""
-    drawn = [_drawn(f"{sweep.name}: {legend(sweep)}", _cells(outcomes))]
-    if compared := difference_cells(sweep.baseline, {each.point.name: each.runs for each in outcomes}):
-        drawn.append(_drawn(difference_legend(sweep.baseline), compared))
+    drawn = [_drawn(f"{sweep.name}: {legend(sweep)}", _cells(sweep, outcomes))]
+    if compared := difference_cells(sweep.baseline, _runs(outcomes), sweep.target):
+        drawn.append(_drawn(difference_legend(sweep.baseline, sweep.target), compared))
     return drawn
 
 
@@ -120,9 +127,9 @@ def _drawn(title: str, cells: Sequence[Sequence[str]]) -> Table:
 
 def markdown(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
     """The same tables for a document."""
-    parts = [_markdown(_cells(outcomes)), f"{legend(sweep)}."]
-    if compared := difference_cells(sweep.baseline, {each.point.name: each.runs for each in outcomes}):
-        parts += [_markdown(compared), f"{difference_legend(sweep.baseline)}."]
+    parts = [_markdown(_cells(sweep, outcomes)), f"{legend(sweep)}."]
+    if compared := difference_cells(sweep.baseline, _runs(outcomes), sweep.target):
+        parts += [_markdown(compared), f"{difference_legend(sweep.baseline, sweep.target)}."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -139,12 +146,13 @@ def legend(sweep: Sweep) -> str:
     return f"mean ± half of the 95 % confidence interval over {len(sweep.seeds)} seeds (Student's t)"
 
 
-def difference_legend(baseline: str) -> str:
+def difference_legend(baseline: str, target: float | None = None) -> str:
     """What the differences are of."""
-    return (
+    differ = (
         f"difference from {baseline} with the same seed: mean ± half of the 95 % confidence interval (Student), its "
         "ends, and those of the bootstrap"
     )
+    return differ if target is None else f"{differ}; {TO_TARGET}: ratio, over the seeds where both reach {target:g}"
 
 
 def missing(outcomes: Sequence[Outcome]) -> list[str]:
@@ -156,10 +164,12 @@ def missing(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def difference_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list[str]]:
+def difference_cells(
+    baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]], target: float | None = None
+) -> list[list[str]]:
     """A head, and a row for each other point that has a seed in common with the baseline; empty without such a point.
 
-    `points`: figures by seed, by the points' names.
+    `points`: figures by seed, by the points' names. With a `target` the ratio of tokens to it, and of how many seeds.
     """
     compared = {
         name: (sum(seed in points[baseline] for seed in runs), found)
@@ -169,7 +179,7 @@ def difference_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[st
     if not compared:
         return []
     head = ["point", "pairs"]
-    for name in COMPARED:
+    for name in (*COMPARED, *([] if target is None else [TO_TARGET])):
         head += [name, "Student", "bootstrap"]
     rows = []
     for name, (pairs, found) in compared.items():
@@ -177,6 +187,9 @@ def difference_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[st
         for figure in COMPARED:
             each = found.get(figure)
             row += [str(each.estimate), each.student, each.bootstrap] if each else ["-"] * 3
+        if target is not None:
+            tokens = ratio(_by_seed(points[name], TO_TARGET), _by_seed(points[baseline], TO_TARGET))
+            row += tokens.cells() if tokens else ["-"] * 3
         rows.append(row)
     return [head, *rows]
 
@@ -186,18 +199,30 @@ def _baseline(sweep: Sweep, outcomes: Sequence[Outcome]) -> dict[int, dict[str, 
     return next(outcome.runs for outcome in outcomes if outcome.point.name == sweep.baseline)
 
 
-def _cells(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    units = {figure.name: figure.unit for figure in FIGURES}
-    head = ["point", "seeds", *(f"{name}, {units[name]}" if units[name] else name for name in IN_TABLE)]
+def _runs(outcomes: Sequence[Outcome]) -> dict[str, dict[int, dict[str, float]]]:
+    """Figures by seed, by the points' names."""
+    return {each.point.name: each.runs for each in outcomes}
+
+
+def _cells(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[list[str]]:
+    units, names = {figure.name: figure.unit for figure in figures_of(sweep.target)}, in_table(sweep.target)
+    head = ["point", "seeds", *(f"{name}, {units[name]}" if units[name] else name for name in names)]
     rows = [
         [
             outcome.point.name,
             f"{len(outcome.rows)} of {len(outcome.rows) + len(outcome.unfinished)}",
-            *(str(outcome.figures.get(name, "-")) for name in IN_TABLE),
+            *(cell(outcome.figures.get(name), len(outcome.rows)) for name in names),
         ]
         for outcome in outcomes
     ]
     return [head, *rows]
+
+
+def cell(found: Estimate | None, runs: int) -> str:
+    """An estimate, and where not all `runs` have the figure, how many do."""
+    if found is None:
+        return "-"
+    return str(found) if found.seeds == runs else f"{found} ({found.seeds}/{runs})"
 
 
 def _as_json(outcome: Outcome, baseline: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
