@@ -10,8 +10,12 @@ Whatever the policy says, nothing is held back that holding makes no younger, or
     the step that is asked for, and P groups more where it is asked for and nothing is out
     a group that had a ticket before
 
+*Slow start.* Until STEPS steps of the learner are measured, and while the policy knows no lead time yet, so many steps go
+out beyond the one that the learner asks for, or will ask for next, as the workers generate at once. As early as is legal
+would be the whole bound within seconds: a slow learner would train it for as many steps.
+
 Pure, like the buffer: it reads the buffer's state, and is told the time. What it has measured is not durable: a service
-that was started again releases as early as is legal until STEPS steps are measured again.
+that was started again starts slowly again.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from statistics import median
 
 from streamrl.replay.lives import NEVER, Life
 from streamrl.replay.records import AnyRecord, Completed, Issued
-from streamrl.replay.releases.base import Release
+from streamrl.replay.releases.base import EARLIEST, Release
 from streamrl.replay.state import State
 
 STEPS = 4  # of the learner that must be measured first
@@ -47,7 +51,7 @@ class ReleaseGate:
         self._now = 0.0
         self._opened: dict[int, float] = {}  # groups that are out, in the order of their first tickets, and when
         self._came: list[float] = []  # first tickets of those that were completed since the last tick
-        self._rounds = 1.0
+        self._capacity = 0  # groups that the workers generate at once; 0: not known yet
         self._steps: deque[float] = deque(maxlen=KEPT)
         self._wanted: int | None = None  # the step that the learner asks for, or will ask for next
         self._asked = False
@@ -59,8 +63,8 @@ class ReleaseGate:
         if not self._release.holds:
             return
         self._now = now
-        if capacity is not None:
-            self._rounds = max(1.0, self._groups / max(1, capacity))
+        if capacity:
+            self._capacity = capacity
         for opened in self._came:
             self._release.completed(max(0.0, now - opened))
         self._came.clear()
@@ -110,16 +114,32 @@ class ReleaseGate:
     def _decide(self, now: float) -> float:
         """Steps that are not consumed, and whose tickets go out; NEVER for all of them."""
         self.due_at, self._lead = NEVER, NEVER
-        if self._wanted is None or len(self._steps) < STEPS or (seconds := median(self._steps)) <= 0:
+        lead = self._measured(now)
+        if lead == EARLIEST:
             return NEVER
-        lead = self._release.lead((now - at for at in self._opened.values()), self._rounds)
-        if lead == NEVER:
-            return NEVER
+        state, acknowledged = self._state, self._state.acknowledged
+        wanted = state.next_step if self._wanted is None else self._wanted
+        steps = self._at_start() if lead is None else self._in_time(now, lead)
+        fresh = min(state.next_step, acknowledged.step if acknowledged else 0) + self._every + 1
+        return max(wanted + max(steps, int(self._asked)), fresh) - state.next_step
+
+    def _measured(self, now: float) -> float | None:
+        """The policy's lead time; None while it cannot be known."""
+        if self._wanted is None or len(self._steps) < STEPS or median(self._steps) <= 0:
+            return None
+        rounds = max(1.0, self._groups / max(1, self._capacity))
+        return self._release.lead((now - at for at in self._opened.values()), rounds)
+
+    def _at_start(self) -> int:
+        """Steps from the wanted one on that the workers generate at once."""
+        return math.ceil(max(1, self._capacity) / self._groups)
+
+    def _in_time(self, now: float, lead: float) -> int:
+        """Steps from the wanted one on that are needed within the lead time; sets when there will be one more."""
         self._lead = lead = lead if lead > 0 else 0.0
+        seconds = median(self._steps)
         asks = now if self._asked or self._delivered is None else max(now, self._delivered + seconds)
         steps = math.floor(min((now + lead - asks) / seconds, MOST) + ROUNDING) + 1
         if steps <= lead / seconds:  # later than that the learner asks, or is late itself
             self.due_at = asks + steps * seconds - lead
-        state, acknowledged = self._state, self._state.acknowledged
-        fresh = min(state.next_step, acknowledged.step if acknowledged else 0) + self._every + 1
-        return max(self._wanted + max(steps, int(self._asked)), fresh) - state.next_step
+        return steps

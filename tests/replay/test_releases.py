@@ -56,11 +56,11 @@ def policy(groups: int = 1, quantile: float = 0.9, margin: float = 0.0) -> JustI
 # -- the policy
 
 
-def test_nothing_is_held_back_until_enough_groups_are_measured() -> None:
+def test_no_lead_time_is_known_until_enough_groups_are_measured() -> None:
     release = JustInTime(8, Timing())
     for _ in range(LEAST_GROUPS - 1):
         release.completed(1.0)
-    assert release.lead((), 1.0) == EARLIEST
+    assert release.lead((), 1.0) is None
     assert release.metrics() == {}
     release.completed(1.0)
     assert release.lead((), 1.0) == 1.25
@@ -106,13 +106,13 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str)
 class Fixed(Release):
     """The same lead time always."""
 
-    seconds = 10.0
+    seconds: float | None = 10.0
 
-    def lead(self, open_for: Iterable[float], rounds: float) -> float:
+    def lead(self, open_for: Iterable[float], rounds: float) -> float | None:
         return self.seconds
 
 
-def gate(seconds: float, acknowledged: int = 5) -> tuple[ReleaseGate, State]:
+def gate(seconds: float | None, acknowledged: int = 5) -> tuple[ReleaseGate, State]:
     """Of steps of two groups, 4 s each; the learner has got step 5 at 20 s, and asks for step 6 at 24 s."""
     state, release = State(Shares({"copy": 1}, 2)), Fixed(2, Options())
     release.seconds = seconds
@@ -146,6 +146,40 @@ def test_a_ticket_goes_out_its_lead_time_before_its_step_is_asked_for(
     held, _ = gate(lead)
     held.tick(now)
     assert (held.limit, held.due_at) == (2 * step, pytest.approx(due))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "begun", "limit"),
+    [
+        (None, False, 4),  # no worker is known: nothing newer than version 0 comes before steps 0 and 1
+        (3, False, 4),
+        (5, False, 6),
+        (5, True, 8),
+        (0, True, 4),
+    ],
+)
+def test_a_run_starts_with_the_steps_that_its_workers_generate_at_once(
+    capacity: int | None, begun: bool, limit: float
+) -> None:
+    state = State(Shares({"copy": 1}, 2))
+    slow = ReleaseGate(Fixed(2, Options()), state, publish_every=1)
+    state.acknowledged = PolicyVersion(0)
+    if begun:  # the first batch is there: step 1 is wanted next
+        slow.began(0, {})
+        slow.tick(1.0, capacity)
+        slow.asked(0)
+        slow.delivered(0)
+    slow.tick(2.0, capacity)
+    assert slow.limit == limit
+    slow.tick(3.0, 0)  # all workers are away for a moment
+    assert slow.limit == limit
+
+
+def test_a_policy_that_does_not_know_yet_starts_slowly_too_however_long_the_learner_is_measured() -> None:
+    held, _ = gate(None)
+    held.tick(20.0, 6)
+    assert held.limit == 2 * (6 + 3)
+    assert "release/lead" not in held.metrics(99)
 
 
 def test_what_the_learner_asks_for_is_never_held_back() -> None:
@@ -201,9 +235,9 @@ class Whims(Release):
 
     asked = 0
 
-    def lead(self, open_for: Iterable[float], rounds: float) -> float:
+    def lead(self, open_for: Iterable[float], rounds: float) -> float | None:
         self.asked += 1
-        return (0.0, 0.0, math.nan, 2.5, 0.0, -1.0, EARLIEST)[self.asked % 7]
+        return (0.0, 0.0, math.nan, 2.5, 0.0, -1.0, EARLIEST, None)[self.asked % 8]
 
 
 class HeldBack(Schedule):

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pydantic import Field
 
 from streamrl.choices import Options
-from streamrl.replay.releases.base import EARLIEST, Release
+from streamrl.replay.releases.base import Release
 
 LEAST = 4  # learner steps whose groups must be complete first, and ...
 LEAST_GROUPS = 32  # ... groups, where steps are small
@@ -34,7 +34,7 @@ class JustInTime(Release):
     Lead time = (Q + (rounds - 1) x mean) x (1 + margin); Q = the quantile^(1/P) quantile of the seconds from a group's
     first ticket to its completion, so that all P groups of a step are complete in that share of the steps, if they are
     independent. A group that is out longer than Q counts as one that takes at least that long, so that a straggler
-    raises Q before it is back. As `eager` until LEAST steps' groups are complete.
+    raises Q before it is back. Not known until LEAST steps' groups are complete.
 
     >>> release = JustInTime(groups_per_step=1, options=Timing(quantile=0.5, margin=0.0))
     >>> for seconds in range(1, 41):
@@ -53,7 +53,7 @@ class JustInTime(Release):
         self._kept = max(KEPT_GROUPS[0], min(KEPT_GROUPS[1], KEPT * groups_per_step))
         self._recent: deque[float] = deque()  # seconds, in the order of completion
         self._sorted: list[float] = []
-        self._quantile = EARLIEST
+        self._quantile: float | None = None
 
     def completed(self, seconds: float) -> None:
         if len(self._recent) == self._kept:
@@ -61,15 +61,15 @@ class JustInTime(Release):
         self._recent.append(seconds)
         insort(self._sorted, seconds)
 
-    def lead(self, open_for: Iterable[float], rounds: float) -> float:
+    def lead(self, open_for: Iterable[float], rounds: float) -> float | None:
         if len(self._sorted) < self._least:
-            return EARLIEST
+            return None
         self._quantile = self._measured(open_for)
         waits = (rounds - 1) * sum(self._sorted) / len(self._sorted) if rounds > 1 else 0.0
         return (self._quantile + waits) * (1 + self.options.margin)
 
     def metrics(self) -> dict[str, float]:
-        return {} if self._quantile == EARLIEST else {"release/quantile": self._quantile}
+        return {} if self._quantile is None else {"release/quantile": self._quantile}
 
     def _measured(self, open_for: Iterable[float]) -> float:
         """Of complete groups, and of those that are out for longer than the quantile of the complete ones."""
