@@ -10,9 +10,9 @@ Whatever the policy says, nothing is held back that holding makes no younger, or
     the step that is asked for, and P groups more where it is asked for and nothing is out
     a group that had a ticket before
 
-*Slow start.* Until STEPS steps of the learner are measured, and while the policy knows no lead time yet, so many steps go
-out beyond the one that the learner asks for, or will ask for next, as the workers generate at once. As early as is legal
-would be the whole bound within seconds: a slow learner would train it for as many steps.
+*Slow start.* Until STEPS steps of the learner are measured, and while the policy knows no lead time yet, as many steps
+go out ahead of the learner as the workers generate at once. As early as is legal would be the whole bound within
+seconds: a slow learner would train it for as many steps.
 
 Pure, like the buffer: it reads the buffer's state, and is told the time. What it has measured is not durable: a service
 that was started again starts slowly again.
