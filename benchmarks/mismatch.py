@@ -2,14 +2,16 @@
 
     python -m benchmarks.mismatch [--quick] [--model FOLDER] [--json PATH]
 
-    decode    `generate.score: decode`: log-probs as the tokens were drawn
-    prefill   `generate.score: prefill`: those of one prefill of each finished answer
+    decode         `generate.score: decode`: log-probs as the tokens were drawn
+    prefill        `generate.score: prefill`: those of one prefill of each finished answer
+    full_prefill   `generate.score: full_prefill`: of one that uses nothing cached; the learner is `learner.as_served`
 
-One real SGLang server a dtype answers groups of 16 for two workers that are configured by one or the other; the
-learner scores what they made. `equal` is the share of tokens whose log ratio to the learner is exactly 0. The workers
-take turns, so that a noisy machine slows both; the cost is the quotient of neighbours' tokens/s, its median over the
-repeats with its smallest and largest. `decode - prefill` compares the two for the same answers: what
-`streamrl/observe/limits.py` derives the limit of `mismatch/mean` from.
+One real SGLang server a dtype answers groups of 16 for three workers, one a way; the learner scores what they made.
+`equal` is the share of tokens whose log ratio to the learner is exactly 0. The workers take turns, so that a noisy
+machine slows all; the cost is the quotient of a repeat's tokens/s and that of decode, its median over the repeats with
+its smallest and largest. The learner's is that of its passes over the same groups, as served and not, in turns.
+`decode - prefill` compares the two for the same answers: what `streamrl/observe/limits.py` derives the limit of
+`mismatch/mean` from.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from streamrl.tasks.registry import build_task
 from streamrl.types import Batch, Group, PolicyVersion, Ticket
 
 DTYPES = ("float32", "bfloat16")
-WAYS = ("decode", "prefill")
+WAYS = ("decode", "prefill", "full_prefill")
 SAMPLES = 16  # n
 TOKENS = 64  # of an answer, unless it ends before
 SYMBOLS = 26  # of the tiny model: its answers end seldom
@@ -128,7 +130,7 @@ def configure(model: Path, dtype: str, score: str, address: str | None = None) -
             "model": {"path": model, "dtype": dtype},
             "task": {"name": "copy"},
             "generate": generate,
-            "learner": {"tokens_per_micro_batch": LEARNER},
+            "learner": {"tokens_per_micro_batch": LEARNER, "as_served": score == "full_prefill"},
             "stream": {"curve": "off"},
         }
     )
@@ -136,20 +138,22 @@ def configure(model: Path, dtype: str, score: str, address: str | None = None) -
 
 async def generate(
     address: str, configs: dict[str, Config], folder: Path, groups: int, repeats: int
-) -> tuple[dict[str, list[Group]], list[float], Distance]:
-    """The groups of either way, the quotients of their speeds, and how far decode is from prefill."""
+) -> tuple[dict[str, list[Group]], dict[str, list[float]], Distance]:
+    """The groups of each way, the quotients of its speed and decode's, and how far decode is from prefill."""
     workers = {way: Made(config, folder) for way, config in configs.items()}
     client = EngineClient(address, 600.0)
     try:
         for worker in workers.values():
             await worker.start()
             await worker.run(max(2, groups // 4))
-        ratios, made = [], dict[str, list[Group]]()
+        ratios: dict[str, list[float]] = {way: [] for way in WAYS}
+        made = dict[str, list[Group]]()
         for repeat in range(repeats):
             speeds = {}
-            for way in sorted(WAYS, reverse=bool(repeat % 2)):
+            for way in in_turns(WAYS, repeat):
                 made[way], speeds[way] = await workers[way].run(groups)
-            ratios.append(speeds["prefill"] / speeds["decode"])
+            for way in WAYS:
+                ratios[way].append(speeds[way] / speeds["decode"])
         return made, ratios, await apart(client, made["decode"])
     finally:
         await client.close()
@@ -168,6 +172,12 @@ async def apart(client: EngineClient, groups: Sequence[Group]) -> Distance:
     return Distance.of(decoded, np.concatenate([np.array(each.logprobs, np.float32) for each in found]))
 
 
+def in_turns(ways: Sequence[str], repeat: int) -> list[str]:
+    """Each goes first once in so many repeats."""
+    first = repeat % len(ways)
+    return [*ways[first:], *ways[:first]]
+
+
 def learned(trainer: Trainer, groups: Sequence[Group]) -> Distance:
     """The learner's log-probs against those of the groups."""
     batch = Batch(step=0, groups=tuple(groups))
@@ -175,34 +185,61 @@ def learned(trainer: Trainer, groups: Sequence[Group]) -> Distance:
     return Distance.of(trainer.score(batch), recorded)
 
 
+def passes(trainers: Sequence[Trainer], groups: Sequence[Group], repeats: int) -> list[float]:
+    """The second one's tokens/s over the first one's, of scoring the same groups in turns."""
+    batch, ratios = Batch(step=0, groups=tuple(groups)), []
+    for repeat in range(repeats + 1):
+        seconds = {}
+        for trainer in trainers if repeat % 2 else reversed(trainers):
+            began = time.perf_counter()
+            trainer.score(batch)
+            seconds[id(trainer)] = time.perf_counter() - began
+        ratios.append(seconds[id(trainers[0])] / seconds[id(trainers[1])])
+    return ratios[1:]  # the first warms up
+
+
 def benchmark(model: Path, dtype: str, folder: Path, groups: int, repeats: int) -> dict[str, Any]:
     with serving(configure(model, dtype, "decode"), folder) as server:
         configs = {way: configure(model, dtype, way, server.address) for way in WAYS}
         made, ratios, rounding = uvloop.run(generate(server.address, configs, folder, groups, repeats))
-    trainer = Trainer(configure(model, dtype, "decode"), folder / "learner")
+    trainers = [Trainer(configure(model, dtype, way), folder / way) for way in ("decode", "full_prefill")]
+    usual, as_served = trainers
     try:
-        trainer.restore_or_start()
-        distances = {way: learned(trainer, made[way]) for way in WAYS}
+        for trainer in trainers:
+            trainer.restore_or_start()
+        distances = {way: learned(as_served if way == "full_prefill" else usual, made[way]) for way in WAYS}
+        learner = passes(trainers, made["decode"], repeats)
     finally:
-        trainer.close()
+        for trainer in trainers:
+            trainer.close()
     return {
         "dtype": dtype,
         **{way: asdict(distance) for way, distance in distances.items()},
         "decode - prefill": asdict(rounding),
-        "cost": {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)},
+        "speed": {way: _spread(each) for way, each in ratios.items() if way != "decode"},
+        "learner": _spread(learner),
     }
 
 
+def _spread(ratios: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+
+
 def show(row: dict[str, Any]) -> None:
-    cost = row["cost"]
     for name in (*WAYS, "decode - prefill"):
         found = row[name]
-        speed = f"{cost['median']:.3f} ({cost['low']:.3f}..{cost['high']:.3f})" if name == "prefill" else ""
+        speed = _told(row["speed"][name]) if name in row["speed"] else ""
+        if name == "full_prefill":
+            speed += f"  {_told(row['learner'])}"
         print(
             f"{row['dtype']:9} {name:16} {found['tokens']:7d} {found['equal']:7.1%} {found['mean']:10.3g} "
             f"{found['largest']:10.3g}  {speed}",
             flush=True,
         )
+
+
+def _told(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f}..{ratio['high']:.3f})"
 
 
 def main() -> int:
@@ -213,7 +250,7 @@ def main() -> int:
     options = parser.parse_args()
     groups, repeats = (8, 3) if options.quick else (GROUPS, 7)
     rows = []
-    print("dtype     log-probs        tokens   equal       mean    largest  tokens/s of decode's")
+    print("dtype     log-probs        tokens   equal       mean    largest  tokens/s of decode's  of the learner's")
     with tempfile.TemporaryDirectory() as scratch:
         model = options.model or Path(scratch) / "model"
         if options.model is None:
@@ -224,7 +261,11 @@ def main() -> int:
             rows.append(benchmark(model, dtype, folder, groups, repeats))
             show(rows[-1])
     if options.json:
-        ratios = [{"name": f"prefill of decode, {row['dtype']}", **row["cost"]} for row in rows]
+        ratios = [
+            {"name": f"{name} of decode, {row['dtype']}", **speed}
+            for row in rows
+            for name, speed in (*row["speed"].items(), ("learner as served", row["learner"]))
+        ]
         report = {"benchmark": "mismatch", "repeats": repeats, "samples": SAMPLES, "rows": rows, "ratios": ratios}
         options.json.write_text(json.dumps(report) + "\n")
     return 0

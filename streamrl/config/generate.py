@@ -111,9 +111,10 @@ class GenerateConfig(Section):
     )
     single_requests: bool = Field(False, description="one request a sample (long answers) instead of one with n = G")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="how tokens are drawn")
-    score: Literal["decode", "prefill"] = Field(
+    score: Literal["decode", "prefill", "full_prefill"] = Field(
         "decode",
-        description="what gives behaviour log-probs: decode, as tokens are drawn; prefill, one of each finished answer",
+        description="what gives behaviour log-probs: decode, as tokens are drawn; prefill, one of each finished "
+        "answer; full_prefill, one without the cached prompt, as learner.as_served computes it",
     )
     stream_every: int = Field(
         256,
@@ -247,15 +248,15 @@ class GenerateConfig(Section):
         sampling = self.sampling
         if sampling.temperature != 1 or sampling.truncates:
             raise ValueError(
-                "score: prefill has log-probs at temperature 1 over the whole vocabulary alone, which "
+                f"score: {self.score} has log-probs at temperature 1 over the whole vocabulary alone, which "
                 f"generate.sampling.temperature={sampling.temperature:g}, top_p={sampling.top_p:g}, "
                 f"top_k={sampling.top_k} and min_p={sampling.min_p:g} do not draw from; allowed: decode, or 1, 1, -1 "
                 "and 0"
             )
         if self.router is not None:
             raise ValueError(
-                f"score: prefill must go to the server that has drawn, and {self.router} may choose another; allowed: "
-                "decode, or generate.router=null"
+                f"score: {self.score} must go to the server that has drawn, and {self.router} may choose another; "
+                "allowed: decode, or generate.router=null"
             )
 
     @rule

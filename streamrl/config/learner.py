@@ -177,6 +177,11 @@ class LearnerConfig(Section):
     layout: LayoutConfig = Field(default_factory=LayoutConfig, description="how the model is cut over the ranks")
     tokens_per_micro_batch: int = Field(4096, ge=1, description="token budget of one packed micro batch")
     share_prompts: bool = Field(True, description="pack the prompt of a group once, not once a sample (local layers)")
+    as_served: bool = Field(
+        False,
+        description="each answer is computed whole behind a prompt of its own, in attention calls without pads, as a "
+        "server's full_prefill does (generate.score): on CPUs in float32 their log-probs are equal to the bit",
+    )
     passes: int = Field(1, ge=1, description="times that a batch is trained")
     mini_batches: int = Field(1, ge=1, description="updates of one pass; each takes its share of the batch's groups")
     recompute: Literal["none", "selective", "full"] = Field(
@@ -238,6 +243,11 @@ class LearnerConfig(Section):
     def keeps_vision(self) -> bool:
         """The weights of a vision tower never change."""
         return self.freeze_vision or self.lora.rank > 0
+
+    @property
+    def shares_prompts(self) -> bool:
+        """The answers of a group may stand behind one prompt."""
+        return self.share_prompts and not self.as_served
 
     @rule
     def _layout_fits_the_ranks(self) -> None:

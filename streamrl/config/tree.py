@@ -234,10 +234,10 @@ class Config(Section):
 
     @rule
     def _a_prefill_routes_as_the_draw_did(self) -> None:
-        if self.learner.router_replay and self.generate.score == "prefill":
+        if self.learner.router_replay and self.generate.score != "decode":
             raise ValueError(
-                "generate.score: prefill may choose other experts than the draw, whose experts learner.router_replay "
-                "takes; allowed: decode, or learner.router_replay=false"
+                f"generate.score: {self.generate.score} may choose other experts than the draw, whose experts "
+                "learner.router_replay takes; allowed: decode, or learner.router_replay=false"
             )
 
     @rule

@@ -157,17 +157,24 @@ class EngineClient:
         return list(answers)
 
     async def score(
-        self, input_ids: Sequence[int], start: int, request_id: str | None = None, **options: Unpack[RequestOptions]
+        self,
+        input_ids: Sequence[int],
+        start: int,
+        request_id: str | None = None,
+        *,
+        cached: bool = True,
+        **options: Unpack[RequestOptions],
     ) -> PrefillScores:
         """The log-probs of the tokens from place `start` on, 1 at least, by one prefill. Raises EngineError.
 
-        What the server has cached of the tokens before them is used.
+        What the server has cached of the tokens before them is used if `cached`; else all is computed anew.
         """
         body = _request(input_ids, {"temperature": 1.0, "max_new_tokens": 0}, request_id, options)
-        body["logprob_start_len"] = start - 1
+        first = start if cached else 1  # SGLang uses no cache of tokens whose log-probs it is asked for
+        body["logprob_start_len"] = first - 1
         meta = self._decode(_PREFILL, "/generate", await self._post("/generate", body)).meta_info
         logprobs = [entry[0] for entry in meta.input_token_logprobs[1:]]
-        known = [each for each in logprobs if each is not None]
+        known = [each for each in logprobs[start - first :] if each is not None]
         if len(known) != len(input_ids) - start:
             reason = f"{len(known)} log-probs of {len(input_ids) - start} tokens that it was given"
             raise EngineError(self.address, "/generate", 200, reason)

@@ -109,7 +109,14 @@ class Fleet:
     def policy(self, group: Hashable, version: PolicyVersion) -> GroupPolicy:
         """For the requests of a group, whose tokens are of the step of `version` or newer; `leave` it at the end."""
         generate = self._config.generate
-        return GroupPolicy(self, group, version, generate.stream_every, by_prefill=generate.score == "prefill")
+        return GroupPolicy(
+            self,
+            group,
+            version,
+            generate.stream_every,
+            by_prefill=generate.score != "decode",
+            cached=generate.score != "full_prefill",
+        )
 
     def leave(self, group: Hashable) -> None:
         """The group has no further request."""

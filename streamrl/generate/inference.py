@@ -110,7 +110,13 @@ class ServerPolicy(Policy, Protocol):
     """One server alone."""
 
     async def score(
-        self, input_ids: Sequence[int], start: int, request_id: str | None = None, *, cache: str | None = None
+        self,
+        input_ids: Sequence[int],
+        start: int,
+        request_id: str | None = None,
+        *,
+        cached: bool = True,
+        cache: str | None = None,
     ) -> PrefillScores:
         """As of `EngineClient`, with the newest weights that the server has."""
         ...
@@ -155,7 +161,7 @@ class EngineInference:
         self._options |= {"priority": priority} if priority is not None else {}
         self.failures: list[str] = []
         # Answers that have the log-probs of decode, where prefills are asked for.
-        self.decoded: int | None = 0 if config.score == "prefill" else None
+        self.decoded: int | None = None if config.score == "decode" else 0
         self._cut: tuple[Prompt, Cut] | None = None
         self._references: tuple[str, ...] = ()
         self._images: tuple[PromptImage, ...] = ()  # of them; none for a model whose images are not known here

@@ -1,4 +1,7 @@
-"""Behaviour log-probs of a finished answer by one prefill of prompt and answer (`generate.score: prefill`).
+"""Behaviour log-probs of a finished answer by one prefill of prompt and answer (`generate.score`).
+
+    prefill        what the server has cached of the prompt is used
+    full_prefill   nothing is: the arithmetic of the learner's pass with `learner.as_served`, to the bit (float32, CPUs)
 
     last token ─▶ prefill at the same server ─▶ one version, that of every token ─▶ its log-probs
                                              └▶ another one, or it failed ────────▶ those of decode stay
@@ -34,8 +37,10 @@ class PrefillScoring:
         scoring.scored(answer)  # with the log-probs of the prefill, or as it was drawn
     """
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: Sequence[int], *, cached: bool = True) -> None:
+        """`cached`: what the server has of the prompt is used."""
         self._prompt = prompt
+        self._cached = cached
         self._running: dict[Continuation, asyncio.Task[list[float] | None]] = {}
 
     def begin(self, continuation: Continuation, policy: ServerPolicy) -> None:
@@ -68,7 +73,7 @@ class PrefillScoring:
 
     async def _prefill(self, ids: Sequence[int], version: str, policy: ServerPolicy) -> list[float] | None:
         try:
-            scores = await policy.score(ids, len(self._prompt))
+            scores = await policy.score(ids, len(self._prompt), cached=self._cached)
         except EngineError as error:
             log.info("an answer keeps the log-probs of decode: %s", error)
             return None

@@ -61,13 +61,21 @@ class GroupPolicy:
     """`Policy` (generate/inference.py) for the requests of one group."""
 
     def __init__(
-        self, servers: Servers, group: Hashable, version: PolicyVersion, every: int, *, by_prefill: bool = False
+        self,
+        servers: Servers,
+        group: Hashable,
+        version: PolicyVersion,
+        every: int,
+        *,
+        by_prefill: bool = False,
+        cached: bool = True,
     ) -> None:
         """No token by an older step than that of `version`. `every`: tokens of a piece; 0: answers come whole.
 
-        `by_prefill`: finished answers have the log-probs of one, where that can be.
+        `by_prefill`: finished answers have the log-probs of one, where that can be; `cached`: behind a cached prompt.
         """
         self._by_prefill = by_prefill
+        self._cached = cached
         self._servers = servers
         self._group = group
         self._floor = PolicyVersion(version.step)  # of any incarnation
@@ -93,7 +101,9 @@ class GroupPolicy:
         every = self._every if ends is None else min(EVERY, self._every or EVERY)
         if 0 < every < sampling["max_new_tokens"]:
             options["every"] = every
-        scoring = PrefillScoring(input_ids) if self._by_prefill and can_be_scored(sampling, options) else None
+        scoring = None
+        if self._by_prefill and can_be_scored(sampling, options):
+            scoring = PrefillScoring(input_ids, cached=self._cached)
         request = _Request(self._servers, self._group, request_id if n == 1 else None, options, scoring)
         floor = max(self._floor, at_least or self._floor)
         name = request_id or str(id(request))

@@ -46,7 +46,7 @@ NO_EFFECT = (
 # Those that take the same sums in another order.
 ROUNDING = (
     "learner.ranks", "learner.layout.", "learner.tokens_per_micro_batch", "learner.share_prompts",
-    "learner.recompute", "learner.overlap", "learner.threads",
+    "learner.as_served", "learner.recompute", "learner.overlap", "learner.threads",
 )  # fmt: skip
 
 LOW_ESS = 0.5  # off-policy effective sample size under which half of the data says nothing about the new policy

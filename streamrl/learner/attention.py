@@ -139,12 +139,12 @@ def is_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def describe_row(
-    segments: np.ndarray, device: torch.device, part: Slice = WHOLE, *, varlen: bool = False
+    segments: np.ndarray, device: torch.device, part: Slice = WHOLE, *, varlen: bool = False, padded: bool = True
 ) -> PackedSegments:
     """What the local layers need to know of a packed row, or of this rank's slice of it.
 
     segments: int64 [B, 4], (start, length, prefix start, prefix length) in the order of the row; varlen: `is_varlen`
-    of the attention that reads it.
+    of the attention that reads it; padded: segments of different lengths may share a block.
     """
     row, mine = int(segments[:, 1].sum()), part.cut(segments)
     lengths, earlier = mine[:, 1], mine[:, 3] + mine[:, 4]
@@ -159,7 +159,7 @@ def describe_row(
         cu_seqlens_kv=ends,
         max_seqlen_q=longest,  # how long Megatron makes its table of RoPE angles
         max_seqlen_kv=longest,
-        blocks=None if varlen else tuple(_block(members, places, device) for members in block_segments(mine)),
+        blocks=None if varlen else tuple(_block(each, places, device) for each in block_segments(mine, padded=padded)),
         query_ends=_cumulative(lengths, device),
         key_ends=_cumulative(lengths + earlier, device),
         longest=(int(lengths.max()), int((lengths + earlier).max())),
@@ -225,10 +225,11 @@ def _seen_by(segment: np.ndarray) -> np.ndarray:
     return np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start - before, start + length)])
 
 
-def block_segments(segments: np.ndarray) -> list[np.ndarray]:
+def block_segments(segments: np.ndarray, *, padded: bool = True) -> list[np.ndarray]:
     """Sort segments, int64 [B, 5], by length and cut them into blocks that pad little: int64 [n, 5] each.
 
-    Segments with and without something before them are never in one block.
+    Not `padded`: those of a block have the same length, and as much before them. Segments with and without something
+    before them are never in one block.
     """
     blocks = []
     earlier = segments[:, 3] + segments[:, 4]
@@ -237,7 +238,7 @@ def block_segments(segments: np.ndarray) -> list[np.ndarray]:
         ordered = segments[chosen][order]
         begin = 0
         while begin < len(ordered):
-            end = begin + _fitting(ordered[begin:])
+            end = begin + (_fitting if padded else _alike)(ordered[begin:])
             blocks.append(ordered[begin:end])
             begin = end
     return blocks
@@ -250,6 +251,12 @@ def _fitting(ordered: np.ndarray) -> int:
     padded = np.arange(1, len(ordered) + 1) * lengths[0] * (lengths[0] + np.maximum.accumulate(earlier))
     fits = padded <= np.maximum(PADDING * real, SMALL_BLOCK)
     return max(1, len(fits) if fits.all() else int(np.argmin(fits)))
+
+
+def _alike(ordered: np.ndarray) -> int:
+    """How many of these are as long as the first, with as much before them."""
+    other = (ordered[:, 1] != ordered[0, 1]) | (ordered[:, 3:].sum(1) != ordered[0, 3:].sum())
+    return int(np.argmax(other)) if other.any() else len(ordered)
 
 
 def _block(segments: np.ndarray, places: _Places, device: torch.device) -> Block:

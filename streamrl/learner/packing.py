@@ -75,6 +75,7 @@ class Packing:
     ranks: int  # data-parallel ones
     budget: int  # tokens of a row
     share_prompts: bool  # False repeats the prompt for every answer, which makes one segment of both
+    whole_answers: bool = False  # with their last tokens, which nothing is read behind, where the budget has room
     # No two groups share a row: for a rehearsal. Without shared prompts no two sequences: for models with a state.
     apart: bool = False
     sequence_multiple: int = 1  # of tokens that a sequence takes in a row, pads included: `learner/rows.py`
@@ -234,7 +235,7 @@ class _Answer:
     temperature: float
     advantage: float
     first_place: int  # of its first trained token
-    length: int  # output tokens that must be read
+    length: int  # output tokens that its segment has
     prompt_experts: np.ndarray | None  # int [P, layers * top_k]
     images: tuple[bytes, ...]  # of the prompt
     rollout_tokens: int  # trained ones of all branches of its rollout
@@ -260,7 +261,7 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
                         temperature=group.temperature,
                         advantage=advantage,
                         first_place=place,
-                        length=answer_length(sample) or 0,
+                        length=_read_length(sample, packing),
                         prompt_experts=prompt_experts,
                         images=group.images,
                         rollout_tokens=together,
@@ -270,6 +271,13 @@ def _answers(batch: Batch, advantages: Sequence[float], packing: Packing, place:
             place += trained
         answers += _by_prompt(of_group) if group.branches else of_group
     return answers
+
+
+def _read_length(sample: Sample, packing: Packing) -> int:
+    """Output tokens that its segment has."""
+    if packing.whole_answers and len(sample.prompt_ids) + len(sample.output_ids) <= packing.budget:
+        return len(sample.output_ids)
+    return answer_length(sample) or 0
 
 
 def _by_prompt(answers: Sequence[_Answer]) -> list[_Answer]:

@@ -58,6 +58,7 @@ class RowMaker:
     fixed: int  # tokens to which every row is padded; 0: to its own length
     engine: bool  # Transformer Engine's layers
     varlen: bool  # the local layers' attention is torch's varlen kernel
+    padded: bool  # else it has no pads
     entropy_gradient: bool
     device: torch.device
     images: ImageReader | None = None  # of a model that reads images
@@ -78,6 +79,7 @@ class RowMaker:
             fixed=config.learner.tokens_per_micro_batch if layout.tp_comm_overlap else 0,
             engine=model.layers.kind == "transformer_engine",
             varlen=model.shape.attention.is_plain and is_varlen(device, getattr(torch, config.model.dtype)),
+            padded=not config.learner.as_served,
             entropy_gradient=config.algo.entropy > 0,
             device=device,
             images=None if model.shape.vision is None else image_reader(config.model.path),
@@ -103,7 +105,7 @@ class RowMaker:
         packed = (
             describe_row_for_engine(segments, self.device, self.part)
             if self.engine
-            else describe_row(segments, self.device, self.part, varlen=self.varlen)
+            else describe_row(segments, self.device, self.part, varlen=self.varlen, padded=self.padded)
         )
         if micro.routed_experts is not None:
             routed = np.full((row, *micro.routed_experts.shape[1:]), UNKNOWN, micro.routed_experts.dtype)

@@ -372,7 +372,8 @@ def _packing(learner: LearnerConfig, shape: ModelShape, models: Sequence[PolicyM
     return Packing(
         ranks=parallel_state.get_data_parallel_world_size(),
         budget=learner.tokens_per_micro_batch,
-        share_prompts=learner.share_prompts and all(model.shares_prompts for model in models),
+        share_prompts=learner.shares_prompts and all(model.shares_prompts for model in models),
+        whole_answers=learner.as_served,
         apart=any(model.one_a_row for model in models),
         sequence_multiple=sequence_multiple(learner.layout.context, models[0].layers),
         multiple=learner.layout.rows_multiple,

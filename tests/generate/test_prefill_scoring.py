@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Hashable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -50,11 +51,18 @@ class Client(EngineClient):
 
 
 def answers_of(
-    address: str, kind: type[Client] = Client, *, n: int = 4, every: int = 0, by_prefill: bool = True, **sampling: Any
+    address: str,
+    kind: type[Client] = Client,
+    *,
+    n: int = 4,
+    every: int = 0,
+    by_prefill: bool = True,
+    cached: bool = True,
+    **sampling: Any,
 ) -> tuple[list[Answer], Client]:
     async def run() -> tuple[list[Answer], Client]:
         client = kind(address)
-        policy = GroupPolicy(One(client), 0, PolicyVersion(0), every, by_prefill=by_prefill)
+        policy = GroupPolicy(One(client), 0, PolicyVersion(0), every, by_prefill=by_prefill, cached=cached)
         try:
             answers = await asyncio.wait_for(policy.generate(PROMPT, SAMPLING | sampling, n, "r"), TIMEOUT)
         finally:
@@ -95,6 +103,25 @@ def test_they_are_nearly_those_of_decode_and_not_always_the_same(fresh_server):
     scores = asyncio.run(score())
     assert scores.logprobs == pytest.approx(logprobs(plain), abs=1e-5)
     assert scores.logprobs != logprobs(plain)
+
+
+def test_a_full_prefill_computes_the_prompt_anew(fresh_server):
+    class Counting(Client):
+        cached: ClassVar[list[int]] = []
+
+        async def _post(self, path: str, body: Any, *further: Any, **options: Any) -> bytes:
+            found = await super()._post(path, body, *further, **options)
+            if path == "/generate" and body["sampling_params"]["max_new_tokens"] == 0:
+                self.cached.append(json.loads(found)["meta_info"]["cached_tokens"])
+            return found
+
+    for cached in (True, False):
+        Counting.cached.clear()
+        answers, client = answers_of(fresh_server.address, Counting, cached=cached)
+        assert all(answer.meta_info.by_prefill for answer in answers)
+        assert [len(each) for each in client.prefilled.values()] == [24] * len(client.prefilled)
+        assert len(Counting.cached) == 4
+        assert all((count > 0) == cached for count in Counting.cached)
 
 
 def test_an_answer_whose_server_has_another_version_by_then_keeps_the_log_probs_of_decode(fresh_server):
@@ -148,6 +175,7 @@ def test_a_request_that_is_ended_does_not_wait_for_prefills(fresh_server):
     assert (len(answer.output_ids), answer.meta_info.finish_reason.type) == (24, "length")
 
 
+@pytest.mark.parametrize("score", ["prefill", "full_prefill"])
 @pytest.mark.parametrize(
     ("other", "said"),
     [
@@ -157,9 +185,9 @@ def test_a_request_that_is_ended_does_not_wait_for_prefills(fresh_server):
         ({"pools": [{"name": "a"}, {"name": "b", "sampling": {"top_k": 5}}]}, "top_k=5"),
     ],
 )
-def test_what_a_prefill_cannot_score_is_refused(other, said):
-    with pytest.raises(ValueError, match="score: prefill") as refused:
-        Config.model_validate({"generate": {"score": "prefill", **other}})
+def test_what_a_prefill_cannot_score_is_refused(other, said, score):
+    with pytest.raises(ValueError, match=f"score: {score}") as refused:
+        Config.model_validate({"generate": {"score": score, **other}})
     assert said in str(refused.value)
 
 

@@ -76,6 +76,21 @@ def test_a_packed_row_equals_its_segments_one_by_one_in_values_and_gradients(kin
 
 
 @pytest.mark.parametrize("kind", ["many short", "a few uneven", "shared prompts"])
+def test_without_pads_every_block_has_segments_of_one_length_and_the_row_the_same_values(kind):
+    segments = random_segments(kind)
+    whole = np.concatenate([segments, np.zeros_like(segments[:, :1])], 1)
+    blocks = block_segments(whole, padded=False)
+    assert sorted(map(tuple, np.concatenate(blocks).tolist())) == sorted(map(tuple, whole.tolist()))
+    assert all(len({(length, prefix) for _, length, _, prefix, _ in block.tolist()}) == 1 for block in blocks)
+    assert len(blocks) == len({(length, prefix) for _, length, _, prefix in segments.tolist()})
+    total = int(segments[:, 1].sum())
+    tensors = [torch.randn(total, heads, DIM, dtype=torch.float64) for heads in (HEADS, GROUPS, GROUPS)]
+    rows = [describe_row(segments, torch.device("cpu"), padded=padded) for padded in (True, False)]
+    padded, plain = (attention()(*tensors, packed_seq_params=row) for row in rows)
+    torch.testing.assert_close(plain, padded, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["many short", "a few uneven", "shared prompts"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_slices_of_a_row_together_give_what_the_whole_row_gives(kind, ranks):
     segments = random_segments(kind)

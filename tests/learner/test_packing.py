@@ -149,6 +149,21 @@ def test_without_sharing_every_answer_has_its_own_prompt(two_answers):
     assert row.targets.tolist() == [1, 2, 3, 5, 6]
 
 
+def test_whole_answers_have_the_last_token_too_where_there_is_room_for_it(two_answers):
+    ((row,),) = plan_batch(two_answers, [1.0, -1.0], packing(1, 100, False, whole_answers=True))
+    ((least,),) = plan_batch(two_answers, [1.0, -1.0], packing(1, 100, False))
+    assert row.segments[:, 1].tolist() == (least.segments[:, 1] + 1).tolist()
+    for field in ("tokens", "behaviour", "advantages", "place"):
+        assert np.array_equal(getattr(row, field), getattr(least, field)), field
+    for start, length, *_ in row.segments.tolist():
+        assert row.ids[start : start + length].tolist() in [
+            [*sample.prompt_ids, *sample.output_ids] for sample in two_answers.samples
+        ]
+    longest = max(len(sample.prompt_ids) + len(sample.output_ids) for sample in two_answers.samples)
+    rows = plan_batch(two_answers, [1.0, -1.0], packing(1, longest - 1, False, whole_answers=True))[0]
+    assert sorted(length for each in rows for length in each.segments[:, 1].tolist()) == [4, 4]
+
+
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize(("ranks", "budget"), [(1, 30), (1, 4096), (3, 40)])
 def test_every_trained_token_is_in_one_row_with_what_belongs_to_it(ranks, budget, share_prompts):

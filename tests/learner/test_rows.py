@@ -52,6 +52,7 @@ def maker(ranks: int, rank: int, tensor: int) -> RowMaker:
         fixed=0,
         engine=True,
         varlen=False,
+        padded=True,
         entropy_gradient=False,
         device=torch.device("cpu"),
     )
