@@ -15,8 +15,8 @@ from streamrl.replay.releases.base import Release
 
 LEAST = 4  # learner steps whose groups must be complete first, and ...
 LEAST_GROUPS = 32  # ... groups, where steps are small
-KEPT = 64  # learner steps whose groups are remembered: lengths change as the policy learns ...
-KEPT_GROUPS = (256, 4096)  # ... and groups, at least and at most
+KEPT = 32  # learner steps whose groups are remembered: lengths change as the policy learns ...
+KEPT_GROUPS = 128  # ... and groups, at least
 
 
 class Timing(Options):
@@ -31,10 +31,11 @@ class Timing(Options):
 class JustInTime(Release):
     """As late as still keeps the learner fed: data is as young as generation and training allow at the same speed.
 
-    Lead time = (Q + (rounds - 1) x mean) x (1 + margin); Q = the quantile^(1/P) quantile of the seconds from a group's
-    first ticket to its completion, so that all P groups of a step are complete in that share of the steps, if they are
-    independent. A group that is out longer than Q counts as one that takes at least that long, so that a straggler
-    raises Q before it is back. Not known until LEAST steps' groups are complete.
+    Lead time = (Q + (rounds - 1) x mean) x (1 + margin). Each P groups that come one after another are taken for those
+    of a step, which has to wait for the slowest; Q = the quantile of these slowest, in seconds from a group's first
+    ticket on. What makes all groups slow for a while counts as the few steps that it is, not as many groups. Groups that
+    are out longer than Q count as steps that take at least that long, so that a straggler raises Q before it is back.
+    Not known until LEAST steps' groups are complete.
 
     >>> release = JustInTime(groups_per_step=1, options=Timing(quantile=0.5, margin=0.0))
     >>> for seconds in range(1, 41):
@@ -48,39 +49,45 @@ class JustInTime(Release):
 
     def __init__(self, groups_per_step: int, options: Timing) -> None:
         super().__init__(groups_per_step, options)
-        self._share = options.quantile ** (1 / groups_per_step)
-        self._least = max(LEAST_GROUPS, LEAST * groups_per_step)
-        self._kept = max(KEPT_GROUPS[0], min(KEPT_GROUPS[1], KEPT * groups_per_step))
-        self._recent: deque[float] = deque()  # seconds, in the order of completion
-        self._sorted: list[float] = []
+        self._least = max(LEAST, -(-LEAST_GROUPS // groups_per_step))
+        self._kept = max(KEPT, -(-KEPT_GROUPS // groups_per_step))
+        self._step: list[float] = []  # seconds of the groups of the step that is not full yet
+        self._recent: deque[tuple[float, float]] = deque()  # of each step its slowest group and its mean
+        self._slowest: list[float] = []  # sorted
         self._quantile: float | None = None
 
     def completed(self, seconds: float) -> None:
+        self._step.append(seconds)
+        if len(self._step) < self.groups_per_step:
+            return
         if len(self._recent) == self._kept:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        self._recent.append(seconds)
-        insort(self._sorted, seconds)
+            slowest, _ = self._recent.popleft()
+            del self._slowest[bisect_left(self._slowest, slowest)]
+        slowest = max(self._step)
+        self._recent.append((slowest, math.fsum(self._step) / len(self._step)))
+        insort(self._slowest, slowest)
+        self._step.clear()
 
     def lead(self, open_for: Iterable[float], rounds: float) -> float | None:
-        if len(self._sorted) < self._least:
+        if len(self._slowest) < self._least:
             return None
         self._quantile = self._measured(open_for)
-        waits = (rounds - 1) * sum(self._sorted) / len(self._sorted) if rounds > 1 else 0.0
+        waits = (rounds - 1) * sum(mean for _, mean in self._recent) / len(self._recent) if rounds > 1 else 0.0
         return (self._quantile + waits) * (1 + self.options.margin)
 
     def metrics(self) -> dict[str, float]:
         return {} if self._quantile is None else {"release/quantile": self._quantile}
 
     def _measured(self, open_for: Iterable[float]) -> float:
-        """Of complete groups, and of those that are out for longer than the quantile of the complete ones."""
-        place = self._place(len(self._sorted))
-        complete = self._sorted[place]
-        late = sorted(takewhile(lambda seconds: seconds > complete, open_for))
+        """Of complete steps, and of the fewest that have the groups that are out for longer than their quantile."""
+        place = self._place(len(self._slowest))
+        complete = self._slowest[place]
+        late = sorted(takewhile(lambda seconds: seconds > complete, open_for), reverse=True)[:: self.groups_per_step]
         if not late:
             return complete
-        beyond = sorted((*self._sorted[place:], *late))
-        return beyond[self._place(len(self._sorted) + len(late)) - place]
+        beyond = sorted((*self._slowest[place:], *late))
+        return beyond[self._place(len(self._slowest) + len(late)) - place]
 
     def _place(self, count: int) -> int:
         """Of the quantile among so many."""
-        return max(0, math.ceil(self._share * count) - 1)
+        return max(0, math.ceil(self.options.quantile * count) - 1)
