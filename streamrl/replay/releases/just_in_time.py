@@ -33,9 +33,9 @@ class JustInTime(Release):
 
     Lead time = (Q + (rounds - 1) x mean) x (1 + margin). Each P groups that come one after another are taken for those
     of a step, which has to wait for the slowest; Q = the quantile of these slowest, in seconds from a group's first
-    ticket on. What makes all groups slow for a while counts as the few steps that it is, not as many groups. Groups that
-    are out longer than Q count as steps that take at least that long, so that a straggler raises Q before it is back.
-    Not known until LEAST steps' groups are complete.
+    ticket on. What makes all groups slow for a while counts as the few steps that it is, not as many groups. Groups
+    that are out longer than Q count as steps that take at least that long, so that a straggler raises Q before it is
+    back. Not known until LEAST steps' groups are complete.
 
     >>> release = JustInTime(groups_per_step=1, options=Timing(quantile=0.5, margin=0.0))
     >>> for seconds in range(1, 41):
