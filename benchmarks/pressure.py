@@ -123,7 +123,7 @@ def squeeze(folder: Path, seconds: float, mark: float = MARK, load: Load = FREE)
         load,
         {
             "generate": {"groups_in_flight": 8, "sampling": {"max_new_tokens": 1024}},
-            "replay": {"groups_per_step": 16, "max_staleness": 2},
+            "replay": {"groups_per_step": 16, "max_staleness": 2, "release": "eager"},
         },
     )
     looks: list[tuple[float, dict[str, int]]] = []

@@ -33,7 +33,7 @@ from streamrl.replay.orders import make_order
 SLOTS = 32  # of an engine: four groups of eight
 LONG_TAIL = Load(group=0.0, step=0.02, slots=SLOTS, median=40, sigma=1.0, longest=400, token=0.004)
 WARM_UP = 8  # steps that are not timed
-REPLAY = {"groups_per_step": 8, "max_staleness": 5}
+REPLAY = {"groups_per_step": 8, "max_staleness": 5, "release": "eager"}
 FORMS: dict[str, dict[str, Any]] = {
     "G/B": {"submission": "group", "groups_in_flight": SLOTS // 8},
     "R/B": {"submission": "sample", "requests_in_flight": SLOTS},
