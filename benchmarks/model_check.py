@@ -312,6 +312,7 @@ def draw_config(chance: random.Random, folder: Path) -> Config:
                 "group_timeout": 20.0,
                 "max_attempts": chance.choice([2, 5, 1000]),
                 "filter": {"signal": chance.random() < 0.3, "tries": 3},
+                "release": chance.choice(["eager", "just_in_time"]),
             },
             "publish": {"timeout": 4.0, "transport": "memory", "every": every},
             "journal": {"keep": chance.choice(["resume", "resume", "all", "none"]), "segment": 1 << 13},
