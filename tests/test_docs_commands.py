@@ -94,7 +94,7 @@ ELSEWHERE = (
      "test_settings_are_run_for_real_and_compared_with_what_was_predicted"),
     (r"streamrl tune configs/quickstart.yaml -o .*|streamrl train tuned.yaml",
      "tests/lab/test_tune.py::test_a_configuration_is_calibrated_by_real_runs_tuned_and_trained"),
-    (r"streamrl sweep configs/experiments/staleness.yaml",  # 48 runs; that of another experiment is run here
+    (r"streamrl sweep configs/experiments/(staleness|freshness).yaml",  # many runs; another experiment's is run here
      "tests/lab/test_sweep.py::test_the_staleness_experiment_has_four_bounds_and_four_corrections"),
     (r"streamrl generator --run-folder .* --node 1",
      "tests/generate/test_node.py::test_it_joins_its_server_and_ends_it_and_itself_as_its_worker_has"),
