@@ -125,8 +125,7 @@ class ReplayConfig(Section):
         2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
     )
     release: Annotated[str, RELEASES] = Field(
-        "just_in_time",
-        description="when tickets go out that the bound allows: eager, at once, or as late as keeps the learner fed",
+        "eager", description="when tickets go out that the bound allows: at once, or as late as keeps the learner fed"
     )
     release_options: dict[str, Any] = Field(
         default_factory=dict, description="options of the release policy: `quantile` and `margin` of `just_in_time`"

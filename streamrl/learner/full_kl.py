@@ -41,7 +41,7 @@ def full_kl(
     rows = max(0, min(weight.size(0), vocabulary - first))
     chunk = max(1, CHUNK_BYTES // (8 * max(1, rows)))
     theirs = ReferenceStates(reference.hidden.to(hidden.device, non_blocking=True), reference.weight[:rows])
-    return _FullKl.apply(hidden, weight[:rows], theirs, _Asked(targets, _Shard(first, group, chunk)))
+    return _FullKl.apply(hidden, weight[:rows], theirs, _Asked(targets, _Shard(first, rows, group, chunk)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

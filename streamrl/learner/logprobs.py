@@ -55,9 +55,8 @@ def token_logprobs(
     """
     first = group.rank() * weight.size(0)
     rows = max(0, min(weight.size(0), vocabulary - first))
-    real = weight if rows == weight.size(0) else weight[:rows]
-    chunk = max(1, CHUNK_BYTES // (4 * max(1, rows)))
-    return _TokenLogprobs.apply(hidden, real, targets, _Shard(first, group, chunk))
+    chunk = max(1, CHUNK_BYTES // (4 * max(1, weight.size(0))))
+    return _TokenLogprobs.apply(hidden, weight, targets, _Shard(first, rows, group, chunk))
 
 
 def over_context(values: Tensor, places: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
@@ -88,6 +87,7 @@ class _OverContext(torch.autograd.Function):
 @dataclass(frozen=True, slots=True)
 class _Shard:
     first: int  # first token id of this rank's rows
+    rows: int  # without pads
     group: dist.ProcessGroup  # tensor-parallel
     chunk: int  # tokens
 
@@ -96,14 +96,19 @@ class _Shard:
             dist.all_reduce(tensor, operation, group=self.group)
         return tensor
 
-    def dropped(self, targets: Targets, part: slice, rows: int) -> Tensor | None:
-        """Which of this rank's rows no draw of these targets could give, bool [n, rows]; None: each could."""
-        return None if targets.kept is None else targets.kept.dropped(part, self.first, rows)
+    def logits(self, hidden: Tensor, weight: Tensor, temperature: float | Tensor) -> Tensor:
+        """Those of the rows, [n, rows]. Pads are multiplied, too, as servers do: a CPU's product with fewer than 16 rows
+        takes its sums in another order."""
+        return _logits(hidden, weight, temperature)[:, : self.rows]
 
-    def locate(self, tokens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    def dropped(self, targets: Targets, part: slice) -> Tensor | None:
+        """Which of this rank's rows no draw of these targets could give, bool [n, rows]; None: each could."""
+        return None if targets.kept is None else targets.kept.dropped(part, self.first, self.rows)
+
+    def locate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Which tokens have their row on this rank (bool [n]), and where (int64 [n], 0 for the others)."""
         local = tokens - self.first
-        here = (local >= 0) & (local < rows)
+        here = (local >= 0) & (local < self.rows)
         return here, local.where(here, 0)
 
 
@@ -120,15 +125,15 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropy, log_sums = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(3))
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            logits = _logits(hidden[part], weight, targets.divisor(part))
-            dropped = shard.dropped(targets, part, len(weight))
+            logits = shard.logits(hidden[part], weight, targets.divisor(part))
+            dropped = shard.dropped(targets, part)
             if dropped is not None:
                 logits.masked_fill_(dropped, -torch.inf)
             peak = shard.reduce(_row_peak(logits), dist.ReduceOp.MAX)
             logits -= peak[:, None]
             if dropped is not None:
                 logits.masked_fill_(dropped, BELOW)
-            here, local = shard.locate(targets.tokens[part], len(weight))
+            here, local = shard.locate(targets.tokens[part])
             taken = _pick(logits, local).where(here, 0)
             exponents = logits.exp()
             sums = torch.stack([exponents.sum(1), exponents.mul_(logits).sum(1), taken])
@@ -154,20 +159,20 @@ class _TokenLogprobs(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=logprobs_grad.dtype) if ctx.needs_input_grad[1] else None
         for begin in range(0, len(hidden), shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            log_p = _logits(hidden[part], weight, targets.divisor(part)).sub_(log_sums[part, None])
-            if (dropped := shard.dropped(targets, part, len(weight))) is not None:
+            log_p = shard.logits(hidden[part], weight, targets.divisor(part)).sub_(log_sums[part, None])
+            if (dropped := shard.dropped(targets, part)) is not None:
                 log_p.masked_fill_(dropped, BELOW)
             scale = logprobs_grad[part, None]
             if targets.entropy_gradient and entropy_grad is not None:
                 scale = scale + entropy_grad[part, None] * (log_p + entropy[part, None])
             grad = log_p.exp_().mul_(scale).neg_()
-            here, local = shard.locate(targets.tokens[part], len(weight))
-            if len(weight):
+            here, local = shard.locate(targets.tokens[part])
+            if shard.rows:
                 grad.scatter_add_(1, local[:, None], logprobs_grad[part].where(here, 0)[:, None])
             grad = grad.div_(targets.divisor(part)).to(hidden.dtype)
-            hidden_grad[part] = grad @ weight
+            hidden_grad[part] = grad @ weight[: shard.rows]
             if weight_grad is not None:
-                _add_product(weight_grad, grad, hidden[part])
+                _add_product(weight_grad[: shard.rows], grad, hidden[part])
         # Each rank saw its share of the vocabulary; the hidden states are the same on all.
         shard.reduce(hidden_grad, dist.ReduceOp.SUM)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
