@@ -60,7 +60,8 @@ def test_products_are_as_many_as_torch_counts(family, lora, model_folder, traine
     if lora:  # below the first layer nothing is trained, so that torch spares the gradient of its input
         width = (shape.heads + 2 * shape.groups) * shape.head_dim + 3 * lora["rank"]
         model -= 2 * width * shape.hidden * work.tokens
-    logits = 2 * shape.hidden * shape.vocabulary * work.targets  # the backward pass computes them again
+    # The backward pass computes the logits again, and pads are multiplied.
+    logits = 2 * shape.hidden * (2 * shape.padded_vocabulary(1) - shape.vocabulary) * work.targets
     assert products == pytest.approx(model, abs=logits)
 
 
