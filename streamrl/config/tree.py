@@ -233,6 +233,14 @@ class Config(Section):
                 )
 
     @rule
+    def _rows_are_as_served_by_megatrons_layers(self) -> None:
+        if self.learner.as_served and self.model.implementation == "transformers":
+            raise ValueError(
+                "learner.as_served: true with model.implementation=transformers, whose attention has pads; allowed: "
+                "false, or model.implementation=megatron"
+            )
+
+    @rule
     def _a_prefill_routes_as_the_draw_did(self) -> None:
         if self.learner.router_replay and self.generate.score != "decode":
             raise ValueError(

@@ -191,6 +191,11 @@ def test_what_a_prefill_cannot_score_is_refused(other, said, score):
     assert said in str(refused.value)
 
 
+def test_rows_as_served_are_refused_where_attention_has_pads():
+    with pytest.raises(ValueError, match=r"allowed: false, or model\.implementation=megatron"):
+        Config.model_validate({"learner": {"as_served": True}, "model": {"implementation": "transformers"}})
+
+
 def test_experts_of_the_draw_are_refused_beside_prefills():
     with pytest.raises(ValueError, match=r"allowed: decode, or learner\.router_replay=false"):
         Config.model_validate({"generate": {"score": "prefill"}, "learner": {"router_replay": True}})
