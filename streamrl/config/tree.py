@@ -234,7 +234,7 @@ class Config(Section):
 
     @rule
     def _rows_are_as_served_by_megatrons_layers(self) -> None:
-        if self.learner.as_served and self.model.implementation == "transformers":
+        if self.learner.as_served and self.model.implementation != "megatron":
             raise ValueError(
                 "learner.as_served: true with model.implementation=transformers, whose attention has pads; allowed: "
                 "false, or model.implementation=megatron"
