@@ -11,8 +11,9 @@ Whatever the policy says, nothing is held back that holding makes no younger, or
     a group that had a ticket before
 
 *Slow start.* Until STEPS steps of the learner are measured, and while the policy knows no lead time yet, as many steps
-go out ahead of the learner as the workers generate at once. As early as is legal would be the whole bound within
-seconds: a slow learner would train it for as many steps.
+go out ahead of the learner as the workers generate at once, and RESERVE more, which make up for chance where both sides
+are as fast. As early as is legal would be the whole bound within seconds: a slow learner would train it for as many
+steps.
 
 Pure, like the buffer: it reads the buffer's state, and is told the time. What it has measured is not durable: a service
 that was started again starts slowly again.
@@ -31,6 +32,7 @@ from streamrl.replay.releases.base import EARLIEST, Release
 from streamrl.replay.state import State
 
 STEPS = 4  # of the learner that must be measured first
+RESERVE = 2  # that may be complete and wait, while nothing is measured
 KEPT = 16  # whose median is the time of a step: one with a checkpoint is long, and no measure of the others
 MOST = 1e9  # steps
 ROUNDING = 1e-6  # of a step: what a sum of times may be off by
@@ -131,8 +133,8 @@ class ReleaseGate:
         return self._release.lead((now - at for at in self._opened.values()), rounds)
 
     def _at_start(self) -> int:
-        """Steps from the wanted one on that the workers generate at once."""
-        return math.ceil(max(1, self._capacity) / self._groups)
+        """Steps from the wanted one on that the workers generate at once, and what may wait."""
+        return math.ceil(max(1, self._capacity) / self._groups) + RESERVE
 
     def _in_time(self, now: float, lead: float) -> int:
         """Steps from the wanted one on that are needed within the lead time; sets when there will be one more."""

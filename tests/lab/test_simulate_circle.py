@@ -76,32 +76,27 @@ def test_an_infinitely_fast_server_leaves_the_learners_own_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("learner", "replay", "oldest", "least"),
+    ("learner", "replay", "oldest"),
     [
-        (Line(2.0, 0.0, (0.8, 1.2)), {}, 3.0, 0.97),  # the learner is the slow side
-        (Line(2.0, 0.0), {"order": "windowed", "window": 5}, 3.0, 0.97),
-        (Line(2.0, 0.0), {"order": "ready"}, 3.0, 0.97),
-        (Line(2.0, 0.0), {"every": 3}, 4.0, 0.97),
-        # Both sides take as long: in 40 steps behind a slow start chance is not made up for, and a margin pays.
-        (Line(0.4, 0.0, (0.8, 1.2)), {}, 16.0, 0.9),
-        (Line(0.4, 0.0, (0.8, 1.2)), {"release_options": {"margin": 1.0}}, 16.0, 0.97),
-        (Line(0.05, 0.0), {}, 16.0, 0.97),  # generation is the slow side
+        (Line(2.0, 0.0, (0.8, 1.2)), {}, 3.0),  # the learner is the slow side
+        (Line(2.0, 0.0), {"order": "windowed", "window": 5}, 3.0),
+        (Line(2.0, 0.0), {"order": "ready"}, 3.0),
+        (Line(2.0, 0.0), {"every": 3}, 4.0),
+        (Line(0.4, 0.0, (0.8, 1.2)), {}, 16.0),  # both sides take as long
+        (Line(0.05, 0.0), {}, 16.0),  # generation is the slow side
     ],
 )
 def test_tickets_just_in_time_make_data_younger_at_the_same_speed(
-    learner: Line, replay: dict[str, Any], oldest: float, least: float
+    learner: Line, replay: dict[str, Any], oldest: float
 ) -> None:
     parts = Model(answers(4, 9, 30, 70, 16), ServerSpeed(0.01, 0.0001), learner, Line(0.05, 0.0))
     eager, just_in_time = (
-        figures(Circle(config(60, release=release, max_staleness=16, **further), parts).run()[20:])
-        for release, further in (
-            ("eager", {key: value for key, value in replay.items() if key != "release_options"}),
-            ("just_in_time", replay),
-        )
+        figures(Circle(config(60, release=release, max_staleness=16, **replay), parts).run()[20:])
+        for release in ("eager", "just_in_time")
     )
-    assert just_in_time.trained > least * eager.trained
+    assert just_in_time.trained > 0.97 * eager.trained
     assert just_in_time.staleness_mean < oldest
-    assert just_in_time.staleness_mean <= eager.staleness_mean + 0.1
+    assert just_in_time.staleness_mean <= eager.staleness_mean
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -173,14 +173,14 @@ def test_a_ticket_goes_out_its_lead_time_before_its_step_is_asked_for(
 @pytest.mark.parametrize(
     ("capacity", "begun", "limit"),
     [
-        (None, False, 4),  # no worker is known: nothing newer than version 0 comes before steps 0 and 1
-        (3, False, 4),
-        (5, False, 6),
-        (5, True, 8),
-        (0, True, 4),
+        (None, False, 6),  # no worker is known
+        (3, False, 8),
+        (5, False, 10),
+        (5, True, 12),
+        (0, True, 8),
     ],
 )
-def test_a_run_starts_with_the_steps_that_its_workers_generate_at_once(
+def test_a_run_starts_with_the_steps_that_its_workers_generate_at_once_and_two_more(
     capacity: int | None, begun: bool, limit: float
 ) -> None:
     state = State(Shares({"copy": 1}, 2))
@@ -200,7 +200,7 @@ def test_a_run_starts_with_the_steps_that_its_workers_generate_at_once(
 def test_a_policy_that_does_not_know_yet_starts_slowly_too_however_long_the_learner_is_measured() -> None:
     held, _ = gate(None)
     held.tick(20.0, 6)
-    assert held.limit == 2 * (6 + 3)
+    assert held.limit == 2 * (6 + 3 + 2)
     assert "release/lead" not in held.metrics(99)
 
 

@@ -37,7 +37,7 @@ class Release(Choice, ABC):
     def lead(self, open_for: Iterable[float], rounds: float) -> float | None:
         """Seconds before a step needs its groups at which their tickets go out; EARLIEST: as early as is legal.
 
-        None while too little is measured: as many go out as the workers generate at once.
+        None while too little is measured: as many go out as the workers generate at once, and two steps' more.
 
         `open_for`: for how long the groups have been out that are not complete, in seconds, the longest first.
         `rounds`: the groups of a step over those that the workers generate at once, at least 1.
