@@ -23,7 +23,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,18 @@ def in_turns(ways: Sequence[str], repeat: int) -> list[str]:
     return [*ways[first:], *ways[:first]]
 
 
+@contextmanager
+def learner(config: Config) -> Iterator[Trainer]:
+    """The only one of this process for the time being: torch's process group is."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(config, Path(folder))
+        try:
+            trainer.restore_or_start()
+            yield trainer
+        finally:
+            trainer.close()
+
+
 def learned(trainer: Trainer, groups: Sequence[Group]) -> Distance:
     """The learner's log-probs against those of the groups."""
     batch = Batch(step=0, groups=tuple(groups))
@@ -185,39 +198,36 @@ def learned(trainer: Trainer, groups: Sequence[Group]) -> Distance:
     return Distance.of(trainer.score(batch), recorded)
 
 
-def passes(trainers: Sequence[Trainer], groups: Sequence[Group], repeats: int) -> list[float]:
-    """The second one's tokens/s over the first one's, of scoring the same groups in turns."""
+def passes(usual: Config, as_served: Config, groups: Sequence[Group], repeats: int) -> list[float]:
+    """Tokens/s as served over those of the usual rows, of scoring the same groups; learners take turns."""
     batch, ratios = Batch(step=0, groups=tuple(groups)), []
-    for repeat in range(repeats + 1):
+    for repeat in range(repeats):
         seconds = {}
-        for trainer in trainers if repeat % 2 else reversed(trainers):
-            began = time.perf_counter()
-            trainer.score(batch)
-            seconds[id(trainer)] = time.perf_counter() - began
-        ratios.append(seconds[id(trainers[0])] / seconds[id(trainers[1])])
-    return ratios[1:]  # the first warms up
+        for config in (usual, as_served) if repeat % 2 else (as_served, usual):
+            with learner(config) as trainer:
+                trainer.score(batch)  # warms up
+                began = time.perf_counter()
+                trainer.score(batch)
+                seconds[config.learner.as_served] = time.perf_counter() - began
+        ratios.append(seconds[False] / seconds[True])
+    return ratios
 
 
 def benchmark(model: Path, dtype: str, folder: Path, groups: int, repeats: int) -> dict[str, Any]:
     with serving(configure(model, dtype, "decode"), folder) as server:
-        configs = {way: configure(model, dtype, way, server.address) for way in WAYS}
-        made, ratios, rounding = uvloop.run(generate(server.address, configs, folder, groups, repeats))
-    trainers = [Trainer(configure(model, dtype, way), folder / way) for way in ("decode", "full_prefill")]
-    usual, as_served = trainers
-    try:
-        for trainer in trainers:
-            trainer.restore_or_start()
-        distances = {way: learned(as_served if way == "full_prefill" else usual, made[way]) for way in WAYS}
-        learner = passes(trainers, made["decode"], repeats)
-    finally:
-        for trainer in trainers:
-            trainer.close()
+        workers = {way: configure(model, dtype, way, server.address) for way in WAYS}
+        made, ratios, rounding = uvloop.run(generate(server.address, workers, folder, groups, repeats))
+    configs = {way: configure(model, dtype, way) for way in WAYS}
+    distances = {}
+    for way, config in configs.items():
+        with learner(config) as trainer:
+            distances[way] = learned(trainer, made[way])
     return {
         "dtype": dtype,
         **{way: asdict(distance) for way, distance in distances.items()},
         "decode - prefill": asdict(rounding),
         "speed": {way: _spread(each) for way, each in ratios.items() if way != "decode"},
-        "learner": _spread(learner),
+        "learner": _spread(passes(configs["decode"], configs["full_prefill"], made["decode"], repeats)),
     }
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.learner.packing import plan
+from streamrl.learner.bins import plan
 
 SIGMAS = (0.5, 0.8, 1.3)
 SEQUENCES = 1024

@@ -13,7 +13,8 @@ from learner_parts import make_batch
 
 from streamrl.config.file import ConfigError
 from streamrl.learner.batch_metrics import batch_metrics
-from streamrl.learner.packing import MicroBatch, Packing, SequenceTooLongError, cut, plan, plan_batch, plan_step
+from streamrl.learner.bins import plan
+from streamrl.learner.packing import MicroBatch, Packing, SequenceTooLongError, cut, plan_batch, plan_step
 from streamrl.sampling_columns import TEMPERATURE, kept_columns
 from streamrl.types import Batch, PolicyVersion, VersionSpan
 
