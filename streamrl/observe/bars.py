@@ -75,13 +75,13 @@ class Bar:
         self.unit = unit
         self.total = total
         self.done = 0.0
-        self._begun = time.monotonic()
+        self._begun = self._reached = time.monotonic()
         self._over = threading.Event()
         self._view: _View | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._begun = time.monotonic()
+        self._begun = self._reached = time.monotonic()
         self._view = _view_of(sys.stderr)
         if self._view is not None:
             self._thread = threading.Thread(target=self._look, args=(self._view,), name="bar", daemon=True)
@@ -97,16 +97,18 @@ class Bar:
 
     def advance(self, amount: float = 1) -> None:
         """So much more is done."""
-        self.done += amount
+        self.reach(self.done + amount)
 
     def reach(self, done: float, total: float | None = None) -> None:
         """So much is done by now, of `total` where that is given."""
+        if done != self.done:
+            self._reached = time.monotonic()
         self.done = done
         self.total = self.total if total is None else total
 
     def over(self, items: Iterable[T]) -> Iterator[T]:
         """The items; each is done when the next one is asked for. The time counts from the first one on."""
-        self._begun = time.monotonic()
+        self._begun = self._reached = time.monotonic()
         for item in items:
             yield item
             self.advance()
@@ -121,7 +123,8 @@ class Bar:
 
     def __str__(self) -> str:
         """In words, with rate and time left."""
-        return words(self.done, self.total, self.unit, time.monotonic() - self._begun)
+        now = time.monotonic()
+        return words(self.done, self.total, self.unit, now - self._begun, now - self._reached)
 
 
 def track(items: Iterable[T], what: str, unit: str, total: float | None = None) -> Iterator[T]:
@@ -135,13 +138,15 @@ def track(items: Iterable[T], what: str, unit: str, total: float | None = None) 
         yield from bar.over(items)
 
 
-def words(done: float, total: float | None, unit: str, seconds: float) -> str:
+def words(done: float, total: float | None, unit: str, seconds: float, since: float = 0.0) -> str:
     """What is done after so many seconds, at which rate, and how long the rest takes at this rate.
+
+    `since`: seconds since the last one was done: where each takes longer than a second, they are time of the next one.
 
     >>> words(120, 400, "batches", 30.0)
     '120 of 400 batches, 4.0/s, 1:10 left'
-    >>> words(1, 4, "runs", 90.0)
-    '1 of 4 runs, 1:30 each, 4:30 left'
+    >>> words(1, 4, "runs", 90.0), words(1, 4, "runs", 150.0, since=60.0)
+    ('1 of 4 runs, 1:30 each, 4:30 left', '1 of 4 runs, 1:30 each, 3:30 left')
     >>> words(0, None, "prompts", 5.0)
     '0 prompts, 0:05 so far'
     """
@@ -149,9 +154,15 @@ def words(done: float, total: float | None, unit: str, seconds: float) -> str:
     counted = f"{_count(done)} of {_count(total)} {unit}" if known and total is not None else f"{_count(done)} {unit}"
     if done <= 0 or seconds <= 0:
         return f"{counted}, {clock(seconds)} so far"
-    rate = done / seconds
-    paces = [f"{clock(1 / rate)} each" if rate < 1 and done == int(done) else _rate(rate)]
-    paces += [f"{clock((total - done) / rate)} left"] if known and total is not None else [f"{clock(seconds)} so far"]
+    if each := done == int(done) and done < seconds - since:
+        rate, begun = done / (seconds - since), since
+    else:
+        rate, begun = done / seconds, 0.0
+    paces = [f"{clock(1 / rate)} each" if each else _rate(rate)]
+    if known and total is not None:
+        paces.append(f"{clock(max(0.0, (total - done) / rate - begun))} left")
+    else:
+        paces.append(f"{clock(seconds)} so far")
     return ", ".join((counted, *paces))
 
 

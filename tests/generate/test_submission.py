@@ -166,14 +166,16 @@ class Hand:
 @given(
     places=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     groups=st.integers(1, 3),
-    staleness=st.sampled_from([0, 0.5, 1, 2.5]),
+    staleness=st.sampled_from([0, 0.5, 1, 2.5, 8]),
+    release=st.sampled_from(["eager", "just_in_time"]),
     chance=st.randoms(use_true_random=False),
 )
 def test_the_real_buffer_keeps_its_bound_and_trains_each_group_once_whatever_is_held(
-    places: tuple[int, int], groups: int, staleness: float, chance: random.Random
+    places: tuple[int, int], groups: int, staleness: float, release: str, chance: random.Random
 ) -> None:
-    steps = 6
-    sections = {"run": {"steps": steps}, "replay": {"groups_per_step": groups, "max_staleness": staleness}}
+    steps = 12
+    replay = {"groups_per_step": groups, "max_staleness": staleness, "release": release}
+    sections = {"run": {"steps": steps}, "replay": replay}
     buffer = make_buffer(Config.model_validate(sections | {"generate": {"group_size": 2}}))
     buffer.begin(PolicyVersion(0))
     buffer.acknowledge(PolicyVersion(0))
@@ -181,11 +183,15 @@ def test_the_real_buffer_keeps_its_bound_and_trains_each_group_once_whatever_is_
     trained: list[int] = []
     versions: dict[int, int] = {}  # of the groups
     step = deaths = 0
+    now = 0.0
 
     def turn() -> None:
+        nonlocal now
+        now += 1.0
         for hand in hands:
             hand.known.capacity = hand.submission.tickets
-        for name, granted in assign(buffer, [hand.known for hand in hands], 0.0).items():
+        buffer.gate.tick(now, sum(hand.known.capacity for hand in hands))
+        for name, granted in assign(buffer, [hand.known for hand in hands], now).items():
             for ticket in granted:
                 next(hand for hand in hands if hand.known.name == name).take(ticket)
         for hand in hands:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -89,14 +90,20 @@ def test_an_infinitely_fast_server_leaves_the_learners_own_rate() -> None:
 def test_tickets_just_in_time_make_data_younger_at_the_same_speed(
     learner: Line, replay: dict[str, Any], oldest: float
 ) -> None:
+    """Speed is the share of time in which the learner works: steps/s, less the chance of which lengths were drawn."""
     parts = Model(answers(4, 9, 30, 70, 16), ServerSpeed(0.01, 0.0001), learner, Line(0.05, 0.0))
     eager, just_in_time = (
-        figures(Circle(config(60, release=release, max_staleness=16, **replay), parts).run()[20:])
+        [
+            figures(Circle(config(60, release=release, max_staleness=16, **replay), parts, seed).run()[20:])
+            for seed in range(4)
+        ]
         for release in ("eager", "just_in_time")
     )
-    assert just_in_time.trained > 0.97 * eager.trained
-    assert just_in_time.staleness_mean < oldest
-    assert just_in_time.staleness_mean <= eager.staleness_mean
+    works = [fmean(1 - each.idle_learner for each in found) for found in (eager, just_in_time)]
+    ages = [fmean(each.staleness_mean for each in found) for found in (eager, just_in_time)]
+    assert works[1] > 0.97 * works[0]
+    assert ages[1] < oldest
+    assert ages[1] <= ages[0]
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

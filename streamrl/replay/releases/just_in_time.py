@@ -25,7 +25,7 @@ class Timing(Options):
     quantile: float = Field(
         0.9, gt=0, lt=1, description="share of learner steps whose groups are all to be complete in time"
     )
-    margin: float = Field(0.25, ge=0, description="share of the lead time that is added to it for safety")
+    margin: float = Field(0.5, ge=0, description="share of the lead time that is added to it for safety")
 
 
 class JustInTime(Release):
