@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 _NEW = PolicyVersion(0)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as under make: no test asks the hub
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config) -> Units:

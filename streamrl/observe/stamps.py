@@ -47,7 +47,8 @@ class Neighbours:
 
     def add(self, recorded: np.ndarray, own: np.ndarray, other: np.ndarray) -> None:
         """The log-probs of tokens of one sample, each [T]: as recorded, by the stamped version, by its neighbour."""
-        s, d = (np.float64(values) - own for values in (recorded, other))
+        with np.errstate(invalid="ignore"):  # a token that both call impossible
+            s, d = (np.float64(values) - own for values in (recorded, other))
         seen = np.isfinite(s) & np.isfinite(d)
         s, d = s[seen], d[seen]
         self._sums.append((len(s), float(s.sum()), float(d.sum()), float(s @ d), float(d @ d)))

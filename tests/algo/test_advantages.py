@@ -99,7 +99,7 @@ def test_shapes_that_do_not_fit_are_refused():
         group_advantages(torch.zeros(3), torch.ones(2, dtype=torch.bool), AdvantageConfig())
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     rewards=npst.arrays("float64", st.integers(0, 8), elements=st.sampled_from(TINY) | st.floats(-1e300, 1e300)),
     std=st.sampled_from(STD),
@@ -115,7 +115,6 @@ def test_advantages_are_finite_for_finite_rewards(rewards, std, baseline, eps, d
     assert result.isfinite().all()
 
 
-@settings(deadline=None)
 @given(order=st.permutations(range(6)))
 def test_permuting_the_samples_permutes_the_advantages(order):
     rewards = torch.tensor([0.1, 0.2, 0.7, 1.0, 0.0, 0.4], dtype=torch.float64)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.losses_rewards import above_the_baseline
@@ -71,7 +71,6 @@ REWARDS = st.floats(-1e300, 1e300) | st.sampled_from([0.0, 5e-324, 1.0])
 ROLLOUTS = st.lists(st.lists(REWARDS, min_size=1, max_size=3), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(rollouts=ROLLOUTS, eps=st.sampled_from([0.0, 1e-4]))
 def test_advantages_are_finite_and_branches_of_one_reward_change_no_others(rollouts, eps):
     config = AdvantageConfig(eps=eps)

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.losses import LIMITS
@@ -460,7 +460,6 @@ LOGPROBS = st.one_of(st.floats(-50, 0), st.floats(width=32, allow_nan=False, all
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS | st.just(-math.inf)), max_size=10)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     pairs=PAIRS,
     choice=st.sampled_from(COMBINATIONS),

@@ -43,7 +43,7 @@ def slow(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scales, distance
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     rows=st.integers(1, 2 * BLOCK + 3),
     columns=st.integers(1, BLOCK + 5),
@@ -70,7 +70,7 @@ def test_every_element_is_the_nearest_that_the_scale_of_its_block_allows(rows, c
     assert (missed <= nearest + 1e-6 * np.abs(exact / spread) + 1e-6).all()  # division in float32
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.integers(1, 3 * BLOCK),
     columns=st.integers(1, 3 * BLOCK),

@@ -210,7 +210,7 @@ class Server(RuleBasedStateMachine):
 
 
 TestServer = Server.TestCase
-TestServer.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestServer.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_a_worker_that_never_began_leaves_nothing(tmp_path):

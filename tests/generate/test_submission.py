@@ -111,7 +111,7 @@ def test_the_oldest_groups_requests_run_first_and_each_answer_makes_room_for_the
     assert (submission.start(), submission.running) == ([], 0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 60), st.integers(0, 90))
 def test_one_group_waits_ahead_of_the_places_and_no_more_are_wanted_than_there_may_be(places, size, groups, asked):
     told = wanted(places, size, groups, asked)
@@ -162,7 +162,7 @@ class Hand:
         return key
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     places=st.tuples(st.integers(1, 7), st.integers(1, 7)),
     groups=st.integers(1, 3),

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replaced
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -61,7 +61,6 @@ def test_versions_that_do_not_differ_are_not_told_apart():
     assert not slope.wrong
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 200))
 def test_samples_are_chosen_from_the_whole_range_and_none_twice(sizes, most):
     chosen = spread_over(sizes, most)

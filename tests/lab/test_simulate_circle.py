@@ -218,7 +218,7 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(order=ORDERS, replay=SETTINGS, workers=st.integers(1, 3), seconds=st.tuples(st.floats(0, 2), st.floats(0, 0.5)))
 def test_no_setting_breaks_the_bound_or_loses_a_token(
     order: dict[str, Any], replay: dict[str, Any], workers: int, seconds: tuple[float, float]

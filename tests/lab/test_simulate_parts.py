@@ -90,7 +90,7 @@ def test_a_server_is_busy_while_it_has_a_group() -> None:
     assert server.busy(5.05) == pytest.approx(0.09 + 0.05)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=5), min_size=1, max_size=12),
     gaps=st.lists(st.floats(0.0, 0.5), min_size=12, max_size=12),

@@ -51,7 +51,7 @@ def test_numbers_are_compared_as_bytes():
     assert base.tobytes() == new.tobytes()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.integers(1, 3000))
 def test_any_change_of_any_words_is_undone_by_nothing(data, word, count):
     base = np.random.default_rng(count).integers(0, 256, count * word, dtype=np.uint8)
@@ -65,7 +65,7 @@ def test_any_change_of_any_words_is_undone_by_nothing(data, word, count):
         assert (base == new).all()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.binary(max_size=60), st.integers(0, 200))
 def test_bytes_that_are_no_delta_are_refused_and_touch_nothing_outside(content, cut):
     room = np.zeros(1024, np.uint8)

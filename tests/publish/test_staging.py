@@ -107,7 +107,7 @@ KINDS = st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.float8
 TENSORS = st.lists(st.tuples(KINDS, st.lists(st.integers(0, 5), max_size=3), st.booleans()), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(described=TENSORS, limit=st.integers(1, 200), gpu=st.booleans(), data=st.data())
 def test_any_tensors_in_any_buckets_arrive_whole_once_their_copy_has_ended(described, limit, gpu, data):
     generator = torch.Generator().manual_seed(0)

@@ -22,9 +22,7 @@ from streamrl.replay.refusals import DuplicateGroup, GroupRefused
 from streamrl.types import Ledger, PolicyVersion, Ticket
 
 NEW = PolicyVersion(0)
-SCHEDULES = settings(
-    max_examples=250, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
+SCHEDULES = settings(max_examples=250, stateful_step_count=50, suppress_health_check=list(HealthCheck), database=None)
 FIRST_FAILURE = settings(SCHEDULES, max_examples=1000, phases=[HypothesisPhase.generate], report_multiple_bugs=False)
 
 

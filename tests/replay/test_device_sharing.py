@@ -93,7 +93,7 @@ class Turns(RuleBasedStateMachine):
 
 
 TestTurns = Turns.TestCase
-TestTurns.settings = settings(max_examples=300, deadline=None)
+TestTurns.settings = settings(max_examples=300)
 
 
 @pytest.fixture

@@ -97,9 +97,7 @@ class AnyLife(RuleBasedStateMachine):
 
 
 def test_every_order_of_events_follows_the_table_and_keeps_the_indexes() -> None:
-    profile = settings(
-        max_examples=200, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    profile = settings(max_examples=200, stateful_step_count=40, database=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(AnyLife, settings=profile)
 
 

@@ -372,4 +372,4 @@ class JournalUnderCrashes(RuleBasedStateMachine):
 
 
 TestJournalUnderCrashes = JournalUnderCrashes.TestCase
-TestJournalUnderCrashes.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestJournalUnderCrashes.settings = settings(max_examples=40, stateful_step_count=30)

@@ -29,7 +29,6 @@ from streamrl.types import PolicyVersion
 SCHEDULES = settings(
     max_examples=25,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     database=None,
     derandomize=True,

@@ -153,7 +153,7 @@ def test_a_bad_reply_is_refused(body):
         scores_of(body, 2)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(20, 60))
 def test_every_batch_fits_and_every_answer_is_in_one(lengths, tokens):
     batches = Batches(tokens=tokens, wait=1.0, most=100)

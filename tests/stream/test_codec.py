@@ -126,7 +126,7 @@ def wire() -> Iterator[tuple[Router, Dealer]]:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(group=any_group())
 def test_a_group_survives_real_sockets_there_and_back_bit_for_bit(wire: tuple[Router, Dealer], group: Group) -> None:
     router, dealer = wire
@@ -359,7 +359,7 @@ def test_a_group_from_before_failures_had_reasons_is_read(make_group: MakeGroup)
     assert decode_group(_changed(header, lambda fields: fields.pop("failures")), arena).samples[1].failure == ""
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(group=any_group())
 def test_a_group_decodes_as_it_was_encoded_branches_and_all(group: Group) -> None:
     decoded = decode_group(*encode_group(group, MAX))

@@ -54,7 +54,7 @@ def refuse(size: int) -> np.ndarray:
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_group_in_one_piece_is_encoded_where_it_lies_and_looks_the_same(lengths: list[int]) -> None:
     group = in_one_piece(lengths)
     frames = encode_group(group, MAX, refuse)

@@ -222,7 +222,7 @@ class Circle(RuleBasedStateMachine):
 
 
 TestCircle = Circle.TestCase
-TestCircle.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestCircle.settings = settings(max_examples=200, stateful_step_count=25)
 
 
 def session(**settings: float) -> Session[int]:

@@ -71,7 +71,7 @@ def test_texts_are_matched_as_messages_are(histories, call):
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from("xy")), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(steps=STEPS)
 def test_every_call_of_an_agent_that_keeps_several_conversations_extends_its_own_token_by_token(scripted_once, steps):
     inference = scripted_once([["a", "b", END]] * len(steps))  # "ab" is one token: a text read again has another

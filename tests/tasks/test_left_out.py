@@ -45,7 +45,7 @@ def asked(task: Environment, indices) -> list[Prompt]:
     return asyncio.run(fetch())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(2, 40).flatmap(
         lambda size: st.tuples(st.just(size), st.sets(st.integers(0, size - 1), max_size=size - 1))

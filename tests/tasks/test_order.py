@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamrl.tasks.order import is_held_out, item_at, permute
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 700), st.integers(0, 2**31), st.integers(0, 5))
 def test_every_epoch_shows_each_item_exactly_once(size, seed, epoch):
     shown = [item_at(index, size, seed) for index in range(epoch * size, (epoch + 1) * size)]
