@@ -80,7 +80,7 @@ def joined(before: Stored, now: Stored) -> dict[str, Any]:
     if differ:
         raise ValueError(f"{now['sweep']}: other {', '.join(differ)} than the stored runs have; allowed: the same")
     points = [
-        {**new, "runs": dict(sorted({**old["runs"], **new["runs"]}.items()))}
+        {**new, "runs": dict(sorted({**old["runs"], **new["runs"]}.items(), key=lambda run: int(run[0])))}
         for old, new in zip(before["points"], now["points"], strict=True)
     ]
     machines = [*before["machines"], *(each for each in now["machines"] if each not in before["machines"])]
@@ -240,7 +240,7 @@ def main() -> int:
             file = store(sweep)
             absent = missing(json.loads(file.read_text()))
             print(f"stored in {file}" + (f"; missing: {', '.join(absent)}" if absent else ""))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     sweeps = read_stored()

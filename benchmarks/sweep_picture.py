@@ -30,7 +30,7 @@ class Line:
 
 
 def picture(title: str, lines: Sequence[Line]) -> str:
-    """SVG of these points, from top to bottom; a panel begins at 0 and ends at its largest value."""
+    """SVG of these points, from top to bottom; a panel reaches from 0 to its largest value, and below to its least."""
     width = LABELS + len(PANELS) * (PANEL + GAP)
     height = HEAD + ROW * len(lines) + FOOT
     drawn = [
@@ -45,10 +45,12 @@ def picture(title: str, lines: Sequence[Line]) -> str:
 
 
 def _panel(left: float, figure: str, heading: str, lines: Sequence[Line]) -> list[str]:
-    largest = max((value for line in lines for value in line.values.get(figure, ())), default=0.0) or 1.0
+    shown = [value for line in lines for value in line.values.get(figure, ())]
+    least, largest = min([0.0, *shown]), max([0.0, *shown])
+    width = largest - least or 1.0
     bottom = HEAD + ROW * len(lines)
     drawn = [
-        _text(left, 16, f"{heading}, 0 to {largest:.3g}", GREY),
+        _text(left, 16, f"{heading}, {least:.3g} to {least + width:.3g}", GREY),
         f'<path d="M{left} {HEAD - 8}V{bottom}H{left + PANEL}" fill="none" stroke="{GREY}" stroke-width="0.5"/>',
     ]
     for row, line in enumerate(lines):
@@ -57,7 +59,7 @@ def _panel(left: float, figure: str, heading: str, lines: Sequence[Line]) -> lis
             continue
 
         def place(value: float) -> float:
-            return round(left + PANEL * min(max(value / largest, 0.0), 1.0), 1)
+            return round(left + PANEL * min(max((value - least) / width, 0.0), 1.0), 1)
 
         if found.half_width is not None:
             ends = place(found.mean - found.half_width), place(found.mean + found.half_width)

@@ -172,6 +172,10 @@ def report(options: argparse.Namespace) -> int:
 
 def simulate(options: argparse.Namespace) -> int:
     """Of a recorded run, or of a fleet that a file describes: then what stands in RUN's place is an override."""
+    given = {"--fleet": options.fleet, "--validate": options.validate, "--vary": options.vary, "--also": options.also}
+    first, *others = [flag for flag, value in given.items() if value] or [""]
+    if others and first in ("--fleet", "--validate"):
+        raise ConfigError(f"{others[0]}: {first} has no use for it; allowed: without {first}")
     if options.fleet is not None:
         from streamrl.lab.simulate import command
 

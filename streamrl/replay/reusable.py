@@ -21,7 +21,7 @@ class Reusable:
         self.kept: set[int] = set()  # groups whose steps cannot be asked for any more
         self._reuse = reuse
         self._lives = lives
-        self._measured: dict[int, None] = {}  # groups with an effective sample size
+        self._measured: dict[int, None] = {}  # groups with an effective sample size that may be trained again
 
     @property
     def supplied(self) -> tuple[Supply, ...]:
@@ -45,7 +45,9 @@ class Reusable:
 
     def select(self, step: int) -> tuple[int, ...]:
         """The groups that `step` trains again."""
-        return self._reuse.select(step, [self._lives[i] for i in self._measured if i in self._lives])
+        able = [life for i in self._measured if (life := self._lives.get(i)) and self._reuse.possible(life, step)]
+        self._measured = {life.group_id: None for life in able}  # steps that are taken back: `index`
+        return self._reuse.select(step, able)
 
     def lacks(self, step: int, group_ids: Sequence[int], ess: Sequence[float | None]) -> bool:
         """Are these effective sample sizes of a consumed step's groups news?"""

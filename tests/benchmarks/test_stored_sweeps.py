@@ -108,6 +108,14 @@ def test_a_picture_has_a_mark_for_each_run_and_each_mean(sweep):
     assert places[0] < places[2] < places[1]
 
 
+def test_a_picture_of_negative_rewards_begins_at_the_least_of_them():
+    root = ElementTree.fromstring(drawn(stored(results({"default": [-2.0, -1.0], "cap-5": [-0.5, 0.0]}), [], MACHINE)))
+    assert "reward, -2 to 0" in [each.text for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    places = [float(each.attrib["cx"]) for each in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert len(set(places)) == 4
+    assert places == sorted(places)
+
+
 def test_stored_sweeps_stay_small():
     assert sum(file.stat().st_size for file in stored_sweeps.RESULTS.glob("*.json")) < LARGEST
 
@@ -136,6 +144,15 @@ def test_parts_of_a_sweep_are_joined_and_say_what_is_missing():
     assert both["commits"] == ["commit1", "commit2"]
     assert [each["processor"] for each in both["machines"]] == ["Some CPU", "Another CPU"]
     assert joined(both, second) == both
+
+
+def test_the_seeds_of_joined_parts_are_in_the_order_of_their_numbers():
+    def part(seeds: list[int]) -> dict[str, Any]:
+        runs = {str(seed): {"reward": 0.5} for seed in seeds}
+        content = results({"a": [0.5]}, seeds=[1, 2, 10])
+        return stored({**content, "points": [{**content["points"][0], "runs": runs}]}, [], MACHINE)
+
+    assert list(joined(part([10, 1]), part([2]))["points"][0]["runs"]) == ["1", "2", "10"]
 
 
 def test_parts_of_sweeps_with_other_settings_are_not_joined(sweep):
@@ -228,6 +245,8 @@ def test_the_command_stores_writes_the_pages_and_checks_them(sweep, tmp_path, mo
 
     assert call("--check") == 1
     assert "page.md: mine is not stored" in capsys.readouterr().out
+    assert call(str(tmp_path)) == 1
+    assert "results.json" in capsys.readouterr().err
     assert call(str(folder)) == 0
     assert "1 stored sweeps; the pages agree with them" in capsys.readouterr().out
     assert json.loads((tmp_path / "results" / "mine.json").read_text())["commits"] == ["abc1234"]

@@ -271,6 +271,12 @@ def test_the_documented_fleet_file_is_one(tmp_path: Path) -> None:
     assert [(row.gpus, row.servers) for row in rows] == [(64, 4)]
 
 
+def test_the_keys_of_a_fleet_file_have_the_values_of_yaml(tmp_path: Path) -> None:
+    text = FLEET.replace("gpus: [16, 64]", "gpus: [16]").replace("config: {", "config: {generate.lag: null, ")
+    (tmp_path / "fleet.yaml").write_text(text)
+    assert [row.servers for row in plan(read_fleet(tmp_path / "fleet.yaml"))] == [1, 2]
+
+
 def test_a_wrong_fleet_file_is_refused_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET.replace("step: 0.02", "step: -1"))
     with pytest.raises(ConfigError, match=r"server\.step"):

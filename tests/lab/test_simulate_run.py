@@ -152,3 +152,19 @@ def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytes
     assert "0 learner steps are too few to calibrate" in capsys.readouterr().err
     assert cli.main(["simulate"]) == 2
     assert "either RUN" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--validate", "--vary", "publish.every=1,2"], "--vary: --validate has no use for it; allowed: without"),
+        (["--validate", "2", "--also", "run"], "--also: --validate has no use for it"),
+        (["--fleet", "fleet.yaml", "--validate"], "--validate: --fleet has no use for it"),
+        (["--fleet", "fleet.yaml", "--vary", "publish.every=1,2"], "--vary: --fleet has no use for it"),
+    ],
+)
+def test_a_flag_that_would_change_nothing_is_refused(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["simulate", "run", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"streamrl: {line}")

@@ -12,6 +12,7 @@ from launch import tiny_model
 from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.lab.simulate import validation
 from streamrl.lab.simulate.figures import figures
 from streamrl.lab.simulate.validation import Compared, fewer, settings
 
@@ -60,6 +61,23 @@ def test_what_is_neither_a_run_nor_a_configuration_is_refused_by_name(
     broken.write_text("replay: {max_stalenes: 2}\n")
     assert cli.main(["simulate", str(broken), "--validate"]) == 2
     assert "replay.max_stalenes" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--steps", "4"], "--steps: 4 are too few to calibrate; allowed: above 4"),
+        (["replay.reuse=2"], "--validate: replay.max_staleness=0 replay.order=fifo: replay.reuse: 2 trains old tokens"),
+    ],
+)
+def test_what_could_not_be_compared_is_refused_before_anything_is_started(
+    words: list[str], line: str, model_folders: tuple[Path, Path], monkeypatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(validation, "serving", lambda *_: pytest.fail("a server was started"))
+    path = f"model.path={model_folders[0]}"
+    assert cli.main(["simulate", "configs/quickstart.yaml", path, *words, "--validate"]) == 2
+    assert capsys.readouterr().err.startswith(f"streamrl: {line}")
 
 
 @pytest.mark.parametrize(

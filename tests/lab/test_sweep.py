@@ -166,6 +166,21 @@ def test_a_sweep_file_that_does_not_fit_is_refused_with_one_line(make_sweep, cap
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("word", ["run.seed=7", "run.name=mine", "run.folder=elsewhere"])
+def test_what_the_sweep_gives_to_each_run_is_refused_on_the_command_line_too(make_sweep, capsys, word):
+    assert cli.main(["sweep", str(make_sweep()), word]) == 2
+    assert f"{word.partition('=')[0]}: the sweep gives it to each run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["--results", "--print-jobs"])
+def test_what_starts_nothing_sets_no_sweep_aside(make_sweep, tmp_path, capsys, part):
+    file = make_sweep(seeds=[1])
+    run(file, Trained())
+    assert cli.main(["sweep", str(file), part, "--fresh"]) == 2
+    assert "--fresh: nothing is started" in capsys.readouterr().err
+    assert [folder.name for folder in (tmp_path / "sweeps").iterdir()] == ["mine"]
+
+
 def run(file: Path, trained: Trained, *overrides: str) -> list[str]:
     """Run what is not done. Returns the names of the runs that failed."""
     sweep = read(file, overrides)
@@ -274,6 +289,14 @@ def test_a_difference_has_students_interval_of_the_pairs_alone():
     alone = difference({1: 0.5}, {1: 0.25})
     assert alone is not None
     assert (alone.estimate.mean, alone.student, alone.bootstrap) == (0.25, "-", "-")
+
+
+def test_the_order_in_which_the_seeds_are_stored_changes_no_interval():
+    some = {seed: 1 + (seed * 0.37) % 1 for seed in range(1, 11)}
+    others = dict(sorted(some.items(), key=lambda each: str(each[0])))
+    baseline = dict.fromkeys(some, 1.0)
+    assert difference(some, baseline) == difference(others, baseline)
+    assert ratio(some, baseline) == ratio(others, baseline)
 
 
 def test_tokens_are_counted_until_the_mean_reward_of_ten_steps_is_the_target():

@@ -224,6 +224,15 @@ def test_groups_are_kept_beyond_the_checkpoint_until_they_are_too_old() -> None:
     assert buffer.phase(2) is None
 
 
+def test_what_a_step_looks_at_does_not_grow_with_a_run_that_saves_no_checkpoint() -> None:
+    buffer = buffer_of()
+    looked_at = []
+    for step in range(18):
+        train(buffer, step)
+        looked_at.append(len(buffer._state.reusable._measured))
+    assert max(looked_at[9:]) <= max(looked_at[:9])
+
+
 def test_only_so_many_tickets_are_out_as_steps_with_reuse_consume() -> None:
     buffer = buffer_of()
     assert buffer.order.capacity == 6  # 3 steps of two fresh groups

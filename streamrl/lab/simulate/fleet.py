@@ -24,6 +24,7 @@ from streamrl.lab.simulate.circle import Circle
 from streamrl.lab.simulate.figures import WARM_UP, Figures, figures
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup
 from streamrl.lab.simulate.server import ServerSpeed
+from streamrl.lab.sweep.plan import override
 
 DRAWN = 512  # groups of answers that are drawn from the distribution, once for all fleets
 
@@ -122,7 +123,7 @@ def plan(fleet: Fleet, overrides: Sequence[str] = ()) -> list[Planned]:
 
 def _planned(fleet: Fleet, gpus: int, servers: int, overrides: Sequence[str]) -> Planned:
     generating = servers * fleet.server.gpus
-    given = [f"{key}={value}" for key, value in fleet.config.items()]
+    given = [override(key, value) for key, value in fleet.config.items()]
     steps = [f"run.steps={WARM_UP + 9}", f"generate.sampling.max_new_tokens={fleet.answers.longest}"]
     config = config_file.load(None, [*steps, *given, *overrides, f"generate.workers={servers}"])
     rows = Circle(config, fleet_model(fleet, gpus - generating, config)).run()

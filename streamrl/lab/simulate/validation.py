@@ -20,11 +20,12 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.in_flight import most_requests, without_lag
+from streamrl.config.positions import OVERRIDE
 from streamrl.engine.server import serving
 from streamrl.hub.model import with_local_models
 from streamrl.lab.simulate.calibration import calibrate
 from streamrl.lab.simulate.circle import expected
-from streamrl.lab.simulate.figures import Figures, figures
+from streamrl.lab.simulate.figures import WARM_UP, Figures, figures
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.simulate.on_cores import Cores, pin, run_command
 from streamrl.model_dtype import with_dtype
@@ -109,12 +110,16 @@ def validate(
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("--validate: one core; allowed: at least two, one for generation and one for the learner")
+    if steps <= WARM_UP + 1:
+        raise ConfigError(f"--steps: {steps} are too few to calibrate; allowed: above {WARM_UP + 1}")
     halves = set(cores[: len(cores) // 2]), set(cores[len(cores) // 2 :])
     with tempfile.TemporaryDirectory(prefix="streamrl-validate-") as name:
         folder = Path(name)
         config = with_dtype(with_local_models(config_file.load(config_path, overrides)), fresh=True)
         preflight.check(config)
         others = settings(config)[:count]
+        for setting in others:
+            _check(config_path, overrides, setting)
         with Bar("validate", "runs", 2 + 2 * len(others)) as bar, serving(config, folder) as server:  # one for all runs
             pin(server.pid, halves[0])
             address = server.address
@@ -132,6 +137,15 @@ def validate(
                 compared.append(_compare(" ".join(setting), other, model, measured, speed))
                 before = after
     return model, compared
+
+
+def _check(config_path: Path, overrides: Sequence[str], setting: Sequence[str]) -> None:
+    """Raises ConfigError for a setting that is no valid configuration."""
+    try:
+        config_file.load(config_path, [*overrides, *SAME, *setting])
+    except ConfigError as error:
+        lines = (f"--validate: {' '.join(setting)}: {line.removeprefix(OVERRIDE)}" for line in error.lines)
+        raise ConfigError("\n".join(lines)) from None
 
 
 def _measure(

@@ -30,6 +30,8 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
     Returns 0, 1 when a run failed or is missing, or 130 after a signal. Raises ConfigError, before anything is
     started, for a point that is no valid configuration.
     """
+    if fresh and part != "all":
+        raise ConfigError("--fresh: nothing is started that could begin anew; allowed: without --print-jobs, --results")
     sweep = read(file, overrides)
     jobs = sweep.jobs()
     if part == "jobs":

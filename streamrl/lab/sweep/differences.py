@@ -56,7 +56,7 @@ def difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Di
     >>> str(found.estimate), found.student, found.bootstrap
     ('0.2 ± 0.2', '-0.05 .. 0.45', '0.10 .. 0.30')
     """
-    each = [value - baseline[seed] for seed, value in values.items() if seed in baseline]
+    each = [value - baseline[seed] for seed, value in sorted(values.items()) if seed in baseline]
     mean = estimate(each)
     if mean is None:
         return None
@@ -88,7 +88,7 @@ def ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> Ratio |
     >>> ratio({1: 50.0, 2: 80.0, 3: 60.0}, {1: 100.0, 2: 100.0, 4: 100.0}).cells()
     ['0.63', '0.03 .. 12.53', '0.50 .. 0.80']
     """
-    logs = [math.log(value / baseline[seed]) for seed, value in values.items() if seed in baseline]
+    logs = [math.log(value / baseline[seed]) for seed, value in sorted(values.items()) if seed in baseline]
     if (mean := estimate(logs)) is None:
         return None
     half, drawn = mean.half_width, bootstrap(logs) if len(logs) > 1 else None

@@ -106,10 +106,11 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     grid, points = _grid(tree), _points(tree)
     common = _mapping(tree, "set")
     swept = {key for settings in (grid, *points) for key in settings if key != "name"}
-    for place, keys in (("set", common), ("overrides", {text.partition("=")[0] for text in overrides})):
+    given = {text.partition("=")[0] for text in overrides}
+    for place, keys in (("set", common), ("overrides", given)):
         if both := sorted(swept.intersection(keys)):
             raise ConfigError(f"{place}: {both[0]} is swept over; allowed: keys that `grid` and `points` do not have")
-    if own := sorted({*swept, *common} & set(OWN)):
+    if own := sorted({*swept, *common, *given} & set(OWN)):
         raise ConfigError(f"{own[0]}: the sweep gives it to each run; allowed: seeds, name and folder of the sweep")
     if "base" not in tree:
         raise ConfigError(f"{file}: base is missing; allowed: a configuration, relative to the sweep file")
