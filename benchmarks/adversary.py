@@ -39,6 +39,7 @@ from benchmarks.adversary_peers import GREETING, WAIT, Circle, Cost, Member, Pro
 from benchmarks.faults import Verdict, judge
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.lab.output import output_file
 from streamrl.stream.door import EVENTS, STRANGERS
 from streamrl.stream.messages import Hello, Stop
 from streamrl.types import PolicyVersion
@@ -357,7 +358,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the floods, three kinds of stranger")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     result = Result()
     with tempfile.TemporaryDirectory() as scratch:

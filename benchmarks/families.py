@@ -33,6 +33,7 @@ from rich.table import Table
 
 from benchmarks.family_rows import Check, against_one_process, against_server, against_transformers, make_folder
 from benchmarks.random_models import FAMILIES
+from streamrl.lab.output import output_file
 
 BAR = 1e-5
 BARS = {**dict.fromkeys(("logits", "gradient", "packed", "ranks", "sglang", "published"), BAR), "export": 0.0}
@@ -90,7 +91,7 @@ def main() -> int:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}; none: all")
     parser.add_argument("--quick", action="store_true", help=f"without FAMILY: {', '.join(QUICK)} alone")
     parser.add_argument("--without", nargs="*", default=[], choices=COLUMNS, help="columns that are not measured")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=output_file, help="write the rows here")
     options = parser.parse_args()
     if unknown := [family for family in options.families if family not in FAMILIES]:
         parser.error(f"{unknown[0]} is no family; allowed: {', '.join(FAMILIES)}")

@@ -18,11 +18,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import psutil
 
+from streamrl.lab.output import output_file
 from streamrl.stream.codec import decode_batch, decode_group, encode_group
 from streamrl.stream.messages import (
     Accepted,
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--messages", type=int, default=2_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="50,000 messages")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     messages = 50_000 if options.quick else options.messages
     began = time.perf_counter()

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from streamrl.config.task import TaskConfig
+from streamrl.lab.output import output_file
 from streamrl.tasks.built_in.reasoning_gym import BEHAVED
 from streamrl.tasks.environment import FAILED, Completion, Environment, Prompt
 from streamrl.tasks.registry import build_task
@@ -157,7 +158,7 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="10,000 answers")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     answers = 10_000 if options.quick else options.answers
     began = time.perf_counter()

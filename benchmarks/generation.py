@@ -40,6 +40,7 @@ from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.served import engine_keys
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.lab.output import output_file
 from streamrl.observe.events import EventLog
 from streamrl.stream.codec import encode_group
 from streamrl.tasks.overlong import Overlong
@@ -202,7 +203,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="16 in flight alone, without the bar")
     parser.add_argument("--model", type=Path, help="Hugging Face folder; a tiny random model without it")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     in_flights, repeats = ((16,), 3) if options.quick else (IN_FLIGHT, 11)
     with tempfile.TemporaryDirectory() as scratch:

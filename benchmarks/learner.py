@@ -41,6 +41,7 @@ from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
 from streamrl.config.learner import LoraConfig
+from streamrl.lab.output import output_file
 from streamrl.learner.flops import training_flops, work_of
 from streamrl.learner.logprobs import Targets, token_logprobs
 from streamrl.learner.rows import RowMaker
@@ -344,7 +345,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="the tiny shape alone")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--peak", type=float, help="peak TFLOP/s of the device, as learner.peak_tflops")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     shapes = ["tiny"] if options.quick else ["tiny", "135m", *(["0.5b"] if torch.cuda.is_available() else [])]
     rows = []

@@ -24,7 +24,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +48,7 @@ from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import StepTokens, select
 from streamrl.choices import AGGREGATIONS, BASELINES, DIVERGENCES, LOSSES, PROXIMALS, REWARD_DIVERGENCES
 from streamrl.config.algo import AdvantageConfig, AlgoConfig
+from streamrl.lab.output import output_file
 
 BAR = 1e-9
 GROUP = 4  # answers of one, for what depends on it
@@ -437,7 +437,7 @@ def show(row: Row) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, a twentieth of the combinations")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     print(f"{'setting':40s} {'against':12s} {'value':>8s} {'gradient':>8s} {'float32':>8s}   tokens of each branch")
     rows = []

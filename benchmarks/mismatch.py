@@ -40,6 +40,7 @@ from streamrl.generate.fleet import Fleet
 from streamrl.generate.group import run_group
 from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.lab.output import output_file
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.events import EventLog
 from streamrl.tasks.overlong import Overlong
@@ -256,7 +257,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer groups and repeats")
     parser.add_argument("--model", type=Path, help="Hugging Face folder; a tiny random model without it")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     groups, repeats = (8, 3) if options.quick else (GROUPS, 7)
     rows = []

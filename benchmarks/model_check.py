@@ -39,6 +39,7 @@ from benchmarks.model_learner import LearnerModel
 from benchmarks.model_network import Wire, World
 from benchmarks.model_worker import WorkerModel
 from streamrl.config import Config
+from streamrl.lab.output import output_file
 from streamrl.learner import batches
 from streamrl.publish import publisher
 from streamrl.replay.orders import make_order
@@ -353,7 +354,7 @@ def main() -> int:
     parser.add_argument("-n", "--schedules", type=int, help=f"how many (default: {SCHEDULES}, with --quick {QUICK})")
     parser.add_argument("--quick", action="store_true", help="fewer schedules")
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule; the others follow")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=output_file, help="write the figures here")
     options = parser.parse_args()
     schedules = options.schedules or (QUICK if options.quick else SCHEDULES)
     began, findings = time.monotonic(), []

@@ -26,11 +26,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from streamrl.lab.output import output_file
 from streamrl.learner.bins import plan
 
 SIGMAS = (0.5, 0.8, 1.3)
@@ -147,7 +147,7 @@ def show(sigma: float, budget: int, figures: dict[str, dict[str, float]]) -> Non
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one budget, few seeds")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     budgets, seeds, repeats = ((32768,), 2, 5) if options.quick else (BUDGETS, 10, 7)
     print(f"{SEQUENCES} sequences, {RANKS} data-parallel ranks, worst of {seeds} seeds")

@@ -31,6 +31,7 @@ from rich.table import Table
 from benchmarks.parity_ranks import Case, Gradient, run_ranks
 from benchmarks.random_models import largest_difference, write_model
 from streamrl.config import Config
+from streamrl.lab.output import output_file
 from streamrl.learner.shape import read_shape
 
 BAR = 5e-6  # largest difference of gradient, loss, norm and scores in a float32 row
@@ -121,7 +122,7 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="Qwen2 and the mixture of experts, untied, float32")
-    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--json", type=output_file, help="write the rows here")
     options = parser.parse_args()
     rows = list(_rows(options.quick))
     Console(width=120).print(_table(rows))

@@ -62,6 +62,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.engine.hardware import bfloat16_instructions
 from streamrl.generate.tokenizer import Tokenizer
+from streamrl.lab.output import output_file
 from streamrl.tasks.registry import build_task
 
 QUICK_STEPS = 4  # that a run of the quick form has
@@ -237,7 +238,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, help="interleaved repeats (default: 5, quick: 1)")
     parser.add_argument("--model", type=Path, help="Hugging Face folder; SmolLM2-135M-Instruct without it")
     parser.add_argument("--python", type=Path, help=f"interpreter with TRL (default: one made in {ENVIRONMENT.name})")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     parser.add_argument("--keep", type=Path, help="new folder for the runs, to look into them later")
     options = parser.parse_args()
     if options.model and not (options.model / "config.json").exists():

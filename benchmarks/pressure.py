@@ -32,6 +32,7 @@ from benchmarks.pressure_roles import Load, Trained
 from benchmarks.pressure_run import Run
 from benchmarks.pressure_submission import Submitted, forms, show_forms, spread
 from streamrl.config import Config
+from streamrl.lab.output import output_file
 from streamrl.replay.orders import make_order
 from streamrl.stream.codec import encode_group
 from streamrl.types import PolicyVersion, Ticket
@@ -300,7 +301,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="of the slow learner's run (default: 60, quick: 20)")
     parser.add_argument("--repeats", type=int, help="of every order (default: 5, quick: 1)")
     parser.add_argument("--steps", type=int, help="of one run with stragglers (default: 160, quick: 40)")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -44,6 +44,7 @@ from benchmarks.publish_receiver import DEADLINE, Order, Shapes, checksum_of, re
 from streamrl.config.replay import StreamConfig
 from streamrl.device import Device
 from streamrl.engine.kept_memory import DoubleMemory
+from streamrl.lab.output import output_file
 from streamrl.publish.broadcast_source import BroadcastSource
 from streamrl.publish.delta_source import DeltaSource
 from streamrl.publish.disk_source import DiskSource
@@ -284,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quarter of the weights, 1 and 4 receivers")
     parser.add_argument("--servers", action="store_true", help="real SGLang servers under load instead")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.servers:

@@ -35,6 +35,7 @@ from msgspec.structs import replace
 from benchmarks.pressure_roles import Load, Slots, Trained, slots_path
 from benchmarks.pressure_run import WORKERS, Run, read
 from benchmarks.pressure_submission import grown, spread
+from streamrl.lab.output import output_file
 from streamrl.replay.orders import make_order
 
 SLOTS = 32  # of an engine: four groups of eight
@@ -180,7 +181,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="each once and shortly; speeds are not judged")
     parser.add_argument("--repeats", type=int, default=5, help="of every load and policy")
     parser.add_argument("--steps", type=int, help="that are timed of one run (default: 24, quick: 8)")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         repeats = 1 if options.quick else options.repeats

@@ -34,6 +34,7 @@ from msgspec.structs import replace
 from benchmarks.rollout_path import make_group
 from streamrl.config import Config
 from streamrl.config.replay import JournalConfig
+from streamrl.lab.output import output_file
 from streamrl.observe.events import EventLog, event_path
 from streamrl.replay.durable import DurableBuffer
 from streamrl.replay.journal import Journal
@@ -233,7 +234,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one length, few bytes, 5 s of load")
     parser.add_argument("--seconds", type=float, help="of load (default: 60, quick: 5)")
     parser.add_argument("--folder", type=Path, help="where to write (default: the temporary folder)")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         figures = run(Path(name), options.quick, options.seconds)

@@ -45,6 +45,7 @@ import zmq
 from msgspec.structs import replace
 
 from streamrl.config.replay import StreamConfig
+from streamrl.lab.output import output_file
 from streamrl.stream.codec import decode_group, encode_group
 from streamrl.stream.contiguous import answer_arrays, arena_of
 from streamrl.stream.messages import Accepted
@@ -333,7 +334,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one length, short runs")
     parser.add_argument("--lengths", type=int, nargs="+", help="output tokens of a sample")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=output_file, help="write the figures here too")
     options = parser.parse_args()
     lengths, repeats, share = ((4096,), 3, 0.3) if options.quick else (LENGTHS, 7, 1.0)
     lengths = options.lengths or lengths

@@ -47,6 +47,7 @@ _PART = re.compile(
 )
 _SENTENCE = re.compile(r"(?<=[.;:])\s+|^- ", re.MULTILINE)
 _CODE = re.compile(r"`([^`]*)`")
+_ABSOLUTE = re.compile(r"(?<![\w.:/~])/\w")  # a path, also in a list or in quotes
 _FIGURE = re.compile(r"-?\d+(?:\.\d+)?±\d+(?:\.\d+)?|-?\d+\.\d+")
 
 Stored = Mapping[str, Any]  # the content of a file in RESULTS
@@ -60,7 +61,7 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
     """
     name, points = results["sweep"], results["points"]
     settings = [*results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
-    if absolute := [setting for setting in settings if "=/" in setting]:
+    if absolute := [setting for setting in settings if _ABSOLUTE.search(setting)]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
     kept = ("name", "column", "series", "settings")
     return {

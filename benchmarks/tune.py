@@ -35,6 +35,7 @@ from benchmarks.tune_grid import Kept, Overrides, Verdict, grid, verdict
 from launch import tiny_model
 from streamrl.config import file as config_file
 from streamrl.engine.server import serving
+from streamrl.lab.output import output_file
 from streamrl.lab.simulate.figures import figures
 from streamrl.lab.simulate.on_cores import pin, run_command
 from streamrl.lab.simulate.validation import SAME
@@ -213,7 +214,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one configuration, two settings, short runs; no bar")
     parser.add_argument("--only", choices=NAMES, help="one of the configurations")
     parser.add_argument("--folder", type=Path, help="where runs and results are kept (default: runs/bench-tune)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=output_file, help="write the figures here")
     return parser.parse_args()
 
 

@@ -219,10 +219,8 @@ def _add_tune(subparsers: argparse._SubParsersAction) -> None:
     tune.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
     tune.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help="calibrate by it, too")
     tune.add_argument("--folder", type=Path, help="of the calibration runs (default: runs/NAME-tune)")
-    tune.add_argument("--steps", type=flags.count, default=30, help="learner steps of a calibration run (default: 30)")
-    tune.add_argument(
-        "--budget", type=flags.seconds, default=3600.0, metavar="SECONDS", help="of all of them (default: 3600)"
-    )
+    tune.add_argument("--steps", type=flags.count, help="learner steps of a calibration run (default: 30)")
+    tune.add_argument("--budget", type=flags.seconds, metavar="SECONDS", help="of all of them (default: 3600)")
     for name, unit in (("cores", "cores"), ("gpus", "GPUs")):
         tune.add_argument(f"--{name}", type=flags.count, metavar="N", help=f"{unit} to divide (default: those in use)")
     tune.add_argument(

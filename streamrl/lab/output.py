@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,16 +15,28 @@ def check_file(flag: str, path: Path | None, endings: Sequence[str] = ()) -> Non
 
     flag: of the command line that names it. Raises ConfigError.
     """
-    if path is None:
-        return
+    if path is not None and (problem := _problem(path, endings)):
+        raise ConfigError(f"{flag}: {path}{problem}")
+
+
+def output_file(text: str) -> Path:
+    """The `type` of a flag of argparse that names a file to be written. Raises ArgumentTypeError."""
+    if problem := _problem(Path(text), ()):
+        raise ArgumentTypeError(f"{text}{problem}")
+    return Path(text)
+
+
+def _problem(path: Path, endings: Sequence[str]) -> str:
+    """Why it cannot be written, and what can; empty where it can."""
     if endings and path.suffix not in endings:
-        raise ConfigError(f"{flag}: {path}; allowed: a file that ends in {' or '.join(endings)}")
+        return f"; allowed: a file that ends in {' or '.join(endings)}"
     if path.is_dir():
-        raise ConfigError(f"{flag}: {path} is a folder; allowed: a file")
+        return " is a folder; allowed: a file"
     if not path.parent.is_dir():
-        raise ConfigError(f"{flag}: {path}: {path.parent} is no folder; allowed: a file in a folder that is there")
+        return f": {path.parent} is no folder; allowed: a file in a folder that is there"
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{flag}: {path} cannot be written; allowed: a file in a folder that can be written")
+        return " cannot be written; allowed: a file in a folder that can be written"
+    return ""
 
 
 def check_new_folder(flag: str, path: Path | None) -> None:

@@ -125,9 +125,16 @@ def test_the_figures_of_each_run_are_kept_with_six_digits_and_where_they_come_fr
     assert (sweep["commits"], sweep["machines"]) == (["abc1234"], [MACHINE])
 
 
-def test_a_sweep_with_paths_of_a_machine_is_not_stored():
-    with pytest.raises(ValueError, match=r"model\.path=/home/me/tiny is a path of one machine"):
-        stored(results({"default": [0.5]}, common=["model.path=/home/me/tiny"]), [], MACHINE)
+@pytest.mark.parametrize("setting", ["model.path=/home/me/tiny", "task.args={file: '/data/a b'}", "a=[x, /y]"])
+def test_a_sweep_with_paths_of_a_machine_is_not_stored(setting):
+    with pytest.raises(ValueError, match="is a path of one machine") as refused:
+        stored(results({"default": [0.5]}, common=[setting]), [], MACHINE)
+    assert setting in str(refused.value)
+
+
+@pytest.mark.parametrize("setting", ["model.path=models/tiny", "generate.attach=[http://host:1/x]", "data=~/a/b"])
+def test_other_paths_and_addresses_are_kept(setting):
+    assert stored(results({"default": [0.5]}, common=[setting]), [], MACHINE)["common"] == [setting]
 
 
 def test_parts_of_a_sweep_are_joined_and_say_what_is_missing():

@@ -164,18 +164,19 @@ def test_a_learners_line_follows_its_rows() -> None:
     assert Line(line.fixed, line.each).draw(random.Random(0), 3000) == pytest.approx(3.5)
 
 
-def test_a_server_is_recovered_from_what_it_did() -> None:
+@pytest.mark.parametrize("places", [None, 8])
+def test_a_server_is_recovered_from_what_it_did(places: int | None) -> None:
     truth, rng = ServerSpeed(0.01, 0.0005, start=0.002, end=0.001, latency=0.01), random.Random(1)
     begins = sorted(rng.uniform(0, 20) for _ in range(60))
     lengths = [tuple(max(1, round(rng.lognormvariate(3.0, 0.8))) for _ in range(4)) for _ in begins]
     updates = [Update(5.0, 0.3, 4, version=1), Update(12.0, 0.3, 4, version=2)]
     given = [Served(begin, begin, each) for begin, each in zip(begins, lengths, strict=True)]
-    ends = replayed(truth, Observed(given, updates))
+    ends = replayed(truth, Observed(given, updates, places))
     served = [Served(each.begin, end, each.lengths, version) for each, (end, version) in zip(given, ends, strict=True)]
-    found = fit_server([Observed(served, updates)], max_running=4096, interruption="in_place")
-    for running in (4, 16):  # as many as there were at once
+    found = fit_server([Observed(served, updates, places)], max_running=4096, interruption="in_place")
+    for running in (4, 16 if places is None else places):  # as many as there were at once
         assert found.rate(running) == pytest.approx(truth.rate(running), rel=0.25)
-    again = replayed(found, Observed(served, updates))
+    again = replayed(found, Observed(served, updates, places))
     assert sum(abs(a[0] - b[0]) for a, b in zip(again, ends, strict=True)) / len(ends) < 0.05
 
 

@@ -212,8 +212,9 @@ def test_a_finished_run_is_tuned_and_nothing_is_started(
     tuned = config_file.load(written)
     assert tuned.run.name == "known-tuned"
     assert tuned.replay.max_staleness == found["choice"]["bound"]
-    assert cli.main(["tune", str(run), "--folder", str(tmp_path / "more")]) == 2
-    assert "is for new runs" in capsys.readouterr().err
+    for flag in (["--folder", str(tmp_path / "more")], ["--steps", "9"], ["--budget", "60"]):
+        assert cli.main(["tune", str(run), *flag]) == 2
+        assert f"{flag[0]}: {flag[1]}" in capsys.readouterr().err
 
 
 def test_calibration_runs_say_what_they_will_take_and_refuse_those_of_another_configuration(tmp_path: Path) -> None:

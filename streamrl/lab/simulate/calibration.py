@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,8 @@ from streamrl.config.file import ConfigError
 from streamrl.lab.simulate.figures import WARM_UP
 from streamrl.lab.simulate.fit import least, positive_line
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup, deviations
-from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed
+from streamrl.lab.simulate.server import Done, ServerSpeed
+from streamrl.lab.simulate.site import make_server, places_of
 from streamrl.observe.events import events_by_time
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
@@ -62,6 +64,7 @@ class Observed:
 
     served: Sequence[Served]
     updates: Sequence[Update]
+    places: int | None = None  # requests at once, where its worker's capacity is counted in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,9 @@ def _observed(run: _Run) -> Observed:
             f"{run.folder}: the journal holds the answers of {len(run.groups)} groups, too few to calibrate; "
             f"allowed: {FEWEST} of one worker after the first step (journal.keep=all keeps them)"
         )
-    return Observed(served[worker], updates_of(run.records).get(worker, []))
+    own = run.config.of_worker(int(worker.rpartition("-")[2])).generate
+    places = places_of(run.config, own, _max_running(run.config))
+    return Observed(served[worker], updates_of(run.records).get(worker, []), places)
 
 
 def recorded_groups(run_folder: Path) -> Iterable[Group]:
@@ -215,7 +220,7 @@ def _error(speed: ServerSpeed, window: Observed) -> float:
 def replayed(speed: ServerSpeed, window: Observed) -> list[tuple[float, float]]:
     """Of each group, when a server of this speed ends it, given the begins, and the mean version of its tokens."""
     served, updates = window.served, window.updates
-    server = GenerationServer(speed, updates[0].version - 1 if updates else 0)
+    server = make_server(speed, window.places, updates[0].version - 1 if updates else 0)
     first, outcome = served[0].begin, dict[int, tuple[float, float]]()
 
     def record(done: Sequence[Done]) -> None:
@@ -242,7 +247,8 @@ def _middle(observed: Observed) -> Observed:
     first = (len(served) - count) // 2
     chosen = served[first : first + count]
     last = max(group.end for group in chosen)
-    return Observed(chosen, [each for each in observed.updates if chosen[0].begin <= each.begin <= last])
+    meanwhile = [each for each in observed.updates if chosen[0].begin <= each.begin <= last]
+    return replace(observed, served=chosen, updates=meanwhile)
 
 
 def _max_running(config: Config) -> int:
@@ -287,9 +293,8 @@ def _hand_out(records: Sequence[dict[str, Any]], groups: Sequence[Group]) -> flo
     begins = sorted(group.started for group in groups)
     waits = []
     for record in records:
-        if record["event"] == "publish.acknowledged":
-            following = next((begin for begin in begins if begin > record["time"]), None)
-            waits += [] if following is None else [following - record["time"]]
+        if record["event"] == "publish.acknowledged" and (place := bisect_right(begins, record["time"])) < len(begins):
+            waits.append(begins[place] - record["time"])
     return median(waits) if waits else 0.0
 
 

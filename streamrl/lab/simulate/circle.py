@@ -17,18 +17,17 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.config.in_flight import most_requests, wanted
+from streamrl.config.in_flight import wanted
 from streamrl.lab.simulate.clock import Clock
 from streamrl.lab.simulate.figures import Figures, figures, mean, staleness
 from streamrl.lab.simulate.model import Model
-from streamrl.lab.simulate.server import Done, GenerationServer
-from streamrl.lab.simulate.site import Frames, Site, make_group
+from streamrl.lab.simulate.server import Done
+from streamrl.lab.simulate.site import Frames, Site, make_group, make_server, places_of
 from streamrl.replay.core import Core
 from streamrl.stream.messages import (
     Announce,
@@ -112,18 +111,15 @@ class Circle:
     def _sites_of(self, index: int) -> list[Site]:
         """A worker of several servers is taken for as many workers: each has its share of what it may have open."""
         own = self._config.of_worker(index).generate
-        speed, longest, places = self._model.server, own.sampling.max_new_tokens, None
-        capacity = math.ceil(own.groups_in_flight / own.servers)
-        if own.by_sample:  # who waits for a place does so in the server here: the time is the same
-            places = math.ceil(most_requests(self._config, own) / own.servers)
-            if own.requests_in_flight == "auto":
-                places = min(places, speed.max_running)
-            speed = replace(speed, max_running=min(places, speed.max_running))
+        speed, longest = self._model.server, own.sampling.max_new_tokens
+        places = places_of(self._config, own, speed.max_running)
+        if places is None:
+            capacity = math.ceil(own.groups_in_flight / own.servers)
+        else:
             capacity = wanted(places, own.group_size, 0, 0)
         numbers = [f"{index}.{number}" for number in range(own.servers)] if own.servers > 1 else [f"{index}"]
         return [
-            Site(f"generator-{number}", capacity, GenerationServer(speed, by_sample=own.by_sample), longest, places)
-            for number in numbers
+            Site(f"generator-{number}", capacity, make_server(speed, places), longest, places) for number in numbers
         ]
 
     # -- the service

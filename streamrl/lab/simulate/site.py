@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from streamrl.config.generate import GenerateConfig
+from streamrl.config.in_flight import most_requests
+from streamrl.config.tree import Config
 from streamrl.lab.simulate.model import RecordedGroup
-from streamrl.lab.simulate.server import Done, GenerationServer, Span
+from streamrl.lab.simulate.server import Done, GenerationServer, ServerSpeed, Span
 from streamrl.types import Group, PolicyVersion, Sample, Ticket, VersionSpan
 
 _NOTHING = np.zeros(1, np.int32)
@@ -46,6 +50,24 @@ class Frames(bytes):
         frames = cls()
         frames.group = group
         return frames
+
+
+def places_of(config: Config, own: GenerateConfig, max_running: int) -> int | None:
+    """Requests that one server of a worker has at once, where its capacity is counted in them; else None.
+
+    `own`: the worker's. Who waits for a place does so in the server here: the time is the same.
+    """
+    if not own.by_sample:
+        return None
+    places = math.ceil(most_requests(config, own) / own.servers)
+    return min(places, max_running) if own.requests_in_flight == "auto" else places
+
+
+def make_server(speed: ServerSpeed, places: int | None, version: int = 0) -> GenerationServer:
+    """The server with so many places; None: groups are asked for."""
+    if places is not None:
+        speed = replace(speed, max_running=min(places, speed.max_running))
+    return GenerationServer(speed, version, by_sample=places is not None)
 
 
 def make_group(ticket: Ticket, drawn: RecordedGroup, done: Done, worker: str, begun: float) -> Group:

@@ -50,13 +50,17 @@ class Limits:
     points: int = 200  # settings that are simulated
 
 
+STEPS = 30  # learner steps of a calibration run
+BUDGET = 3600.0  # seconds of all of them
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
     """The calibration runs of a configuration."""
 
     folder: Path | None = None  # None: beside the run's
-    steps: int = 30  # learner steps of each
-    budget: float = 3600.0  # seconds of all
+    steps: int | None = None  # learner steps of each; None: STEPS
+    budget: float | None = None  # seconds of all; None: BUDGET
     others: tuple[Path, ...] = ()  # finished ones, which count too
 
 
@@ -178,15 +182,14 @@ def _measured(source: Source, config: Config, space: Space, runs: Runs) -> Measu
     """From the run that is given, or from runs that are made now."""
     others = [answered_run(run) for run in runs.others]
     if source.run is not None:
-        if runs.folder is not None:
-            raise ConfigError(
-                f"--folder: {runs.folder} is for new runs, and {source.run} is done; allowed: with CONFIG"
-            )
+        for flag in ("folder", "steps", "budget"):
+            if (given := getattr(runs, flag)) is not None:
+                raise ConfigError(f"--{flag}: {given} is for new runs, and {source.run} is done; allowed: with CONFIG")
         return Measured([source.run, *others])
     preflight.check_start(with_local_models(config), fresh=True)
     ranks = sorted({ranks for _, ranks in space.splits} - {config.learner.ranks})
     folder = (runs.folder or config.run_folder.with_name(f"{config.run.name}-tune")).absolute()
-    calibration = Calibration(source.path, source.overrides, folder, runs.steps, runs.budget, ranks)
+    calibration = Calibration(source.path, source.overrides, folder, runs.steps or STEPS, runs.budget or BUDGET, ranks)
     calibration.prepare()
     for line in calibration.lines():
         print(line, flush=True)
