@@ -10,9 +10,9 @@ the folder lacks stay. Once no run of NAME is missing, what stands in docs/*.md 
     <!-- end of NAME PART -->
 
 is written anew, and docs/pictures/NAME.svg is drawn. PART `table` has the mean figures of each point, `differences`
-what each has more than the baseline. The part `findings` is prose, which is kept: each figure in it that has a decimal
-point or a ± must stand in one of these tables, in a row of the points that its sentence names in backticks, where it
-names any.
+what each has more than the baseline, `ratios` what the target took each, to the baseline. The part `findings` is prose,
+which is kept: each figure in it that has a decimal point or a ± must stand in one of these tables, in a row of the
+points that its sentence names in backticks, where it names any.
 
 `--check` writes nothing. Exit code 1 where a page differs, or a finding has a figure that its tables do not have.
 """
@@ -30,7 +30,7 @@ from typing import Any
 
 from benchmarks.suite import this_machine
 from benchmarks.sweep_picture import PANELS, Line, picture
-from streamrl.lab.sweep.results import cell, difference_cells, estimates, in_table
+from streamrl.lab.sweep.results import cell, difference_cells, estimates, in_table, ratio_cells
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = Path(__file__).parents[1] / "docs"
@@ -40,7 +40,7 @@ DIGITS = 6  # significant ones of a stored figure
 HEADS = {"reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats"}  # where not the figure's name
 
 _PART = re.compile(
-    r"(?P<begin><!-- (?P<name>[\w.-]+) (?P<part>table|differences|findings): from benchmarks/results -->\n)"
+    r"(?P<begin><!-- (?P<name>[\w.-]+) (?P<part>table|differences|ratios|findings): from benchmarks/results -->\n)"
     r"(?P<text>.*?)"
     r"(?P<end><!-- end of (?P=name) (?P=part) -->)",
     re.DOTALL,
@@ -122,13 +122,19 @@ def table(sweep: Stored) -> Rows:
 def differences(sweep: Stored) -> Rows:
     """What each other point has more than the baseline; empty where there is none."""
     runs = {point["name"]: _runs(point) for point in sweep["points"]}
-    return [[_close(each) for each in row] for row in difference_cells(sweep["baseline"], runs, sweep["target"])]
+    return [[_close(each) for each in row] for row in difference_cells(sweep["baseline"], runs)]
+
+
+def ratios(sweep: Stored) -> Rows:
+    """What the target took each other point, to the baseline; empty where no two runs reach it."""
+    runs = {point["name"]: _runs(point) for point in sweep["points"]}
+    return [[_close(each) for each in row] for row in ratio_cells(sweep["baseline"], runs)]
 
 
 def unsupported(sweep: Stored, findings: str) -> list[str]:
     """`FIGURE: SENTENCE` for each figure of the prose that is in no row of the points that its sentence names."""
     cells = {point["name"]: _figures(row) for point, row in zip(sweep["points"], table(sweep)[1:], strict=True)}
-    for name, *row in differences(sweep)[1:]:
+    for name, *row in (*differences(sweep)[1:], *ratios(sweep)[1:]):
         cells[name] |= _figures(row)
     wrong = []
     for sentence in _SENTENCE.split(findings):
@@ -158,7 +164,7 @@ def drawn(sweep: Stored) -> str:
 
 def written(page: str, sweeps: Mapping[str, Stored]) -> str:
     """The page with its tables from the stored sweeps. Raises KeyError for a sweep that is not stored."""
-    makers: dict[str, Callable[[Stored], Rows]] = {"table": table, "differences": differences}
+    makers: dict[str, Callable[[Stored], Rows]] = {"table": table, "differences": differences, "ratios": ratios}
 
     def part(found: re.Match[str]) -> str:
         if found["part"] == "findings":

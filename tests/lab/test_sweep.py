@@ -20,7 +20,7 @@ from streamrl.config.file import ConfigError
 from streamrl.lab.sweep import command, runner
 from streamrl.lab.sweep.differences import bootstrap, difference, ratio
 from streamrl.lab.sweep.estimates import Estimate, band, estimate, student_t
-from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares, tokens_to
+from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares, sum_to
 from streamrl.lab.sweep.plan import override, read
 from streamrl.lab.sweep.results import collect, markdown
 from streamrl.lab.sweep.servers import server_kind
@@ -301,10 +301,10 @@ def test_the_order_in_which_the_seeds_are_stored_changes_no_interval():
 
 def test_tokens_are_counted_until_the_mean_reward_of_ten_steps_is_the_target():
     rows = [{"reward/mean": step / 10, "tokens/generated": 100} for step in range(20)]
-    assert tokens_to(0.45)(rows) == 1000  # steps 0 to 9
-    assert tokens_to(0.55)(rows) == 1100
-    assert tokens_to(2.0)(rows) is None
-    assert tokens_to(0.0)(rows[:9]) is None
+    assert sum_to(0.45, "tokens/generated")(rows) == 1000  # steps 0 to 9
+    assert sum_to(0.55, "tokens/generated")(rows) == 1100
+    assert sum_to(2.0, "tokens/generated")(rows) is None
+    assert sum_to(0.0, "tokens/generated")(rows[:9]) is None
 
 
 def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_tokens(make_sweep, tmp_path, capsys):
@@ -313,15 +313,17 @@ def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_toke
     assert command.main(file, [], Trained()) == 0
     results = json.loads((tmp_path / "sweeps" / "mine" / "results.json").read_text())
     assert results["target"] == 0.16
-    told = results["figures"][-1]
-    assert (told["name"], told["unit"]) == ("tokens to target", "tokens")
-    assert "0.16" in told["meaning"]
+    told = {each["name"]: each for each in results["figures"][-3:]}
+    assert [told[name]["unit"] for name in ("tokens to target", "trained to target", "seconds to target")] == [
+        "tokens", "tokens", "s"
+    ]  # fmt: skip
+    assert all("0.16" in each["meaning"] for each in told.values())
     text = (tmp_path / "sweeps" / "mine" / "results.md").read_text()
     first, second = (line for line in text.splitlines() if line.startswith(("| first | 3 of", "| second | 3 of")))
-    assert first.endswith("| 2067 ± 287 |")  # 2200 where the reward is lowest
-    assert second.endswith("| 2000 (2/3) |")
-    assert any(line.endswith("| 1.00 | 1.00 .. 1.00 | 1.00 .. 1.00 |") for line in text.splitlines())
-    assert "tokens to target: ratio, over the seeds where both reach 0.16" in text
+    assert "| 2067 ± 287 |" in first  # 2200 where the reward is lowest
+    assert "| 2000 (2/3) |" in second
+    assert any(line.startswith("| second | 2 | 1.00 | 1.00 .. 1.00 | 1.00 .. 1.00 |") for line in text.splitlines())
+    assert "ratio to first with the same seed of what a reward of 0.16 took" in text
 
 
 def test_a_ratio_is_of_the_seeds_that_both_have_and_multiplies():

@@ -20,7 +20,12 @@ CLIPS = ("loss/clip_low", "loss/clip_high", "loss/clip_dual")  # no token is cou
 
 TARGET_WINDOW = 10  # steps, whose mean reward has to reach a sweep's target
 
-TO_TARGET = "tokens to target"
+# What is added up until the target, and in which unit.
+TO_TARGET = {
+    "tokens to target": ("tokens/generated", "tokens", "generated"),
+    "trained to target": ("tokens/trained", "tokens", "trained"),
+    "seconds to target": ("time/step", "s", "of steps, waiting included"),
+}
 
 CURVE_WINDOW = 5  # steps of the running mean in a reward curve
 
@@ -98,14 +103,14 @@ def share_of_time(key: str) -> Callable[[Rows], float | None]:
     return figure
 
 
-def tokens_to(target: float) -> Callable[[Rows], float | None]:
-    """Tokens that were generated until the mean reward of TARGET_WINDOW steps was `target`; None where it never was."""
+def sum_to(target: float, key: str) -> Callable[[Rows], float | None]:
+    """The sum until the mean reward of TARGET_WINDOW steps was `target`; None where it never was."""
 
     def figure(rows: Rows) -> float | None:
         rewards = [row.get("reward/mean") or 0.0 for row in rows]
         for end in range(TARGET_WINDOW, len(rows) + 1):
             if math.fsum(rewards[end - TARGET_WINDOW : end]) / TARGET_WINDOW >= target:
-                return math.fsum(row["tokens/generated"] for row in rows[:end])
+                return math.fsum(row[key] for row in rows[:end])
         return None
 
     return figure
@@ -135,11 +140,14 @@ FIGURES: tuple[Figure, ...] = (
 
 
 def figures_of(target: float | None) -> tuple[Figure, ...]:
-    """Those of a sweep; with a target reward one more."""
+    """Those of a sweep; with a target reward, what it took too."""
     if target is None:
         return FIGURES
-    meaning = f"generated until the mean reward of {TARGET_WINDOW} steps was {target:g}, in the runs where it was"
-    return (*FIGURES, Figure(TO_TARGET, "tokens", meaning, tokens_to(target)))
+    until = f"until the mean reward of {TARGET_WINDOW} steps was {target:g}, in the runs where it was"
+    taken = [
+        Figure(name, unit, f"{what} {until}", sum_to(target, key)) for name, (key, unit, what) in TO_TARGET.items()
+    ]
+    return (*FIGURES, *taken)
 
 
 def figures(rows: Rows, target: float | None = None) -> dict[str, float]:

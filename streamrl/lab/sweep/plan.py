@@ -7,7 +7,7 @@ points:                                   settings that go together; times the g
   - {name: plain, algo.weight: none}
   - {name: weighted, algo.weight: token}
 baseline: max_staleness_0-plain           what the others are compared with; the first point
-target: 0.8                               a reward; how many tokens each point needs until it
+target: 0.8                               a reward; what it takes each point until then
 seeds: [1, 2, 3]
 """
 

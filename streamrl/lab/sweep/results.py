@@ -37,7 +37,7 @@ class Outcome:
 
 def in_table(target: float | None) -> tuple[str, ...]:
     """Names of the figures that a table of points has."""
-    return IN_TABLE if target is None else (*IN_TABLE, TO_TARGET)
+    return IN_TABLE if target is None else (*IN_TABLE, *TO_TARGET)
 
 
 def collect(sweep: Sweep, jobs: Sequence[Job]) -> list[Outcome]:
@@ -108,9 +108,16 @@ def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
 def tables(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Table]:
     """The points and their figures; where there is more than one point, their differences from the baseline."""
     drawn = [_drawn(f"{sweep.name}: {legend(sweep)}", _cells(sweep, outcomes))]
-    if compared := difference_cells(sweep.baseline, _runs(outcomes), sweep.target):
-        drawn.append(_drawn(difference_legend(sweep.baseline, sweep.target), compared))
-    return drawn
+    return drawn + [_drawn(title, cells) for title, cells in _compared(sweep, outcomes)]
+
+
+def _compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[tuple[str, list[list[str]]]]:
+    """The tables of comparisons with the baseline that there are, with their legends."""
+    runs = _runs(outcomes)
+    found = [(difference_legend(sweep.baseline), difference_cells(sweep.baseline, runs))]
+    if sweep.target is not None:
+        found.append((ratio_legend(sweep.baseline, sweep.target), ratio_cells(sweep.baseline, runs)))
+    return [(legend, cells) for legend, cells in found if cells]
 
 
 def _drawn(title: str, cells: Sequence[Sequence[str]]) -> Table:
@@ -128,8 +135,8 @@ def _drawn(title: str, cells: Sequence[Sequence[str]]) -> Table:
 def markdown(sweep: Sweep, outcomes: Sequence[Outcome]) -> str:
     """The same tables for a document."""
     parts = [_markdown(_cells(sweep, outcomes)), f"{legend(sweep)}."]
-    if compared := difference_cells(sweep.baseline, _runs(outcomes), sweep.target):
-        parts += [_markdown(compared), f"{difference_legend(sweep.baseline, sweep.target)}."]
+    for title, cells in _compared(sweep, outcomes):
+        parts += [_markdown(cells), f"{title}."]
     return "\n\n".join(parts) + "\n"
 
 
@@ -146,13 +153,20 @@ def legend(sweep: Sweep) -> str:
     return f"mean ± half of the 95 % confidence interval over {len(sweep.seeds)} seeds (Student's t)"
 
 
-def difference_legend(baseline: str, target: float | None = None) -> str:
+def difference_legend(baseline: str) -> str:
     """What the differences are of."""
-    differ = (
+    return (
         f"difference from {baseline} with the same seed: mean ± half of the 95 % confidence interval (Student), its "
         "ends, and those of the bootstrap"
     )
-    return differ if target is None else f"{differ}; {TO_TARGET}: ratio, over the seeds where both reach {target:g}"
+
+
+def ratio_legend(baseline: str, target: float) -> str:
+    """What the ratios are of."""
+    return (
+        f"ratio to {baseline} with the same seed of what a reward of {target:g} took: geometric mean over the seeds "
+        "where both reach it, the ends of its 95 % confidence interval (Student), and those of the bootstrap"
+    )
 
 
 def missing(outcomes: Sequence[Outcome]) -> list[str]:
@@ -164,34 +178,38 @@ def missing(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def difference_cells(
-    baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]], target: float | None = None
-) -> list[list[str]]:
+def difference_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list[str]]:
     """A head, and a row for each other point that has a seed in common with the baseline; empty without such a point.
 
-    `points`: figures by seed, by the points' names. With a `target` the ratio of tokens to it, and of how many seeds.
+    `points`: figures by seed, by the points' names.
     """
-    compared = {
-        name: (sum(seed in points[baseline] for seed in runs), found)
-        for name, runs in points.items()
-        if name != baseline and (found := differences(runs, points[baseline]))
-    }
-    if not compared:
-        return []
-    head = ["point", "pairs"]
-    for name in (*COMPARED, *([] if target is None else [TO_TARGET])):
-        head += [name, "Student", "bootstrap"]
     rows = []
-    for name, (pairs, found) in compared.items():
-        row = [name, str(pairs)]
-        for figure in COMPARED:
-            each = found.get(figure)
-            row += [str(each.estimate), each.student, each.bootstrap] if each else ["-"] * 3
-        if target is not None:
-            tokens = ratio(_by_seed(points[name], TO_TARGET), _by_seed(points[baseline], TO_TARGET))
-            row += tokens.cells() if tokens else ["-"] * 3
-        rows.append(row)
-    return [head, *rows]
+    for name, runs in points.items():
+        if name != baseline and (found := differences(runs, points[baseline])):
+            row = [name, str(sum(seed in points[baseline] for seed in runs))]
+            for figure in COMPARED:
+                each = found.get(figure)
+                row += [str(each.estimate), each.student, each.bootstrap] if each else ["-"] * 3
+            rows.append(row)
+    return _with_head(COMPARED, rows)
+
+
+def ratio_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list[str]]:
+    """The same of what the target took, and of how many seeds; empty where no point has one with the baseline."""
+    rows = []
+    for name, runs in points.items():
+        found = [ratio(_by_seed(runs, figure), _by_seed(points[baseline], figure)) for figure in TO_TARGET]
+        if name != baseline and (seeds := [each.seeds for each in found if each]):
+            rows.append(
+                [name, str(max(seeds)), *(cell for each in found for cell in (each.cells() if each else "---"))]
+            )
+    return _with_head(tuple(TO_TARGET), rows)
+
+
+def _with_head(figures: Sequence[str], rows: list[list[str]]) -> list[list[str]]:
+    """Each figure with its two intervals; empty without a row."""
+    head = ["point", "pairs", *(name for figure in figures for name in (figure, "Student", "bootstrap"))]
+    return [head, *rows] if rows else []
 
 
 def _baseline(sweep: Sweep, outcomes: Sequence[Outcome]) -> dict[int, dict[str, float]]:
