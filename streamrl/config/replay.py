@@ -125,7 +125,8 @@ class ReplayConfig(Section):
         2.0, ge=0, description="S, learner steps that a trained token may be old; 0 is synchronous"
     )
     release: Annotated[str, RELEASES] = Field(
-        "eager", description="when tickets go out that the bound allows: at once, or as late as keeps the learner fed"
+        "just_in_time",
+        description="when tickets go out that the bound allows: as late as keeps the learner fed, or at once",
     )
     release_options: dict[str, Any] = Field(
         default_factory=dict, description="options of the release policy: `quantile` and `margin` of `just_in_time`"
