@@ -15,8 +15,8 @@ from streamrl.replay.releases.base import Release
 
 LEAST = 4  # learner steps whose groups must be complete first, and ...
 LEAST_GROUPS = 32  # ... groups, where steps are small
-KEPT = 32  # learner steps whose groups are remembered: lengths change as the policy learns ...
-KEPT_GROUPS = 128  # ... and groups, at least
+KEPT = 12  # learner steps whose groups are remembered: the start, when much is under way, is soon forgotten ...
+KEPT_GROUPS = 64  # ... and groups, at least
 
 
 class Timing(Options):
