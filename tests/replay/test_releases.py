@@ -20,7 +20,7 @@ from streamrl.replay.buffer import Buffer, make_buffer
 from streamrl.replay.lives import NEVER
 from streamrl.replay.release_gate import ReleaseGate
 from streamrl.replay.releases.base import EARLIEST, Release
-from streamrl.replay.releases.just_in_time import LEAST_GROUPS, JustInTime, Timing
+from streamrl.replay.releases.just_in_time import KEPT_GROUPS, LEAST_GROUPS, JustInTime, Timing
 from streamrl.replay.shares import Shares
 from streamrl.replay.state import State
 from streamrl.testing.releases import ReleaseConformance
@@ -66,7 +66,7 @@ def test_no_lead_time_is_known_until_enough_groups_are_measured() -> None:
 
 
 def test_the_quantile_is_that_of_whole_steps() -> None:
-    assert policy(groups=1).lead((), 1.0) == 89
+    assert policy(groups=1).lead((), 1.0) == 93  # of the last 64: 36 to 99
     assert (
         policy(groups=8).lead((), 1.0) == 87
     )  # the slowest of twelve steps: 7, 15, ... 95; four groups have no step yet
@@ -76,12 +76,12 @@ def test_a_moment_in_which_all_groups_are_slow_is_one_step_and_not_many_groups()
     release = JustInTime(8, Timing(margin=0.0))
     for step in range(20):
         for _ in range(8):
-            release.completed(30.0 if step == 4 else 1.0)
+            release.completed(30.0 if step == 14 else 1.0)
     assert release.lead((), 1.0) == 1.0
     scattered = JustInTime(8, Timing(margin=0.0))
     for group in range(160):
         scattered.completed(30.0 if group % 20 == 4 else 1.0)
-    assert scattered.lead((), 1.0) == 30.0  # as many, in eight of twenty steps
+    assert scattered.lead((), 1.0) == 30.0  # as many, in five of twelve steps
 
 
 @pytest.mark.parametrize(("stuck", "lead"), [(8, 1.0), (16, 40.0)])
@@ -93,13 +93,13 @@ def test_groups_that_are_out_together_count_as_the_fewest_steps_that_have_them(s
 
 
 def test_margin_and_rounds_lengthen_the_lead() -> None:
-    assert policy(margin=0.5).lead((), 1.0) == pytest.approx(1.5 * 89)
-    assert policy().lead((), 3.0) == pytest.approx(89 + 2 * 49.5)
+    assert policy(margin=0.5).lead((), 1.0) == pytest.approx(1.5 * 93)
+    assert policy().lead((), 3.0) == pytest.approx(93 + 2 * 67.5)
 
 
 @pytest.mark.parametrize(
     ("open_for", "lead"),
-    [((89.0, 50.0), 89), ((95.0,), 90), ((500.0,) * 5, 94), ((500.0,) * 11, 99), ((500.0, 300.0, *(200.0,) * 10), 200)],
+    [((93.0, 50.0), 93), ((95.0,), 94), ((500.0,) * 5, 98), ((500.0,) * 7, 99), ((500.0, 300.0, *(200.0,) * 10), 200)],
 )
 def test_a_straggler_counts_before_it_is_back(open_for: tuple[float, ...], lead: float) -> None:
     assert policy().lead(open_for, 1.0) == lead
@@ -107,7 +107,7 @@ def test_a_straggler_counts_before_it_is_back(open_for: tuple[float, ...], lead:
 
 def test_what_was_long_ago_does_not_count() -> None:
     release = policy()
-    for _ in range(128):
+    for _ in range(KEPT_GROUPS):
         release.completed(7.0)
     assert release.lead((), 1.0) == 7
 
