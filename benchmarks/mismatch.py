@@ -243,7 +243,7 @@ def show(row: dict[str, Any]) -> None:
         if name == "full_prefill":
             speed += f"  {_told(row['learner'])}"
         print(
-            f"{row['dtype']:9} {name:16} {found['tokens']:7d} {found['equal']:7.1%} {found['mean']:10.3g} "
+            f"{row['dtype']:9} {name:16} {found['tokens']:7d} {found['equal']:7.2%} {found['mean']:10.3g} "
             f"{found['largest']:10.3g}  {speed}",
             flush=True,
         )
