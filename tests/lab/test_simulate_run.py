@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from streamrl import cli
 from streamrl.config import Config
 from streamrl.config import file as config_file
+from streamrl.lab.simulate import calibration
 from streamrl.lab.simulate.calibration import calibrate
 from streamrl.lab.simulate.circle import Circle, expected
 from streamrl.lab.simulate.figures import Figures, figures
@@ -106,6 +107,15 @@ def test_a_calibrated_model_predicts_settings_that_were_not_recorded(recorded: P
     for replay in ({}, {"max_staleness": 0}, {"max_staleness": 1}, {"max_staleness": 4}, {"order": "ready"}):
         setting = config(recorded.parent, "other", **replay)
         near(expected(setting, model), figures(Circle(longer(setting), truth(), 2).run()))
+
+
+def test_a_worker_of_another_name_is_taken_for_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "CALLS", 12)  # a coarse fit
+    run = record(config(tmp_path, "foreign"), truth())
+    recorded = list(calibration.recorded_groups(run))
+    named = [replace(group, worker="somebody's own") for group in recorded]
+    monkeypatch.setattr(calibration, "recorded_groups", lambda _: named)
+    assert calibrate([run]).server.rate(16) > 0
 
 
 def test_the_command_prints_a_row_for_each_setting_and_writes_them(

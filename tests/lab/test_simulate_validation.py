@@ -16,6 +16,7 @@ from streamrl.lab.simulate import validation
 from streamrl.lab.simulate.figures import figures
 from streamrl.lab.simulate.validation import Compared, fewer, settings
 
+TWO_CORES = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
 ROW = {"time/step": 1.0, "time/wait": 0.5, "tokens/generated": 9, "idle/generator": 0.0, "staleness/p95": 1.0}
 
 
@@ -63,7 +64,7 @@ def test_what_is_neither_a_run_nor_a_configuration_is_refused_by_name(
     assert "replay.max_stalenes" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
+@TWO_CORES
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -94,7 +95,7 @@ def test_the_second_calibration_has_a_quarter_in_flight_in_every_form(given: lis
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core for generation, one for the learner")
+@TWO_CORES
 def test_settings_are_run_for_real_and_compared_with_what_was_predicted(tmp_path: Path) -> None:
     tiny_model.make(tmp_path / "tiny")
     file = tmp_path / "settings.yaml"  # a run folder has one, too: nothing else of it is needed

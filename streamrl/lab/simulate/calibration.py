@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,8 @@ from streamrl.types import Group, PolicyVersion
 SAMPLES = 4000  # of each run that the search replays: more make it slow, and change little
 CALLS = 420  # of the search, for six numbers
 FEWEST = 16  # groups of a worker with which a server can be fitted
+
+_WORKER = re.compile(r"generator-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,8 @@ def _observed(run: _Run) -> Observed:
             f"{run.folder}: the journal holds the answers of {len(run.groups)} groups, too few to calibrate; "
             f"allowed: {FEWEST} of one worker after the first step (journal.keep=all keeps them)"
         )
-    own = run.config.of_worker(int(worker.rpartition("-")[2])).generate
+    named = _WORKER.match(worker)  # another one is not the run's own: it counts as the first
+    own = run.config.of_worker(int(named[1]) if named else 0).generate
     places = places_of(run.config, own, _max_running(run.config))
     return Observed(served[worker], updates_of(run.records).get(worker, []), places)
 
