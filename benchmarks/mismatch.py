@@ -215,7 +215,7 @@ def passes(usual: Config, as_served: Config, groups: Sequence[Group], repeats: i
 
 
 def benchmark(model: Path, dtype: str, folder: Path, groups: int, repeats: int) -> dict[str, Any]:
-    with serving(configure(model, dtype, "decode"), folder) as server:
+    with serving(configure(model, dtype, "full_prefill"), folder) as server:
         workers = {way: configure(model, dtype, way, server.address) for way in WAYS}
         made, ratios, rounding = uvloop.run(generate(server.address, workers, folder, groups, repeats))
     configs = {way: configure(model, dtype, way) for way in WAYS}

@@ -57,6 +57,10 @@ CPU_ARGUMENTS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle scheduler polls at 97% of a core, which the learner needs
 }
 
+# The tokens behind a cut prefill's cut are rounded otherwise. A batch has as many tokens as SGLang's chunk on a CPU,
+# unless a single prompt has more.
+WHOLE_PREFILLS: dict[str, Any] = {"chunked_prefill_size": -1, "max_prefill_tokens": 4096}
+
 FLOAT32_ATTENTION = "triton"  # FlashAttention and FlashInfer, which SGLang would choose on a GPU, take 16 bits at most
 
 # SGLang keeps what a vision tower made of an image, by the image alone, and does not forget it when weights change.
@@ -232,6 +236,8 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
     }
     if not has_cuda():
         chosen |= CPU_ARGUMENTS
+        if config.generate.score == "full_prefill":
+            chosen |= WHOLE_PREFILLS
     elif config.model.dtype == "float32":
         chosen["attention_backend"] = FLOAT32_ATTENTION
     if config.run.shares_devices and has_cuda():

@@ -137,6 +137,7 @@ class ServedModel:
                 arguments, drafts = await self.client.server_info(timeout), self._config.generate.speculation
                 self._ranks = joining_ranks(arguments, self.address)
                 check_drafts(arguments, drafts, self.address)
+                check_prefills(arguments, self._config.generate.score, self.address)
                 await _reset(self.client, self._config.model.path, timeout, has_draft=drafts.has_model)
             except EngineError as error:
                 raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
@@ -259,6 +260,19 @@ def joining_ranks(arguments: dict[str, Any], address: str) -> int:
                 "a weight update; allowed: tp_size alone, over as many nodes as it needs"
             )
     return int(arguments.get("tp_size") or 1)
+
+
+def check_prefills(arguments: dict[str, Any], score: str, address: str) -> None:
+    """Refuse a server on a CPU that cuts prefills, where they are to be the learner's pass to the bit.
+
+    Raises ServerFailed.
+    """
+    size = arguments.get("chunked_prefill_size") or -1
+    if score == "full_prefill" and arguments.get("device") == "cpu" and size > 0:
+        raise ServerFailed(
+            f"generate.attach: {address} runs with chunked_prefill_size={size}, and what is behind a cut is rounded "
+            "otherwise; allowed with generate.score=full_prefill on a CPU: chunked_prefill_size=-1"
+        )
 
 
 async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Awaitable, Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -12,8 +13,10 @@ import pytest
 from streamrl.config import Config
 from streamrl.engine.answers import Answer, PrefillScores
 from streamrl.engine.client import EngineClient, EngineError
+from streamrl.engine.server import ServerFailed
 from streamrl.generate.inference import ServerPolicy
 from streamrl.generate.requests import GroupPolicy, Place
+from streamrl.generate.served import check_prefills
 from streamrl.types import PolicyVersion
 
 PROMPT = [1, 4, 2, 8]
@@ -122,6 +125,46 @@ def test_a_full_prefill_computes_the_prompt_anew(fresh_server):
         assert [len(each) for each in client.prefilled.values()] == [24] * len(client.prefilled)
         assert len(Counting.cached) == 4
         assert all((count > 0) == cached for count in Counting.cached)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("chunks", "whole"), [({}, True), ({"chunked_prefill_size": 64}, False)], ids=["whole", "cut"])
+def test_a_full_prefill_is_the_same_among_many_unless_it_is_cut(chunks, whole, serving, model_folders, tmp_path):
+    config = Config.model_validate(
+        {
+            "model": {"path": model_folders[0], "dtype": "float32"},
+            "generate": {"score": "full_prefill", "server_args": {"max_prefill_tokens": 64, **chunks}},
+        }
+    )
+    drawn = random.Random(0)
+    answers = [[drawn.randrange(1, 9) for _ in range(drawn.randrange(20, 50))] for _ in range(40)]
+
+    async def score(address: str) -> tuple[list[PrefillScores], list[PrefillScores]]:
+        client = EngineClient(address, TIMEOUT)
+        try:
+            alone = [await client.score(each, 1, cached=False) for each in answers]
+            return alone, await asyncio.gather(*(client.score(each, 1, cached=False) for each in answers))
+        finally:
+            await client.close()
+
+    with serving(config, tmp_path) as server:
+        alone, together = asyncio.run(score(server.address))
+    assert (alone == together) == whole
+    for some, others in zip(alone, together, strict=True):
+        assert some.logprobs == pytest.approx(others.logprobs, abs=1e-4)
+
+
+def test_an_attached_server_that_cuts_prefills_is_refused_where_they_are_to_be_the_learners():
+    cuts = {"chunked_prefill_size": 4096, "device": "cpu"}
+    with pytest.raises(ServerFailed, match=r"http://a:1 runs with chunked_prefill_size=4096.*allowed .*=-1"):
+        check_prefills(cuts, "full_prefill", "http://a:1")
+    for arguments, score in (
+        (cuts, "prefill"),
+        ({**cuts, "device": "cuda"}, "full_prefill"),
+        ({**cuts, "chunked_prefill_size": -1}, "full_prefill"),
+        ({**cuts, "chunked_prefill_size": None}, "full_prefill"),
+    ):
+        check_prefills(arguments, score, "http://a:1")
 
 
 def test_an_answer_whose_server_has_another_version_by_then_keeps_the_log_probs_of_decode(fresh_server):

@@ -217,9 +217,9 @@ def test_what_is_late_full_or_nonsense_is_asked_again(tmp_path):
 
 
 def test_none_that_answers_in_time_leaves_the_group_unjudged_with_the_last_reason(tmp_path):
-    broken = Broken(*(web.Response(status=503, text="full") for _ in range(1000)))
-    with pytest.raises(ScorerUnready, match=r"patience=0\.6 s: reward-model-0: status 503: full") as raised:
-        asyncio.run(asked(tmp_path, broken, timeout=0.5, patience=0.6))
+    broken = Broken(*(web.Response(status=503, text="full") for _ in range(10_000)))
+    with pytest.raises(ScorerUnready, match=r"patience=2 s: reward-model-0: status 503: full") as raised:
+        asyncio.run(asked(tmp_path, broken, timeout=1.5, patience=2))
     scoring = Scoring(ScoringConfig(window=4, most_failed=0.5))
     with pytest.raises(ScorerBroken) as broke:
         scoring.count("copy", [describe(raised.value)] * 4)
