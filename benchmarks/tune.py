@@ -9,6 +9,9 @@ Each configuration is calibrated and tuned (bounds up to 4), then 14 settings ru
 three of them in turns. Tokens/s are the smaller of those trained and generated, behind the warm-up. Server and learner
 have cores of their own.
 
+No setting of the grid has another micro batch, and the choice may. So it takes turns once more, with the best setting
+with the choice's micro batch: the definition that looks worse, which has no bar.
+
 Exit code 1 where the choice's median is below BAR of the best one's. The quick form runs few and short ones, and judges
 nothing. What is measured is kept in FOLDER: the same command goes on.
 """
@@ -21,7 +24,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +34,7 @@ import yaml
 
 from benchmarks.balanced_run import ALPHABET, write_model
 from benchmarks.drawn_lengths import LONGEST, SERVER_ARGUMENTS
-from benchmarks.tune_grid import Kept, Overrides, Verdict, grid, verdict
+from benchmarks.tune_grid import Kept, Overrides, Verdict, grid, verdict, with_its_micro_batch
 from launch import tiny_model
 from streamrl.config import file as config_file
 from streamrl.engine.server import serving
@@ -47,6 +50,7 @@ from streamrl.observe.metrics import read_metrics
 
 BAR = 0.95
 OLDEST = 4.0  # bound, of the grid and of the choice
+MICRO_BATCHES = ("", " with its micro batch")  # of the best, in both comparisons
 BEST = 3  # of the grid, that run again beside the choice
 TIMEOUT = 900.0  # seconds of one run
 
@@ -122,9 +126,21 @@ class Bench:
             self._kept.add(self.name, overrides, round_, steps, found)
         return found
 
-    def run(self) -> tuple[Verdict, dict[str, Any]]:
+    def in_turns(self, settings: Sequence[Overrides], first: int, bar: Bar) -> dict[Overrides, list[float]]:
+        """Tokens/s of each by round, of which `first` is the first one's number."""
+        rates: dict[Overrides, list[float]] = {each: [] for each in settings}
+        for round_ in range(first, first + self._form.rounds):
+            begin = round_ % len(settings)
+            for each in (*settings[begin:], *settings[:begin]):
+                rates[each].append(self.measure(each, round_)[0])
+                bar.advance()
+        return rates
+
+    def run(self) -> tuple[list[Verdict], dict[str, Any]]:
+        """The choice against the best of the grid, then against that with the choice's micro batch."""
         settings = grid(self.config)[:: 1 if self._form.settings is None else -5][: self._form.settings]
-        turns = self._form.rounds * (BEST + 1)
+        rounds = self._form.rounds
+        turns = rounds * (BEST + 1 + 2)
         print(
             f"{self.name}: calibration, {len(settings)} settings once, then up to {turns} runs in turns, of "
             f"{self._form.steps} steps each; a run that takes {TIMEOUT:.0f} s fails (kept in {self._folder})",
@@ -138,38 +154,44 @@ class Bench:
                 once[each] = self.measure(each, 0)
                 bar.advance()
             best = sorted(once, key=lambda each: -once[each][0])[:BEST]
-            rates: dict[Overrides, list[float]] = {each: [] for each in (choice, *best)}
-            ages = {each: once[each][1] for each in best}
-            for round_ in range(1, self._form.rounds + 1):
-                order = list(rates)
-                for each in order[round_ % len(order) :] + order[: round_ % len(order)]:
-                    rate, ages[each] = self.measure(each, round_)
-                    rates[each].append(rate)
-                    bar.advance()
-        judged = verdict(rates[choice], {each: rates[each] for each in best})
+            rates = self.in_turns(list(dict.fromkeys((choice, *best))), 1, bar)
+            judged = [verdict(rates[choice], {each: rates[each] for each in best})]
+            turned = [rates]
+            if (harder := with_its_micro_batch(judged[0].best, choice)) != judged[0].best:
+                turned.append(self.in_turns((choice, harder), 1 + rounds, bar))
+                judged.append(verdict(turned[1][choice], {harder: turned[1][harder]}))
         predicted = {"rate": chosen.choice.figures.sustained, "age": chosen.choice.figures.staleness_mean}
         row = {
             "name": self.name,
             "choice": list(choice),
             "predicted": predicted,
             "grid": [{"overrides": list(each), "rate": rate, "age": age} for each, (rate, age) in once.items()],
-            "turns": [{"overrides": list(each), "rates": values, "age": ages[each]} for each, values in rates.items()],
+            "turns": [
+                [{"overrides": list(each), "rates": values, "age": self.age(each)} for each, values in rates.items()]
+                for rates in turned
+            ],
         }
         _print(row, judged)
         return judged, row
 
+    def age(self, overrides: Overrides) -> float:
+        """The mean age of what is trained, over all rounds in turns."""
+        return statistics.mean(self._kept.ages(self.name, overrides, self._form.steps))
 
-def _print(row: dict[str, Any], judged: Verdict) -> None:
+
+def _print(row: dict[str, Any], judged: Sequence[Verdict]) -> None:
     for each in row["grid"]:
         print(f"  {each['rate']:8,.0f} tokens/s, mean age {each['age']:.2f}: {' '.join(each['overrides'])}")
     predicted = row["predicted"]
     print(f"  in turns; of the choice {predicted['rate']:,.0f} tokens/s and {predicted['age']:.2f} are predicted:")
-    for each in row["turns"]:
-        mark = "(the choice) " if each["overrides"] == row["choice"] else ""
-        rate = statistics.median(each["rates"])
-        print(f"  {rate:8,.0f} tokens/s, mean age {each['age']:.2f}: {mark}{' '.join(each['overrides'])}")
-    best = " ".join(judged.best)
-    print(f"{row['name']}: {judged.ratio:.3f} ({judged.low:.3f} .. {judged.high:.3f}) of {best}", flush=True)
+    for turns, each_judged, told in zip(row["turns"], judged, MICRO_BATCHES, strict=False):
+        for each in turns:
+            mark = "(the choice) " if each["overrides"] == row["choice"] else ""
+            rate = statistics.median(each["rates"])
+            print(f"  {rate:8,.0f} tokens/s, mean age {each['age']:.2f}: {mark}{' '.join(each['overrides'])}")
+        interval = f"{each_judged.low:.3f} .. {each_judged.high:.3f}"
+        best = " ".join(each_judged.best)
+        print(f"{row['name']}: {each_judged.ratio:.3f} ({interval}) of the best{told}, {best}", flush=True)
 
 
 @contextmanager
@@ -187,7 +209,7 @@ def bench(name: str, folder: Path, form: Form) -> Iterator[Bench]:
 def main() -> int:
     options = _parse()
     form = QUICK if options.quick else FULL
-    judged: dict[str, Verdict] = {}
+    judged: dict[str, list[Verdict]] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="streamrl-tune-") as own:
         root = (options.folder or (Path(own) if options.quick else Path("runs/bench-tune"))).absolute()
@@ -195,10 +217,11 @@ def main() -> int:
             with bench(name, root / name, form) as found:
                 judged[name], row = found.run()
                 rows.append(row)
-    missed = [name for name, each in judged.items() if each.ratio < BAR]
+    missed = [name for name, each in judged.items() if each[0].ratio < BAR]
     ratios = [
-        {"name": f"choice of the best, {name}", "median": each.ratio, "low": each.low, "high": each.high}
-        for name, each in judged.items()
+        {"name": f"choice of the best{told}, {name}", "median": each.ratio, "low": each.low, "high": each.high}
+        for name, both in judged.items()
+        for each, told in zip(both, MICRO_BATCHES, strict=False)
     ]
     if options.json is not None:
         options.json.write_text(json.dumps({"quick": options.quick, "ratios": ratios, "rows": rows}, indent=1) + "\n")

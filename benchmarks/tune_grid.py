@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.config import Config
+from streamrl.lab.tune.runs import MICRO_BATCH
 
 BOUNDS = (0, 1, 2, 4)
 SHARES = (0.25, 0.5, 1.0)  # of the slots of a bound that are in flight
@@ -32,6 +33,15 @@ def grid(config: Config) -> list[Overrides]:
     return [*points, (*window, f"generate.groups_in_flight={step}"), (*points[-2], "publish.every=2")]
 
 
+def with_its_micro_batch(setting: Overrides, choice: Overrides) -> Overrides:
+    """`setting` with the choice's micro batch, which no setting of the grid has; as it is where the choice has none.
+
+    >>> with_its_micro_batch(("replay.max_staleness=2",), ("publish.every=2", "learner.tokens_per_micro_batch=64"))
+    ('replay.max_staleness=2', 'learner.tokens_per_micro_batch=64')
+    """
+    return (*setting, *(each for each in choice if each.startswith(f"{MICRO_BATCH}=")))
+
+
 class Kept:
     """Tokens/s and mean age of each run, a line each: what is there is not measured again."""
 
@@ -48,6 +58,12 @@ class Kept:
         """(tokens/s, mean age in learner steps)."""
         row = {"name": name, "overrides": list(overrides), "round": round_, "steps": steps}
         return self._known.get(self._key(row))
+
+    def ages(self, name: str, overrides: Overrides, steps: int) -> list[float]:
+        """Of its runs in turns, which are those of the rounds above 0."""
+        runs = ((*json.loads(key), age) for key, (_, age) in self._known.items())
+        wanted = (name, list(overrides), steps)
+        return [age for own, words, round_, length, age in runs if (own, words, length) == wanted and round_ > 0]
 
     def add(self, name: str, overrides: Overrides, round_: int, steps: int, found: tuple[float, float]) -> None:
         row = {"name": name, "overrides": list(overrides), "round": round_, "steps": steps}

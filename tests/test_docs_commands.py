@@ -94,8 +94,6 @@ ELSEWHERE = (
      "test_settings_are_run_for_real_and_compared_with_what_was_predicted"),
     (r"streamrl tune configs/quickstart.yaml -o .*|streamrl train tuned.yaml",
      "tests/lab/test_tune.py::test_a_configuration_is_calibrated_by_real_runs_tuned_and_trained"),
-    (r"streamrl sweep configs/experiments/(staleness|freshness).yaml",  # many runs; another experiment's is run here
-     "tests/lab/test_sweep.py::test_the_staleness_experiment_has_four_bounds_and_four_corrections"),
     (r"streamrl generator --run-folder .* --node 1",
      "tests/generate/test_node.py::test_it_joins_its_server_and_ends_it_and_itself_as_its_worker_has"),
     (r"streamrl generator --run-folder .*",
@@ -117,7 +115,7 @@ LEAVES = (
     (r"streamrl retrain .*--output runs/other", "runs/other/metrics.jsonl"),
     (r"streamrl eval .*--version 50.0", "runs/quickstart/evaluations/50.0/index.html"),
     (r"streamrl sweep .*--print-jobs", "streamrl train"),
-    (r"streamrl sweep", "sweeps/order/results.md"),
+    (r"streamrl sweep configs/experiments/(\w+)\.yaml", r"sweeps/\1/results.md"),
     (r"streamrl journal .*--verify", "every record and every frame matches its checksum"),
     (r"streamrl audit", "tokens audited"),
     (r"streamrl convert .* models/tiny-megatron ", "models/tiny-megatron/latest_checkpointed_iteration.txt"),
@@ -215,10 +213,12 @@ class Clone:
         self._write_what_a_reader_has()
 
     def _write_what_a_reader_has(self) -> None:
-        """The sweep with one point and one seed; the files that the pages show; questions."""
-        order = self.folder / "configs" / "experiments" / "order.yaml"
-        sweep = yaml.safe_load(order.read_text())
-        order.write_text(yaml.safe_dump(sweep | {"points": sweep["points"][:1], "seeds": sweep["seeds"][:1]}))
+        """Sweeps of one run; the files that the pages show; questions."""
+        for file in (self.folder / "configs" / "experiments").glob("*.yaml"):
+            sweep = yaml.safe_load(file.read_text())
+            first = {key: sweep[key][:1] for key in ("points", "seeds") if key in sweep}
+            grid = {"grid": {key: values[:1] for key, values in sweep["grid"].items()}} if "grid" in sweep else {}
+            file.write_text(yaml.safe_dump(sweep | first | grid))
         for page, language, name in (
             ("howto-reward.md", "python", "rewards.py"),
             ("howto-order.md", "python", "curricula.py"),
@@ -303,8 +303,9 @@ def test_a_command_does_what_its_page_says(clone: Clone, command: Command):
         assert len(list(read_metrics(clone.folder / "runs" / "quickstart"))) >= STEPS
         return
     output = clone.run(command)
-    for pattern, left in LEAVES:
-        if re.match(pattern, " ".join(command.words)):
+    for pattern, name in LEAVES:
+        if found := re.match(pattern, " ".join(command.words)):
+            left = found.expand(name)
             assert left in output or (clone.folder / left).exists(), f"{left} is not there\n{output[-3000:]}"
             return
     assert output.strip() or command.words[0] == "python"

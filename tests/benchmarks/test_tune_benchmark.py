@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from benchmarks.tune import DRAWN
-from benchmarks.tune_grid import Kept, grid, verdict
+from benchmarks.tune_grid import Kept, grid, verdict, with_its_micro_batch
 from streamrl.config import file as config_file
+from streamrl.lab.tune.runs import MICRO_BATCH
 
 
 def test_the_grid_has_at_least_twelve_settings_that_can_run_on_both_configurations(tmp_path: Path) -> None:
@@ -28,6 +29,16 @@ def test_what_was_measured_is_kept_and_not_taken_for_another_run(tmp_path: Path)
     again = Kept(tmp_path / "measured.jsonl")
     assert again.get("a", ("x=1",), 0, 30) == (10.0, 0.5)
     assert [again.get(*key) for key in (("b", ("x=1",), 0, 30), ("a", (), 0, 30), ("a", ("x=1",), 1, 30))] == [None] * 3
+    for round_, steps, age in ((1, 30, 1.0), (2, 30, 2.0), (1, 6, 9.0)):
+        again.add("a", ("x=1",), round_, steps, (10.0, age))
+    assert again.ages("a", ("x=1",), 30) == [1.0, 2.0]
+    assert again.ages("a", ("x=2",), 30) == []
+
+
+def test_the_best_setting_takes_the_choices_micro_batch_where_it_has_one() -> None:
+    best = ("replay.max_staleness=2",)
+    assert with_its_micro_batch(best, ("learner.tokens_per_micro_batch=64", "x=1")) == (*best, f"{MICRO_BATCH}=64")
+    assert with_its_micro_batch(best, ("x=1",)) == best
 
 
 def test_a_choice_is_judged_against_the_best_median() -> None:
