@@ -11,8 +11,10 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import psutil
 
@@ -68,6 +70,16 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(1)
+
+
+@contextmanager
+def unwinding_at_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit (143) within, so that what was begun is ended on the way out. Main thread only."""
+    former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def kill_group(leader: int) -> None:

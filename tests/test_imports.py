@@ -114,7 +114,7 @@ BESIDE_RECORDS = {
     },
     "report": {"algo.advantages"},
     "retrain": {"engine.hardware", "learner.role", "learner_environment", "preflight"},
-    "simulate": {"engine.server", "model_dtype", "preflight", "replay.core", "stream.messages"},
+    "simulate": {"engine.server", "lifeline", "model_dtype", "preflight", "replay.core", "stream.messages"},
     "tune": {"engine.hardware", "model_dtype", "preflight"},
     "top": set(),
     "top_endpoint": set(),

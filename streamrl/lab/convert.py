@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -42,7 +41,7 @@ from streamrl.learner.shape import (
     read_shape,
     weight_files,
 )
-from streamrl.lifeline import end_tree
+from streamrl.lifeline import end_tree, unwinding_at_sigterm
 from streamrl.observe.bars import Bar
 from streamrl.observe.tail import Tail
 from streamrl.places import load_run
@@ -305,11 +304,10 @@ def _draft(output: Path) -> Iterator[Path]:
     """A folder beside `output` that is gone afterwards, also when the command is interrupted."""
     output.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-    former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        yield draft
+        with unwinding_at_sigterm():
+            yield draft
     finally:
-        signal.signal(signal.SIGTERM, former)
         shutil.rmtree(draft)
 
 

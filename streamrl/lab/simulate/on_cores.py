@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from streamrl.lifeline import unwinding_at_sigterm
+
 PIN_PERIOD = 0.5  # seconds between two looks for new processes and threads
 
 # Cores of generation (worker and server), cores of the learner.
@@ -26,23 +28,23 @@ def run_command(
 ) -> None:
     """Run it with its output behind that in `log`; `cores` None: wherever the kernel puts it.
 
-    Raises RunEndedError where it fails, or takes more than `timeout` seconds.
+    Raises RunEndedError where it fails, or takes more than `timeout` seconds. It ends with the caller at SIGTERM.
     """
-    with log.open("ab") as output:
+    with log.open("ab") as output, unwinding_at_sigterm():
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
         )
-    deadline = time.monotonic() + timeout
-    try:
-        while process.poll() is None and time.monotonic() < deadline:
-            if cores is not None:
-                _pin_all((process.pid, *_children(process.pid)), cores)
-            time.sleep(PIN_PERIOD)
-    finally:
-        late = process.poll() is None
-        if late:
-            process.terminate()
-        code = process.wait()
+        deadline = time.monotonic() + timeout
+        try:
+            while process.poll() is None and time.monotonic() < deadline:
+                if cores is not None:
+                    _pin_all((process.pid, *_children(process.pid)), cores)
+                time.sleep(PIN_PERIOD)
+        finally:
+            late = process.poll() is None
+            if late:
+                process.terminate()
+            code = process.wait()
     if code or late:
         lines = log.read_text(errors="replace").splitlines()
         ended = f"took more than {timeout:.0f} s" if late else f"ended with {code}"

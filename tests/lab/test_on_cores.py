@@ -1,0 +1,45 @@
+"""A command that `streamrl tune` and the validation of the simulator run: how it ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.lab.simulate.on_cores import RunEndedError, run_command
+
+RUN = """
+import sys
+from pathlib import Path
+from streamrl.lab.simulate.on_cores import run_command
+run_command([sys.executable, "-c", "import time; time.sleep(600)"], Path(sys.argv[1]), 600, None)
+"""
+DEADLINE = 60.0
+
+
+def test_at_sigterm_the_command_ends_with_its_caller(tmp_path: Path) -> None:
+    caller = psutil.Popen([sys.executable, "-c", RUN, tmp_path / "log"])
+    deadline = time.monotonic() + DEADLINE
+    while not (children := caller.children()):
+        assert caller.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.5)  # past the fork
+    caller.send_signal(signal.SIGTERM)
+    assert caller.wait(DEADLINE) == 128 + signal.SIGTERM
+    assert not any(child.is_running() for child in children)
+
+
+@pytest.mark.parametrize(
+    ("words", "timeout", "said"),
+    [("raise SystemExit('no such thing')", 60.0, "no such thing"), ("import time; time.sleep(600)", 0.1, "took more")],
+)
+def test_one_that_fails_or_is_late_ends_with_the_reason(words, timeout, said, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunEndedError, match=said):
+        run_command([sys.executable, "-c", words], tmp_path / "log", timeout, None)
+    assert signal.getsignal(signal.SIGTERM) is before
