@@ -9,8 +9,8 @@ Each configuration is calibrated and tuned (bounds up to 4), then 14 settings ru
 three of them in turns. Tokens/s are the smaller of those trained and generated, behind the warm-up. Server and learner
 have cores of their own.
 
-No setting of the grid has another micro batch, and the choice may. So it takes turns once more, with the best setting
-with the choice's micro batch: the definition that looks worse, which has no bar.
+No setting of the grid has another micro batch, and the choice may. So the choice and the best setting with its micro
+batch take turns once more: the definition that looks worse, which has no bar.
 
 Exit code 1 where the choice's median is below BAR of the best one's. The quick form runs few and short ones, and judges
 nothing. What is measured is kept in FOLDER: the same command goes on.
@@ -129,9 +129,10 @@ class Bench:
     def in_turns(self, settings: Sequence[Overrides], first: int, bar: Bar) -> dict[Overrides, list[float]]:
         """Tokens/s of each by round, of which `first` is the first one's number."""
         rates: dict[Overrides, list[float]] = {each: [] for each in settings}
+        order = list(rates)  # each once
         for round_ in range(first, first + self._form.rounds):
-            begin = round_ % len(settings)
-            for each in (*settings[begin:], *settings[:begin]):
+            begin = round_ % len(order)
+            for each in (*order[begin:], *order[:begin]):
                 rates[each].append(self.measure(each, round_)[0])
                 bar.advance()
         return rates
@@ -154,7 +155,7 @@ class Bench:
                 once[each] = self.measure(each, 0)
                 bar.advance()
             best = sorted(once, key=lambda each: -once[each][0])[:BEST]
-            rates = self.in_turns(list(dict.fromkeys((choice, *best))), 1, bar)
+            rates = self.in_turns((choice, *best), 1, bar)
             judged = [verdict(rates[choice], {each: rates[each] for each in best})]
             turned = [rates]
             if (harder := with_its_micro_batch(judged[0].best, choice)) != judged[0].best:
@@ -184,14 +185,13 @@ def _print(row: dict[str, Any], judged: Sequence[Verdict]) -> None:
         print(f"  {each['rate']:8,.0f} tokens/s, mean age {each['age']:.2f}: {' '.join(each['overrides'])}")
     predicted = row["predicted"]
     print(f"  in turns; of the choice {predicted['rate']:,.0f} tokens/s and {predicted['age']:.2f} are predicted:")
-    for turns, each_judged, told in zip(row["turns"], judged, MICRO_BATCHES, strict=False):
+    for turns, found, told in zip(row["turns"], judged, MICRO_BATCHES, strict=False):
         for each in turns:
             mark = "(the choice) " if each["overrides"] == row["choice"] else ""
             rate = statistics.median(each["rates"])
             print(f"  {rate:8,.0f} tokens/s, mean age {each['age']:.2f}: {mark}{' '.join(each['overrides'])}")
-        interval = f"{each_judged.low:.3f} .. {each_judged.high:.3f}"
-        best = " ".join(each_judged.best)
-        print(f"{row['name']}: {each_judged.ratio:.3f} ({interval}) of the best{told}, {best}", flush=True)
+        interval, best = f"{found.low:.3f} .. {found.high:.3f}", " ".join(found.best)
+        print(f"{row['name']}: {found.ratio:.3f} ({interval}) of the best{told}, {best}", flush=True)
 
 
 @contextmanager

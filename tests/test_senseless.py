@@ -86,6 +86,17 @@ def test_each_rank_needs_a_gpu_where_there_are_gpus(monkeypatch):
         machine.check_machine(load(None, ["learner.ranks=4"]))
 
 
+def test_servers_of_the_runs_own_that_would_cut_prefills_are_refused_where_they_are_to_be_the_learners(monkeypatch):
+    monkeypatch.setattr(machine, "has_cuda", lambda: False)
+    whole, cut = "generate.score=full_prefill", "generate.server_args={chunked-prefill-size: 64}"
+    with pytest.raises(
+        ValueError, match=r"server_args: chunked_prefill_size=64 cuts prefills.*; allowed: -1, or leave"
+    ):
+        machine.check_machine(load(None, [whole, cut]))
+    for words in ([cut], [whole], [whole, "generate.server_args={chunked_prefill_size: -1}"]):
+        machine.check_machine(load(None, words))
+
+
 def test_a_role_without_its_packages_says_so_in_one_line(monkeypatch, capsys, tmp_path):
     missing: set[str] = set()
     monkeypatch.setattr(machine, "_is_installed", lambda package: package not in missing)

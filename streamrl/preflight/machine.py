@@ -69,6 +69,8 @@ def check_machine(config: Config) -> None:
     check_generator(config.generate.each_pool)
     check_learner()
     drafts.check_machine(config)
+    if not has_cuda():
+        _check_prefills(config)
     servers, workers, ranks = _processes(config)
     if (asked := fp8(config)) is not None and not has_cuda():
         raise ConfigError(
@@ -89,6 +91,17 @@ def check_machine(config: Config) -> None:
             f"learner take {needed:.0f} GiB at the least, and this machine has {memory:.0f}; allowed: fewer, or "
             "several machines (docs/launch.md)"
         )
+
+
+def _check_prefills(config: Config) -> None:
+    """Refuse servers that would cut the prefills which are to be the learner's pass to the bit. Raises ConfigError."""
+    for pool in config.generate.each_pool:
+        size = {key.replace("-", "_"): value for key, value in pool.server_args.items()}.get("chunked_prefill_size")
+        if pool.score == "full_prefill" and not pool.attach and isinstance(size, int) and size > 0:
+            raise ConfigError(
+                f"generate.server_args: chunked_prefill_size={size} cuts prefills, and what is behind a cut is rounded "
+                "otherwise than generate.score=full_prefill says; allowed: -1, or leave it out"
+            )
 
 
 def crowding(config: Config) -> Iterator[str]:
