@@ -82,6 +82,19 @@ def unwinding_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
+@contextmanager
+def sigterm_afterwards() -> Iterator[None]:
+    """SIGTERM that comes within is handled at the end: what is begun within has its name by then. Main thread only."""
+    came: list[int] = []
+    former = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def kill_group(leader: int) -> None:
     """End the process group that process `leader`, started in a session of its own, leads or has led."""
     try:

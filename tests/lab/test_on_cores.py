@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.lab.simulate import on_cores
 from streamrl.lab.simulate.on_cores import RunEndedError, run_command
 
 RUN = """
@@ -24,11 +25,9 @@ DEADLINE = 60.0
 def test_at_sigterm_the_command_ends_with_its_caller(tmp_path: Path) -> None:
     caller = psutil.Popen([sys.executable, "-c", RUN, tmp_path / "log"])
     deadline = time.monotonic() + DEADLINE
-    while not (children := caller.children()):
+    while not (children := caller.children()):  # the signal may come before the caller knows that there is one
         assert caller.poll() is None
         assert time.monotonic() < deadline
-        time.sleep(0.1)
-    time.sleep(0.5)  # past the fork
     caller.send_signal(signal.SIGTERM)
     assert caller.wait(DEADLINE) == 128 + signal.SIGTERM
     assert not any(child.is_running() for child in children)
@@ -43,3 +42,12 @@ def test_one_that_fails_or_is_late_ends_with_the_reason(words, timeout, said, tm
     with pytest.raises(RunEndedError, match=said):
         run_command([sys.executable, "-c", words], tmp_path / "log", timeout, None)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_one_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_cores, "END_GRACE", 0.5)
+    before = psutil.Process().children()
+    words = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    with pytest.raises(RunEndedError, match="took more"):
+        run_command([sys.executable, "-c", words], tmp_path / "log", 3.0, None)
+    assert set(psutil.Process().children()) <= set(before)

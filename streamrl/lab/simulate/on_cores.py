@@ -11,9 +11,11 @@ from pathlib import Path
 
 import psutil
 
-from streamrl.lifeline import unwinding_at_sigterm
+from streamrl.lifeline import end_tree, sigterm_afterwards, unwinding_at_sigterm
 
 PIN_PERIOD = 0.5  # seconds between two looks for new processes and threads
+
+END_GRACE = 60.0  # seconds for a command to end: a run saves a checkpoint
 
 # Cores of generation (worker and server), cores of the learner.
 Cores = tuple[set[int], set[int]]
@@ -28,23 +30,25 @@ def run_command(
 ) -> None:
     """Run it with its output behind that in `log`; `cores` None: wherever the kernel puts it.
 
-    Raises RunEndedError where it fails, or takes more than `timeout` seconds. It ends with the caller at SIGTERM.
+    Raises RunEndedError where it fails, or takes more than `timeout` seconds. It ends with the caller at SIGTERM. What
+    has not ended END_GRACE seconds after it was asked to is killed.
     """
     with log.open("ab") as output, unwinding_at_sigterm():
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
-        )
-        deadline = time.monotonic() + timeout
+        process, late = None, False
         try:
-            while process.poll() is None and time.monotonic() < deadline:
+            with sigterm_afterwards():
+                process = subprocess.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+                )
+            deadline = time.monotonic() + timeout
+            while process.poll() is None and not (late := time.monotonic() > deadline):
                 if cores is not None:
                     _pin_all((process.pid, *_children(process.pid)), cores)
                 time.sleep(PIN_PERIOD)
         finally:
-            late = process.poll() is None
-            if late:
-                process.terminate()
-            code = process.wait()
+            if process is not None and process.poll() is None:
+                end_tree(process.pid, timeout=END_GRACE)
+        code = process.wait(END_GRACE)
     if code or late:
         lines = log.read_text(errors="replace").splitlines()
         ended = f"took more than {timeout:.0f} s" if late else f"ended with {code}"
