@@ -366,9 +366,10 @@ def _wait(ranks: subprocess.Popen[bytes], deadline: float, timeout: float) -> in
 def _written(draft: Path) -> int:
     """Bytes of what the ranks write, wherever it lies before it has its name."""
     sizes = 0
-    for path in draft.rglob("*"):
-        with suppress(FileNotFoundError):  # renamed meanwhile
-            sizes += path.stat().st_size if path.is_file() and path.parent != draft else 0
+    for folder, _, names in os.walk(draft):  # one that is renamed meanwhile has nothing
+        for name in names if folder != str(draft) else ():
+            with suppress(FileNotFoundError):  # renamed meanwhile
+                sizes += os.stat(os.path.join(folder, name)).st_size
     return sizes
 
 
