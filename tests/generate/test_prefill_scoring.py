@@ -104,7 +104,7 @@ def test_they_are_nearly_those_of_decode_and_not_always_the_same(fresh_server):
             await again.close()
 
     scores = asyncio.run(score())
-    assert scores.logprobs == pytest.approx(logprobs(plain), abs=1e-4)  # float32: rounded otherwise by another kernel
+    assert scores.logprobs == pytest.approx(logprobs(plain), abs=3e-5)  # another kernel rounds otherwise
     assert scores.logprobs != logprobs(plain)
 
 
