@@ -99,11 +99,15 @@ def test_each_correction_changes_one_setting_of_the_default_or_of_the_recomputed
             assert len(set(config_file.changed(other, config)) - {"run.name"}) == 1, name
 
 
-def test_the_staleness_experiment_has_four_bounds_and_four_corrections():
-    points = read(Path("configs/experiments/staleness.yaml")).points
-    assert list(dict.fromkeys(point.column for point in points)) == ["0", "2", "8", "16"]
-    assert len({point.series for point in points}) == 4
-    assert len(points) == 16
+def test_the_staleness_experiment_has_four_points_of_the_corrections_under_four_other_bounds():
+    own = [job for job in read(Path("configs/experiments/staleness.yaml")).jobs() if job.seed == 1]
+    others = read(Path("configs/experiments/corrections.yaml")).jobs()
+    others = {job.point.name: job.config for job in others if job.seed == 1}
+    assert sorted({job.config.replay.max_staleness for job in own}) == [0, 2, 8, 16]
+    assert len(own) == 4 * len({job.point.series for job in own}) == 16
+    for job in own:
+        differ = {"replay.max_staleness", "run.name", "run.folder"}
+        assert set(config_file.changed(others[job.point.series], job.config)) == differ
 
 
 def test_a_grid_is_every_combination_and_points_are_settings_that_go_together(make_sweep):
