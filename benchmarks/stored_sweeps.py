@@ -23,7 +23,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
     settings = [*results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
     if absolute := [setting for setting in settings if _ABSOLUTE.search(setting)]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
-    kept = ("name", "column", "series", "settings")
+    kept = ("name", "column", "series", "settings", "baseline")
     return {
         "sweep": name,
         "machines": [dict(machine)],
@@ -122,13 +122,13 @@ def table(sweep: Stored) -> Rows:
 def differences(sweep: Stored) -> Rows:
     """What each other point has more than the baseline; empty where there is none."""
     runs = {point["name"]: _runs(point) for point in sweep["points"]}
-    return [[_close(each) for each in row] for row in difference_cells(sweep["baseline"], runs)]
+    return [[_close(each) for each in row] for row in difference_cells(_baselines(sweep), runs)]
 
 
 def ratios(sweep: Stored) -> Rows:
     """What the target took each other point, to the baseline; empty where no two runs reach it."""
     runs = {point["name"]: _runs(point) for point in sweep["points"]}
-    return [[_close(each) for each in row] for row in ratio_cells(sweep["baseline"], runs)]
+    return [[_close(each) for each in row] for row in ratio_cells(_baselines(sweep), runs)]
 
 
 def unsupported(sweep: Stored, findings: str) -> list[str]:
@@ -139,13 +139,23 @@ def unsupported(sweep: Stored, findings: str) -> list[str]:
     wrong = []
     for sentence in _SENTENCE.split(findings):
         words = set(_CODE.findall(sentence))
-        named = [
-            point["name"] for point in sweep["points"] if words & {point["name"], point["column"], point["series"]}
-        ]
-        allowed = set().union(*(cells[name] for name in named or cells))
+        allowed = set().union(*(cells[name] for name in _named(sweep, words)))
         figures = _FIGURE.findall(_CODE.sub("", sentence))
         wrong += [f"{figure}: {' '.join(sentence.split())}" for figure in figures if figure not in allowed]
     return wrong
+
+
+def _named(sweep: Stored, words: Set[str]) -> list[str]:
+    """The points that these words name, all where they name none: by name, column, series, or column and series."""
+    points = sweep["points"]
+    names, columns, series = ({point[key] for point in points} & words for key in ("name", "column", "series"))
+
+    def has_them(point: Mapping[str, Any]) -> bool:
+        in_column, in_series = point["column"] in columns, point["series"] in series
+        return in_column and in_series if columns and series else in_column or in_series
+
+    none = not (names or columns or series)
+    return [point["name"] for point in points if none or point["name"] in names or has_them(point)]
 
 
 def drawn(sweep: Stored) -> str:
@@ -154,7 +164,7 @@ def drawn(sweep: Stored) -> str:
         Line(
             point["name"],
             {figure: [run[figure] for run in point["runs"].values() if figure in run] for figure in PANELS},
-            is_baseline=point["name"] == sweep["baseline"],
+            is_baseline=point["name"] == point["baseline"],
         )
         for point in sweep["points"]
     ]
@@ -222,6 +232,10 @@ def _commits(sweep: Path) -> Iterator[str]:
 
 def _runs(point: Mapping[str, Any]) -> dict[int, dict[str, float]]:
     return {int(seed): figures for seed, figures in point["runs"].items()}
+
+
+def _baselines(sweep: Stored) -> dict[str, str]:
+    return {point["name"]: point["baseline"] for point in sweep["points"]}
 
 
 def _close(cell: str) -> str:

@@ -43,9 +43,11 @@ old
 
 def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
     """The results.json of a sweep with these rewards of each point's seeds 1, 2, ..."""
+    baseline = next(iter(rewards))
     points = [
         {
-            "name": name, "column": name, "series": "", "settings": {"algo.weight_cap": 2}, "unfinished": {},
+            "name": name, "column": name, "series": "", "settings": {"algo.weight_cap": 2}, "baseline": baseline,
+            "unfinished": {},
             "runs": {str(seed): {"reward": each, "KL": 0.0123456789} for seed, each in enumerate(values, 1)},
         }
         for name, values in rewards.items()
@@ -54,7 +56,7 @@ def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
     head = {
         "sweep": "mine",
         "axis": "point",
-        "baseline": next(iter(rewards)),
+        "baseline": baseline,
         "common": ["run.steps=9"],
         "seeds": seeds,
         "target": None,
@@ -82,8 +84,8 @@ def test_each_stored_sweep_is_on_a_page_and_of_its_file_as_it_is():
     for name, kept in read_stored().items():
         assert name in on_pages or missing(kept)
         now = read(ROOT / "configs" / "experiments" / f"{name}.yaml")
-        assert {point["name"]: point["settings"] for point in kept["points"]} == {
-            point.name: point.settings for point in now.points
+        assert {point["name"]: (point["settings"], point["baseline"]) for point in kept["points"]} == {
+            point.name: (point.settings, point.baseline) for point in now.points
         }
         assert (kept["common"], kept["baseline"], kept["seeds"]) == (list(now.common), now.baseline, list(now.seeds))
 
@@ -225,12 +227,16 @@ def test_a_finding_may_not_say_another_figure_or_that_of_another_point(sweep, fi
 
 def test_a_sweep_of_a_grid_has_a_column_for_it_and_its_points_may_be_named_by_either(sweep):
     for bound, point in zip(("2", "2", "8"), sweep["points"], strict=True):
-        point |= {"name": f"max_staleness_{bound}-{point['name']}", "column": bound, "series": point["name"]}
+        name = f"max_staleness_{bound}-{point['name']}"
+        point |= {"name": name, "column": bound, "series": point["name"], "baseline": "max_staleness_2-default"}
     sweep |= {"axis": "replay.max_staleness", "baseline": sweep["points"][0]["name"]}
     head, first, *_ = stored_sweeps.table(sweep)
     assert (head[:3], first[:3]) == (["max_staleness", "point", "reward"], ["2", "default", "0.6±0.2"])
     assert unsupported(sweep, "At bound 8 `cap-1.2` has 0.9.") == []
     assert unsupported(sweep, "At bound `8` 0.6±0.2 is reached.") != []
+    assert unsupported(sweep, "At bound `8` `cap-1.2` has 0.9.") == []
+    assert unsupported(sweep, "At bound `2` `default` has 0.6±0.2: at `8` `cap-1.2` has 0.9.") == []
+    assert unsupported(sweep, "At bound `2` `cap-1.2` has 0.9.") != []
 
 
 def test_the_command_stores_writes_the_pages_and_checks_them(sweep, tmp_path, monkeypatch, capsys):

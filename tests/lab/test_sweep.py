@@ -158,6 +158,10 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ({"seeds": [1, 1]}, "seeds: [1, 1] is not allowed"),
         ({"target": "high"}, "target: 'high' is not allowed; allowed: a reward, a number"),
         ({"points": [{"name": "a"}, {"name": "b"}], "baseline": "c"}, "baseline: c is no point; allowed: a, b"),
+        (
+            {"points": [{"name": "a"}], "grid": {"algo.eps_low": [0.1]}, "baseline": "c"},
+            "baseline: c is no point; allowed: eps_low_0.1-a, a",
+        ),
         ({"set": {"run.seed": 3}}, "run.seed: the sweep gives it to each run"),
         ({"set": {"algo.kl": 0.1}, "grid": {"algo.kl": [0.1, 0.2]}}, "set: algo.kl is swept over"),
         ({"name": "a/b"}, "name: 'a/b' is no folder name"),
@@ -276,6 +280,25 @@ def test_every_other_point_is_compared_with_the_baseline_seed_by_seed(make_sweep
     assert "| second | 3 | 0" not in text
     assert "difference from second with the same seed" in text
     assert "difference from second with the same seed" in capsys.readouterr().out
+
+
+def test_with_a_grid_each_point_is_compared_with_that_of_the_same_values(make_sweep, tmp_path):
+    points = [{"name": "plain"}, {"name": "short", "run.steps": 3}]
+    grid = {"replay.max_staleness": [0, 2], "algo.eps_low": [0.1, 0.2]}
+    file = make_sweep(points=points, grid=grid, baseline="plain", seeds=[1, 2])
+    assert [(point.name, point.baseline) for point in read(file).points][2:4] == [
+        ("max_staleness_0-eps_low_0.2-plain", "max_staleness_0-eps_low_0.2-plain"),
+        ("max_staleness_0-eps_low_0.2-short", "max_staleness_0-eps_low_0.2-plain"),
+    ]
+    assert command.main(file, [], Trained()) == 0
+    text = (tmp_path / "sweeps" / "mine" / "results.md").read_text()
+    assert "difference from plain of the same grid values with the same seed" in text
+    compared = text.partition("| point | pairs |")[2]
+    assert [line.split(" | ")[0] for line in compared.splitlines()[2:6]] == [
+        f"| max_staleness_{bound}-eps_low_{low}-short" for bound in (0, 2) for low in (0.1, 0.2)
+    ]
+    whole = read(make_sweep(points=points, grid=grid, baseline="max_staleness_2-eps_low_0.1-plain"))
+    assert {point.baseline for point in whole.points} == {"max_staleness_2-eps_low_0.1-plain"}
 
 
 def test_the_first_point_is_the_baseline_and_one_point_alone_is_compared_with_nothing(make_sweep):

@@ -6,7 +6,8 @@ grid: {replay.max_staleness: [0, 2, 8]}   every combination
 points:                                   settings that go together; times the grid
   - {name: plain, algo.weight: none}
   - {name: weighted, algo.weight: token}
-baseline: max_staleness_0-plain           what the others are compared with; the first point
+baseline: max_staleness_0-plain           what the others are compared with; the first point. Or `plain`, one of
+                                          `points`: each with that of the same grid values
 target: 0.8                               a reward; what it takes each point until then
 seeds: [1, 2, 3]
 """
@@ -43,13 +44,15 @@ class Point:
     """One combination of settings, without a seed.
 
     `column` is its value of the first grid key, `series` whatever else tells it from the others: the axes of the
-    plots. Without a grid, `column` is the point's name and `series` is empty.
+    plots. Without a grid, `column` is the point's name and `series` is empty. `baseline` is the name of the point that
+    it is compared with, its own where it is one.
     """
 
     name: str
     column: str
     series: str
     settings: dict[str, Any]
+    baseline: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class Sweep:
     common: tuple[str, ...]  # key=value, of every point
     axis: str  # what `column` of a point is a value of: the first grid key, or "point"
     points: tuple[Point, ...]
-    baseline: str  # the point that the others are compared with
+    baseline: str  # the point that the others are compared with, or one of `points`, under the same grid values
     target: float | None  # a reward; None: tokens are not counted
     seeds: tuple[int, ...]
 
@@ -114,7 +117,9 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         raise ConfigError(f"{own[0]}: the sweep gives it to each run; allowed: seeds, name and folder of the sweep")
     if "base" not in tree:
         raise ConfigError(f"{file}: base is missing; allowed: a configuration, relative to the sweep file")
-    expanded = tuple(_expand(grid, points))
+    baseline = None if "baseline" not in tree else _text(tree, "baseline", "")
+    expanded = tuple(_expand(grid, points, baseline))
+    _check_baselines(expanded, points)
     return Sweep(
         name=name,
         folder=Path(_text(tree, "folder", "sweeps")) / name,
@@ -122,7 +127,7 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         common=(*(override(key, value) for key, value in common.items()), *overrides),
         axis=next(iter(grid), "point"),
         points=expanded,
-        baseline=_baseline(tree, [point.name for point in expanded]),
+        baseline=baseline or expanded[0].name,
         target=_target(tree),
         seeds=_seeds(tree),
     )
@@ -138,8 +143,8 @@ def override(key: str, value: Any) -> str:
     return f"{key}={value if bare else json.dumps(value)}"
 
 
-def _expand(grid: Mapping[str, list[Any]], points: Sequence[dict[str, Any]]) -> Iterator[Point]:
-    """Every combination of the grid, with each of the points."""
+def _expand(grid: Mapping[str, list[Any]], points: Sequence[dict[str, Any]], baseline: str | None) -> Iterator[Point]:
+    """Every combination of the grid, with each of the points; the first is the baseline where None is given."""
     leaves = Counter(key.rpartition(".")[2] for key in grid)
     short = {key: leaf if leaves[leaf := key.rpartition(".")[2]] == 1 else key for key in grid}
     seen: set[str] = set()
@@ -148,16 +153,23 @@ def _expand(grid: Mapping[str, list[Any]], points: Sequence[dict[str, Any]]) -> 
         words = [f"{short[key]}_{_short(value)}" for key, value in chosen.items()]
         for point in points or [{}]:
             own = [point["name"]] if point else []
-            name = re.sub(r"[^\w.-]+", "_", "-".join([*words, *own])) or "base"
+            name = _joined([*words, *own])
+            baseline = name if baseline is None else baseline
             if name in seen:
                 raise ConfigError(f"grid: two points are called {name}; allowed: values and names that differ")
             seen.add(name)
             settings = chosen | {key: value for key, value in point.items() if key != "name"}
+            other = _joined([*words, baseline]) if any(each["name"] == baseline for each in points) else baseline
             if grid:
                 others = [word.replace("_", " ") for word in words[1:]]
-                yield Point(name, _short(values[0]), ", ".join([*own, *others]), settings)
+                yield Point(name, _short(values[0]), ", ".join([*own, *others]), settings, other)
             else:
-                yield Point(name, name, "", settings)
+                yield Point(name, name, "", settings, other)
+
+
+def _joined(words: Sequence[str]) -> str:
+    """A point's name, which is one of a folder as well."""
+    return re.sub(r"[^\w.-]+", "_", "-".join(words)) or "base"
 
 
 def _short(value: Any) -> str:
@@ -208,11 +220,11 @@ def _points(tree: Mapping[str, Any]) -> list[dict[str, Any]]:
     return points
 
 
-def _baseline(tree: Mapping[str, Any], names: Sequence[str]) -> str:
-    name = _text(tree, "baseline", names[0])
-    if name not in names:
-        raise ConfigError(f"baseline: {name} is no point; allowed: {', '.join(names)}")
-    return name
+def _check_baselines(expanded: Sequence[Point], points: Sequence[dict[str, Any]]) -> None:
+    names = [point.name for point in expanded]
+    if unknown := [point.baseline for point in expanded if point.baseline not in names]:
+        allowed = dict.fromkeys([*names, *(point["name"] for point in points)])
+        raise ConfigError(f"baseline: {unknown[0]} is no point; allowed: {', '.join(allowed)}")
 
 
 def _target(tree: Mapping[str, Any]) -> float | None:

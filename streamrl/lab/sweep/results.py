@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from streamrl.lab.sweep.figures import TO_TARGET, Rows, figures, figures_of, sta
 from streamrl.lab.sweep.plan import Job, Point, Sweep
 from streamrl.lab.sweep.runner import is_done, steps_of
 from streamrl.observe.metrics import read_metrics
+
+Runs = Mapping[int, Mapping[str, float]]  # figures of a point by seed
 
 # The others are in results.json and in the plots: a table of all is wider than a screen.
 IN_TABLE = ("reward", "reward over the run", "trained", "staleness", "ESS", "KL", "clipped", "masked")
@@ -63,7 +65,7 @@ def _outcome(jobs: Sequence[Job], target: float | None) -> Outcome:
     )
 
 
-def estimates(runs: Mapping[int, Mapping[str, float]], target: float | None = None) -> dict[str, Estimate]:
+def estimates(runs: Runs, target: float | None = None) -> dict[str, Estimate]:
     """Of every figure, over the seeds of a point that have it; `runs`: figures by seed."""
     return {
         figure.name: found
@@ -72,9 +74,7 @@ def estimates(runs: Mapping[int, Mapping[str, float]], target: float | None = No
     }
 
 
-def differences(
-    runs: Mapping[int, Mapping[str, float]], baseline: Mapping[int, Mapping[str, float]]
-) -> dict[str, Difference]:
+def differences(runs: Runs, baseline: Runs) -> dict[str, Difference]:
     """Of each figure in COMPARED, from a baseline point; both: figures by seed."""
     return {
         name: found
@@ -83,12 +83,13 @@ def differences(
     }
 
 
-def _by_seed(runs: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
+def _by_seed(runs: Runs, name: str) -> dict[int, float]:
     return {seed: each[name] for seed, each in runs.items() if name in each}
 
 
 def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
     """Write `results.json` and `results.md` into the sweep's folder."""
+    runs = _runs(outcomes)
     meanings = [{"name": each.name, "unit": each.unit, "meaning": each.meaning} for each in figures_of(sweep.target)]
     content = {
         "sweep": sweep.name,
@@ -99,7 +100,7 @@ def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
         "target": sweep.target,
         "seeds": list(sweep.seeds),
         "figures": meanings,
-        "points": [_as_json(outcome, _baseline(sweep, outcomes)) for outcome in outcomes],
+        "points": [_as_json(outcome, runs[outcome.point.baseline]) for outcome in outcomes],
     }
     _write(sweep.folder / "results.json", json.dumps(content, indent=1) + "\n")
     _write(sweep.folder / "results.md", markdown(sweep, outcomes))
@@ -113,10 +114,11 @@ def tables(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Table]:
 
 def _compared(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[tuple[str, list[list[str]]]]:
     """The tables of comparisons with the baseline that there are, with their legends."""
-    runs = _runs(outcomes)
-    found = [(difference_legend(sweep.baseline), difference_cells(sweep.baseline, runs))]
+    runs, baselines = _runs(outcomes), {each.point.name: each.point.baseline for each in outcomes}
+    baseline = sweep.baseline if sweep.baseline in runs else f"{sweep.baseline} of the same grid values"
+    found = [(difference_legend(baseline), difference_cells(baselines, runs))]
     if sweep.target is not None:
-        found.append((ratio_legend(sweep.baseline, sweep.target), ratio_cells(sweep.baseline, runs)))
+        found.append((ratio_legend(baseline, sweep.target), ratio_cells(baselines, runs)))
     return [(legend, cells) for legend, cells in found if cells]
 
 
@@ -178,15 +180,15 @@ def missing(outcomes: Sequence[Outcome]) -> list[str]:
     ]
 
 
-def difference_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list[str]]:
-    """A head, and a row for each other point that has a seed in common with the baseline; empty without such a point.
+def difference_cells(baselines: Mapping[str, str], points: Mapping[str, Runs]) -> list[list[str]]:
+    """A head, and a row for each point that has a seed in common with its baseline; empty without such a point.
 
-    `points`: figures by seed, by the points' names.
+    `baselines`: the name of each point's, its own where it is one; `points`: figures by seed, by the points' names.
     """
     rows = []
-    for name, runs in points.items():
-        if name != baseline and (found := differences(runs, points[baseline])):
-            row = [name, str(sum(seed in points[baseline] for seed in runs))]
+    for name, baseline, runs in _others(baselines, points):
+        if found := differences(runs, baseline):
+            row = [name, str(sum(seed in baseline for seed in runs))]
             for figure in COMPARED:
                 each = found.get(figure)
                 row += [str(each.estimate), each.student, each.bootstrap] if each else ["-"] * 3
@@ -194,27 +196,27 @@ def difference_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[st
     return _with_head(COMPARED, rows)
 
 
-def ratio_cells(baseline: str, points: Mapping[str, Mapping[int, Mapping[str, float]]]) -> list[list[str]]:
-    """The same of what the target took, and of how many seeds; empty where no point has one with the baseline."""
+def ratio_cells(baselines: Mapping[str, str], points: Mapping[str, Runs]) -> list[list[str]]:
+    """The same of what the target took, and of how many seeds; empty where no point has one with its baseline."""
     rows = []
-    for name, runs in points.items():
-        found = [ratio(_by_seed(runs, figure), _by_seed(points[baseline], figure)) for figure in TO_TARGET]
-        if name != baseline and (seeds := [each.seeds for each in found if each]):
+    for name, baseline, runs in _others(baselines, points):
+        found = [ratio(_by_seed(runs, figure), _by_seed(baseline, figure)) for figure in TO_TARGET]
+        if seeds := [each.seeds for each in found if each]:
             rows.append(
                 [name, str(max(seeds)), *(cell for each in found for cell in (each.cells() if each else "---"))]
             )
     return _with_head(tuple(TO_TARGET), rows)
 
 
+def _others(baselines: Mapping[str, str], points: Mapping[str, Runs]) -> Iterator[tuple[str, Runs, Runs]]:
+    """Each point that is not its own baseline: its name, the figures of the baseline, and its own."""
+    return ((name, points[baselines[name]], runs) for name, runs in points.items() if baselines[name] != name)
+
+
 def _with_head(figures: Sequence[str], rows: list[list[str]]) -> list[list[str]]:
     """Each figure with its two intervals; empty without a row."""
     head = ["point", "pairs", *(name for figure in figures for name in (figure, "Student", "bootstrap"))]
     return [head, *rows] if rows else []
-
-
-def _baseline(sweep: Sweep, outcomes: Sequence[Outcome]) -> dict[int, dict[str, float]]:
-    """The figures by seed that the others are compared with."""
-    return next(outcome.runs for outcome in outcomes if outcome.point.name == sweep.baseline)
 
 
 def _runs(outcomes: Sequence[Outcome]) -> dict[str, dict[int, dict[str, float]]]:
@@ -243,12 +245,13 @@ def cell(found: Estimate | None, runs: int) -> str:
     return str(found) if found.seeds == runs else f"{found} ({found.seeds}/{runs})"
 
 
-def _as_json(outcome: Outcome, baseline: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+def _as_json(outcome: Outcome, baseline: Runs) -> dict[str, Any]:
     return {
         "name": outcome.point.name,
         "column": outcome.point.column,
         "series": outcome.point.series,
         "settings": outcome.point.settings,
+        "baseline": outcome.point.baseline,
         "runs": {str(seed): each for seed, each in outcome.runs.items()},
         "unfinished": {str(seed): steps for seed, steps in outcome.unfinished.items()},
         "figures": {
