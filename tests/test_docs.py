@@ -38,6 +38,8 @@ NO_KEYS = {
     "replay.slots",
 }
 
+FIGURE = re.compile(r"\b\d[\d.]*(?:e-\d+)?\b")  # not of 12k or 135M
+
 FILES = (".py", ".md", ".json", ".yaml", ".sh", ".sbatch", ".safetensors")
 
 FOLDERS = ("streamrl/", "launch/", "benchmarks/", "configs/", "tests/", "docs/", "requirements/")
@@ -106,6 +108,15 @@ def test_every_link_leads_to_a_file_and_a_heading():
             if not target.exists() or (anchor and anchor not in anchors(target)):
                 broken.append(f"{page.name}: {link}")
     assert not broken
+
+
+def test_every_figure_of_the_readme_stands_in_the_page_of_figures():
+    measured = (ROOT / "README.md").read_text().partition("## What is measured")[2].partition("Each row is printed")[0]
+    page = set(FIGURE.findall((ROOT / "docs" / "figures.md").read_text()))
+    rows = [line for line in measured.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 5
+    for row in rows:
+        assert set(FIGURE.findall(row)) <= page, row
 
 
 def test_what_is_made_for_the_site_is_linked_by_its_source_and_there_by_its_page():
