@@ -256,7 +256,7 @@ def _queues(circle: Circle, members: int, messages: int) -> str:
 
 
 def _delivered(member: Member, seconds: float = WAIT) -> None:
-    """Wait until the service has heard what was said before; a connection that was cut never tells."""
+    """Wait until the service has received what was sent before; a connection that was cut never tells."""
     member.send(Hello(run="nobody", role="generator", name=member.name))
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -331,7 +331,7 @@ def spoil(folder: Path, result: Result, seconds: float, seed: int) -> None:
 
 def _goes_on(circle: Circle, result: Result, scene: str) -> None:
     if not circle.goes_on(STEPS):
-        result.broken.append(f"{scene}: the run stands still afterwards\n{circle.log('service')[-2000:]}")
+        result.broken.append(f"{scene}: the run makes no progress afterwards\n{circle.log('service')[-2000:]}")
 
 
 def _judge(circle: Circle, result: Result, scene: str) -> None:

@@ -1,6 +1,6 @@
 """What `benchmarks/adversary.py` sends against a run, and the run itself: peers by hand, a bad network, processes.
 
-A `Member` has the run's keys and says what it likes; a `Stranger` has a TCP connection and no key. The `Proxy` stands
+A `Member` has the run's keys and says what it likes; a `Stranger` has a TCP connection and no key. The `Proxy` is
 between a run's processes and does what a bad network, or somebody on it, does to their connections. The `Circle` is the
 real replay service with the scripted worker and learner of `benchmarks/fault_roles.py`.
 """
@@ -307,7 +307,7 @@ class Circle:
         return (self.folder / "logs" / f"{name}.log").read_text()
 
     def divert(self, address: str) -> None:
-        """Whoever looks for the service finds this address."""
+        """A process that looks for the service finds this address."""
         address_path(self.folder).write_text(address + "\n")
 
     def end(self) -> None:

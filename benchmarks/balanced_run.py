@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def slug(self) -> str:
-        """As it stands in the name of a run."""
+        """As it is written in the name of a run."""
         return self.name.replace(", ", "-").replace(" ", "-")
 
     @classmethod
@@ -101,7 +101,7 @@ class Load:
 
     @property
     def slug(self) -> str:
-        """As it stands in the name of a run."""
+        """As it is written in the name of a run."""
         return self.name.replace(" ", "-")
 
     @property

@@ -97,7 +97,7 @@ def _batches(folder: Path) -> dict[int, list[tuple[float, list[int]]]]:
 
 
 def _prompts(folder: Path, task: str) -> dict[int, tuple[str, int]]:
-    """Group id: its prompt, by whoever generated it last."""
+    """Group id: its prompt, as the last worker that generated it reported."""
     told = [
         event
         for path in (folder / "events").glob("*.jsonl")

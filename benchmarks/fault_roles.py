@@ -55,7 +55,7 @@ VOCABULARY = 1 << 30  # of the model that there is not
 POISON = VOCABULARY + 7  # a token id
 POISONED = 100
 RANKS = 2  # data-parallel ones that the packing plans for
-GRACE = 10.0  # seconds to end cleanly after whoever started this has gone
+GRACE = 10.0  # seconds to end cleanly after the process that started this has gone
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +131,7 @@ async def serve_tickets(
 ) -> None:
     """The real line of a worker whose server needs no weights: every publish is applied at once.
 
-    `busy` is what its heartbeats tell, in seconds; `note(group_id=...)` hears of a ticket, `note(step=...)` of weights.
+    `busy` is what its heartbeats tell, in seconds; `note(group_id=...)` records a ticket, `note(step=...)` weights.
     `beside` goes on until the service stops.
     """
     events = EventLog(event_path(run_folder, "generator", index), f"generator-{index}")
@@ -375,7 +375,10 @@ def run_role(
     worker: Callable[[Config, Path, int], Coroutine[None, None, None]],
     learner: Callable[[Config, Path], None],
 ) -> int:
-    """The command line of scripted roles: `worker RUN INDEX` or `learner RUN`. They end with whoever started them."""
+    """The command line of scripted roles: `worker RUN INDEX` or `learner RUN`.
+
+    They end with the process that started them.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("role", choices=["worker", "learner"])
     parser.add_argument("run_folder", type=Path)

@@ -265,7 +265,7 @@ def _out_of_order(ids: list[int], order: Order) -> int:
 
 
 def _trained_again(record: list[Start | Trained]) -> Iterator[tuple[Start, Trained, Trained]]:
-    """Every step that was trained anew: the start that it follows, the former time, this time."""
+    """Every step that was trained again: the start that it follows, the former time, this time."""
     last: dict[int, Trained] = {}
     start = Start(version="0.0", checkpoint=0.0)
     for line in record:

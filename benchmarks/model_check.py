@@ -1,4 +1,4 @@
-"""Random schedules of a whole run in simulated time: what breaks the bound, the order, exactly once, or stands still?
+"""Random schedules of a whole run in simulated time: what breaks the bound, the order, exactly once, or hangs?
 
     python -m benchmarks.model_check                   2,000 schedules
     python -m benchmarks.model_check --quick           200
@@ -123,7 +123,7 @@ class Schedule:
                     self.world.faulty = clock.now < began + faults and not finished
                 self._turn()
                 if clock.now - stopped > LIMIT:
-                    self.problem = f"stands still at step {self._step()} of {STEPS}"
+                    self.problem = f"no progress at step {self._step()} of {STEPS}"
             self._close()
         if not self.problem:
             self.problem = self._judge()

@@ -99,7 +99,7 @@ class LearnerModel:
         if self.ended or (self._until is not None and self._world.time.now < self._until):
             return
         if self.finished:
-            self._hear_the_end()
+            self._receive_the_end()
             return
         if self._batch is not None:
             self._train(self._batch)
@@ -151,7 +151,7 @@ class LearnerModel:
         self._source._last = Finished(version=self.version)  # as `end` does, which waits
         self._source._peer.send(self._source._last)
 
-    def _hear_the_end(self) -> None:
+    def _receive_the_end(self) -> None:
         self._source._peer.beat()
         self._source._handle(0.0)
         if self._source._stopped:

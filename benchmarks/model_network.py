@@ -155,7 +155,7 @@ class End:
         return message
 
     def close(self) -> None:
-        """What was said is still heard, as `LINGER` has it; nothing can be said to it."""
+        """What it sent is still received, as `LINGER` has it; nothing can be sent to it."""
         self._line.down.clear()
         if not self._line.up:
             self._lines.pop(self.identity, None)

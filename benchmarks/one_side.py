@@ -26,7 +26,7 @@ from streamrl.observe.events import EventLog, event_path
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.types import PolicyVersion
 
-GRACE = 10.0  # seconds to end after whoever started this has gone
+GRACE = 10.0  # seconds to end after the process that started this has gone
 
 
 def taker(run_folder: Path) -> list[str]:

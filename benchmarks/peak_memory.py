@@ -15,7 +15,7 @@ _RESET_PEAK = "5"  # proc(5), clear_refs: the peak becomes what is resident now
 
 
 def peak_bytes(action: Callable[[], None]) -> int:
-    """Bytes by which the peak of `action` stands above what the process had before it: resident ones on a CPU.
+    """Bytes by which the peak of `action` exceeds what the process had before it: resident ones on a CPU.
 
     `action` can be pickled. Raises RuntimeError where it fails, or takes longer than DEADLINE.
     """

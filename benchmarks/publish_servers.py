@@ -3,7 +3,7 @@
 One server with a tiny model answers LOAD requests at a time, each sent and continued as a worker does it, while
 versions of two sets of weights come in turn. A row has, of all its updates:
 
-    stands still    ms from the order to pause until the server goes on, p50 and p95
+    still           ms from the order to pause until the server goes on, p50 and p95
     update          ms from the worker's first move (closing the gate included) until the new version is in use
     lost            tokens that were asked for and did not come
     error           largest difference of an exact token's log-prob and Hugging Face's by the weights of its version
@@ -56,7 +56,7 @@ Asked = tuple[list[int], Answer]
 
 
 class TimedClient(EngineClient):
-    """Notes how long the server stands still."""
+    """Records how long the server is paused."""
 
     def __init__(self, address: str) -> None:
         super().__init__(address, TIMEOUT)
@@ -120,7 +120,7 @@ async def load(server: One, answers: list[Asked], stop: asyncio.Event, number: i
 async def measure(
     address: str, models: tuple[Path, Path], transport: str, mode: str, updates: int
 ) -> tuple[list[float], list[float], list[Asked]]:
-    """Seconds that the server stood still and that each update took, and all that was answered."""
+    """Seconds that the server was paused and that each update took, and all that was answered."""
     config = config_of(models[0], transport, mode)
     weights = [load_file(model / "model.safetensors") for model in models]
     client, gate = TimedClient(address), RequestGate()

@@ -56,7 +56,7 @@ HYBRID: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
-# Of vision-language models: tokens that stand for images, and a tower of two layers.
+# Of vision-language models: tokens that represent images, and a tower of two layers.
 IMAGE, VIDEO, START, END = range(VOCABULARY - 11, VOCABULARY - 7)  # prompts and answers have smaller ones alone
 SPECIAL = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 SEES: dict[str, Any] = {

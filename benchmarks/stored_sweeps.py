@@ -4,14 +4,14 @@
 
 A SWEEP is the folder of a `streamrl sweep`. The figures of each of its finished runs become
 benchmarks/results/NAME.json; where that has runs with the same settings already, made elsewhere or before, those that
-the folder lacks stay. Once no run of NAME is missing, what stands in docs/*.md between
+the folder lacks stay. Once no run of NAME is missing, the text in docs/*.md between
 
     <!-- NAME PART: from benchmarks/results -->
     <!-- end of NAME PART -->
 
-is written anew, and docs/pictures/NAME.svg is drawn. PART `table` has the mean figures of each point, `differences`
+is written again, and docs/pictures/NAME.svg is drawn. PART `table` has the mean figures of each point, `differences`
 what each has more than the baseline, `ratios` what the target took each, to the baseline. The part `findings` is prose,
-which is kept: each figure in it that has a decimal point or a ± must stand in one of these tables, in a row of the
+which is kept: each figure in it that has a decimal point or a ± must be in one of these tables, in a row of the
 points that its sentence names in backticks, where it names any.
 
 `--check` writes nothing. Exit code 1 where a page differs, or a finding has a figure that its tables do not have.
@@ -290,7 +290,7 @@ def _bring_up_to_date(page: Path, sweeps: Mapping[str, Stored], *, check: bool) 
 
 
 def _draw(sweep: Stored, *, check: bool) -> list[str]:
-    """Draw its picture anew, unless it is only checked or has missing runs. Returns a line where it is wrong."""
+    """Draw its picture again, unless it is only checked or has missing runs. Returns a line where it is wrong."""
     if missing(sweep):
         return []
     file, new = PAGES / "pictures" / f"{sweep['sweep']}.svg", drawn(sweep)

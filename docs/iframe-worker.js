@@ -1,5 +1,5 @@
 /* Of a page that is opened from the disk a browser starts no worker. The site's search then runs in a hidden frame of
-   the page, which stands for one. mkdocs.yml has this file under the name that the theme looks for. */
+   the page, which replaces the worker. mkdocs.yml has this file under the name that the theme looks for. */
 "use strict"
 
 if (location.protocol === "file:") {

@@ -25,7 +25,7 @@ from streamrl.config.words import allowed
 from streamrl.machine import Machine
 from streamrl.observe import metrics as table
 
-# How a block begins that may stand right behind a paragraph in CommonMark.
+# How a block begins that may directly follow a paragraph in CommonMark.
 _BLOCK = re.compile(r"(?P<fence>```)|(?P<table>\|)|(?P<list>(?:[-*+]|\d+\.) )")
 
 # What a page links to, so that a forge finds it, and the page of the site that is made from it.
@@ -44,7 +44,7 @@ def configuration() -> str:
         "# Configuration",
         "Made from `streamrl/config/`, as is `streamrl train --help`. A key is written as in YAML, one level for each "
         "dot, or behind a command as `key=value`. Each mistake is refused by one line: file and line, the key, the "
-        "value, what is allowed, and the nearest known key, also from the names of other trainers. A file may stand "
+        "value, what is allowed, and the nearest known key, also from the names of other trainers. A file may build "
         "on others: `base: other.yaml`, or a list. `streamrl schema` prints the JSON schema for editors.",
     ]
     defaults = dict(re.findall(r"^  ([\w.]+)=(.*)$", describe(), re.MULTILINE))
@@ -109,7 +109,7 @@ def metrics() -> str:
 
 
 def machines(page: str) -> str:
-    """The page of all state machines, with what stands between its markers written anew."""
+    """The page of all state machines, with the part between its markers written again."""
     begin, end = "<!-- machines: written by docs/reference.py -->\n", "<!-- end of machines -->\n"
     parts = [
         f"## {machine.name}\n`{module.replace('.', '/')}.py`\n\n```mermaid\n{machine.mermaid()}\n```\n"

@@ -129,7 +129,7 @@ class Description(Section):
             if not name.isidentifier() or "\n" in value:
                 raise ValueError(f"environment: {name!r} is no variable; allowed: a word and a value of one line")
             if name.upper().endswith(("KEY", "TOKEN", "SECRET", "PASSWORD")):
-                raise ValueError(f"environment: {name} would stand in a script; allowed: in `secrets`")
+                raise ValueError(f"environment: {name} would be written into a script; allowed: in `secrets`")
         return self
 
 
@@ -189,6 +189,6 @@ def _check(description: Description, config: Config) -> None:
         for name in pool.server_args:
             if name.replace("-", "_") in SECRET_ARGUMENTS:
                 raise ConfigError(
-                    f"generate.server_args: {name} would stand in what is rendered; allowed: the key in its file, see "
+                    f"generate.server_args: {name} would be written into what is rendered; allowed: the key in its file, see "
                     "docs/security.md"
                 )

@@ -12,7 +12,7 @@ and compare no names. It must be quick to import, because every process of a run
 server is imported by the declaration's methods.
 
 A key of the configuration that holds a choice is `order: Annotated[str, ORDERS]`; options that only one class knows
-stand beside it, in `order_options`.
+are beside it, in `order_options`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; overrides may also stand behind a flag, where argparse leaves them over."""
+    """The options; overrides may also come after a flag, where argparse leaves them over."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if rest and ("override" not in options or any(word.startswith("-") for word in rest)):
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
     train = _command(subparsers, "train", commands.train, "start a run on this machine, or resume it")
     _add_config(train, optional=False)
-    train.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start anew")
+    train.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start a new one")
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would start, start nothing")
     train.add_argument("--gpus", type=flags.index, metavar="N", help="with --dry-run: as on a machine with N GPUs")
 
@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     sweep = _command(subparsers, "sweep", commands.sweep, "run many settings with several seeds, and compare them")
     sweep.add_argument("file", type=config_path, help="YAML: base, set, grid, points, seeds (docs/sweep.md)")
     sweep.add_argument("override", nargs="*", metavar="key=value", help="keys of the configuration, for every point")
-    sweep.add_argument("--fresh", action="store_true", help="keep a former sweep as NAME.1 and start anew")
+    sweep.add_argument("--fresh", action="store_true", help="keep a former sweep as NAME.1 and start a new one")
     part = sweep.add_mutually_exclusive_group()
     for flag, text in (
         ("jobs", "print one command line a run, for separate machines, and start nothing"),

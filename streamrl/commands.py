@@ -96,7 +96,7 @@ def learner(options: argparse.Namespace) -> int:
 def evaluate(options: argparse.Namespace) -> int:
     """Of a configuration, or of an existing run with its own, which `key=value` may change as well."""
     if options.run_folder is not None and options.config is not None:
-        options.override.insert(0, str(options.config))  # what stands behind --run-folder is no file
+        options.override.insert(0, str(options.config))  # what comes after --run-folder is no file
         options.config = None
     if (options.config is None) == (options.run_folder is None):
         raise ConfigError("eval takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
@@ -171,7 +171,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Of a recorded run, or of a fleet that a file describes: then what stands in RUN's place is an override."""
+    """Of a recorded run, or of a fleet that a file describes: then what is in RUN's place is an override."""
     given = {"--fleet": options.fleet, "--validate": options.validate, "--vary": options.vary, "--also": options.also}
     first, *others = [flag for flag, value in given.items() if value] or [""]
     if others and first in ("--fleet", "--validate"):

@@ -41,7 +41,7 @@ def data_url(file: bytes) -> str:
 
 
 def write_named(file: bytes, folder: Path) -> Path:
-    """The file of an image in `folder`: whole or not there, whoever else writes it. Raises ValueError for no image."""
+    """The file of an image in `folder`: whole or not there, also if others write it. Raises ValueError for no image."""
     path = folder.resolve() / file_name(file)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The one line by which a role says why it ends, and how whoever started it finds that line in its log.
+"""The one line in which a role says why it ends, and how the process that started it finds this line in its log.
 
 Ranks of the learner are started by torchrun, which replaces their exit codes by 1 and writes a frame of its own below
 what they said. The line therefore tells by how it begins what the exit code would be.

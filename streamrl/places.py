@@ -109,7 +109,7 @@ def _of_section(section: Section, place: Place, *, tasks: bool) -> Section:
 
 
 def _of_task(share: TaskConfig | TaskShare, place: Place) -> dict[str, Any]:
-    """Name and arguments of a task. One that cannot be read is left as it is: whoever builds it says what is wrong."""
+    """Name and arguments of a task. One that cannot be read is left as it is: its builder says what is wrong."""
     try:
         return {"name": placed_name(share.name, place), "args": placed_arguments(share, place)}
     except ValueError:

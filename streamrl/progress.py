@@ -3,7 +3,8 @@
     learner ──Progress──▶ replay service ──Progress──▶ workers      each step starts the watch of all again
     no step in run.progress_timeout ──▶ the role says so in one line, tells whom it can, and ends with 1
 
-Whoever is alone ends too: a learner whose generators all died, a worker whose learner or service never comes back.
+A role that is alone ends too: a learner whose generators all died, a worker whose learner or service never comes
+back.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ def prepare(config: Config, *, fresh: bool) -> Path:
 def make(config: Config, *, fresh: bool, left_out_prompts: LeftOut | None = None) -> Path:
     """Make the run folder of a checked configuration, or check that an existing one may be resumed. Returns it.
 
-    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts anew. `left_out_prompts`: what
-    the checks found of them. Raises ConfigError for a changed key that would alter what the recorded data means.
+    `fresh` keeps an existing folder under the next free name, NAME.1, NAME.2, and starts a new one. `left_out_prompts`:
+    what the checks found of them. Raises ConfigError for a changed key that would alter what the recorded data means.
     """
     config = absolute(config)
     folder = config.run_folder
@@ -141,7 +141,7 @@ def _is_same_model(recorded: Config, config: Config) -> bool:
 def lock(config: Config) -> int:
     """Claim the run folder for this process. Returns the file that holds the claim, open until the process ends.
 
-    Raises ConfigError when another process has it. The file stands beside the folder, which may be renamed.
+    Raises ConfigError when another process has it. The file is beside the folder, which may be renamed.
     """
     path = _lock_file(config)
     try:

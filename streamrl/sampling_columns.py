@@ -6,7 +6,7 @@
     kept_ids              int32 [T, W]  the sets one behind the other, each ascending, -1 behind the last
     sampling_temperature  float64 [T]   of each token; 0: Group.temperature
 
-Top-p, top-k and min-p decide which tokens a draw may give. The generator records them, and whoever computes the
+Top-p, top-k and min-p decide which tokens a draw may give. The generator records them. The code that computes the
 log-prob again (learner, audit) makes the same ones sum to 1.
 """
 
@@ -23,7 +23,7 @@ from streamrl.types import Sample
 # Names of the columns in `Sample.extras`.
 COUNTS, IDS, TEMPERATURE = "kept_counts", "kept_ids", "sampling_temperature"
 
-# Stands behind the last set.
+# Follows the last set.
 NONE = -1
 
 # Ids of any vocabulary are below it.
@@ -32,7 +32,7 @@ ANY_VOCABULARY = 2**31
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSets:
-    """The sets from which N tokens were drawn, one behind the other; a count of 0 stands for the whole vocabulary.
+    """The sets from which N tokens were drawn, one behind the other; a count of 0 means the whole vocabulary.
 
     Example: `KeptSets(counts=[2, 0, 1], ids=[3, 8, 5])`: token 0 was drawn from {3, 8}, token 2 could be 5 alone.
     """

@@ -4,8 +4,8 @@
 
 Every role runs in a session of its own, writes RUN/logs/ROLE.log, and watches the supervisor's process:
 whatever ends the supervisor, kill -9 included, ends them. A stop begins at the replay service, which tells
-everyone; the learner then saves a checkpoint. Whoever has not ended `run.stop_timeout` later is killed; who was
-still starting has nothing to save, and is not waited for as long.
+everyone; the learner then saves a checkpoint. A role that has not ended `run.stop_timeout` later is killed; one
+that was still starting has nothing to save, and is not waited for as long.
 
 A role that was ready and dies is started again, as often as `run.restarts` and `generate.restarts` allow: the
 service recovers from its journal, the learner from its checkpoint, and a worker's tickets are issued again. Whether
@@ -174,13 +174,13 @@ class Supervisor:
             time.sleep(POLL)
 
     def _is_over(self) -> bool:
-        """The learner has ended well, or died on its way out when the service had heard that it has finished."""
+        """The learner has ended well, or died on its way out when the service knew that it had finished."""
         if self.learner.exit_code == 0:
             return True
         return self.learner.exit_code is not None and self._has_finished() and self.replay.exit_code is not None
 
     def _has_finished(self) -> bool:
-        """Has the service heard that the learner has come to the end of the run, or to an exit that was asked for?"""
+        """Does the service know that the learner has come to the end of the run, or to an exit that was asked for?"""
         event, exited = self.replay.event("learner.finished"), self.replay.event("learner.exited")
         if exited is not None:
             self.exited = str(exited["reason"])

@@ -121,7 +121,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @classmethod
     def placeholder(cls, prompt_ids: np.ndarray | None = None, failure: str = "") -> Sample:
-        """A sample that stands for a failed one: no output, reward 0. `failure`: one of FAILURES."""
+        """A sample that replaces a failed one: no output, reward 0. `failure`: one of FAILURES."""
         return cls(
             prompt_ids=np.empty(0, np.int32) if prompt_ids is None else prompt_ids,
             output_ids=np.empty(0, np.int32),
@@ -140,7 +140,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def is_placeholder(self) -> bool:
-        """True for a sample that stands for a failed one: no trained token, advantage 0."""
+        """True for a sample that replaces a failed one: no trained token, advantage 0."""
         return self.finish_reason == "placeholder"
 
     @property
@@ -263,7 +263,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = ""
     temperature: float = 1.0  # at which its tokens were drawn: their log-probs are those of logits divided by it
     images: tuple[bytes, ...] = ()  # encoded files of the shared prompt's images, in the order of their places
-    arena: Arena | None = None  # of `samples`, where they lie in one: whoever sends them need not copy them then
+    arena: Arena | None = None  # of `samples`, where they lie in one: the sender need not copy them then
 
     @property
     def tokens(self) -> int:
@@ -359,7 +359,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
         if self.images:
             return ".branches of a group with images: only rollouts of one sample may have images"
         if any(sample.is_placeholder for rollout in self.rollouts if len(rollout) > 1 for sample in rollout):
-            return ".branches: a placeholder is one of several samples of a rollout, it stands for a whole one"
+            return ".branches: a placeholder is one of several samples of a rollout, it replaces a whole one"
         return None
 
 

@@ -1,4 +1,4 @@
-"""The shell commands of the documents: where they stand, what the page says they need, what its placeholders mean."""
+"""The shell commands of the documents: where they are, what the page says they need, what its placeholders mean."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHELL = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S")
 # Inline code that names a command or one of its options, and is none that can be run.
 NAMES = re.compile(r"(streamrl (?!doctor)\S+|python -m (?!benchmarks)\S+|.* (--model|--port|--fleet|--set|--export))")
 
-# What stands for something of the reader's own, and what a test puts there.
+# What represents something of the reader's own, and what a test puts there.
 PLACEHOLDERS = (
     (r"^/path/to/[\w-]+|=/path/to/[\w-]+", "models/tiny"),
     (r"^/shared/", "shared/"),
@@ -37,7 +37,7 @@ PLACEHOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command as it stands in a document, without comments, on one line."""
+    """One command as a document has it, without comments, on one line."""
 
     page: str
     text: str
@@ -70,7 +70,7 @@ def filled(word: str) -> str:
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str]]:
-    """(language, text) of each fenced block; language is `inline` for all that stands outside of them."""
+    """(language, text) of each fenced block; language is `inline` for all that is outside of them."""
     pieces = re.split(r"^```(.*)\n((?:(?!```).*\n)*)```$", page.read_text(), flags=re.MULTILINE)
     for place in range(0, len(pieces) - 1, 3):
         yield "inline", pieces[place]

@@ -31,7 +31,7 @@ class Row:
         return self.line.replace("...", "")
 
     def is_in(self, text: str) -> bool:
-        """Does a line of the text have it? What stands before and behind it, such as a time, is left open."""
+        """Does a line of the text have it? What is before and behind it, such as a time, is left open."""
         pattern = re.compile(".*".join(map(re.escape, self.line.split("..."))))
         return any(pattern.search(line) for line in text.splitlines())
 
@@ -63,9 +63,9 @@ def _row(cells: list[str], code: int | None) -> Row:
 
 
 def _code(cell: str) -> str:
-    """What stands between backticks."""
+    """What is between backticks."""
     if not (cell.startswith("`") and cell.endswith("`") and len(cell) > 2):
-        raise ValueError(f"{cell!r} is to stand between backticks")
+        raise ValueError(f"{cell!r} is to be between backticks")
     return cell[1:-1].replace("\\|", "|")
 
 

@@ -1,4 +1,4 @@
-"""What stands for torch.cuda where there is no GPU: streams that work only when they are told to, and a log of calls.
+"""What replaces torch.cuda where there is no GPU: streams that work only when they are told to, and a log of calls.
 
 Copies that are given to a stream by `copy_` with `non_blocking` wait in its queue under `recording`, as on a GPU; what
 the process computes is done at once.

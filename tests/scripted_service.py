@@ -45,7 +45,7 @@ class ScriptedService:
         self.router = Router(address, stream)
         self.address = write_address(folder, self.router.address)
         self.peer = b""  # who spoke last
-        self.heard: list[Word] = []  # all but heartbeats
+        self.received: list[Word] = []  # all but heartbeats
         self._orders: deque[Answer] = deque()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._play, args=(script,)) if script is not None else None
@@ -60,7 +60,7 @@ class ScriptedService:
         self.peer = received.peer
         word = decode_group(*received.frames) if len(received.frames) == 2 else decode(received.frames[0])
         if not isinstance(word, Heartbeat):
-            self.heard.append(word)
+            self.received.append(word)
         return word
 
     def expect(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
@@ -71,10 +71,10 @@ class ScriptedService:
 
     def expect_nothing(self, seconds: float) -> bool:
         """No word but heartbeats for so long."""
-        before, end = len(self.heard), time.monotonic() + seconds
+        before, end = len(self.received), time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.receive(left)
-        return len(self.heard) == before
+        return len(self.received) == before
 
     def send(self, message: Message) -> None:
         """To who spoke last."""
@@ -89,16 +89,16 @@ class ScriptedService:
             self.router._numbers(self.peer).stamp(b"")
 
     def wait_for(self, *kinds: type[Message]) -> list[Word]:
-        """Of a service that plays: what was heard until words of all these kinds were; it is forgotten here."""
-        self.wait_until(lambda: {*kinds} <= {type(word) for word in self.heard})
-        heard, self.heard = self.heard, []
-        return heard
+        """Of a service that plays: what was received until words of all these kinds were; it is forgotten here."""
+        self.wait_until(lambda: {*kinds} <= {type(word) for word in self.received})
+        received, self.received = self.received, []
+        return received
 
     def wait_until(self, condition: Callable[[], object], seconds: float = WAIT) -> None:
         """Until something holds; a service without a script receives meanwhile."""
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, self.heard
+            assert time.monotonic() < deadline, self.received
             if self._thread is None:
                 self.receive(0.02)
             else:

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 MEMORY = Path("/dev/shm")
-PATIENCE = 15.0  # seconds; whoever ends a server of another test removes its segments a moment later
+PATIENCE = 15.0  # seconds; the process that ends a server of another test removes its segments a moment later
 
 
 def nobodys() -> set[str]:

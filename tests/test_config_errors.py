@@ -115,7 +115,7 @@ def test_what_is_no_override_is_told_with_the_others() -> None:
 def test_a_file_that_is_no_yaml_is_told_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("run:\n  seed: 1\n  seed: 2\n")
-    assert refused(file) == [f"{file}:3: not YAML: key 'seed' stands twice; allowed: YAML"]
+    assert refused(file) == [f"{file}:3: not YAML: key 'seed' occurs twice; allowed: YAML"]
     file.write_text("run: {name: x\nmodel: 3")
     assert refused(file)[0].startswith(f"{file}:2: not YAML: ")
     file.write_text("a: &a [*a]\n")

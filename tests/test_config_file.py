@@ -76,7 +76,7 @@ def test_a_bad_configuration_ends_with_exit_code_2_and_one_line(override, said, 
     [
         ("- a\n- b\n", "allowed: a mapping of run, model"),
         ("run: {name: x\n", "not YAML"),
-        ("run:\n  seed: 1\n  seed: 2\n", "key 'seed' stands twice"),
+        ("run:\n  seed: 1\n  seed: 2\n", "key 'seed' occurs twice"),
         ("run:\n  sed: 1\n", "nearest known key: run.seed"),
     ],
 )
@@ -228,7 +228,7 @@ def test_a_pool_that_does_not_fit_is_refused_by_name(pool, text):
         Config.model_validate({"generate": {"pools": [pool]}})
 
 
-def test_a_file_stands_on_its_bases_and_wins_over_them(tmp_path):
+def test_a_file_builds_on_its_bases_and_wins_over_them(tmp_path):
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared/small.yaml").write_text("generate: {group_size: 4, sampling: {max_new_tokens: 5}}\n")
     (tmp_path / "shared/slow.yaml").write_text("base: small.yaml\ngenerate: {sampling: {temperature: 0.5}}\n")
@@ -249,8 +249,8 @@ def test_a_list_of_a_base_is_replaced_and_not_lengthened(tmp_path):
 @pytest.mark.parametrize(
     ("files", "told"),
     [
-        ({"top.yaml": "base: top.yaml\n"}, "stands on itself"),
-        ({"top.yaml": "base: a.yaml\n", "a.yaml": "base: top.yaml\n"}, "stands on itself"),
+        ({"top.yaml": "base: top.yaml\n"}, "builds on itself"),
+        ({"top.yaml": "base: a.yaml\n", "a.yaml": "base: top.yaml\n"}, "builds on itself"),
         ({"top.yaml": "base: gone.yaml\n"}, "gone.yaml: No such file"),
         ({"top.yaml": "base: 3\n"}, "allowed: a file, or a list of files"),
         ({"top.yaml": "base: a.yaml\n", "a.yaml": "run: {stepz: 3}\n"}, "run.stepz: unknown key"),

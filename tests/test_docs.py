@@ -110,7 +110,7 @@ def test_every_link_leads_to_a_file_and_a_heading():
     assert not broken
 
 
-def test_every_figure_of_the_readme_stands_in_the_page_of_figures():
+def test_every_figure_of_the_readme_is_in_the_page_of_figures():
     measured = (ROOT / "README.md").read_text().partition("## What is measured")[2].partition("Each row is printed")[0]
     page = set(FIGURE.findall((ROOT / "docs" / "figures.md").read_text()))
     rows = [line for line in measured.splitlines() if line.startswith("| ")][1:]
@@ -140,7 +140,7 @@ def test_every_path_of_the_repository_that_a_document_names_is_there():
 def test_every_streamrl_command_parses_and_its_keys_fit(capsys, monkeypatch, tmp_path):
     write_files(tmp_path)  # the user's own classes that commands name
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(config_file, "describe", str)  # the epilog of --help, made anew for every parser
+    monkeypatch.setattr(config_file, "describe", str)  # the epilog of --help, made again for every parser
     refused = []
     for page in PAGES:
         for words in commands(page):
@@ -212,7 +212,7 @@ def test_every_yaml_block_that_is_a_configuration_loads(tmp_path):
 
 
 def alternatives(block: str) -> list[str]:
-    """The block itself, or each of its entries where a key stands in it twice, to show two ways."""
+    """The block itself, or each of its entries where a key is in it twice, to show two ways."""
     entries = re.split(r"\n(?=\S)", block)
     keys = [entry.partition(":")[0] for entry in entries]
     return [block] if len(set(keys)) == len(keys) or block.startswith(("-", "#")) else entries

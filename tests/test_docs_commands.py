@@ -1,4 +1,4 @@
-"""Every command of the documents is run here, is run by another test, or stands in a block that says what it needs.
+"""Every command of the documents is run here, is run by another test, or is in a block that says what it needs.
 
 The slow tests do what a reader does: in a folder like a fresh clone, `make demo` first, then one command after another.
 Runs and sweeps are cut short by further `key=value` words; models and data of the reader's own are small ones.
@@ -127,7 +127,7 @@ LEAVES = (
     (r"python -m launch.tiny_model", "models/tiny/config.json"),
 )  # fmt: skip
 
-STANDING = [command for page in PAGES for command in commands(page)]
+COMMANDS = [command for page in PAGES for command in commands(page)]
 
 
 def elsewhere(command: Command) -> str | None:
@@ -137,7 +137,7 @@ def elsewhere(command: Command) -> str | None:
 def run_here() -> list[Command]:
     """Each one once: first those that train, by their models, so that they share a server; then those that look."""
     distinct: dict[object, Command] = {}
-    for command in STANDING:
+    for command in COMMANDS:
         if not command.needs and not elsewhere(command):
             config = trained(longer(command.words), ROOT)
             distinct.setdefault(command.words if config is None else config.model_dump_json(), command)
@@ -145,7 +145,7 @@ def run_here() -> list[Command]:
 
 
 def place(command: Command) -> tuple[bool, bool, bool]:
-    """models/tiny is made anew, with experts, when nothing needs the former one any more."""
+    """models/tiny is made again, with experts, when nothing needs the former one any more."""
     return "tiny_model" in command.text, command.words[1] != "train", "pretrained" in command.text
 
 
@@ -179,7 +179,7 @@ def test_every_test_that_runs_a_command_of_the_documents_is_there():
     for pattern, name in ELSEWHERE:
         file, _, function = name.partition("::")
         assert f"def {function}(" in (ROOT / file).read_text() if function else (ROOT / file).exists(), name
-        assert any(re.fullmatch(pattern, command.text) for command in STANDING), f"{pattern}: no document has it"
+        assert any(re.fullmatch(pattern, command.text) for command in COMMANDS), f"{pattern}: no document has it"
 
 
 def test_a_mark_is_about_its_line_or_about_all_lines_below_it():
@@ -191,7 +191,7 @@ def test_a_mark_is_about_its_line_or_about_all_lines_below_it():
 
 
 def test_make_demo_hands_its_arguments_to_the_run():
-    for command in STANDING:
+    for command in COMMANDS:
         if command.text.startswith("make demo ARGS="):
             told = subprocess.run(
                 ["make", "-n", "-o", "venv", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""What is committed stands on its own: a fresh clone has all of it."""
+"""What is committed is complete: a fresh clone has all of it."""
 
 from __future__ import annotations
 

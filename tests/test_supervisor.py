@@ -195,7 +195,7 @@ def test_what_a_former_run_has_told_is_not_told_by_this_one(supervise, capsys, t
     assert (code, "replay-0 was not ready" in capsys.readouterr().err) == (1, True)
 
 
-def test_a_reason_for_which_a_role_gave_up_ends_the_run_as_it_stands_and_nothing_is_started_again(supervise, capsys):
+def test_a_reason_to_give_up_is_the_runs_last_line_and_nothing_is_started_again(supervise, capsys):
     code, folder = supervise(replay=[{"end": "failed", "tells": {"gave_up": {"reason": "no learner step in 5 s"}}}])
     assert (code, starts(folder, "replay-0")) == (1, 1)
     assert capsys.readouterr().err.splitlines() == ["streamrl: no learner step in 5 s"]
@@ -255,7 +255,7 @@ def test_a_learner_that_finds_out_the_same_again_only_dies_again(supervise):
 FINISHED = {"learner.finished": {"version": f"{STEPS}.0"}}
 
 
-def test_a_learner_that_is_killed_when_the_service_has_heard_of_its_end_does_not_fail_the_run(supervise):
+def test_a_learner_that_is_killed_when_the_service_knows_its_end_does_not_fail_the_run(supervise):
     replay = {"end": "well", "tells": FINISHED | {"replay.stop": {"code": 0}}, "seconds": 4}
     code, folder = supervise(replay=[replay], learner=[{"end": "killed", "steps": STEPS}], generator=[WAITS])
     assert (code, starts(folder, "learner-0")) == (0, 1)
@@ -296,7 +296,7 @@ def test_ctrl_c_is_answered_while_hundreds_of_roles_are_being_started(supervise,
     documented("interrupted; this resumes the run: ...", capsys.readouterr().err, code)
 
 
-def test_who_is_still_starting_at_ctrl_c_and_hears_no_signal_is_not_waited_for(supervise, monkeypatch, capsys):
+def test_a_role_still_starting_at_ctrl_c_that_gets_no_signal_is_not_waited_for(supervise, monkeypatch, capsys):
     monkeypatch.setattr("streamrl.supervisor.KILL_GRACE", 0.5)
     deaf = WAITS | {"ready": False, "deaf": True}
     start = Role.start

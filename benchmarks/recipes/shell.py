@@ -265,7 +265,7 @@ class _Reader:
             at = stop
 
     def _expand_variable(self, fields: _Fields, at: int, *, split: bool) -> int:
-        """Add what the `$` at `at` stands for; where it ends is given back."""
+        """Add the expansion of the `$` at `at`. Returns where it ends."""
         add = fields.add_split if split else fields.add
         end = piece_end(self.text, at)
         if self.text.startswith("$((", at):

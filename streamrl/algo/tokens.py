@@ -16,7 +16,7 @@ class TokenBatch:
     """The N output tokens of one micro batch, flat, in any order. Samples are whole, rollouts need not be.
 
     Example: two answers of 2 and 1 tokens have `sample=[0, 0, 1]`, `samples=2`, and the advantage of an
-    answer stands beside each of its tokens. Raises ValueError, naming the field, if shapes or dtypes do not fit.
+    answer is given for each of its tokens. Raises ValueError, naming the field, if shapes or dtypes do not fit.
     """
 
     logprobs: Tensor  # float32 or float64 [N], log pi, with gradient

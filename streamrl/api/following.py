@@ -1,4 +1,4 @@
-"""What a run writes, as it comes: rows of metrics for whoever iterates, and calls of the user's functions."""
+"""What a run writes, as it comes: rows of metrics for a caller that iterates, and calls of the user's functions."""
 
 from __future__ import annotations
 

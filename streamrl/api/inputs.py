@@ -3,7 +3,7 @@
     rows, a datasets.Dataset ──▶ data.jsonl, data.parquet
     functions, classes       ──▶ task.py, which names each by its file, or takes it from functions.pkl
 
-A function that stands in a file of its own, outside of `__main__`, is loaded from that file, by every process of a
+A function that is in a file of its own, outside of `__main__`, is loaded from that file, by every process of a
 worker. One of a notebook, of the script itself, or within another function is pickled by value (cloudpickle).
 """
 

@@ -204,7 +204,7 @@ class Run:
                 self._begin(supervisor)
                 checked.set()
                 code = self._supervised(supervisor)
-        except BaseException as error:  # told to whoever waits
+        except BaseException as error:  # told to the caller that waits
             self._error = error
         finally:
             with self._lock:

@@ -66,7 +66,7 @@ def train(
     tools: functions with types and a docstring. environment: a class with `reset` and `step`, one with `reset` and
     methods that are tools, or a subclass of `streamrl.tasks.environment.Environment`.
 
-    config: a YAML file, or a mapping of sections. fresh: keep a run of this name as NAME.1, and start anew.
+    config: a YAML file, or a mapping of sections. fresh: keep a run of this name as NAME.1, and start a new one.
     on_step and on_evaluation are called with a row of metrics, on_checkpoint with a folder, in a thread of their own;
     what they raise stops the run.
 

@@ -3,7 +3,7 @@
 >>> load(None, ["replay.max_staleness=0"]).replay.slots
 8
 
-A file may stand on others: `base: models/qwen3-8b.yaml`, or a list of such, relative to the file itself. Later ones
+A file may build on others: `base: models/qwen3-8b.yaml`, or a list of such, relative to the file itself. Later ones
 win over earlier ones and the file over all of them; mappings are merged key by key, any other value is replaced.
 
     YAML, key=value ──▶ each key, each value, rules within a section ──▶ rules between sections ──▶ Config
@@ -127,7 +127,7 @@ def _parsed(override: str) -> tuple[str, Any]:
 def _read(path: Path, positions: Positions, standing_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
     """The tree of a file over those of its bases."""
     if path.resolve() in standing_on_it:
-        raise ConfigError(f"{path}: base: {path} stands on itself; allowed: bases without a circle")
+        raise ConfigError(f"{path}: base: {path} builds on itself; allowed: bases without a circle")
     tree, lines = _read_alone(path)
     bases = tree.pop(BASE, [])
     bases = [bases] if isinstance(bases, str) else bases

@@ -246,7 +246,7 @@ class LearnerConfig(Section):
 
     @property
     def shares_prompts(self) -> bool:
-        """The answers of a group may stand behind one prompt."""
+        """The answers of a group may follow one copy of their prompt."""
         return self.share_prompts and not self.as_served
 
     @rule

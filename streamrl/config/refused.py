@@ -21,7 +21,7 @@ class ConfigError(ValueError):
 class Refusals:
     """Gathers what several checks refuse, so that all of it is told at once.
 
-    Example: `with refusals: check_model(config)`, for each check that does not stand on another one, and at the end
+    Example: `with refusals: check_model(config)`, for each check that does not depend on another one, and at the end
     `refusals.tell()`.
     """
 

@@ -41,7 +41,7 @@ class RunConfig(Section):
     start_timeout: float = Field(300.0, gt=0, description="seconds that a role may take to be ready")
     stop_timeout: float = Field(60.0, gt=0, description="seconds that a role may take to end, then it is killed")
     silence_timeout: float = Field(
-        600.0, gt=0, description="seconds that a role waits for another one of which it hears nothing, then it fails"
+        600.0, gt=0, description="seconds that a role waits for another one that sends it nothing, then it fails"
     )
     progress_timeout: float | None = Field(
         None,
@@ -53,7 +53,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _null_steps_are_none(cls, values: Any) -> Any:
-        """`run.steps=null` takes away what a file says, so that `run.epochs` can stand in its place."""
+        """`run.steps=null` takes away what a file says, so that `run.epochs` can replace it."""
         if isinstance(values, dict) and values.get("steps", 0) is None:
             return {key: value for key, value in values.items() if key != "steps"}
         return values

@@ -19,7 +19,7 @@ FIRST_LINE = f"# yaml-language-server: $schema={NAME}\n"
 
 # The key of a file, and of no tree, that names the files below it (`config/file.py`).
 _BASE = {
-    "description": "files that this one stands on, relative to it; it wins over them",
+    "description": "files that this one builds on, relative to it; it wins over them",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
 }
 
@@ -37,7 +37,7 @@ def schema() -> dict[str, Any]:
 
 @cache
 def text() -> str:
-    """The schema as it stands in a file."""
+    """The schema as it is written to a file."""
     return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -35,7 +35,7 @@ STEPS, TOP_K = 3, 1
 
 NGRAM_TOKENS, NGRAM_TOP_K = 12, 10  # SGLang's own, of the tree that is looked up
 
-# SGLang's arguments that the keys of the section stand for, its short names among them, and the key of each.
+# SGLang's arguments that the keys of the section set, its short names among them, and the key of each.
 ARGUMENTS = {
     "speculative_algorithm": "algorithm",
     "speculative_algo": "algorithm",

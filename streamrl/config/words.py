@@ -100,7 +100,7 @@ def _type_words(annotation: Any) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as it would stand in YAML, on one line."""
+    """A value as it is written in YAML, on one line."""
     if isinstance(value, Path | str):
         return str(value) or "''"
     if isinstance(value, tuple):

@@ -22,7 +22,7 @@ class Line:
 
 
 class Yaml(yaml.SafeLoader):
-    """`off` and `no` are words, `1e-6` is a number, no key stands twice."""
+    """`off` and `no` are words, `1e-6` is a number, no key occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -31,7 +31,7 @@ class Yaml(yaml.SafeLoader):
             if not isinstance(key, str):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is no word", key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} occurs twice", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -55,7 +55,7 @@ class Writer(yaml.SafeDumper):
 
 
 def parse_yaml(text: str, where: Path | str) -> Any:
-    """The value of a YAML text. Raises ConfigError, which names `where` it stands: a file, with its line, or a key."""
+    """The value of a YAML text. Raises ConfigError, which names `where` it is: a file, with its line, or a key."""
     return parse_with_lines(text, where)[0]
 
 

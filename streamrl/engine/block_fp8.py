@@ -49,7 +49,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(values: Tensor, scales: Tensor) -> Tensor:
-    """float32 [N, K]: what quantised weights stand for."""
+    """float32 [N, K]: what quantised weights represent."""
     return values.float() * of_elements(scales, values.shape)
 
 

@@ -98,13 +98,13 @@ class RequestOptions(TypedDict, total=False):
     adapter: str | None  # the name of a loaded one; None: the base weights alone
     routed_experts: bool  # with the experts of each token, from a server that was started to keep them
     kept_sets: bool  # with the ids from which each token was drawn, for one answer alone
-    ends: object  # for whoever sends a request in parts (generate/requests.py); a server is not asked about it
+    ends: object  # for a caller that sends a request in parts (generate/requests.py); a server is not asked about it
     cache: str | None  # under which name the server keeps what it computes: only requests of the same name reuse it
     priority: int  # where several wait, lower ones are drawn first, by a server that was started to (engine/server.py)
     images: Sequence[SentImage]  # in the order of their places in the prompt
     pieces: Callable[[Piece], None]  # is given the answers as they are drawn, and then none are returned
     every: int  # tokens of a piece
-    at_least: PolicyVersion | None  # for whoever has several servers to choose from; one server has what it has
+    at_least: PolicyVersion | None  # for a caller that has several servers to choose from; one server has what it has
 
 
 class EngineClient:
@@ -167,7 +167,7 @@ class EngineClient:
     ) -> PrefillScores:
         """The log-probs of the tokens from place `start` on, 1 at least, by one prefill. Raises EngineError.
 
-        What the server has cached of the tokens before them is used if `cached`; else all is computed anew.
+        What the server has cached of the tokens before them is used if `cached`; else all is computed again.
         """
         body = _request(input_ids, {"temperature": 1.0, "max_new_tokens": 0}, request_id, options)
         first = start if cached else 1  # SGLang uses no cache of tokens whose log-probs it is asked for
@@ -411,7 +411,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 
 def _status(code: int | str) -> int:
-    """What stands for a status in a stream is a number, or a word."""
+    """What a stream gives as a status is a number, or a word."""
     return code if isinstance(code, int) else 500
 
 

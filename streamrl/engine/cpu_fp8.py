@@ -1,6 +1,6 @@
 """A stand-in for the FP8 kernels of SGLang's linear layers, on a machine without CUDA: the same numbers, slowly.
 
-Weights are what their blocks stand for, and the rows of the input are rounded in groups of 128, as the kernels do both;
+Weights are what their blocks represent, and the rows of the input are rounded in groups of 128, as the kernels do both;
 products and sums are in float32. Speed and memory say nothing about a GPU. SGLang itself has kernels for CPUs with
 AMX, of which no build is published. Experts have no stand-in: a mixture of experts is refused.
 """

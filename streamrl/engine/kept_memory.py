@@ -217,7 +217,7 @@ class KeptReader:
         try:
             fcntl.flock(memory.file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Unreadable(f"{place.path} is being written anew") from None
+            raise Unreadable(f"{place.path} is being written again") from None
         try:
             if (found := _content(memory.header)) != (place.token, place.sequence):
                 raise Unreadable(f"{place.path} holds content {found[1]}, announced was {place.sequence}")

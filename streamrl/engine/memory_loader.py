@@ -3,8 +3,8 @@
     worker ──/update_weights_from_tensor: a LoadPlan──▶ `load`, in each rank ──▶ a Receipt in the worker's memory
 
 The plan travels where SGLang expects tensors, one a rank. An exception here would end the server, so that
-everything, good or bad, is in the receipt. torch is imported where it is used: whoever only names
-the loader has none.
+everything, good or bad, is in the receipt. torch is imported where it is used: a process that only
+names the loader has none.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Loads(Protocol):
 
 
 def load(model: Loads, named_tensors: Sequence[tuple[str, Any]]) -> None:
-    """What SGLang calls. Each name is a LoadPlan in JSON; what stands for its tensor says nothing."""
+    """What SGLang calls. Each name is a LoadPlan in JSON; what is sent in place of its tensor means nothing."""
     for text, _ in named_tensors:
         plan = msgspec.json.decode(text, type=LoadPlan)
         receipt = load_plan(model, plan, _reader)

@@ -4,8 +4,8 @@
     node 1, 2   RUN/servers/server-3-node-1.json   Attendance: which start the node has joined, and how that ended
 
 A new Meeting is a new start of the whole server: every node ends what it has, and joins; what a node does is the table
-below. Each side changes its `beat` as long as it lives, and is lost to the other one where that stands still. No clock
-of another host is read.
+below. Each side changes its `beat` as long as it lives. If its beat stops, it is lost to the other side. No clock of
+another host is read.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ Said = TypeVar("Said", bound=Meeting | Attendance)
 
 
 class Beats(Generic[Said]):
-    """The file of another side, and for how long its beat has stood still. Times are monotonic seconds."""
+    """The file of another side, and for how long its beat has not changed. Times are monotonic seconds."""
 
     def __init__(self, path: Path, said: type[Said], now: float) -> None:
         self.last: Said | None = None
@@ -164,7 +164,7 @@ class FurtherNodes:
             if said.ended:
                 raise NodeLost(f"node {rank} of {self._server}: {said.ended}")
             if beats.silence(now) > NODE_SILENCE:
-                raise NodeLost(f"node {rank} of {self._server}: nothing was heard of it for {NODE_SILENCE:g} s")
+                raise NodeLost(f"node {rank} of {self._server}: it has reported nothing for {NODE_SILENCE:g} s")
 
     def leave(self, code: int) -> None:
         """The worker ends for good, with this exit code, and with it the server."""

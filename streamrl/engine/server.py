@@ -32,7 +32,7 @@ from streamrl.engine.nodes import FurtherNodes, NodeLost, NodeOf, reserved_meeti
 from streamrl.engine.quantised_loading import FLAG, OVERRIDE
 from streamrl.engine.shutdown import end_server, segments_of
 
-# A server takes commands (weights, pause) from whoever reaches it, so it is not reachable from elsewhere by default.
+# A server takes commands (weights, pause) from all who reach it, so it is not reachable from elsewhere by default.
 HOST = "127.0.0.1"
 
 POLL = 0.2  # seconds between two looks at a starting server; a start takes 14 s at least
@@ -43,7 +43,7 @@ CUDA_GRACE = 10.0
 
 REAP = 10.0  # seconds that the kernel may take to end a killed process
 
-LOG_LINES = 20  # last lines of the log in an error; SGLang's own message stands under a traceback of this size
+LOG_LINES = 20  # last lines of the log in an error; SGLang's own message comes after a traceback of this size
 
 # Adapters in a batch of a server, SGLang's own default: each takes device memory; requests for further ones wait.
 MAX_ADAPTERS = 8
@@ -199,7 +199,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(config: Config, folder: Path) -> Iterator[Server]:
-    """A server without keys that is ready, and is ended behind the block: for whoever has no event loop of their own.
+    """A server without keys that is ready, and is ended behind the block: for a caller without an event loop.
 
     Raises ServerFailed.
     """
@@ -327,5 +327,5 @@ def reserved_port(host: str) -> socket.socket:
 
 
 def _bracketed(host: str) -> str:
-    """An IPv6 address as it stands in a URL."""
+    """An IPv6 address as it is written in a URL."""
     return f"[{host}]" if ":" in host else host

@@ -70,7 +70,7 @@ def _terminate(pid: int, grace: float) -> None:
 
 
 def _freeze(pid: int) -> list[psutil.Process]:
-    """Stop every process of the server but the calling one, and whatever they started until they stood still."""
+    """Stop every process of the server but the calling one, and whatever they started until they were stopped."""
     frozen: dict[int, psutil.Process] = {}
     while new := [process for process in _processes(pid) if process.pid not in frozen]:
         for process in new:

@@ -2,7 +2,7 @@
 
 Its attention backend for such machines, `torch_native`, has no sinks, and SGLang refuses it for them by name. Here a
 sink is one more key, whose score is the sink and whose value is zero. Sinks are in float32; SGLang's are in bfloat16,
-whatever the model's dtype is. Drafts are refused: what stands in for their attention has no sinks.
+whatever the model's dtype is. Drafts are refused: what replaces their attention has no sinks.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ An inert module answers whatever an import or a decorator at module level does w
 are further inert modules (`triton.language`), capitalised ones are empty classes (`triton.Config`),
 and calling it gives the function back undecorated (`@triton.jit`, `@triton.autotune(...)`).
 
-Page-locked memory is stood in for as well: SGLang keeps adapters and the routing of experts in it without asking
+Page-locked memory is replaced as well: SGLang keeps adapters and the routing of experts in it without asking
 whether there is a device that it could be locked for. In this one respect torch itself is changed, in the processes
 of SGLang where `sgl_kernel` is absent: `pin_memory` is ignored, and `torch.cuda.cudart` registers nothing.
 The kernels that a module of SGLang names when it is loaded, KERNELS, are there too and raise when they are called:

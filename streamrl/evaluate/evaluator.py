@@ -2,7 +2,7 @@
 
     prompts, task by task in turn ──▶ in_flight of them at once ──▶ n answers and a greedy one ──▶ Question
 
-It knows no server: whoever calls it gives an inference handle. An answer that fails, that comes after the deadline,
+It knows no server: the caller gives it an inference handle. An answer that fails, that comes after the deadline,
 that nobody could judge, or that holds a token of another version is left out and counted; only a server that cannot be
 reached ends the walk.
 """

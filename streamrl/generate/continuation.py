@@ -170,7 +170,7 @@ class Continuation:
     def _read(self, experts: bytes) -> None:
         """The experts of every token that the server read for this part, the prompt and former parts among them.
 
-        Former parts were read anew, perhaps by newer weights; what was recorded when their tokens were drawn stays.
+        Former parts were read again, perhaps by newer weights; what was recorded when their tokens were drawn stays.
         """
         known = self._experts or b""
         self._experts = known + experts[len(known) :]

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a server is started again; doubled each time
 
-ABORT_TIMEOUT = 5.0  # seconds for the servers to hear that nobody waits for their answers any more
+ABORT_TIMEOUT = 5.0  # seconds to tell the servers that nobody waits for their answers any more
 
 Announce = Callable[[], Awaitable[None]]
 
@@ -278,7 +278,7 @@ class Fleet:
             raise cause
 
     def _notify(self) -> None:
-        """Wake whoever waits for a change now."""
+        """Wake all tasks that wait for a change now."""
         self._wake.set()
         self._wake = asyncio.Event()
 

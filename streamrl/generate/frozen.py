@@ -15,7 +15,7 @@ VERSION = PolicyVersion(0)  # of every token: its weights never change
 
 
 class EngineRefused(EngineError):
-    """An engine that cannot do what it is asked, now or ever. Not a failed answer: whoever asked ends."""
+    """An engine that cannot do what it is asked, now or ever. Not a failed answer: the caller ends."""
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(engine, "", None, reason)
@@ -75,7 +75,7 @@ _RANGES = {
 
 
 class Ends(Protocol):
-    """Where an answer may end: whoever asks cuts it there, so that the rest need not be drawn."""
+    """Where an answer may end: the caller cuts it there, so that the rest need not be drawn."""
 
     def found(self, ids: Sequence[int], start: int) -> bool:
         """Is there an end at or behind token `start`?"""

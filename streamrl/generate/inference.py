@@ -100,7 +100,7 @@ class Policy(Protocol):
         images: Sequence[SentImage] = (),
         at_least: PolicyVersion | None = None,
     ) -> list[Answer]:
-        """`ends`: where one of them is found the rest need not be drawn; whoever asks cuts the answer there."""
+        """`ends`: where one of them is found the rest need not be drawn; the caller cuts the answer there."""
         ...
 
     async def abort(self, request_id: str = "") -> None: ...

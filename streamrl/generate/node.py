@@ -59,7 +59,7 @@ async def run_node(config: Config, run_folder: Path, index: int, rank: int) -> i
                 return code
             if node.silence(now) > config.progress_timeout:
                 worker, waited = f"generator-{index}", config.progress_timeout
-                print(f"{worker}, node {rank}: nothing was heard of the worker in {waited:g} s", file=sys.stderr)
+                print(f"{worker}, node {rank}: the worker has reported nothing in {waited:g} s", file=sys.stderr)
                 return 1
             if (meeting := node.to_join(now)) is not None:
                 if server is not None:

@@ -30,7 +30,7 @@ class Pauses:
         self._client = client
         self._timeout = timeout
         self._reasons: set[Reason] = set()
-        self._turn = asyncio.Lock()  # the server hears of one change after another
+        self._turn = asyncio.Lock()  # the server is told of one change after another
 
     async def begin(self, reason: Reason, mode: Interruption) -> None:
         """Stop the server (EngineClient.pause). Raises EngineError; there is no new reason then."""

@@ -91,7 +91,7 @@ class Pinning:
             raise PublishError(f"{server.name} is being evaluated")
 
     def mark(self, states: Iterable[ServerState]) -> tuple[ServerState, ...]:
-        """The states of the worker's servers as the service is to hear them."""
+        """The states of the worker's servers as they are reported to the service."""
         return tuple(replace(state, pinned=self.has(state)) for state in states)
 
     async def serve(

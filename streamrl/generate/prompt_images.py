@@ -177,7 +177,7 @@ class ImageTokens:
     """How many tokens an image is: its patches, merged in squares."""
 
     model: Path
-    token: int  # id that stands for each of them
+    token: int  # id of each of them
     merge: int  # side of a square of patches that become one token
     _lock: threading.Lock = field(default_factory=threading.Lock)  # the processor is loaded once
 

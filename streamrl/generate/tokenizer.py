@@ -28,7 +28,7 @@ from streamrl.tasks.parsing import Parsers
 CACHE = 1024
 
 
-# Stands for an answer where a chat template is rendered around it: without spaces at its ends, or any sign that a
+# Replaces an answer where a chat template is rendered around it: without spaces at its ends, or any sign that a
 # template looks for.
 MARK = "~~answer of the policy~~"
 
@@ -58,7 +58,7 @@ class Tokenizer:
         """Read `tokenizer.json` and, where there, the chat template and end tokens. Raises OSError, ValueError.
 
         variables: further ones of the chat template. keeps_marks: does a parser need the special tokens of answers?
-        images: those of the prompts, for whoever asks; they are no part of what is tokenised here.
+        images: those of the prompts, for callers that ask; they are no part of what is tokenised here.
         """
         self.images = images
         self.keeps_marks = keeps_marks
@@ -127,7 +127,7 @@ class Tokenizer:
     ) -> np.ndarray:
         """int32 [A]: what the chat template writes behind an answer to `history`, up to where the next one begins.
 
-        The difference of two renderings, tokenised on its own: a mark stands for the answer, whose own tokens are
+        The difference of two renderings, tokenised on its own: a mark replaces the answer, whose own tokens are
         never rendered, tokenised or looked at again. An end token that the template writes is left out where the
         answer's `last` token is the same one. Raises ValueError where the template refuses the messages.
         """

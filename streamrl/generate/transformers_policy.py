@@ -180,7 +180,7 @@ class _Draw:
 class _Watch:
     """A stopping criterion: which rows have ended, with how many tokens and why; and each token's log-prob.
 
-    `prompt`: its tokens, which stand before those that are drawn.
+    `prompt`: its tokens, which come before those that are drawn.
     """
 
     def __init__(

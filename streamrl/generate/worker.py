@@ -11,8 +11,9 @@
     Stop ─▶ Bye ─▶ abort what is in flight ─▶ probes ─▶ the servers end ─▶ exit 0
     SIGTERM ─▶ no more tickets ─▶ the open ones are finished, as far as time allows ─▶ Bye ─▶ the servers end ─▶ exit 0
 
-A worker whose last server is given up ends with the last lines of that server's log; whoever started the worker
-decides whether it is started again. One whose scorer fails on every answer gives up (`task.scoring`), and the run ends.
+A worker whose last server is given up ends with the last lines of that server's log. The process that started
+the worker decides whether it is started again. One whose scorer fails on every answer gives up (`task.scoring`), and
+the run ends.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Worker:
         finally:
             await self._link.bye()
         await self._fleet.wake()
-        if not stop.is_set():  # else whoever sent the signal will not wait for long
+        if not stop.is_set():  # else the sender of the signal will not wait for long
             await self._fleet.abandon()
             await self._probe("end")
 

@@ -39,7 +39,7 @@ def _lacking_weights(folder: Path) -> list[str]:
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError):
-            return []  # whoever reads the weights says what is wrong with it
+            return []  # the code that reads the weights says what is wrong with it
         return [name for name in sorted(names) if not (folder / name).is_file()]
     whole = any(path.is_file() for path in folder.glob("*.safetensors"))
     return [] if whole else ["model.safetensors"]

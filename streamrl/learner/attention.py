@@ -103,7 +103,7 @@ class Slice:
         return np.concatenate(parts)
 
     def gathered(self, row: int) -> np.ndarray:
-        """Where each token of the row is when the ranks' slices stand one after the other: int64 [row]."""
+        """Where each token of the row is when the ranks' slices come one after the other: int64 [row]."""
         order = np.concatenate([Slice(self.ranks, rank).tokens(row) for rank in range(self.ranks)])
         return np.argsort(order)
 
@@ -265,7 +265,7 @@ def _block(segments: np.ndarray, places: _Places, device: torch.device) -> Block
     longest, longest_earlier = int(lengths.max()), int(earlier.max())
     within = np.arange(longest)
     real = within < lengths  # [n, queries]
-    # What is before a segment stands against the right edge of its space, so that one causal rule holds for all rows.
+    # What is before a segment is aligned to the right edge of its space, so that one causal rule holds for all rows.
     index = np.arange(longest_earlier) - (longest_earlier - earlier)
     earlier_places = np.where(index < prefixes, prefix_starts + index, starts - earlier + index)
     key_real = np.concatenate([index >= 0, real], 1)  # [n, keys]

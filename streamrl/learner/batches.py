@@ -71,30 +71,30 @@ class BatchSource(Protocol):
         ...
 
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
-        """Hear that a group of `step`, (group id, attempt), cannot be trained: it is never delivered whole again."""
+        """Called when a group of `step`, (group id, attempt), cannot be trained: it is never delivered whole again."""
         ...
 
     def measured(self, step: int, ess: Sequence[float | None]) -> None:
-        """Hear the effective sample size of each group of `step`, in the batch's order; before `trained`."""
+        """Receive the effective sample size of each group of `step`, in the batch's order; before `trained`."""
         ...
 
     def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
-        """Hear that `version` has been made; measured: the metrics of its step."""
+        """Called when `version` has been made; measured: the metrics of its step."""
         ...
 
     def saved(self, version: PolicyVersion, oldest: int) -> None:
-        """Hear that a checkpoint of `version` is complete; `oldest` is the step of the oldest one that is kept."""
+        """Called when a checkpoint of `version` is complete; `oldest` is the step of the oldest one that is kept."""
         ...
 
     def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
-        """Hear that no more batch will be asked for; `complete`: the run's last version, None when it stopped early.
+        """Called when no more batch will be asked for; `complete`: the run's last version, None if it stopped early.
 
         Returns the evaluations that came too late for the last batch.
         """
         ...
 
     def exit(self, version: PolicyVersion, reason: str) -> None:
-        """Hear that the run ends at `version`, which is saved, though it is not complete: everyone ends."""
+        """Called when the run ends at `version`, which is saved, though it is not complete: everyone ends."""
         ...
 
     def close(self) -> None: ...
@@ -157,7 +157,7 @@ class ServiceBatches:
     def next(self, step: int, timeout: float) -> Delivery:
         """Ask for `step`, then wait; the service answers when the groups are complete.
 
-        Raises StreamTimeout when the service is not heard of for `run.silence_timeout` seconds.
+        Raises StreamTimeout when the service sends nothing for `run.silence_timeout` seconds.
         """
         if self._asked != step:
             self._asked, self._since = step, time.monotonic()
@@ -227,7 +227,7 @@ class ServiceBatches:
         try:
             self._peer.send(GaveUp(reason=reason[:MAX_REASON]))
         except StreamTimeout as error:
-            log.warning("nobody heard that the run is given up: %s", error)
+            log.warning("nobody was told that the run is given up: %s", error)
 
     def close(self) -> None:
         self._peer.close()

@@ -167,7 +167,7 @@ def latest(root: Path) -> Checkpoint | None:
 
 
 class _Description(msgspec.Struct, kw_only=True):
-    """What stands in `checkpoint.json` beside its format and its own checksum."""
+    """What is in `checkpoint.json` beside its format and its own checksum."""
 
     version: str
     fixed: dict[str, Any]
@@ -224,7 +224,7 @@ def load(checkpoint: Checkpoint, state: State) -> None:
     if same_layout:
         wanted["random"] = state.random()
     else:
-        log.info("%s was written in layout %s, it is cut anew", checkpoint.folder, checkpoint.layout)
+        log.info("%s was written in layout %s, it is cut again", checkpoint.folder, checkpoint.layout)
         for each in state.all:
             _clear_pads(each.chunks)
     loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))

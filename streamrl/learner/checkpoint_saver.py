@@ -1,6 +1,6 @@
 """Writes checkpoints while training goes on: a staged copy, a thread on each rank, one rename at the end.
 
-    start:    every rank stages a copy of its shards on the host (training stands still)
+    start:    every rank stages a copy of its shards on the host (training waits)
     a thread: every rank writes and sums its file ──▶ rank 0 writes index and description, syncs, renames, prunes
 
     .step_20.saving ──rename──▶ step_20        step_18 ──rename──▶ .step_18.old ──▶ gone
@@ -199,7 +199,7 @@ class Saver:
             )
 
     def _write(self, save: _Save) -> None:
-        """The thread: this rank's file, then rank 0's part; every rank hears how that went."""
+        """The thread: this rank's file, then rank 0's part; every rank is told how that went."""
         try:
             written = _attempt(save.plan.write)
             everyone: list[Any] | None = [None] * self._ranks.world if self._ranks.rank == 0 else None
@@ -351,7 +351,7 @@ def _discard(folder: Path, then: Callable[[], object] = lambda: None) -> None:
 
 
 def _attempt(action: Callable[[], Any]) -> Any:
-    """What `action` returns, or the exception that it raised: another rank must hear of it."""
+    """What `action` returns, or the exception that it raised: another rank must receive it."""
     try:
         return action()
     except Exception as error:

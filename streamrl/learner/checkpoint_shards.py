@@ -1,7 +1,7 @@
 """A fully sharded model and its optimizer in a checkpoint: every rank describes its rows, and nothing is gathered.
 
 The rows of a rank are a stretch of each flattened weight, of which `checkpoint_optimizer.cut` makes boxes. Names,
-dtypes and global shapes are those of a model whose optimizer alone is shared out, and so is what stands beside the
+dtypes and global shapes are those of a model whose optimizer alone is shared out, and so is what is stored beside the
 tensors: either reads what the other has written, with any number of ranks.
 
     decoder...weight                       in the model's dtype: the shard, rounded

@@ -266,7 +266,7 @@ def _sharded(model: PolicyModel, content: dict[str, Any]) -> dict[str, Any]:
 def _engine_names(model: PolicyModel, sharded: dict[str, Any]) -> dict[str, str]:
     """Name in `sharded` -> key in a checkpoint by Transformer Engine, where the local layers' key is another one.
 
-    Before an MLP the norm is part of it; before experts it stands alone, which the local layers do not know.
+    Before an MLP the norm is part of it; before experts it is a layer of its own, which the local layers do not know.
     """
     if not model.shape.family.by_megatron:
         return {}

@@ -21,7 +21,7 @@ def hide() -> None:
     found = [name for name in NEED_DRIVER if name not in sys.modules and importlib.util.find_spec(name) is not None]
     if found and not _has_driver():
         modules: dict[str, Any] = sys.modules
-        modules.update(dict.fromkeys(found))  # None stands for what cannot be imported
+        modules.update(dict.fromkeys(found))  # None marks what cannot be imported
 
 
 def _has_driver() -> bool:

@@ -75,7 +75,7 @@ class LatentAttention(MegatronModule):
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self._heads = config.num_attention_heads // self.groups.tp.size()
         self._query = config.qk_head_dim + config.qk_pos_emb_head_dim  # width of a head's query and key
-        # The two stand together in what is published (publish/staging.py:JOINED).
+        # The two are together in what is published (publish/staging.py:JOINED).
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
         down = config.kv_lora_rank + config.qk_pos_emb_head_dim

@@ -145,7 +145,7 @@ class LeadLoop:
             self.trainer.broadcast("wait")
 
     def _wait(self) -> Delivery:
-        """The next batch, or the wish to stop; the other ranks hear once a tick that nothing is there yet."""
+        """The next batch, or the wish to stop; the other ranks are told once a tick that nothing is there yet."""
         step = self.trainer.version.step
         with self.events.span("learner.wait", step=step):
             while True:
@@ -216,7 +216,7 @@ class LeadLoop:
             return self.trainer.evaluate(held_out)
 
     def _publish(self) -> float:
-        """Hand the weights to the publisher. Returns the seconds that training stood still for it."""
+        """Hand the weights to the publisher. Returns the seconds that training waited for it."""
         if self.publisher is None:
             return 0.0
         began = time.monotonic()

@@ -265,7 +265,7 @@ class _Kinds:
     """The layers that can have an adapter, with what takes their place."""
 
     adapted: Mapping[type, type[Adapted]]
-    normalising: type | None = None  # the one that has its norm inside: `norm` then stands before its place
+    normalising: type | None = None  # the one that has its norm inside: `norm` then comes before its place
     norm: Any = None
 
 

@@ -206,7 +206,7 @@ def build(
 
 def _whole(shape: ModelShape, config: Config, device: Device, kind: type[PolicyModel]) -> PolicyModel:
     """The model of transformers' own class, which has what the learner asks of one of these."""
-    from streamrl.learner.whole.build import build_whole  # it stands on this module
+    from streamrl.learner.whole.build import build_whole  # it imports this module
 
     return cast(PolicyModel, build_whole(shape, config, device, values=kind.values))
 

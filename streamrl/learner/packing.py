@@ -74,7 +74,7 @@ class Packing:
     sequence_multiple: int = 1  # of tokens that a sequence takes in a row, pads included: `learner/rows.py`
     multiple: int = 1  # the rows of a rank are a multiple of it: pipelines with virtual stages need their size
     routing: tuple[int, int] | None = None  # (layers, top_k) of `routed_experts`; None: the learner's router decides
-    image_token: int | None = None  # in whose places images stand; None: the model reads none
+    image_token: int | None = None  # the one that images replace; None: the model reads none
 
 
 def plan_step(

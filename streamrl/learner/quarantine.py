@@ -4,7 +4,7 @@
                  │ no                        │ no                        │ yes
                  └───────────────────────────┴───────────────────────────┴──▶ file, event, Quarantined to the service
 
-All of it is decided by rank 0 before a rank hears of the step. The service records it (`replay/records.py`), so that
+Rank 0 decides all of it before a rank is told of the step. The service records it (`replay/records.py`), so that
 the same group is delivered as placeholders whenever its step is delivered again, and `retrain` sees the same batch.
 """
 
@@ -119,7 +119,7 @@ class Quarantine:
         self._planner.plan(batch)
 
     def _without(self, batch: Batch, bad: dict[int, str]) -> Batch:
-        """Placeholders for these groups, which are kept in files; everyone hears of it."""
+        """Placeholders for these groups, which are kept in files; everyone is told of it."""
         for group in batch.groups:
             if (reason := bad.get(group.group_id)) is not None:
                 self._keep(batch.step, group, reason)

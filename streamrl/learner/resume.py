@@ -33,7 +33,7 @@ Report = Callable[[str], None]
 def newest_whole(root: Path, ranks: Ranks, run: RunIdentity, report: Report = log.error) -> Checkpoint | None:
     """The checkpoint of `root` (RUN/checkpoints) to resume from; None when there is none at all. All ranks call.
 
-    `report` hears on rank 0, in one line each, of what is damaged. Raises ConfigError on every rank where there are
+    On rank 0 `report` receives a line for each thing that is damaged. Raises ConfigError on every rank where there are
     checkpoints and none is whole, and where the newest whole one is of another run or another format.
     """
     folders = ranks.broadcast(checkpoint.complete(root))

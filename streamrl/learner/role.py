@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 def main(config: Config, run_folder: Path) -> int:
     """One rank, from start or resume to the end of the run. Returns 0, also when it was asked to stop.
 
-    Returns 1 when the run cannot go on (`FOR_GOOD`), which the event `gave_up` tells whoever started it.
+    Returns 1 when the run cannot go on (`FOR_GOOD`): the event `gave_up` reports this to the process that started it.
     """
     if reason := _former_end(run_folder):
         return _failed(reason)
@@ -78,7 +78,7 @@ def main(config: Config, run_folder: Path) -> int:
 
 
 def _failed(reason: str) -> int:
-    """Say why, so that whoever started this rank finds it in its log. Returns the exit code."""
+    """Say why, so that the process that started this rank finds it in its log. Returns the exit code."""
     print(last_words.failure(reason), file=sys.stderr, flush=True)
     return 1
 

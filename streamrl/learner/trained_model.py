@@ -1,8 +1,8 @@
 """The trained model at the end of a run: RUN/model, written by the ranks that have its weights in memory.
 
-    last checkpoint complete on disk ──▶ "model": every rank its part ──▶ RUN/model ──▶ the service hears of the end
+    last checkpoint complete on disk ──▶ "model": every rank its part ──▶ RUN/model ──▶ the service is told of the end
 
-A learner that is killed before the service hears of the end comes here again when it is started again.
+A learner that is killed before the service is told of the end comes here again when it is started again.
 """
 
 from __future__ import annotations

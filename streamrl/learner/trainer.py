@@ -297,7 +297,7 @@ class Trainer:
         self._saver.start(self._version, self._state(), ledger, export)
 
     def saved(self, *, wait: bool = False) -> list[Checkpoint]:
-        """The checkpoints that have become complete on disk since the last call; only rank 0 hears of any.
+        """The checkpoints that have become complete on disk since the last call; only rank 0 is told of any.
 
         `wait` for the one that is being written. Raises CheckpointError. Not collective.
         """

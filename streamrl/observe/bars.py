@@ -32,7 +32,7 @@ REDRAW = 0.25
 # Seconds between two lines where there is no terminal, as of a run's console: an hour is 360 lines of a CI log.
 LINE_EVERY = 10.0
 
-# Seconds that the thread may take to end: it may stand in a write to a slow terminal.
+# Seconds that the thread may take to end: it may be blocked in a write to a slow terminal.
 JOIN = 5.0
 
 # Cells of the bar: with the words behind it, it fits into 80 columns.

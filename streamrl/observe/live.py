@@ -101,7 +101,7 @@ class Live:
         self.read_rows()
         time = self.clock.now() if time is None else time
         if not self.is_alive:
-            time = min(time, self.timeline.end)  # a run that is over stands still at its end
+            time = min(time, self.timeline.end)  # the time of a run that is over stops at its end
         self._count(time)
         oldest = min(self._recent(time)[0], time - 2 * self._window)
         for track in self.timeline.tracks.values():

@@ -163,7 +163,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/forward", "s", "forward passes and the loss, on rank 0"),
     Metric("time/backward", "s", "backward passes, pipeline bubbles and the reduction of gradients, on rank 0"),
     Metric("time/optimizer", "s", "the update"),
-    Metric("time/publish", "s", "training stood still for a publish"),
+    Metric("time/publish", "s", "training waited for a publish"),
     Metric("idle/learner", "share", "time/wait over time/step"),
     Metric(
         "idle/generator", "share", "part of the time in which a server had nothing to generate, mean of the workers"

@@ -215,7 +215,7 @@ def _load(
 
 
 def _running(pauses: list[Interval]) -> Callable[[float], float]:
-    """A clock that stands still in the pauses."""
+    """A clock that stops in the pauses."""
     begins = [begin for begin, _ in pauses]
     before = list(itertools.accumulate((end - begin for begin, end in pauses), initial=0.0))
 

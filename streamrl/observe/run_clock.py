@@ -24,7 +24,7 @@ class RunClock:
     """
 
     def __init__(self, *, is_ours: bool, clock: Callable[[], float] = now) -> None:
-        """`is_ours`: the run is written on this host, so that its present is known before anything is heard."""
+        """`is_ours`: the run is written on this host, so that its present is known before any record is read."""
         self._clock = clock
         self._ahead = 0.0 if is_ours else -math.inf  # seconds that the run's clock is ahead of ours, at least
 
@@ -40,5 +40,5 @@ class RunClock:
         self._ahead = max(self._ahead, time - self._clock())
 
     def now(self) -> float:
-        """Seconds since the epoch; of another host's run as many as the newest record, while nothing is heard."""
+        """Seconds since the epoch; of another host's run by our clock, until a record of it is read."""
         return self._clock() + (self._ahead if math.isfinite(self._ahead) else 0.0)

@@ -2,7 +2,7 @@
 
     process ─▶ its imports ─▶ process.start ─▶ starting (what), ... ─▶ ready ─▶ groups of the first step
 
-A role writes `starting` with `what` it begins; while it loads also how much of how many bytes. Whatever stood in the
+A role writes `starting` with `what` it begins; while it loads also how much of how many bytes. Whatever was in the
 files before is of a former start, by its place and not by its time. Seconds are of the reader's clock.
 """
 

@@ -11,7 +11,7 @@ from streamrl.observe.metrics import parse_row
 
 
 class Tail:
-    """The complete lines that were appended to a file since the last look; a file that was replaced begins anew."""
+    """The complete lines that were appended to a file since the last look; a replaced one is read from the start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -224,7 +224,7 @@ class Track:
             self.groups.append(GroupSpan(group_id, attempt, begun, time, record.get("tokens") or 0))
 
     def _needed(self, phase: str) -> int:
-        """Open spans that make the phase: a worker stands still when all its servers do."""
+        """Open spans that make the phase: a worker is paused when all its servers are."""
         return max(1, self._announced, len(self._servers)) if phase == "pause" else 1
 
     def _of(self, phase: str) -> _Spans:

@@ -20,7 +20,7 @@ from streamrl.publish.transport import AdapterManifest, Check, Source
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
-KEPT = 2  # newest folders: the one that goes out, and the one before for whoever is just reading it
+KEPT = 2  # newest folders: the one that goes out, and the one before for a server that still reads it
 
 
 class AdapterSource(Source):

@@ -2,7 +2,7 @@
 
     word 0..255   then for every CHUNK words:   codes, values   |   gap codes, a byte each   |   new words
 
-A gap code below 255 says how many unchanged words come before the next changed one; 255 stands for as many
+A gap code below 255 says how many unchanged words come before the next changed one; 255 means 255
 unchanged words and no changed one. At 3% changed a bf16 weight costs 3 bytes instead of 66. Bytes are compared, not
 numbers: -0.0 is not 0.0, and the result is the new run bit for bit.
 """

@@ -69,7 +69,7 @@ class DiskSink(Sink):
         self._update.whole = True
 
     async def _disown(self, version: PolicyVersion) -> None:
-        """Parts of two versions are no policy version: whoever attaches to the server later must not take them for one.
+        """Parts of two versions are no policy version: a worker that attaches later must not take them for one.
 
         SGLang gives the weights their new name only when all of them are loaded.
         """

@@ -5,7 +5,7 @@
 
 What is known of each server, and when it gets a version, is decided in `publish/server_weights.py`. A server that fails
 never holds the others or the training loop for longer than `publish.timeout`. A replay service that is started again
-hears again what there is to publish, and so does one that was silent for `stream.reply_timeout`: the list of the
+is told again what there is to publish, and so is one that was silent for `stream.reply_timeout`: the list of the
 servers may be lost.
 """
 
@@ -213,7 +213,7 @@ class Publisher:
                 self._changed.notify_all()
 
     def _opening(self) -> Iterator[Message]:
-        """What a service hears first, also one that was started again: its servers are known once it tells them."""
+        """What a service is told first, also one that was started again: its servers are known once it reports them."""
         with self._changed:
             self._shared.servers.forgotten()
             taken = self._shared.taken

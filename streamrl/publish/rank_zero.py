@@ -105,7 +105,7 @@ class OwnRankZero(RankZero):
 def _outlast(members: dist.ProcessGroup, work: dist.Work) -> None:
     """Hold a group until its last broadcast has ended, if need be by its timeout.
 
-    gloo has no abort: whoever lets go of a group last waits for what is under way on it. Here that is a thread with
+    gloo has no abort: the last one to let go of a group waits for what is under way on it. Here that is a thread with
     nothing else to do, and not the publisher's, which has other servers. It never waits inside torch: a thread that
     is there when the process ends takes the process down with an error.
     """

@@ -8,13 +8,13 @@ What torch's ProcessGroupNCCL does with a server that is lost rules out every ge
 
 - The communicator is made inside the first broadcast, which blocks its thread until all ranks are there. No timeout
   counts yet, and `abort` does not find the communicator before it is made.
-- A broadcast whose receiver is lost never ends. Its kernel holds on to the device, and whoever waits for all that the
-  device does waits for it: in the learner's own process, the training loop.
+- A broadcast whose receiver is lost never ends. Its kernel holds on to the device, and code that waits for all that
+  the device does waits for it: in the learner's own process, the training loop.
 - After the group's timeout, or an error of a connection, torch's watchdog ends the process.
 - `abort` itself may hang, which is why the watchdog does not call it.
 
 So the learner has no part in these groups: what is killed is this process, and the driver cleans up behind it. The
-groups that it had with other servers are made anew with their next version.
+groups that it had with other servers are made again with their next version.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Staging:
             buckets.append(self._copy(len(buckets), content, resident))
         if not buckets:
             raise ValueError(f"version {version} has no tensors")
-        # Whoever reads the memory learns from a manifest where it is, which is made when the bytes are there.
+        # A reader of the memory learns from a manifest where it is. The manifest is made when the bytes are there.
         return Staged(version, tuple(buckets), self._memory.finish(), self._copying.mark())
 
     def leave(self) -> None:

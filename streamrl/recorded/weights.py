@@ -23,7 +23,7 @@ def kept_versions(run_folder: Path) -> dict[PolicyVersion, Path]:
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of all that stands in a folder's safetensors, one at a time."""
+    """Name and tensor of everything in a folder's safetensors, one at a time."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no dict

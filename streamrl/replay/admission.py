@@ -71,7 +71,7 @@ def impossible(ledger: Ledger, step: int, buffer: Buffer, run: RunIdentity) -> s
     """Why weights of `step` cannot contain what this ledger says; None where they can.
 
     Every id from `below` on is either settled or out, and every step has settled its groups. So an id that is far
-    beyond them stands in no true ledger, and nothing has to be counted up to it to see that.
+    beyond them is in no true ledger, and nothing has to be counted up to it to see that.
     """
     if ledger.run is not None and ledger.run != run.id:
         return f"its ledger is of run {ledger.run}, this is run {run.id}"

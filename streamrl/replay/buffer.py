@@ -212,7 +212,7 @@ class Buffer:
         """A learner starts, or starts again, with weights `version`; its checkpoint's `ledger` says what is in them.
 
         Steps from there on that were consumed are delivered again, as they were. Where frames of one are
-        nowhere, its missing groups are generated again, and those steps are put together anew.
+        nowhere, its missing groups are generated again, and those steps are put together again.
         """
         resumed, lost = self._state.redeliverable(version.step)
         self._emit(Began(version=version, ledger=ledger, next_step=resumed, lost=lost, limits=limits))
@@ -221,7 +221,7 @@ class Buffer:
 
     def lose(self, step: int, group_ids: Iterable[int]) -> None:
         """The frames of these groups of a consumed step cannot be read: they are generated again, with the same
-        prompts. The steps from `step` on, which the learner has not trained yet, are put together anew.
+        prompts. The steps from `step` on, which the learner has not trained yet, are put together again.
         """
         self._emit(Lost(step=step, group_ids=tuple(group_ids)))
         self._batches.trained = step

@@ -2,7 +2,7 @@
 
     the buffer decides ─▶ record, numbered ─▶ journal, in memory ─▶ commit: one fsync for all ─▶ what waited may leave
 
-Whoever says something that rests on a record notes its number (`mark`) and says it when `is_durable(mark)`. A full
+Code that sends something that rests on a record notes its number (`mark`) and sends it when `is_durable(mark)`. A full
 disk only stops that number: the journal keeps what it could not write, and a commit is tried again every second.
 """
 

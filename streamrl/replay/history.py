@@ -110,7 +110,7 @@ class Contents:
                     self.quarantined[group_id, attempt] = own[-1] if len(own) > 1 else 0
 
     def _undo(self, first: int) -> None:
-        """The steps from `first` on are consumed anew, if at all."""
+        """The steps from `first` on are consumed again, if at all."""
         undone = [step for step in self.steps if step >= first]
         if not undone:
             return
@@ -150,9 +150,9 @@ def read_journal(folder: Path) -> Iterator[Entry]:
 def recorded_batches(folder: Path) -> Iterator[Batch]:
     """The batches of the surviving history, decoded, in the order of their steps.
 
-    A step that was consumed anew replaces what it was before and all later ones; a step that was only delivered
+    A step that was consumed again replaces what it was before and all later ones; a step that was only delivered
     again has no second record. Where old segments were compacted away the history begins with the first step whose
-    groups are all there. Two passes: the first notes where the groups stand, the second reads one batch at a time,
+    groups are all there. Two passes: the first notes where the groups are, the second reads one batch at a time,
     so that memory holds one batch. Raises JournalDamaged for a step or a group that is missing, AnotherRun for
     segments of several runs.
     """

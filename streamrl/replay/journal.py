@@ -3,7 +3,7 @@
     append ─▶ in memory ──commit()──▶ written and fsynced ──roll()──▶ next segment ──compact()──▶ deleted
 
 `RUN/journal/` holds numbered segments (`replay/segments.py`). Each begins with a snapshot of the buffer, so that
-recovery (`replay/recovery.py`) reads the newest one alone, and older ones only for the frames of groups that stand
+recovery (`replay/recovery.py`) reads the newest one alone, and older ones only for the frames of groups that are
 in them. What was appended is held in memory until its commit; nothing outside may depend on it before.
 
 A disk that takes no more leaves the segment as it was after the last commit and everything newer in memory:
@@ -169,7 +169,7 @@ class Journal:
         return self._opened(lambda: load_frames(self._folder, place, group), path)
 
     def compact(self, oldest: int | None) -> list[Path]:
-        """Delete the segments below number `oldest`, the lowest that a group still stands in (None: in none).
+        """Delete the segments below number `oldest`, the lowest that still holds a group (None: none does).
 
         The segment in use and the one before it stay: on that one recovery falls back where the snapshot of
         the newest cannot be read. Returns what was deleted, nothing with `journal.keep=all`. Raises JournalFull

@@ -6,7 +6,7 @@
       └────────────────────────────────────────┤
                                                └──▶ EXHAUSTED: after `max_attempts` tickets, or `limit` seconds out
 
-What is known of a ticket stands in the record of its group. Pure: the time is an argument.
+What is known of a ticket is in the record of its group. Pure: the time is an argument.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The time by which peers are late: it stands still while the service itself could not hear them.
+"""The time by which peers are late: it stops while the service itself could not receive.
 
     looks as usual ──▶ it goes on with the clock
-    a look that took longer than `pause` ──▶ it stands still until the queue was empty once ──▶ it goes on
+    a look that took longer than `pause` ──▶ it stops until the queue was empty once ──▶ it goes on
 
 A service that was stopped, or sat in a long fsync, finds everything that its peers have said meanwhile in its queue.
-Judged by the clock, their leases would be over before their heartbeats are heard. Pure, like the buffer.
+Judged by the clock, their leases would be over before their heartbeats are received. Pure, like the buffer.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PeerTime:
 
     @property
     def catches_up(self) -> bool:
-        """Is the service still hearing what was said during a pause?"""
+        """Does the service still receive what was said during a pause?"""
         return self._looks > 0
 
     def tick(self, now: float, *, emptied: bool) -> float:
-        """The service has heard what there was, `emptied`: all of it. Returns the time of the peers."""
+        """The service has received what there was, `emptied`: all of it. Returns the time of the peers."""
         elapsed, self._looked = now - self._looked, now
         if elapsed > self._pause and not self.catches_up:
             self._looks = LOOKS

@@ -51,7 +51,7 @@ PHASES = Machine("The phases of a run", TRANSITIONS, Phase.SERVING)
 
 
 class Phases:
-    """Where a run stands. Times are in seconds on the caller's clock.
+    """The phase that a run is in. Times are in seconds on the caller's clock.
 
     >>> phases = Phases(publish_timeout=60.0, longest_evaluation=0.0, stop_timeout=10.0)
     >>> phases.finished(PolicyVersion(3), now=0.0)

@@ -38,7 +38,7 @@ class Issued(Record, frozen=True, kw_only=True):
 
 
 class Completed(Record, frozen=True, kw_only=True):
-    """A group was accepted. In the journal its two frames stand behind this."""
+    """A group was accepted. In the journal its two frames follow this record."""
 
     group_id: int
     attempt: int
@@ -82,7 +82,7 @@ class Lost(Record, frozen=True, kw_only=True):
 
 
 class Quarantined(Record, frozen=True, kw_only=True):
-    """The learner could not train this group of a consumed step: placeholders stand in its place."""
+    """The learner could not train this group of a consumed step: placeholders take its place."""
 
     step: int
     group_id: int
@@ -118,7 +118,7 @@ AnyRecord = (
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """Where a group's frames stand in the journal."""
+    """Where a group's frames are in the journal."""
 
     segment: int  # number
     offset: int  # bytes, of its record

@@ -76,7 +76,7 @@ def _base(folder: Path, found: list[tuple[int, Path]], recovery: Recovery) -> in
             except JournalDamaged as error:
                 recovery.repairs.append(f"{error}: an older snapshot is taken")
     if found and found[0][0] > 0:
-        recovery.repairs.append(f"{folder}: no snapshot can be read, the buffer begins anew")
+        recovery.repairs.append(f"{folder}: no snapshot can be read, the buffer begins empty")
         _set_aside([path for _, path in found], recovery)
         return len(found)
     return 0  # the first segment of all begins with an empty buffer

@@ -105,7 +105,7 @@ class Reusable:
         ]
 
     def index(self, batches: Container[int]) -> None:
-        """Find everything anew."""
+        """Find everything again."""
         if self._reuse.active:
             consumed = [life for life in self._lives.values() if life.step is not None]
             self._measured = {life.group_id: None for life in consumed if life.ess is not None}

@@ -66,7 +66,7 @@ class RunParts:
             self.events.emit("publish.acknowledged", version=version, slots=self.buffer.charged)
 
     def give_up(self, reason: str) -> None:
-        """End the run: whoever starts this service again would see it end the same way."""
+        """End the run: this service, started again, would end the same way."""
         self.events.emit("gave_up", reason=reason)
         self.fail(reason)
 

@@ -4,8 +4,8 @@
 
     checksum u64 | checksum of the frames u64 | lengths: record u32, frame 0 u32, frame 1 u64 | record | frames 0, 1
 
-The record is one of `replay/records.py` in msgpack, or the segment's `Opening`, which comes first. Frames stand
-behind two of them: a `Completed` has the two frames of its group as they came (`stream/codec.py`), an `Opening` a
+The record is one of `replay/records.py` in msgpack, or the segment's `Opening`, which comes first. Frames follow
+two of them: a `Completed` has the two frames of its group as they came (`stream/codec.py`), an `Opening` a
 snapshot of the buffer. Each has a checksum of its own: damage in the long frames costs one group, not what follows.
 
 The checksum is XXH3-64, as everywhere in streamrl: it misses damage once in 2**64 times and is several times as fast
@@ -39,7 +39,7 @@ Frames = tuple[bytes, bytes]
 
 
 class JournalDamaged(ValueError):
-    """What stands in the journal is not what was written, or is not there any more."""
+    """What is in the journal is not what was written, or is not there any more."""
 
 
 class Opening(Record, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ _DECODER = msgspec.msgpack.Decoder(AnyRecord | Opening)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One readable record and where it stands. Its frames are read by `load_frames(folder, entry.place)`."""
+    """One readable record and where it is. Its frames are read by `load_frames(folder, entry.place)`."""
 
     place: Place
     record: AnyRecord | Opening
@@ -124,7 +124,7 @@ def load_frames(folder: Path, place: Place, group: tuple[int, int] | None = None
     """The two frames of the record at a place. `group`: the (group id, attempt) that was written there.
 
     Raises JournalDamaged, naming the place, where they are not whole, or where another group's record, or another
-    segment, stands there.
+    segment, is there.
     """
     path = segment_path(folder, place.segment)
     try:
@@ -168,7 +168,7 @@ def _checksum(*parts: Chunk) -> int:
 
 
 def _read_entry(file: BinaryIO, place: Place, end: int) -> Entry | Unreadable:
-    """The record where the file stands; leaves the file at its frames. `end` is the size of the file in bytes."""
+    """The record at the file's position; leaves the file at its frames. `end` is the size of the file in bytes."""
     size = end - place.offset
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
@@ -192,7 +192,7 @@ def _read_entry(file: BinaryIO, place: Place, end: int) -> Entry | Unreadable:
 
 
 def _goes_on(file: BinaryIO, offset: int) -> bool:
-    """Whether a whole record stands behind `offset`: no interrupted write leaves one behind what it interrupted."""
+    """Whether a whole record comes after `offset`: no interrupted write leaves one behind what it interrupted."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         for match in _BEGINNING.finditer(content, offset + _HEAD.size):
             head = content[match.start() - _HEAD.size : match.start()]

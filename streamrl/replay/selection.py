@@ -31,7 +31,7 @@ def measure(group: Group, size: int) -> Completed:
             first = spans[0].version
             if oldest is None or first.step < oldest:
                 oldest = first.step
-    if group.branches:  # what a rollout is worth stands with its last sample
+    if group.branches:  # the last sample of a rollout has what it is worth
         answered = group.answered
         failed, passed = group.size - len(answered), sum(sample.passed for sample in answered)
     answers = group.size - failed
@@ -102,7 +102,7 @@ class Audit:
     counts: Counter[str] = field(default_factory=Counter)  # of COUNTS
 
     def collect(self) -> dict[str, float]:
-        """Flat, by their names in metrics.jsonl; what is counted begins anew."""
+        """Flat, by their names in metrics.jsonl; the counts begin at 0 again."""
         found = {f"selection/{name}": float(self.counts[name]) for name in COUNTS}
         for name in ("generated", "dropped", "trained"):
             found |= getattr(self, name).means(name)

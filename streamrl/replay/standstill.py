@@ -1,4 +1,4 @@
-"""A run that makes no step: what the service sees of the reason, and how its workers hear that there are steps.
+"""A run that makes no step: what the service sees of the reason, and how its workers learn that there are steps.
 
 Pure, like the buffer: messages and times come in as arguments.
 """

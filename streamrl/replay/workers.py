@@ -126,7 +126,7 @@ class Workers:
 
     @property
     def live(self) -> list[Worker]:
-        """Those of them that were heard lately."""
+        """Those of them that reported lately."""
         return [worker for worker in self._by_name.values() if not worker.lost]
 
     @property

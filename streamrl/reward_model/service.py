@@ -193,7 +193,7 @@ class Service:
                 return all([await self._pass([item]) for item in batch])
             _tell(batch[0], Score(error=f"the reward model failed on it: {type(error).__name__}: {error}"))
             return True
-        except Exception as error:  # of torch, CUDA, or a mistake: nothing may wait behind a queue that stands still
+        except Exception as error:  # of torch, CUDA, or a mistake: nothing may wait behind a queue that is stuck
             log.exception("the reward model failed")
             print(f"{ROLE}: the model failed: {error}", file=sys.stderr)
             self.failed.set()

@@ -15,7 +15,7 @@ def add_command(commands: Commands, add: Add, add_config: Callable[..., None]) -
     """Add it to the commands of `streamrl`, as `add` makes one; `add_config` gives it CONFIG and `key=value`."""
     sft = add(commands, "sft", _sft, "train on rows of prompts and answers, before a run of `train`, or resume it")
     add_config(sft, optional=False)
-    sft.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start anew")
+    sft.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start a new one")
 
 
 def _sft(options: argparse.Namespace) -> int:

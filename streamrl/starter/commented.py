@@ -17,7 +17,7 @@ from streamrl.config.words import section_in
 from streamrl.config.yaml_text import Writer
 from streamrl.tasks.environment import Environment
 
-WIDTH = 110  # columns: a comment that would go beyond stands above its key
+WIDTH = 110  # columns: a comment that would be longer is written above its key
 
 
 @dataclass(frozen=True, slots=True)

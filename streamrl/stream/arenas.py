@@ -27,7 +27,7 @@ COPIED = 1 << 20
 
 _TRIM, _MMAP = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 HELD = 64 << 20  # free bytes at the end of a heap that malloc holds
-LARGE = 32 << 20  # bytes of a block that malloc maps anew each time
+LARGE = 32 << 20  # bytes of a block that malloc maps again each time
 
 
 @functools.cache

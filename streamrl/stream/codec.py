@@ -5,7 +5,7 @@
                                                                                           (8 bytes an output token)
 
 What is long and regular stays out of the arena: version spans and loss masks travel as runs in the
-header, and a prompt that samples share travels once. What samples have one of stands in the header column by
+header, and a prompt that samples share travels once. What each sample has once is in the header column by
 column, a list for each field: to make an object for each sample costs as much as to copy its numbers. The
 number of frames is what costs on this path, so there are two. Encoding copies nothing where the group has an arena
 already (`Group.arena`). Decoding copies nothing: the arrays of a decoded group are read-only views

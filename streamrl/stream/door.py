@@ -1,9 +1,10 @@
 """Who comes in at a listening socket, and what those who do may cost: one thread beside libzmq's own.
 
-ZeroMQ asks by ZAP (RFC 27) about every peer whose handshake is good so far, and waits for the answer; whoever does not
-speak CURVE, or not to this service's key, fails before that. The socket's monitor tells of every connection that comes
-and goes. Several times a second a look at the kernel's counts says which connections are cut, and whether anybody may
-come in (`stream/connections.py`). Where the thread fails, nobody comes in any more, and the reader is informed.
+ZeroMQ asks by ZAP (RFC 27) about every peer whose handshake is good so far, and waits for the answer. A peer that does
+not speak CURVE, or not to this service's key, fails before that. The socket's monitor tells of every connection that
+comes and goes. Several times a second a look at the kernel's counts says which connections are cut, and whether
+anybody may come in (`stream/connections.py`). Where the thread fails, nobody comes in any more, and the reader is
+informed.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ _UNFINISHED = "a connection ended before it had shown this run's key"
 
 
 class DoorFailed(RuntimeError):
-    """Nobody guards the socket any more: whoever reads it has to end."""
+    """Nobody guards the socket any more: the process that reads it has to end."""
 
 
 def listening_context() -> zmq.Context:

@@ -2,9 +2,9 @@
 
     RUN/run.json   {"id": "9f86d081884c7d65", "adopted": false}
 
-Whoever needs the id first makes it; of several processes at once one does. Two runs that meet on one address, and a
+The first process that needs the id makes it; of several at once one does. Two runs that meet on one address, and a
 journal or a checkpoint that was copied from another run, are distinguished by it. A copy of a whole run folder is the
-same run. A folder from before there were ids is adopted once: what stands in it without an id is its own.
+same run. A folder from before there were ids is adopted once: what is in it without an id is its own.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ClientKeys:
 
     secret: bytes
     public: bytes
-    service_public: bytes  # whoever answers without the secret half of it is not the service
+    service_public: bytes  # a peer that answers without the secret half of it is not the service
 
 
 def key_folder(config: Config, run_folder: Path) -> Path:
@@ -138,7 +138,7 @@ def _read_secret(path: Path) -> bytes:
     content = _read(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        raise KeysUnusable(f"{path} can be read by others (mode {mode:04o}): chmod 600 {path}, or make the keys anew")
+        raise KeysUnusable(f"{path} can be read by others (mode {mode:04o}): chmod 600 {path}, or make new keys")
     return content
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a run say to the replay service and hear from it: typed, versioned, checked.
+"""What the processes of a run send to the replay service and receive from it: typed, versioned, checked.
 
 A message is one frame: a msgpack map `{"v": 10, "kind": "credit", ...fields}`, behind the 8 bytes of its
 number (`stream/sockets.py`). Groups and batches carry further frames (`stream/codec.py`). `decode` checks the
@@ -11,7 +11,7 @@ type of every field, so that whatever it returns can be used without a second lo
     publisher ─▶ service   Hello Heartbeat Announce Publish Bye
     service   ─▶ publisher Roster Applied PublishFailed Introduce Stop
 
-A service that was started again knows nobody: it answers whoever it does not know by Introduce, and the
+A service that was started again knows nobody: it answers a peer that it does not know by Introduce, and the
 peer says Hello again, with what it holds. The same answer follows a gap in a peer's sequence numbers.
 """
 
@@ -291,7 +291,7 @@ class BatchHeader(Message, frozen=True, kw_only=True):
     step: Count
     groups: Positive
     stats: BatchStats
-    ledger: Ledger | None = None  # as it stands when this batch is trained: for the checkpoint
+    ledger: Ledger | None = None  # as it is when this batch is trained: for the checkpoint
     quarantined: tuple[Count, ...] = ()  # group ids: sent as placeholders, since the learner could not train them
 
 

@@ -1,9 +1,9 @@
 """Large runs of bytes from one process to others, asked for piece by piece, over a socket of their own.
 
     client ─▶ Ask(order, name, offset)      client ◀─ Piece(order, name, offset, total) + bytes
-           ─▶ Ask(order): all is here              ◀─ Piece(order): heard
+           ─▶ Ask(order): all is here              ◀─ Piece(order): received
 
-Whoever asks sets the pace: at most WINDOW pieces are under way to a client, so that nothing queues up and a client that
+The client sets the pace: at most WINDOW pieces are under way to a client, so that nothing queues up and a client that
 has gone costs nothing. The socket is encrypted, and only peers with the run's client key come in, as at the replay
 service; its own key is made for its lifetime, and published with the address.
 """
@@ -120,7 +120,7 @@ class ParcelServer:
         whole = memoryview(parcel).cast("B") if parcel is not None else memoryview(b"")
         piece = whole[ask.offset : ask.offset + PIECE] if ask.offset >= 0 else memoryview(b"")
         header = Piece(ask.order, ask.name, ask.offset, len(whole) if parcel is not None else -1)
-        try:  # copied: ZeroMQ may send it after the memory has been written anew
+        try:  # copied: ZeroMQ may send it after the memory has been written again
             self._socket.send_multipart([peer, _ENCODER.encode(header), piece], zmq.NOBLOCK)
         except zmq.Again:
             return  # it does not read: it asked for more than its window, or has gone
@@ -179,7 +179,7 @@ class ParcelClient:
         return target
 
     async def done(self, order: int) -> None:
-        """Tell the server that nothing of `order` is needed any more, and wait until it has heard that."""
+        """Tell the server that nothing of `order` is needed any more, and wait until it has received that."""
         await self.fetch(order, "")
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class _Driver(Generic[K]):
 
     @property
     def silence(self) -> float:
-        """Seconds since the service was heard last, or since the beginning."""
+        """Seconds since the service last sent something, or since the beginning."""
         return time.monotonic() - self._session.last_seen
 
     def answered(self, key: K) -> None:
@@ -255,7 +255,7 @@ class AsyncPeer(_Driver[TicketKey]):
                 await self._follow()
             return None
         before, received = self._session.state, self._handle(received)
-        # What was blocked is greeted by whoever speaks next: nothing is received while it may be blocked again.
+        # After BLOCKED the next `send` says the opening words: here one may block again, and nothing is received then.
         if before is State.OPEN and self._session.state is State.UNKNOWN:
             await self.send()
         return received

@@ -86,7 +86,7 @@ class ReceivedBatch:
 
 
 class Received(NamedTuple):
-    """What the service heard: the frames are views of what ZeroMQ received, and keep it alive."""
+    """What the service received: the frames are views of ZeroMQ's own memory, and keep it alive."""
 
     peer: bytes  # its identity, the same for the life of its socket
     frames: list[memoryview]
@@ -108,7 +108,7 @@ class _Numbers:
         return _NUMBER.pack(self._sent - 1) + header
 
     def strip(self, frame: memoryview) -> tuple[memoryview, int]:
-        """The header frame, and how many before it were missed. A lower number: the other end counts anew."""
+        """The header frame, and how many before it were missed. A lower number: the other end counts from 0 again."""
         if len(frame) < _NUMBER.size:
             return frame[:0], 0  # `decode` refuses it
         number = _NUMBER.unpack_from(frame)[0]

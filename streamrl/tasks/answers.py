@@ -1,4 +1,4 @@
-"""Where the answer stands in a model's text: between tags, in a box, on a line of its own, or the whole of it.
+"""Where the answer is in a model's text: between tags, in a box, on a line of its own, or the whole of it.
 
 Pure text: every function takes time in proportion to the text, whatever the text is.
 """
@@ -15,7 +15,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 _BOX = "\\boxed{"
 _MARK = "answer:"
 
-# What may stand behind an answer and is no further text: the end of a formula and of a sentence.
+# What may follow an answer and is no further text: the end of a formula and of a sentence.
 _ENDINGS = " \t\r\n$.)]}\\"
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")

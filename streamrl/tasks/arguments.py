@@ -71,7 +71,7 @@ def parse_arguments(model: type[Arguments], values: Mapping[str, Any]) -> Argume
 
 
 def placed(model: type[BaseModel], values: Mapping[str, Any], place: Place) -> dict[str, Any]:
-    """Arguments or options with absolute paths, as they would stand in a configuration; others are left as they are."""
+    """Arguments or options with absolute paths, as a configuration would have them; others are left as they are."""
     found = dict(values)
     for key, field in model.model_fields.items():
         match found.get(key):

@@ -30,7 +30,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: ope
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """What an expression is worth, and the numbers that stand in it, from left to right."""
+    """What an expression is worth, and the numbers in it, from left to right."""
 
     value: Fraction
     numbers: tuple[Fraction, ...]

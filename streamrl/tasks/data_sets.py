@@ -49,7 +49,7 @@ def load_split(arguments: RowsArguments, key: str, path: str, split: str) -> dat
 
 
 def _source(arguments: RowsArguments, path: str) -> dict[str, str | None]:
-    """Where the library is to read a data set that is no file: the snapshot in the hub's cache, or whoever it asks."""
+    """Where the library is to read a data set that is no file: the snapshot in the hub's cache, or its own source."""
     repository = _repository(arguments, path)
     if repository is None:
         return {"path": path}

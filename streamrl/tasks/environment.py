@@ -174,7 +174,7 @@ class Inference(Protocol):
         last: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
     ) -> np.ndarray:
-        """int32 [A]: what stands between an answer and the next one, tokenised on its own.
+        """int32 [A]: what comes between an answer and the next one, tokenised on its own.
 
         Messages: what the chat template writes behind an answer to `history`, up to where the next answer begins,
         without the end token where the answer's `last` token is that. Text: as it is.

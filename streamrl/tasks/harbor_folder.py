@@ -22,7 +22,7 @@ WORKDIR = "/app"  # where the environment is, unless the Dockerfile says otherwi
 VERIFIER_TIMEOUT = 600.0  # seconds, the format's own default
 MEMORY = 2048  # MiB
 
-# Images whose files this machine stands in for.
+# Images whose files are replaced by those of this machine.
 SYSTEMS = ("scratch", "debian", "ubuntu", "python")
 
 # Of a Dockerfile: what a directory needs none of.

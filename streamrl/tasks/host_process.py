@@ -1,11 +1,11 @@
 """A process that hosts a user's task: `python -m streamrl.tasks.host_process PARENT MARK`, started by `host_pool`.
 
     reader thread ── Call ──▶ event loop: the user's code ── Done, Raised ──▶ worker
-        └── Reply ──▶ whoever asked the policy (`WorkerPolicy`)
+        └── Reply ──▶ the caller of the policy (`WorkerPolicy`)
 
 Whatever the user's code does (loop for ever, sleep, exit, crash), it does to this process alone. While it runs, the
-number of its call stands in the memory MARK, which outlives the process: so the worker knows who ended it. Behind
-the number stands the stack, where a signal asked for it or the process crashed.
+number of its call is in the memory MARK, which outlives the process: so the worker knows who ended it. The stack
+follows the number, where a signal asked for it or the process crashed.
 """
 
 from __future__ import annotations

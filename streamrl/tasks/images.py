@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from streamrl.images import write_named
 from streamrl.tasks.environment import Message, message_text
 
-# What stands for an image in the question's text.
+# What marks the place of an image in the question's text.
 PLACE = "<image>"
 
 
@@ -28,7 +28,7 @@ def image_references(value: Any, *, beside: Path, folder: Path) -> tuple[str, ..
 def with_images(messages: Sequence[Message], count: int) -> tuple[Message, ...]:
     """The messages with `count` images at the places that their texts mark by `<image>`, in order.
 
-    Without any mark they stand before the text of the last message. Raises ValueError where the marks are not as
+    Without any mark they come before the text of the last message. Raises ValueError where the marks are not as
     many as the images.
     """
     texts = [message_text(message) for message in messages]

@@ -1,11 +1,11 @@
-"""The prompts that a run leaves out, or cuts, because they are too long, and what an index stands for then.
+"""The prompts that a run leaves out, or cuts, because they are too long, and which prompt an index means then.
 
     the whole data set was looked at   index 0, 1, 2, ... of what fits: of prompts 0 1 2 3 without 1, that is 0 2 3, and
                                        then each epoch the same ones in another order
     a sample of it, or no end          the prompt of the index; where that is too long, of index + STRIDE, of ...
 
 It is decided before a run starts (`preflight/prompts.py`) and kept in RUN/left_out.json, where every process and every
-resume reads what an index stands for. The replay service counts indices and knows nothing of it.
+resume reads which prompt an index means. The replay service counts indices and knows nothing of it.
 """
 
 from __future__ import annotations

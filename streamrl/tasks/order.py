@@ -1,4 +1,4 @@
-"""Which prompt an index stands for: epochs, their permutations, and the part that is held out.
+"""Which prompt an index means: epochs, their permutations, and the part that is held out.
 
 All functions are pure: the place in an epoch is the index itself, so that a resume at any index neither
 skips nor repeats a prompt, and nothing of the size of the data is kept in memory.

@@ -44,9 +44,9 @@ class QuestionsArguments(RowsArguments):
     images: str | None = Field(None, description="column of the images: a path, a URL, bytes, or a list of them")
     chat: bool = Field(True, description="ask through the model's chat template; false: plain text")
     answer: str = Field("answer", description="column of the right answers")
-    answer_after: str | None = Field(None, description="mark behind which the right answer stands, such as '####'")
+    answer_after: str | None = Field(None, description="mark after which the right answer comes, such as '####'")
     answer_boxed: bool = Field(False, description="the right answer is what the column has in its last box")
-    form: answers.Form = Field("whole", description="where the answer stands in the model's text")
+    form: answers.Form = Field("whole", description="where the answer is in the model's text")
     judge: Literal["math", "text", "countdown"] = Field("math", description="how an answer is compared")
     numbers: str = Field("nums", description="column of the numbers of countdown")
     reward: Annotated[str | None, OnDisk("code")] = Field(

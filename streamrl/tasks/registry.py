@@ -18,7 +18,7 @@ _EVALUATION = "evaluation_only"
 def build_task(config: TaskConfig | TaskShare, seed: int, split: str, own: Environment | None = None) -> Environment:
     """The environment of `config`. No prompt of the probe split occurs in the train split of the same task.
 
-    split: "train" or "probe". `own` stands for the class of the user's that `config`, or the task inside it, names by
+    split: "train" or "probe". `own` replaces the class of the user's that `config`, or the task inside it, names by
     a path; None: it is loaded.
 
     Raises ValueError, with one line that begins with the key: `task.args.KEY` for arguments that do not fit,

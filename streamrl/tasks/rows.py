@@ -186,7 +186,7 @@ def _canonical(*values: Any) -> str:
 
 
 def _named(content: bytes) -> str:
-    """Stands for the bytes of an image."""
+    """The text that represents the bytes of an image."""
     return hashlib.sha256(content).hexdigest()
 
 

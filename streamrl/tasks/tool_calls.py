@@ -2,7 +2,7 @@
 
 Two forms are read, also mixed in one text:
 
-    <tool name="python">print(6 * 7)</tool>                                  one argument, as it stands
+    <tool name="python">print(6 * 7)</tool>                                  one argument, as it is
     <tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>      Hermes, Qwen
 
 What cannot be read is a call too: its `error` is what the policy observes.

@@ -25,7 +25,7 @@ def outcomes(trained: list[int], rewards: list[float], sizes: tuple[int, ...]) -
     )
 
 
-def test_a_token_is_of_the_answer_whose_places_it_is_among_whoever_has_none():
+def test_a_token_belongs_to_the_answer_that_has_its_place_also_among_empty_answers():
     known = outcomes([3, 0, 2, 0, 0, 1, 0], [0.0] * 7, (7,))
     assert known.answer_of(torch.tensor([5, 0, 2, 3, 4])).tolist() == [5, 0, 0, 2, 2]
 

@@ -65,7 +65,7 @@ def test_arguments_are_keys_of_the_configuration_under_shorter_names(configured,
     assert config.task.args["path"] == f"{run.folder}/inputs/dataset.jsonl"
 
 
-def test_a_file_stands_below_a_mapping_does_too_and_arguments_win(configured, tmp_path):
+def test_arguments_win_over_a_file_and_over_a_mapping(configured, tmp_path):
     (tmp_path / "base.yaml").write_text("run: {steps: 3, seed: 5}\n")
     run = configured("tiny", ROWS, exact, config="base.yaml", steps=4)
     assert (run.config.run.steps, run.config.run.seed) == (4, 5)

@@ -34,7 +34,7 @@ def test_what_is_not_answered_is_told_from_what_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("change", [{"memory": 11}, {"descriptors": 4}, {"steps": 0}])
-def test_a_flood_beyond_a_bound_or_a_run_that_stands_still_is_broken(change: dict[str, int]) -> None:
+def test_a_flood_beyond_a_bound_or_a_run_without_a_step_is_broken(change: dict[str, int]) -> None:
     assert FLOOD.holds
     assert not Flood(**{**{name: getattr(FLOOD, name) for name in FLOOD.__slots__}, **change}).holds
 

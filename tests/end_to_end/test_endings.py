@@ -110,7 +110,7 @@ def test_a_real_learner_whose_generators_are_all_gone_ends_with_one_line_and_cod
     said = [each for each in learner.stderr.splitlines() if each.startswith("streamrl failed: ")]
     assert set(said) == {f"streamrl failed: {line}"}
     assert len(told(folder, "learner", "process.start")) == 1  # the ranks that torchrun starts again have nothing to do
-    assert codes == [1]  # the service hears of it, and with it everybody else
+    assert codes == [1]  # the service is told of it, and with it everybody else
     assert [event["reason"] for event in told(folder, "replay", "gave_up")] == [line]
 
 

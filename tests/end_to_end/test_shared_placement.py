@@ -1,4 +1,4 @@
-"""`run.placement: shared` on real parts: server and learner take turns, whoever is killed in whose turn."""
+"""`run.placement: shared` on real parts: server and learner take turns, whichever role is killed in whose turn."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_learner_of_a_separate_placement_makes_the_same_weights_of_the_same_
 
 
 @pytest.mark.timeout(900)
-def test_whoever_is_killed_in_whose_turn_the_run_goes_on_and_trains_every_group_once(make_run) -> None:
+def test_when_a_role_is_killed_in_any_turn_the_run_goes_on_and_trains_every_group_once(make_run) -> None:
     run = make_run(steps=STEPS).start(*SHARED)
     run.wait_for(lambda: run.steps() >= 3)
     for owner, role in KILLS:

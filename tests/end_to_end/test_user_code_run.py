@@ -118,7 +118,7 @@ def test_a_scorer_that_blocks_or_dies_stops_no_heartbeat_no_deadline_and_no_eval
     make_run: Callable[..., Any], task: Callable[[str], str]
 ) -> None:
     scoring = ("task.scoring.timeout=2", "task.scoring.processes=1")
-    lease = ("replay.lease=8", "generate.heartbeat=0.5")  # a worker that stands still for 1e9 seconds loses its tickets
+    lease = ("replay.lease=8", "generate.heartbeat=0.5")  # a worker that is blocked for 1e9 seconds loses its tickets
     run = make_run().start(task("Blocks"), *scoring, *lease, "evaluate.every=4", "evaluate.prompts=4")
     code, output = run.finish()
     assert code == 0, output

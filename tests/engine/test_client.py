@@ -98,10 +98,10 @@ def test_a_server_that_does_not_answer_is_late():
 
 
 def test_an_ipv6_address_and_a_host_name_reach_a_server_with_the_api_key():
-    heard: list[bytes] = []
+    requests: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        requests.append(await reader.readuntil(b"\r\n\r\n"))
         body = b'{"model_path": "m", "weight_version": "3.0", "is_generation": true}'
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
         await writer.drain()
@@ -119,7 +119,7 @@ def test_an_ipv6_address_and_a_host_name_reach_a_server_with_the_api_key():
         return versions
 
     assert asyncio.run(run()) == ["3.0", "3.0"]
-    assert all(b"authorization: bearer secret" in request.lower() for request in heard)
+    assert all(b"authorization: bearer secret" in request.lower() for request in requests)
 
 
 def streaming(*chunks: bytes) -> tuple[list[Piece], EngineError | None]:

@@ -101,7 +101,7 @@ def test_what_is_half_written_cannot_be_read():
     place = write(memory, 1)
     read(reader, place)
     memory.begin()
-    with pytest.raises(Unreadable, match="is being written anew"):
+    with pytest.raises(Unreadable, match="is being written again"):
         read(reader, place)
     memory.allocate(0, 10_000)[:5_000] = 2
     with pytest.raises(Unreadable):
@@ -154,7 +154,7 @@ def test_one_memory_is_used_again():
     memory.close()
 
 
-def test_nothing_has_a_name_and_whoever_comes_late_is_told():
+def test_nothing_has_a_name_and_a_reader_that_comes_late_is_told():
     before = set(Path("/dev/shm").iterdir())
     memory = KeptMemory()
     place = write(memory, 1)

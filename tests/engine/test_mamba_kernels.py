@@ -1,4 +1,4 @@
-"""What stands in for SGLang's kernels of Mamba-2 and of ungated experts on CPUs, against what the learner computes."""
+"""What replaces SGLang's kernels of Mamba-2 and of ungated experts on CPUs, against what the learner computes."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_a_node_that_is_silent_is_lost_but_one_that_has_not_joined_is_waited_for
         nodes.check(late + BEAT + beat * NODE_SILENCE)
     end = late + BEAT + 19 * NODE_SILENCE
     nodes.check(end + NODE_SILENCE - BEAT)
-    with pytest.raises(NodeLost, match="nothing was heard of it for 30 s"):
+    with pytest.raises(NodeLost, match="it has reported nothing for 30 s"):
         nodes.check(end + NODE_SILENCE + BEAT)
 
 
@@ -104,7 +104,7 @@ def test_a_process_of_a_node_that_was_started_again_has_lost_what_the_former_one
         nodes.check(2 * BEAT)
 
 
-def test_a_node_hears_its_worker_as_long_as_that_lives(tmp_path):
+def test_a_node_sees_its_worker_as_long_as_that_lives(tmp_path):
     nodes = begun(tmp_path)
     node = joined(tmp_path)
     nodes.check(50.0)
@@ -137,7 +137,7 @@ def test_a_node_that_leaves_says_so_where_it_was_part_of_a_server(tmp_path):
 
 
 class Server(RuleBasedStateMachine):
-    """One worker and two further nodes; whoever fails, the server is whole again once nobody fails any more."""
+    """One worker and two further nodes; whichever fails, the server is whole again once nobody fails any more."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What stands in for SGLang's attention with sinks and windows on CPUs, against its definition."""
+"""What replaces SGLang's attention with sinks and windows on CPUs, against its definition."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def test_lasting_pressure_shrinks_it_step_by_step_to_its_lower_bound():
     st.integers(0, 30),
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.integers(0, 50)), max_size=80),
 )
-def test_it_never_leaves_its_bounds(least: int, more: int, heard: list[tuple[float, int, int]]):
+def test_it_never_leaves_its_bounds(least: int, more: int, records: list[tuple[float, int, int]]):
     concurrency = Concurrency(least, least + more)
-    assert all(least <= concurrency.record(*each) <= least + more for each in heard)
+    assert all(least <= concurrency.record(*each) <= least + more for each in records)
 
 
 @pytest.mark.parametrize("bounds", [(0, 4), (5, 4)])

@@ -159,7 +159,7 @@ def test_of_a_conversation_every_token_of_the_policy_has_its_log_prob_and_no_oth
     run, model_folders, forward_logprobs
 ):
     class Echo(TurnByTurn):
-        """Says "ed=" to whatever it hears."""
+        """Says "ed=" to whatever it receives."""
 
         max_turns = 3
 

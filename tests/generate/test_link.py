@@ -39,7 +39,7 @@ M = TypeVar("M")
 class Service(ScriptedService):
     """One that a script on asyncio plays."""
 
-    async def heard_by(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
+    async def next_of(self, kind: type[M], between: type | tuple[type, ...] = ()) -> M:
         return await asyncio.to_thread(self.expect, kind, between)
 
 
@@ -97,8 +97,8 @@ def at_work(tmp_path: Path) -> Callable[[Callable[[Service, ServiceLink], Awaita
 
 
 async def greeted(service: Service) -> Hello:
-    hello = await service.heard_by(Hello)
-    assert (await service.heard_by(Credit)).capacity == 7
+    hello = await service.next_of(Hello)
+    assert (await service.next_of(Credit)).capacity == 7
     return hello
 
 
@@ -110,14 +110,14 @@ def test_an_introduce_is_answered_by_hello_and_everything_that_is_open(at_work, 
             assert link.open(ticket(group_id))
         for group_id in range(3):
             link.finish(make_group(group_id))
-        assert [(await service.heard_by(Group)).group_id for _ in range(3)] == [0, 1, 2]
+        assert [(await service.next_of(Group)).group_id for _ in range(3)] == [0, 1, 2]
         service.send(Accepted(group_id=0, attempt=0))
         service.send(Refused(group_id=1, attempt=0, reason="late"))
-        while (await service.heard_by(Heartbeat)).tickets != ((3, 0), (2, 0)):
+        while (await service.next_of(Heartbeat)).tickets != ((3, 0), (2, 0)):
             pass
         service.send(Introduce())
         assert (await greeted(service)).tickets == ((3, 0), (2, 0))
-        assert (await service.heard_by(Group)).group_id == 2
+        assert (await service.next_of(Group)).group_id == 2
         assert not link.open(ticket(2))  # a service that lost its record may issue it again
         assert not link.open(ticket(3))
 
@@ -129,12 +129,12 @@ def test_a_service_that_listens_elsewhere_is_found_by_its_file(at_work, make_gro
         await greeted(service)
         link.open(ticket(0))
         link.finish(make_group(0))
-        await service.heard_by(Group)
+        await service.next_of(Group)
         service.close()
         moved = Service(tmp_path)
         try:
             assert (await greeted(moved)).tickets == ((0, 0),)
-            assert (await moved.heard_by(Group)).group_id == 0
+            assert (await moved.next_of(Group)).group_id == 0
         finally:
             moved.close()
 
@@ -155,36 +155,36 @@ def spoil_a_connection(address: str) -> None:
     listener.close()
 
 
-def test_a_worker_comes_back_where_what_it_heard_was_spoilt_on_the_way(at_work, tmp_path: Path) -> None:
+def test_a_worker_comes_back_where_what_it_received_was_spoilt_on_the_way(at_work, tmp_path: Path) -> None:
     async def script(service: Service, link: ServiceLink) -> None:
         await greeted(service)
         service.close()
         await asyncio.to_thread(spoil_a_connection, service.address)
         back = Service(tmp_path, address=service.address)
         try:
-            await back.heard_by(Hello)
-            await back.heard_by(Credit)
+            await back.next_of(Hello)
+            await back.next_of(Credit)
         finally:
             back.close()
 
     at_work(script)
 
 
-def test_a_worker_that_nobody_hears_waits_and_begins_again_when_the_service_is_back(
+def test_a_worker_that_nobody_answers_waits_and_begins_again_when_the_service_is_back(
     at_work, make_group: MakeGroup, tmp_path: Path
 ) -> None:
     async def script(service: Service, link: ServiceLink) -> None:
         await greeted(service)
         service.close()
-        heard = [await link.send(Heartbeat()) for _ in range(70)]  # more than the socket's queue holds
-        assert heard[0]
-        assert not all(heard)  # a new connection was tried meanwhile, and takes something again
+        sent = [await link.send(Heartbeat()) for _ in range(70)]  # more than the socket's queue holds
+        assert sent[0]
+        assert not all(sent)  # a new connection was tried meanwhile, and takes something again
         link.open(ticket(0))
         link.finish(make_group(0))
         back = Service(tmp_path, address=service.address)
         try:
-            await back.heard_by(Hello, between=Group)
-            assert (await back.heard_by(Group, between=(Hello, Credit))).group_id == 0
+            await back.next_of(Hello, between=Group)
+            assert (await back.next_of(Group, between=(Hello, Credit))).group_id == 0
         finally:
             back.close()
 
@@ -207,9 +207,9 @@ def test_a_group_whose_answer_was_lost_is_sent_again_in_time(at_work, make_group
         link.open(ticket(0))
         link.finish(make_group(0))
         for _ in range(2):
-            assert (await service.heard_by(Group)).group_id == 0
+            assert (await service.next_of(Group)).group_id == 0
         service.send(Accepted(group_id=0, attempt=0))
-        while (await service.heard_by(Heartbeat, between=Group)).tickets:
+        while (await service.next_of(Heartbeat, between=Group)).tickets:
             pass
 
     at_work(script, reply_timeout=0.3)
@@ -228,10 +228,10 @@ def test_a_worker_that_is_cut_since_nobody_reads_loses_no_group(at_work, make_gr
         while not service.router.cut:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
-        heard: set[int] = set()
-        while len(heard) < groups:
-            group_id = (await service.heard_by(Group, between=(Hello, Credit))).group_id
-            heard.add(group_id)
+        received: set[int] = set()
+        while len(received) < groups:
+            group_id = (await service.next_of(Group, between=(Hello, Credit))).group_id
+            received.add(group_id)
             service.router.send(service.peer, Accepted(group_id=group_id, attempt=0))
 
     at_work(script, max_message=1 << 20)
@@ -244,14 +244,14 @@ def test_a_drained_worker_takes_no_tickets_and_ends_when_the_last_group_is_answe
         await greeted(service)
         link.open(ticket(0))
         draining = asyncio.create_task(link.drain(timeout=WAIT))
-        assert (await service.heard_by(Credit)).capacity == 0
+        assert (await service.next_of(Credit)).capacity == 0
         link.finish(make_group(0))
-        await service.heard_by(Group)
+        await service.next_of(Group)
         assert not draining.done()
         service.send(Accepted(group_id=0, attempt=0))
         await asyncio.wait_for(draining, WAIT)
         await link.bye()
-        await service.heard_by(Bye)
+        await service.next_of(Bye)
 
     at_work(script)
 
@@ -263,7 +263,7 @@ def test_a_group_that_is_larger_than_a_message_goes_as_placeholders(
         await greeted(service)
         link.open(ticket(0))
         link.finish(make_group(0, tokens=10_000))
-        group = await service.heard_by(Group)
+        group = await service.next_of(Group)
         assert [sample.failure for sample in group.samples] == ["too_large", "too_large"]
         service.send(Accepted(group_id=0, attempt=0))
 
@@ -282,12 +282,12 @@ def test_what_the_worker_must_act_on_is_handed_to_it(tmp_path: Path) -> None:
         link = ServiceLink(config, tmp_path, "w", address=service.address, servers=lambda: (SERVER,), events=events)
         try:
             await link.greet()
-            await service.heard_by(Hello)
+            await service.next_of(Hello)
             service.send(Tickets(tickets=(ticket(5),)))
             service.send(Accepted(group_id=1, attempt=0))
             service.send(Stop(reason="over"))
-            heard = [message for _ in range(3) if (message := await link.receive()) is not None]
-            assert [type(message) for message in heard] == [Tickets, Stop]
+            received = [message for _ in range(3) if (message := await link.receive()) is not None]
+            assert [type(message) for message in received] == [Tickets, Stop]
         finally:
             link.close()
 

@@ -82,11 +82,11 @@ def test_it_joins_its_server_and_ends_it_and_itself_as_its_worker_has(start: Sta
     assert_none_is_left(segments)
 
 
-def test_a_node_of_whose_worker_nothing_is_heard_gives_up_with_one_line(start: Start) -> None:
+def test_a_node_that_receives_nothing_from_its_worker_gives_up_with_one_line(start: Start) -> None:
     node = start()
     _, told = node.communicate(timeout=DEADLINE)
     assert node.returncode == 1
-    assert told.splitlines()[-1] == "generator-0, node 1: nothing was heard of the worker in 2 s"
+    assert told.splitlines()[-1] == "generator-0, node 1: the worker has reported nothing in 2 s"
 
 
 @pytest.mark.parametrize(("node", "override"), [("2", ""), ("1", "generate.server_nodes=1")])

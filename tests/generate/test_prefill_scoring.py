@@ -108,7 +108,7 @@ def test_they_are_nearly_those_of_decode_and_not_always_the_same(fresh_server):
     assert scores.logprobs != logprobs(plain)
 
 
-def test_a_full_prefill_computes_the_prompt_anew(fresh_server):
+def test_a_full_prefill_computes_the_prompt_again(fresh_server):
     class Counting(Client):
         cached: ClassVar[list[int]] = []
 

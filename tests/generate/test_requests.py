@@ -258,7 +258,7 @@ def test_a_request_that_was_ended_by_its_id_is_not_asked_for_again():
 
 
 class Pieces(Script):
-    """A policy that gives pieces of several answers and then says nothing, whoever ends it."""
+    """A policy that gives pieces of several answers and then says nothing, whatever ends it."""
 
     def __init__(self, *pieces: Piece) -> None:
         super().__init__()

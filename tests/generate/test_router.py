@@ -1,6 +1,6 @@
 """A router in front of a worker's servers: requests go through it, commands past it.
 
-A small proxy stands for sglang-router: it passes on `/generate` in turns, without the fields that the router does not
+A small proxy replaces sglang-router: it passes on `/generate` in turns, without the fields that the router does not
 know, and answers 404 to every command, as the router does. With `SGLANG_ROUTER=/path/to/sglang-router` in the
 environment the real one is started in its place.
 """

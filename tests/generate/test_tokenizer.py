@@ -67,7 +67,7 @@ def test_every_end_token_of_the_model_folder_ends_an_answer(model):
     assert Tokenizer(model).end_ids == tuple(sorted({end, 3, 5, 7}))
 
 
-def test_what_stands_between_two_answers_is_the_difference_of_two_renderings(model):
+def test_what_is_between_two_answers_is_the_difference_of_two_renderings(model):
     (model / "chat_template.jinja").write_text(
         "{% for message in messages %}{{ '=' if message['role'] == 'assistant' }}{{ message['content'] }}"
         "{{ eos_token }}{% endfor %}{{ '=' if add_generation_prompt }}"

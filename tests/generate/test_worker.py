@@ -205,7 +205,7 @@ def test_a_server_that_waits_for_a_source_that_died_is_started_again(
 
 
 def progressing(run: Any) -> None:
-    """A step, and the workers have heard of it."""
+    """A step, and the workers have been told of it."""
     run.dealer.send(Progress(version=PolicyVersion(1)))
     deadline = time.monotonic() + DEADLINE
     while not run.events("replay", "learner.progress"):
@@ -230,7 +230,7 @@ def test_a_worker_whose_learner_never_comes_back_ends_with_the_services_reason(
 
 
 @pytest.mark.slow
-def test_a_worker_that_hears_of_no_step_for_too_long_ends_with_one_line(
+def test_a_worker_that_is_told_of_no_step_for_too_long_ends_with_one_line(
     start_run: Callable[..., Any], fresh_server: Server
 ) -> None:
     """The service is killed and nobody starts it again."""

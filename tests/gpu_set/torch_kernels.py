@@ -1,6 +1,6 @@
 """What Transformer Engine's kernels compute, in torch: the forward passes of its modules, for wiring and numbers.
 
-Each stands for the documented meaning of the module, not for its kernel; sequences are `cu_seqlens` long, and under
+Each computes what the module's documentation says, not what its kernel does; sequences are `cu_seqlens` long, and under
 context parallelism each is cut into 2 x ranks pieces, of which a rank has its own and the mirror image's.
 """
 

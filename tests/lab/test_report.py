@@ -83,7 +83,7 @@ def test_no_text_of_a_run_can_end_the_element_that_holds_it(run: Run, tmp_path: 
     assert json.loads(embed({NASTY: [NASTY, float("nan"), 1.5]})) == {NASTY: [NASTY, None, 1.5]}
 
 
-def test_without_a_place_the_page_stands_in_the_first_runs_folder(model: Path, tmp_path: Path) -> None:
+def test_without_a_place_the_page_is_in_the_first_runs_folder(model: Path, tmp_path: Path) -> None:
     one, other = (record_run(tmp_path / name, model, steps=1) for name in ("one", "other"))
     assert cli.main(["report", str(one), str(other), "--ratios", "no"]) == 0
     assert [run["name"] for run in data_of(one / "report.html")["runs"]] == ["one", "other"]
@@ -243,7 +243,7 @@ def test_long_answers_are_cut_and_fewer_steps_shown(run: Run, monkeypatch: pytes
     assert [place for place, value in enumerate(answer["logprobs"]) if value is None] == answer["untrained"] == [1]
 
 
-def test_a_character_of_several_tokens_stands_at_its_last_one(model: Path) -> None:
+def test_a_character_of_several_tokens_is_at_its_last_one(model: Path) -> None:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     ids = tokenizer.encode("aé漢b").ids
     assert pieces(ids, tokenizer) == ["a", "", "é", "", "", "漢", "b"]
@@ -325,7 +325,7 @@ def test_a_run_that_has_only_begun_has_a_page(run: Run, tmp_path: Path) -> None:
     assert (shown["status"], shown["groups"], shown["time"], shown["figures"]) == ("not begun", None, None, [])
 
 
-def test_only_the_keys_that_differ_stand_on_top(model: Path, tmp_path: Path) -> None:
+def test_only_the_keys_that_differ_are_on_top(model: Path, tmp_path: Path) -> None:
     folders = [
         record_run(tmp_path / name / "run", model, steps=1, replay__max_staleness=bound)
         for name, bound in (("a", 1), ("b", 4))

@@ -144,7 +144,7 @@ def test_the_pointer_shows_the_values_under_it(pages: tuple[Path, Path]) -> None
     look(work)
 
 
-def test_several_runs_stand_side_by_side_in_their_colours(pages: tuple[Path, Path]) -> None:
+def test_several_runs_are_side_by_side_in_their_colours(pages: tuple[Path, Path]) -> None:
     async def work(browser: Browser) -> None:
         await browser.open(pages[1])
         rows = await browser.evaluate("[...document.querySelectorAll('section')][0].innerText")

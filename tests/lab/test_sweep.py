@@ -1,4 +1,4 @@
-"""`streamrl sweep`: what a file stands for, what is run again and what is not, and what the seeds add up to."""
+"""`streamrl sweep`: what a file means, what is run again and what is not, and what the seeds add up to."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_sweep(tmp_path: Path, model_folders: tuple[Path, Path]) -> Callable[...
 
 
 class Trained:
-    """Stands for `streamrl train`: writes what a run with this configuration would leave, as told."""
+    """Replaces `streamrl train`: writes what a run with this configuration would leave, as told."""
 
     def __init__(self, codes: dict[str, int] | None = None) -> None:
         self.codes = codes or {}
@@ -207,7 +207,7 @@ def test_done_runs_are_passed_over_a_failed_one_is_told_and_run_again(make_sweep
     assert third.runs == []
 
 
-def test_fresh_keeps_the_former_sweep_and_starts_anew_and_failed_runs_make_the_exit_code_1(
+def test_fresh_keeps_the_former_sweep_and_starts_a_new_one_and_failed_runs_make_the_exit_code_1(
     make_sweep, tmp_path, capsys
 ):
     file = make_sweep(seeds=[1])

@@ -45,7 +45,7 @@ LISTENER = """
 import socket, sys, time
 cable = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 cable.settimeout(1)
-heard, end = bytearray(), time.monotonic() + 5
+received, end = bytearray(), time.monotonic() + 5
 while time.monotonic() < end:
     try:
         packet = cable.recv(1 << 16)
@@ -53,8 +53,8 @@ while time.monotonic() < end:
         continue
     header = 14 + 4 * (packet[14] & 15)
     if packet[23] == 6 and int(sys.argv[1]) in (int.from_bytes(packet[header + at :][:2]) for at in (0, 2)):
-        heard += packet[header + 4 * (packet[header + 12] >> 4) :]
-print(len(heard), heard.count(b"generator-"))
+        received += packet[header + 4 * (packet[header + 12] >> 4) :]
+print(len(received), received.count(b"generator-"))
 """
 
 
@@ -188,8 +188,8 @@ def _assert_nothing_can_be_read_on_the_way(run: FourHosts) -> None:
     steps = run.steps()
     while True:
         listener = run.hosts.at_switch(sys.executable, "-c", LISTENER, str(PORT))
-        heard = subprocess.run(listener, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
-        size, named = map(int, heard.split())
+        output = subprocess.run(listener, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout
+        size, named = map(int, output.split())
         assert named == 0
         if run.steps() > steps + 1:  # groups have passed by
             break

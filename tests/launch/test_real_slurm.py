@@ -34,7 +34,7 @@ GROUPS = 32  # of a step
 PATIENCE = 500.0  # seconds for anything that must come; two busy cores start a server for one minute
 
 STAND_IN = """#!/usr/bin/env bash
-# Stands for the interpreter: a role writes down its node and lives until it is told to end.
+# Replaces the interpreter: a role writes down its node and lives until it is told to end.
 case "$*" in
 *launch.folder*) exit ;;
 *"cli replay"*) role=replay ;;
@@ -126,7 +126,7 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture
 def calls(tmp_path: Path) -> Path:
-    """What the roles write that `tmp_path/python` stands in for."""
+    """What the roles write that `tmp_path/python` replaces."""
     (tmp_path / "python").write_text(STAND_IN.format(folder=tmp_path))
     (tmp_path / "python").chmod(0o755)
     (tmp_path / "runs/quickstart/logs").mkdir(parents=True)
@@ -193,6 +193,6 @@ def test_jobs_of_their_own_are_preempted_come_back_and_end_with_the_learner(slur
     jobs.wait_for(learner, "PENDING", restarts=1)
     stopped = jobs.steps()
     assert stopped < STEPS
-    jobs.wait(lambda: slurm.state(second)[1] == 1)  # it has heard of the end from the replay service
+    jobs.wait(lambda: slurm.state(second)[1] == 1)  # the replay service has told it of the end
     jobs.wait(lambda: all(slurm.state(job)[0] == "COMPLETED" for job in (learner, first, second)))
     jobs.assert_whole([0] * stopped + [1] * (STEPS - stopped))

@@ -13,9 +13,9 @@ from launch import render
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 
-# srun, squeue, scontrol and the roles are stood in for: the scripts are what is tested.
+# Fakes replace srun, squeue, scontrol and the roles: the scripts are what is tested.
 FAKE = """#!/usr/bin/env bash
-# Stands for the interpreter: it writes down its arguments, and ends as the test says.
+# Replaces the interpreter: it writes down its arguments, and ends as the test says.
 echo "$*" >> "{folder}/calls"
 case "$*" in
 *"cli replay"*) trap 'echo told >> "{folder}/calls"; exit 75' TERM; for _ in {{1..300}}; do sleep 0.1; done ;;
@@ -96,7 +96,7 @@ def test_each_node_of_a_server_has_a_role_with_its_number_and_a_log_of_its_own(l
 
 
 def _headers(text: str) -> dict[str, str | None]:
-    """The options of sbatch, which must stand before the first command."""
+    """The options of sbatch, which must come before the first command."""
     head, _, body = text.partition("\nset -euo pipefail\n")
     assert "#SBATCH" not in body
     words = [line.removeprefix("#SBATCH ") for line in head.splitlines() if line.startswith("#SBATCH ")]
@@ -147,7 +147,7 @@ def test_separate_jobs_need_nodes_of_their_own(launch):
 
 
 def _play(folder: Path, text: str, arguments: list[str], *, learner: int, generator: int = 0) -> tuple[int, list[str]]:
-    """Run a script with everything that it starts stood in for. Its exit code, and what was started."""
+    """Run a script, with fakes for everything that it starts. Its exit code, and what was started."""
     for name, script in (("python", FAKE), ("srun", SRUN), ("squeue", SQUEUE), ("scontrol", SCONTROL)):
         path = folder / name
         path.write_text(script.format(folder=folder, learner=learner, generator=generator) if "{" in script else script)
@@ -206,7 +206,7 @@ def test_a_host_beyond_the_last_one_is_refused(launch, tmp_path):
     assert (done.returncode, done.stderr) == (2, "start.sh: 2 hosts, 0 to 1; given 2\n")
 
 
-def test_secrets_are_read_from_a_file_and_stand_in_no_script(launch, tmp_path):
+def test_secrets_are_read_from_a_file_and_are_in_no_script(launch, tmp_path):
     secrets = tmp_path / "secrets"
     secrets.write_text("WANDB_API_KEY=hidden\n")
     secrets.chmod(0o644)

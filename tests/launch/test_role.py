@@ -1,4 +1,4 @@
-"""A role on a cluster: who hears SIGTERM, what the exit code says, and what the scripts ask about a run folder."""
+"""A role on a cluster: who receives SIGTERM, what the exit code says, and what the scripts ask about a run folder."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class _OnHost(torch.Tensor):
 
 
 class _Plain:
-    """One plain tensor for each `_OnHost`: as a subclass it would stand in checkpoints."""
+    """One plain tensor for each `_OnHost`: as a subclass it would be in checkpoints."""
 
     def __init__(self) -> None:
         self._made: dict[int, torch.Tensor] = {}

@@ -104,7 +104,7 @@ def take(source: ServiceBatches, step: int):
     return delivery
 
 
-def test_the_learner_says_what_its_checkpoint_contains_and_hears_what_was_published(service, source):
+def test_the_learner_says_what_its_checkpoint_contains_and_is_told_what_was_published(service, source):
     begin(source)
     assert service.wait_for(Hello)[0] == Hello(run="r", role="learner", name="learner-0", version=START, ledger=BEFORE)
     assert source.published == PolicyVersion(7)
@@ -123,12 +123,12 @@ def test_a_batch_brings_its_figures_and_its_ledger_counts_once_it_is_trained(ser
     source.trained(PolicyVersion(5, 1), {"offpolicy/ess": 0.5, "offpolicy/clipped": math.nan, "loss/total": 1.0})
     assert source.ledger == AFTER
     source.saved(PolicyVersion(5, 1), oldest=2)
-    heard = service.wait_for(Progress, Saved)
-    assert Progress(version=PolicyVersion(5, 1), signals={"offpolicy/ess": 0.5}) in heard
-    assert Saved(version=PolicyVersion(5, 1), oldest=2) in heard
+    received = service.wait_for(Progress, Saved)
+    assert Progress(version=PolicyVersion(5, 1), signals={"offpolicy/ess": 0.5}) in received
+    assert Saved(version=PolicyVersion(5, 1), oldest=2) in received
 
 
-def test_a_service_that_was_started_again_hears_the_present_version_its_ledger_and_the_open_question(service, source):
+def test_a_service_that_was_started_again_gets_the_present_version_its_ledger_and_the_open_question(service, source):
     begin(source)
     take(source, 4)
     source.trained(PolicyVersion(5, 1), {})
@@ -140,8 +140,8 @@ def test_a_service_that_was_started_again_hears_the_present_version_its_ledger_a
     time.sleep(2 * TICK)
     for _ in range(6):
         source.next(5, TICK)
-    heard = service.wait_for(Hello, Next)
-    assert heard[-2:] == [
+    received = service.wait_for(Hello, Next)
+    assert received[-2:] == [
         Hello(run="r", role="learner", name="learner-0", version=PolicyVersion(5, 1), ledger=AFTER),
         Next(step=5),
     ]
@@ -175,7 +175,7 @@ def test_stop_ends_the_wait(service, source):
     assert take(source, 4).kind == "stop"
 
 
-def test_the_end_of_a_run_is_said_until_the_service_has_heard_it(service, source):
+def test_the_end_of_a_run_is_sent_until_the_service_has_received_it(service, source):
     begin(source)
     service.wait_for(Hello)
     ending = threading.Thread(target=source.end, args=(PolicyVersion(5, 1),))
@@ -183,14 +183,14 @@ def test_the_end_of_a_run_is_said_until_the_service_has_heard_it(service, source
     service.wait_for(Finished)
     time.sleep(2 * TICK)
     service.send(Introduce())  # it was killed before it could note that
-    heard = service.wait_for(Hello, Finished)
-    assert heard[-1] == Finished(version=PolicyVersion(5, 1))
+    received = service.wait_for(Hello, Finished)
+    assert received[-1] == Finished(version=PolicyVersion(5, 1))
     service.send(Stop(reason="complete"))
     ending.join(WAIT)
     assert not ending.is_alive()
 
 
-def test_an_exit_is_said_until_the_service_has_heard_it(service, source):
+def test_an_exit_is_sent_until_the_service_has_received_it(service, source):
     begin(source)
     service.wait_for(Hello)
     ending = threading.Thread(target=source.exit, args=(PolicyVersion(5, 1), "half an hour is over"))
@@ -204,7 +204,7 @@ def test_an_exit_is_said_until_the_service_has_heard_it(service, source):
     assert not ending.is_alive()
 
 
-def test_an_evaluation_that_ends_behind_the_last_batch_is_heard_at_the_end(service, source):
+def test_an_evaluation_that_ends_behind_the_last_batch_is_received_at_the_end(service, source):
     begin(source)
     service.wait_for(Hello)
     late = [Evaluated(version=PolicyVersion(step, 1), metrics={"eval/copy/pass@1": 0.75}) for step in (4, 5)]

@@ -57,10 +57,10 @@ def test_a_run_that_is_complete_and_trained_nothing_has_failed(tmp_path: Path) -
     with pytest.raises(RunFailedError) as failed:
         run(tmp_path, source, PolicyVersion(0), steps=3)
     documented("the run has done all of its steps and trained no token: of ... samples ...", str(failed.value), 1)
-    assert "end" not in [word[0] for word in source.told]  # the service does not hear that it is complete
+    assert "end" not in [word[0] for word in source.told]  # the service is not told that it is complete
 
 
-def test_a_run_that_trained_something_once_is_complete_and_steps_in_between_begin_the_count_anew(
+def test_a_run_that_trained_something_once_is_complete_and_steps_in_between_restart_the_count(
     tmp_path: Path,
 ) -> None:
     source = Failures(good=(7,))

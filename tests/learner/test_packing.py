@@ -110,7 +110,7 @@ def test_mini_batches_train_what_the_whole_batch_trains_and_number_its_tokens_th
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-def test_the_experts_of_the_generator_stand_beside_their_tokens(share_prompts, two_answers):
+def test_the_experts_of_the_generator_are_beside_their_tokens(share_prompts, two_answers):
     first, second = two_answers.groups[0].samples
     experts = np.arange(3 * 4, dtype=np.uint8).reshape(3, 4)  # two layers, two experts of each token
     prompt = np.array([[[50, 51, 52, 53]], [[54, 55, 56, 57]], [[-1, -1, -1, -1]]], np.int16)
@@ -278,7 +278,7 @@ def test_kept_sets_and_temperatures_are_those_of_the_trained_tokens(two_answers,
     assert plain.kept is None
 
 
-def test_branches_stand_behind_their_own_prompts_and_know_the_tokens_of_their_rollout(two_answers):
+def test_branches_follow_their_own_prompts_and_know_the_tokens_of_their_rollout(two_answers):
     first, second = two_answers.groups[0].samples
     summary = msgspec.structs.replace(second, prompt_ids=np.array([4], np.int32))
     group = msgspec.structs.replace(

@@ -33,7 +33,7 @@ def test_a_step_tells_of_its_parts_in_order_and_without_gaps(model_folder, train
     assert metrics["time/forward_backward"] == pytest.approx(metrics["time/forward"] + metrics["time/backward"])
 
 
-def test_a_stopwatch_adds_up_what_ran_under_it_and_begins_anew_when_it_is_read(monkeypatch):
+def test_a_stopwatch_adds_up_what_ran_under_it_and_begins_at_zero_when_it_is_read(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     watch = Stopwatch(Device("cpu", 0))

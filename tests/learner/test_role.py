@@ -219,7 +219,7 @@ def test_a_redelivered_step_that_has_to_be_generated_again_gets_weights_for_it(t
     assert offered == ["3.1", "5.1", "6.1"]
 
 
-def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_hears_of_it(tmp_path):
+def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_is_told_of_it(tmp_path):
     source = Source(None)
     trainer, _ = run(tmp_path, source, PolicyVersion(0), steps=4)
     assert trainer.begun == [(2, Ledger(below=16)), (4, Ledger(below=32))]
@@ -235,7 +235,7 @@ def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_hears_of_it
     assert source.asked_to_begin == 2
 
 
-def test_the_model_is_written_behind_the_last_checkpoint_and_before_anybody_hears_of_the_end(tmp_path):
+def test_the_model_is_written_behind_the_last_checkpoint_and_before_anybody_is_told_of_the_end(tmp_path):
     source = Source(None)
     trainer, _ = run(tmp_path, source, PolicyVersion(0), steps=3)
     assert trainer.exported == [(3, 2)]
@@ -297,7 +297,7 @@ class Stopped(Source):
         return super().next(step, timeout) if step < 1 else Delivery("stop", failure="no generator worker is there")
 
 
-def test_a_learner_that_hears_that_the_run_is_given_up_saves_what_it_has_and_fails_with_the_same_reason(tmp_path):
+def test_a_learner_whose_run_is_given_up_saves_what_it_has_and_fails_with_the_same_reason(tmp_path):
     source = Stopped(None)
     with pytest.raises(RunFailedError, match=r"^no generator worker is there$"):
         run(tmp_path, source, PolicyVersion(0), steps=9)

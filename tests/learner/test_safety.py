@@ -126,7 +126,7 @@ def test_ranks_that_take_turns_at_being_slow_are_not_named():
     assert {slowest.observe(seconds)[1] for seconds in times} == {None}
 
 
-def test_a_step_without_a_straggler_begins_the_count_anew():
+def test_a_step_without_a_straggler_restarts_the_count():
     slowest = SlowestRank()
     slow, even = [1.0, 1.0, 2.0], [1.0, 1.0, 1.2]
     assert [slowest.observe(seconds)[1] for seconds in (slow, slow, even, slow, slow, slow)] == [None] * 5 + [2]

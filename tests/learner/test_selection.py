@@ -47,7 +47,7 @@ def alone(model_folder, tmp_path_factory) -> list[dict[str, float]]:
     return two_steps(config, tmp_path_factory.mktemp("alone"))
 
 
-def test_every_rule_acts_a_teacher_is_heard_and_the_reference_is_left(alone):
+def test_every_rule_acts_a_teacher_is_used_and_the_reference_is_left(alone):
     for row in alone:
         assert 0 < row["weights/masked_second_moment"] < 1
         assert 0 < row["weights/masked_clip_cov"] < 0.5

@@ -96,7 +96,7 @@ def test_an_exception_in_the_middle_leaves_the_terminal_clean_and_no_thread(scre
     assert bar_threads() == []
 
 
-def test_what_is_printed_and_logged_to_the_same_terminal_stands_above_the_bar(screen, monkeypatch):
+def test_what_is_printed_and_logged_to_the_same_terminal_is_above_the_bar(screen, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen.file)
     monkeypatch.setattr(sys, "stdout", screen.file)
     handler = logging.StreamHandler()

@@ -69,7 +69,7 @@ def test_what_is_read_in_parts_is_what_is_read_at_once_and_seconds_never_fall(tm
         assert told == pytest.approx(track.seconds(0, 20))
 
 
-def test_a_run_that_is_over_stands_still(tmp_path):
+def test_the_clock_of_a_run_that_is_over_does_not_go_on(tmp_path):
     run = growing(tmp_path, 40)
     live = Live(tmp_path)
     live.read(100)

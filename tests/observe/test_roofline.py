@@ -91,7 +91,7 @@ def test_instants_are_attributed_by_who_waits_for_whom(tmp_path):
             "start": 2.0,  # until the generator is ready
             "generators": 8.0,  # 2-8 and 14-16: the learner waits for groups
             "learner": 2.0 + 1.0 + 1.0,  # 10-12 and 18-20: it works, and the generator has no ticket
-            "publish": 1.0 + 1.0,  # 12-13: it hands its weights over; 13-14: the server stands still
+            "publish": 1.0 + 1.0,  # 12-13: it hands its weights over; 13-14: the server is paused
             "hand-over": 0.0,
             "nobody": 2.0 + 2.0,  # 8-10 and 16-18: both work
         }

@@ -86,7 +86,7 @@ def test_what_still_goes_on_goes_on_until_the_end_that_is_asked_for(tmp_path):
     assert track.is_alive
 
 
-def test_a_process_that_was_killed_ends_with_its_last_word_and_the_next_one_begins_anew(tmp_path):
+def test_a_process_that_was_killed_ends_with_its_last_word_and_the_next_one_begins_again(tmp_path):
     run = Recorded(tmp_path)
     run.life("generator-0", 0, 1, None)
     run.span("generator-0", "group", 2, None, group_id=1, attempt=0)

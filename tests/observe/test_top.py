@@ -80,7 +80,7 @@ def test_a_role_that_was_killed_and_a_run_without_a_last_word_are_said_to_be(tmp
     assert "killed" in text
 
 
-def test_a_run_is_over_when_its_service_and_its_learner_have_ended_whoever_else_was_killed(tmp_path):
+def test_a_run_is_over_when_its_service_and_its_learner_have_ended_whatever_else_was_killed(tmp_path):
     run = Recorded(tmp_path)
     run.life("replay-0", 0, 1, 20)
     run.life("learner-0", 0, 1, 19)

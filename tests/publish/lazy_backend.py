@@ -144,7 +144,7 @@ class LazyGroup(dist.ProcessGroup):
             communicator = dist.ProcessGroupGloo(self._store, self._rank, self._size, timeout=FOR_EVER)
             _kept.append(communicator)
             return communicator
-        except RuntimeError:  # a rank is lost, of which NCCL hears nothing
+        except RuntimeError:  # a rank is lost, of which NCCL is told nothing
             while True:
                 time.sleep(1.0)
 

@@ -29,13 +29,13 @@ class Played:
         self.service = ScriptedService(folder)
         self.events = EventLog(event_path(folder, "learner"), "learner-0")
         self.publisher = Publisher(config, folder, V0, self.events)
-        self.heard, self.send = self.service.heard, self.service.send
+        self.received, self.send = self.service.received, self.service.send
 
     def expect(self, condition: Callable[[], bool]) -> None:
         self.service.wait_until(condition, DEADLINE)
 
     def published(self) -> list[tuple[str, PolicyVersion]]:
-        return [(message.server, message.version) for message in self.heard if isinstance(message, Publish)]
+        return [(message.server, message.version) for message in self.received if isinstance(message, Publish)]
 
     def close(self) -> None:
         self.publisher.close()
@@ -51,14 +51,14 @@ def played(tmp_path: Path, model_folders: tuple[Path, Path]) -> Iterator[Played]
 
 
 def announced(played: Played, version: PolicyVersion) -> Callable[[], bool]:
-    return lambda: Announce(version=version) in played.heard
+    return lambda: Announce(version=version) in played.received
 
 
 def test_a_pinned_server_is_left_out_until_it_is_free_and_then_gets_the_newest_version(
     played: Played, model_folders: tuple[Path, Path]
 ) -> None:
     weights = load_file(model_folders[1] / "model.safetensors")
-    played.expect(lambda: bool(played.heard))
+    played.expect(lambda: bool(played.received))
     free, pinned = ServerState(name="free", version=V0), ServerState(name="pinned", version=V0, pinned=True)
     played.send(Roster(servers=(free, pinned)))
     for version in (V1, V2):
@@ -79,7 +79,7 @@ def test_a_server_that_turns_out_to_be_pinned_is_given_up_at_once(
     played: Played, model_folders: tuple[Path, Path]
 ) -> None:
     weights = load_file(model_folders[1] / "model.safetensors")
-    played.expect(lambda: bool(played.heard))
+    played.expect(lambda: bool(played.received))
     played.send(Roster(servers=(ServerState(name="late", version=V0),)))
     played.publisher.offer(V1, weights.items())
     played.expect(lambda: bool(played.published()))

@@ -122,7 +122,7 @@ class Bench:
         self.events.close()
 
     def published(self) -> list[Publish]:
-        return [message for message in self.service.heard if isinstance(message, Publish)]
+        return [message for message in self.service.received if isinstance(message, Publish)]
 
 
 @pytest.fixture
@@ -253,13 +253,13 @@ def test_a_version_is_announced_when_its_copy_has_ended(model_folders, bench, mo
     running = bench(Worker(None))
     assert running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(4))]) is pending
     deadline = time.monotonic() + DEADLINE
-    while not any(isinstance(message, Hello) for message in running.service.heard):
+    while not any(isinstance(message, Hello) for message in running.service.received):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not running.publisher.ready(0.5)
-    assert not any(isinstance(message, Announce) for message in running.service.heard)
+    assert not any(isinstance(message, Announce) for message in running.service.received)
     pending.ended.set()
-    while not any(isinstance(message, Announce) for message in running.service.heard):
+    while not any(isinstance(message, Announce) for message in running.service.received):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -284,7 +284,7 @@ def test_closing_gives_up_a_transfer_and_says_bye(backend, model_folders, bench)
         time.sleep(0.02)
     running.publisher.close()
     assert "publisher" not in {thread.name for thread in threading.enumerate()}
-    while not any(isinstance(message, Bye) for message in running.service.heard):
+    while not any(isinstance(message, Bye) for message in running.service.received):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -298,17 +298,17 @@ def test_a_failure_of_the_thread_reaches_the_training_loop(model_folders, bench,
         running.publisher.wait(DEADLINE)
 
 
-def test_a_service_that_was_started_again_hears_of_the_newest_version(model_folders, bench):
+def test_a_service_that_was_started_again_is_told_the_newest_version(model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
     running = bench(Worker(None, dead=("dead",)))
     running.publisher.offer(PolicyVersion(1), weights.items())
-    heard = running.service.heard
-    _until(lambda: any(isinstance(message, Publish) for message in heard))
+    received = running.service.received
+    _until(lambda: any(isinstance(message, Publish) for message in received))
     time.sleep(1.0)  # learner.tick, within which one greeting is enough
-    heard.clear()
+    received.clear()
     running.worker.forgets = True
-    _until(lambda: any(isinstance(message, Publish) for message in heard))
-    assert heard[:2] == [
+    _until(lambda: any(isinstance(message, Publish) for message in received))
+    assert received[:2] == [
         Hello(run=running.publisher._run, role="publisher", name="publisher", version=PolicyVersion(1)),
         Announce(version=PolicyVersion(1)),
     ]
@@ -326,7 +326,7 @@ def test_a_publisher_to_whom_the_list_of_the_servers_was_lost_introduces_itself_
     events = EventLog(event_path(tmp_path, "learner"), "learner-0")
     publisher = Publisher(Config.model_validate(tree), tmp_path, PolicyVersion(0), events)
     try:
-        service.wait_until(lambda: sum(isinstance(word, Hello) for word in service.heard) == 2)
+        service.wait_until(lambda: sum(isinstance(word, Hello) for word in service.received) == 2)
     finally:
         publisher.close()
         events.close()

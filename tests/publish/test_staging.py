@@ -40,7 +40,7 @@ def test_staged_tensors_are_bitwise_those_that_were_offered():
 
 def test_every_tensor_lies_at_a_multiple_of_its_item_size():
     staged = Staging(1 << 20).fill(VERSION, weights(0).items())
-    assert len(staged.buckets) > 1  # six bytes of bfloat16 stand before a float32
+    assert len(staged.buckets) > 1  # six bytes of bfloat16 come before a float32
     for bucket in staged.buckets:
         start = 0
         for _, tensor in bucket.tensors():

@@ -64,13 +64,13 @@ class Running:
         self.peers: list[Dealer] = []
 
     def peer(self, hello: Hello) -> Dealer:
-        """A peer whose Hello was heard: what another one says next comes after it."""
-        heard = len(self.events_of("replay.hello"))
+        """A peer whose Hello was received: what another one sends next comes after it."""
+        before = len(self.events_of("replay.hello"))
         dealer = Dealer(self.service.address, self.config.stream, name=hello.name)
         self.peers.append(dealer)
         dealer.send(hello)
         deadline = time.monotonic() + WAIT
-        while len(self.events_of("replay.hello")) == heard:
+        while len(self.events_of("replay.hello")) == before:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         return dealer
@@ -90,19 +90,19 @@ class Running:
     def learner(self, version: PolicyVersion = V0, ledger: Ledger | None = None) -> Dealer:
         """A learner that was welcomed."""
         dealer = self.peer(Hello(run=RUN, role="learner", name="learner-0", version=version, ledger=ledger))
-        self.welcome = hear(dealer, Welcome)
+        self.welcome = receive(dealer, Welcome)
         return dealer
 
     def publisher(self) -> Dealer:
         return self.peer(Hello(run=RUN, role="publisher", name="publisher-0", version=V0))
 
     def announce(self, *versions: PolicyVersion, publisher: Dealer | None = None) -> None:
-        """A publisher, this one or another, tells of these versions, and is heard."""
-        publisher, heard = publisher or self.publisher(), len(self.events_of("publish.announced"))
+        """A publisher, this one or another, tells of these versions, and its words are received."""
+        publisher, before = publisher or self.publisher(), len(self.events_of("publish.announced"))
         for version in versions:
             publisher.send(Announce(version=version))
         deadline = time.monotonic() + WAIT
-        while len(self.events_of("publish.announced")) < heard + len(versions):
+        while len(self.events_of("publish.announced")) < before + len(versions):
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
@@ -153,17 +153,17 @@ class ServiceProcess:
         return [record for record in read_events(path) if record["event"] == event] if path.exists() else []
 
 
-def hear(dealer: Dealer, kind: type[M]) -> M:
+def receive(dealer: Dealer, kind: type[M]) -> M:
     """The next message, which must be of this kind."""
     message = dealer.receive(WAIT)
     assert isinstance(message, kind), message
     return message
 
 
-def hear_tickets(dealer: Dealer, count: int) -> list[Ticket]:
+def receive_tickets(dealer: Dealer, count: int) -> list[Ticket]:
     tickets: list[Ticket] = []
     while len(tickets) < count:
-        tickets += hear(dealer, Tickets).tickets
+        tickets += receive(dealer, Tickets).tickets
     assert len(tickets) == count
     return tickets
 

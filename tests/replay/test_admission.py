@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
-from service_parts import RUN, V0, MakeGroup, Running, answer, hear, hear_tickets, make_config
+from service_parts import RUN, V0, MakeGroup, Running, answer, make_config, receive, receive_tickets
 
 from streamrl.replay.admission import Admission
 from streamrl.replay.buffer import make_buffer
@@ -33,7 +33,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     )
     service = Running(config, tmp_path_factory.mktemp("run"))
     service.learner_socket = service.peer(Hello(run=RUN, role="learner", name="learner-0", version=V0, limits=LIMITS))
-    hear(service.learner_socket, Welcome)
+    receive(service.learner_socket, Welcome)
     service.worker_socket = service.worker(capacity=1)
     yield service
     service.close()
@@ -96,18 +96,18 @@ def test_a_group_that_cannot_be_trained_is_refused_and_its_ticket_issued_again(
     running: Running, make_group: MakeGroup, kind: str
 ) -> None:
     spoil, reason = BAD[kind]
-    (ticket,) = hear_tickets(running.worker_socket, 1)
+    (ticket,) = receive_tickets(running.worker_socket, 1)
     good = make_group(ticket.group_id, attempt=ticket.attempt, version=V0)
     running.worker_socket.send(spoil(good))
-    refused = hear(running.worker_socket, Refused)
+    refused = receive(running.worker_socket, Refused)
     assert reason in refused.reason
-    (again,) = hear_tickets(running.worker_socket, 1)
+    (again,) = receive_tickets(running.worker_socket, 1)
     assert (again.group_id, again.attempt) == (ticket.group_id, ticket.attempt + 1)
     assert isinstance(answer(running.worker_socket, make_group, again), Accepted)
 
 
 def test_what_is_not_trained_needs_no_log_prob(running: Running, make_group: MakeGroup) -> None:
-    (ticket,) = hear_tickets(running.worker_socket, 1)
+    (ticket,) = receive_tickets(running.worker_socket, 1)
     group = with_logprob(make_group(ticket.group_id, attempt=ticket.attempt, version=V0), math.nan)
     running.worker_socket.send(tokens(group, loss_mask=np.array([True, True, False, True, True])))
     while isinstance(message := running.worker_socket.receive(20), Tickets):
@@ -117,7 +117,7 @@ def test_what_is_not_trained_needs_no_log_prob(running: Running, make_group: Mak
 
 def test_the_longest_sample_that_a_row_holds_is_taken(running: Running, make_group: MakeGroup) -> None:
     """The last token of an answer is read by nobody."""
-    (ticket,) = hear_tickets(running.worker_socket, 1)
+    (ticket,) = receive_tickets(running.worker_socket, 1)
     running.worker_socket.send(long(make_group(ticket.group_id, attempt=ticket.attempt, version=V0), 58))
     while isinstance(message := running.worker_socket.receive(20), Tickets):
         pass
@@ -137,12 +137,12 @@ def test_numbers_that_are_not_finite_are_refused_as_malformed(
     running: Running, make_group: MakeGroup, spoil: dict[str, Any], reason: str
 ) -> None:
     """By a worker that does not check what it sends."""
-    (ticket,) = hear_tickets(running.worker_socket, 1)
+    (ticket,) = receive_tickets(running.worker_socket, 1)
     header, arena = encode_group(make_group(ticket.group_id, attempt=ticket.attempt, version=V0), 1 << 20)
     fields = {**msgspec.msgpack.decode(header), **spoil}
     running.worker_socket._send([msgspec.msgpack.encode(fields), arena])
-    assert reason in hear(running.worker_socket, Refused).reason
-    (again,) = hear_tickets(running.worker_socket, 1)
+    assert reason in receive(running.worker_socket, Refused).reason
+    (again,) = receive_tickets(running.worker_socket, 1)
     assert isinstance(answer(running.worker_socket, make_group, again), Accepted)
 
 

@@ -285,7 +285,7 @@ def test_the_time_of_a_prompt_adds_up_over_its_workers() -> None:
     buffer = buffer_of(lease=10.0, group_timeout=50.0)
     buffer.issue("a", NEW, 0.0)
     buffer.extend("a", [(0, 0)], 40.0)
-    buffer.release("a")  # last heard of at 40
+    buffer.release("a")  # last extended at 40
     buffer.issue("b", NEW, 100.0)
     buffer.extend("b", [(0, 1)], 110.0)
     assert buffer.expire(119.0) == []
@@ -416,7 +416,7 @@ def test_what_the_learner_has_trained_beyond_a_torn_journal_is_settled() -> None
 
 
 def test_a_learner_whose_groups_are_others_than_the_journal_says_is_believed() -> None:
-    """Step 0 was taken back, put together anew and trained; then the journal lost all of that."""
+    """Step 0 was taken back, put together again and trained; then the journal lost all of that."""
     buffer = buffer_of(order="ready", over_age="pass")
     assert train(buffer, 0) == [0, 1, 2, 3]
     journal = written(buffer)

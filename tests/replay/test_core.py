@@ -83,7 +83,7 @@ def test_a_run_from_the_first_hello_to_the_last_bye(driven: Driven, make_group: 
 
 def test_leases_and_silence_pass_in_simulated_time(driven: Driven) -> None:
     before = issued(driven)
-    for _ in range(45):  # replay.lease is 30 s, and nothing is heard
+    for _ in range(45):  # replay.lease is 30 s, and nothing is received
         driven.tick(1.0)
     assert [event["worker"] for event in driven.events_of("worker.silent")] == ["w"]
     driven.send(WORKER, Heartbeat(busy=0.0, tickets=()))

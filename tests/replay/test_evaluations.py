@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from service_parts import RUN, V0, V1, MakeGroup, Running, answer, hear, hear_tickets
+from service_parts import RUN, V0, V1, MakeGroup, Running, answer, receive, receive_tickets
 
 from streamrl.config import evaluate as config_evaluate
 from streamrl.replay.evaluations import Evaluations
@@ -100,30 +100,30 @@ def test_a_pinned_server_takes_tickets_as_far_as_its_version_suffices_and_the_ot
     free = running.worker("free")
     states = {}
     while len(states) < 2:
-        states = {state.name: state for state in hear(publisher, Roster).servers}
+        states = {state.name: state for state in receive(publisher, Roster).servers}
     assert (states["p-server"].pinned, states["free-server"].pinned) == (True, False)
     learner = running.learner()
-    early = hear_tickets(pinned, 1) + hear_tickets(free, 3)
+    early = receive_tickets(pinned, 1) + receive_tickets(free, 3)
     for ticket in early:
         answer(pinned if ticket in early[:1] else free, make_group, ticket)
     for step in range(2):
         learner.send(Next(step=step))
-        assert len(hear(learner, ReceivedBatch).batch.groups) == 2
+        assert len(receive(learner, ReceivedBatch).batch.groups) == 2
         version = PolicyVersion(step + 1)
         learner.send(Progress(version=version))
         running.announce(version, publisher=publisher)
         free.send(Applied(server="free-server", version=version))
-        for ticket in hear_tickets(free, 2):
+        for ticket in receive_tickets(free, 2):
             assert ticket.issued_version.step == step + 1
             answer(free, make_group, ticket)
     assert pinned.receive(0.3) is None, "a ticket that version 0 does not suffice for"
     assert not running.events_of("publish.waited"), "the other server had every version"
     pinned.send(Evaluated(version=V0, metrics={"eval/copy/pass@1": 0.25}))
     pinned.send(Applied(server="p-server", version=V0))
-    while {state.name: state for state in hear_roster(publisher).servers}["p-server"].pinned:
+    while {state.name: state for state in receive_roster(publisher).servers}["p-server"].pinned:
         pass
     learner.send(Next(step=2))
-    assert hear(learner, ReceivedBatch).stats["evaluation"] == {"eval/copy/pass@1": 0.25}
+    assert receive(learner, ReceivedBatch).stats["evaluation"] == {"eval/copy/pass@1": 0.25}
     (told,) = running.events_of("evaluated")
     assert (told["worker"], told["version"]) == ("p", "0.0")
 
@@ -135,7 +135,7 @@ def test_a_publish_that_waits_for_the_only_server_is_timed(start: Callable[..., 
     publisher.send(Announce(version=V1))
     assert worker.receive(0.3) is None
     worker.send(Applied(server="w-server", version=V0))
-    while not hear_roster(publisher).servers or not running.events_of("publish.waited"):
+    while not receive_roster(publisher).servers or not running.events_of("publish.waited"):
         pass
     (waited,) = running.events_of("publish.waited")
     assert 0.2 < waited["seconds"] < 20
@@ -144,16 +144,16 @@ def test_a_publish_that_waits_for_the_only_server_is_timed(start: Callable[..., 
 def test_the_end_waits_for_the_last_evaluation_and_tells_the_learner(start: Callable[..., Running]) -> None:
     running = start(publish={"timeout": 0.2}, evaluate={"every": 1, "timeout": 60.0})
     worker, learner = running.worker(), running.learner()
-    hear_tickets(worker, 4)
+    receive_tickets(worker, 4)
     running.announce(V20)
     worker.send(Applied(server="w-server", version=V20, pinned=True))
     learner.send(Finished(version=V20))
     assert learner.receive(0.8) is None  # longer than publish.timeout
     worker.send(Evaluated(version=V20, metrics={"eval/seconds": 3.0}))
     worker.send(Applied(server="w-server", version=V20))
-    assert hear(learner, Evaluated) == Evaluated(version=V20, metrics={"eval/seconds": 3.0})
-    assert "complete" in hear(learner, Stop).reason
-    assert "complete" in hear(worker, Stop).reason
+    assert receive(learner, Evaluated) == Evaluated(version=V20, metrics={"eval/seconds": 3.0})
+    assert "complete" in receive(learner, Stop).reason
+    assert "complete" in receive(worker, Stop).reason
     worker.send(Bye())
     assert running.end() == 0
 
@@ -165,17 +165,17 @@ def test_an_evaluation_that_does_not_come_back_holds_the_end_for_a_time_alone(
     monkeypatch.setattr(config_evaluate, "SCORING_TIME", 0.2)
     running = start(publish={"timeout": 0.2}, evaluate={"every": 1, "timeout": 0.2 if ends == "never" else 240.0})
     worker, learner = running.worker(), running.learner()
-    hear_tickets(worker, 4)
+    receive_tickets(worker, 4)
     running.announce(V20)
     worker.send(Applied(server="w-server", version=V20, pinned=True))
     learner.send(Finished(version=V20))
     if ends != "never":
         worker.send(Bye())
-    assert "complete" in hear(learner, Stop).reason
+    assert "complete" in receive(learner, Stop).reason
     running.close()
 
 
-def hear_roster(publisher: object) -> Roster:
+def receive_roster(publisher: object) -> Roster:
     """The next roster; what was applied is told between."""
     while not isinstance(message := publisher.receive(20.0), Roster):
         assert message is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from service_parts import V1, WAIT, MakeGroup, Running, answer, hear_tickets
+from service_parts import V1, WAIT, MakeGroup, Running, answer, receive_tickets
 from test_service_leases import beat_until_tickets
 
 from streamrl import cli
@@ -33,7 +33,7 @@ def run(start: Start, make_group: MakeGroup, tmp_path: Path) -> Path:
     config_file.save(running.config, tmp_path / "config.yaml")
     lost, heir = running.worker("lost", capacity=4), running.worker("heir", capacity=0)
     learner = running.learner()
-    first = hear_tickets(lost, 4)
+    first = receive_tickets(lost, 4)
     lost.send(Credit(capacity=0))
     heir.send(Credit(capacity=4))
     again = beat_until_tickets(heir, 4)
@@ -93,7 +93,7 @@ def test_a_ticket_that_is_out_at_a_restart_of_the_service_is_nobodys_and_adopted
     config_file.save(running.config, tmp_path / "config.yaml")
     worker = running.worker()
     running.learner()
-    (*_, ticket) = hear_tickets(worker, 4)
+    (*_, ticket) = receive_tickets(worker, 4)
     running.close()
     following = start()
     following.worker(tickets=((ticket.group_id, 0),))

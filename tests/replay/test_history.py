@@ -98,7 +98,7 @@ def test_a_step_that_is_delivered_again_stays_as_it_was(tmp_path: Path, make_gro
     assert steps_and_ids(tmp_path) == [(0, [0]), (1, [1]), (2, [2])]
 
 
-def test_steps_that_a_learners_start_takes_back_are_consumed_anew(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_steps_that_a_learners_start_takes_back_are_consumed_again(tmp_path: Path, make_group: MakeGroup) -> None:
     write(tmp_path, *map(make_group, range(3)), *(consumed(step, step) for step in range(3)))
     write(tmp_path, began(1, next_step=1, lost=(1,)))
     assert steps_and_ids(tmp_path) == [(0, [0])]
@@ -108,7 +108,7 @@ def test_steps_that_a_learners_start_takes_back_are_consumed_anew(tmp_path: Path
     assert list(recorded_batches(tmp_path))[1].groups[0].attempt == 1
 
 
-def test_a_step_that_is_consumed_anew_replaces_all_later_ones(tmp_path: Path, make_group: MakeGroup) -> None:
+def test_a_step_that_is_consumed_again_replaces_all_later_ones(tmp_path: Path, make_group: MakeGroup) -> None:
     write(tmp_path, *map(make_group, range(4)), *(consumed(step, step) for step in range(3)), consumed(1, 3))
     assert steps_and_ids(tmp_path) == [(0, [0]), (1, [3])]
 

@@ -143,7 +143,7 @@ def test_rolling_commits_and_goes_on_behind_the_new_snapshot(tmp_path: Path) -> 
     journal.close()
 
 
-def test_compaction_deletes_what_no_group_stands_in_but_never_the_newest_two(tmp_path: Path) -> None:
+def test_compaction_deletes_what_holds_no_group_but_never_the_newest_two(tmp_path: Path) -> None:
     journal = Journal(tmp_path, settings(), b"0")
     for number in range(1, 6):
         journal.roll(b"%d" % number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from service_parts import V0, V1, WAIT, MakeGroup, Running, answer, hear, hear_tickets
+from service_parts import V0, V1, WAIT, MakeGroup, Running, answer, receive, receive_tickets
 
 from streamrl.replay.mismatches import Mismatches
 from streamrl.stream.messages import Mismatch, Next, Progress
@@ -35,7 +35,7 @@ def test_what_a_server_tells_goes_with_the_next_batch_and_into_the_events(
 ) -> None:
     running = start(run={"steps": 9})
     worker, learner = running.worker("w"), running.learner()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     worker.send(Mismatch(server="w-server", version=V0, metrics=FAR))
     deadline = time.monotonic() + WAIT
@@ -45,5 +45,5 @@ def test_what_a_server_tells_goes_with_the_next_batch_and_into_the_events(
     assert (told[0]["server"], told[0]["version"], told[0]["metrics"]) == ("w-server", "0.0", FAR)
     for step, expected in ((0, {**FAR, "mismatch/servers": 1.0}), (1, {})):
         learner.send(Next(step=step))
-        assert hear(learner, ReceivedBatch).stats["mismatch"] == expected
+        assert receive(learner, ReceivedBatch).stats["mismatch"] == expected
         learner.send(Progress(version=PolicyVersion(step + 1)))

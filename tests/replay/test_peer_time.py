@@ -15,7 +15,7 @@ def test_it_goes_on_with_the_clock_while_the_service_looks_as_usual() -> None:
         assert time.tick(100.0 + TICK * count, emptied=count % 3 == 0) == pytest.approx(100.0 + TICK * count)
 
 
-def test_a_pause_does_not_count_and_what_came_meanwhile_is_heard_first() -> None:
+def test_a_pause_does_not_count_and_what_came_meanwhile_is_read_first() -> None:
     time = PeerTime(0.0, lease=30.0)
     time.tick(0.2, emptied=True)
     assert time.tick(60.0, emptied=True) == 0.2, "the sockets may not have found yet what has come"

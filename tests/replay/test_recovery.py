@@ -224,14 +224,14 @@ def test_without_any_snapshot_the_first_segments_records_continue_an_empty_buffe
     assert (recovery.snapshot, plain(recovery)) == (None, [consumed(0, 0)])
 
 
-def test_without_any_snapshot_and_without_the_first_segment_the_buffer_begins_anew(tmp_path: Path) -> None:
+def test_without_any_snapshot_and_without_the_first_segment_the_buffer_begins_empty(tmp_path: Path) -> None:
     write(tmp_path, b"one")
     sizes = write(tmp_path, b"two", consumed(0, 0))
     segment_path(tmp_path, 0).unlink()
     flip(segment_path(tmp_path, 1), sizes[0] - 1)
     recovery = recover(tmp_path)
     assert (recovery.snapshot, recovery.records) == (None, [])
-    assert "the buffer begins anew" in recovery.repairs[1]
+    assert "the buffer begins empty" in recovery.repairs[1]
     assert segments(tmp_path) == []
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from service_parts import RUN, V0, V1, WAIT, MakeGroup, Running, answer, hear, hear_tickets, ids, make_config
+from service_parts import RUN, V0, V1, WAIT, MakeGroup, Running, answer, ids, make_config, receive, receive_tickets
 
 from streamrl.config import Config
 from streamrl.learner.batches import ServiceBatches
@@ -43,16 +43,16 @@ def test_a_peer_of_another_run_is_refused_with_both_ids_and_replaces_nobody(
 ) -> None:
     running = start()
     learner, worker = running.learner(), running.worker()
-    tickets = hear_tickets(worker, 4)
+    tickets = receive_tickets(worker, 4)
     stranger = running.peer(hello)
-    stop = hear(stranger, Stop)
+    stop = receive(stranger, Stop)
     assert stop.refused
     assert stop.reason.startswith(f"{hello.name} is of run {OTHER}, and run {RUN} is served at this address; allowed:")
     assert [event["run"] for event in running.events_of("replay.refused")] == [OTHER]
     for ticket in tickets[:2]:
         assert isinstance(answer(worker, make_group, ticket), Accepted)
     learner.send(Next(step=0))
-    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    assert ids(receive(learner, ReceivedBatch)) == [0, 1]
 
 
 def test_a_group_of_another_runs_worker_is_never_taken(start: Callable[..., Running], make_group: MakeGroup) -> None:
@@ -61,11 +61,11 @@ def test_a_group_of_another_runs_worker_is_never_taken(start: Callable[..., Runn
     stranger = Dealer(running.service.address, running.config.stream, name="w")
     running.peers.append(stranger)
     stranger.send(make_group(0))  # as of a ticket that its own service gave it, at this address, before
-    hear(stranger, Introduce)
+    receive(stranger, Introduce)
     stranger.send(Hello(run=OTHER, role="generator", name="w", servers=(SERVER,), tickets=((0, 0),)))
     stranger.send(Credit(capacity=9))
     stranger.send(make_group(0))
-    assert hear(stranger, Stop).refused
+    assert receive(stranger, Stop).refused
     assert running.events_of("group.accepted") == running.events_of("worker.replaced") == []
 
 
@@ -86,10 +86,10 @@ def test_the_learners_own_line_ends_with_the_services_words(start: Callable[...,
 def test_every_opening_and_every_ledger_names_the_run(start: Callable[..., Running], make_group: MakeGroup) -> None:
     running = start()
     learner, worker = running.learner(), running.worker()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     learner.send(Next(step=0))
-    assert hear(learner, ReceivedBatch).ledger.run == RUN
+    assert receive(learner, ReceivedBatch).ledger.run == RUN
     running.close()
     running = start()
     entries = list(read_journal(running.folder / "journal"))
@@ -188,14 +188,14 @@ def test_a_ledger_that_cannot_be_is_refused_in_one_line_and_the_run_is_served_on
 ) -> None:
     running = start()
     hello = Hello(run=RUN, role="learner", name="learner-0", version=PolicyVersion(1), ledger=ledger)
-    stop = hear(running.peer(hello), Stop)
+    stop = receive(running.peer(hello), Stop)
     assert stop.refused
     documented("learner-0 starts at version ..., but its ledger ...", stop.reason, 2)
     assert problem in stop.reason
     learner = running.learner(PolicyVersion(1), Ledger(below=2, cursors={"copy": 2}, run=RUN))
     assert isinstance(running.welcome, Welcome)
     worker = running.worker(version=V1)
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket, V1)
     learner.send(Next(step=1))
-    assert ids(hear(learner, ReceivedBatch)) == [2, 3]
+    assert ids(receive(learner, ReceivedBatch)) == [2, 3]

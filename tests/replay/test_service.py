@@ -23,10 +23,10 @@ from service_parts import (
     Running,
     ServiceProcess,
     answer,
-    hear,
-    hear_tickets,
     ids,
     make_config,
+    receive,
+    receive_tickets,
 )
 
 from streamrl.replay.journal import recorded_batches
@@ -124,10 +124,10 @@ def test_nothing_is_issued_beyond_the_slots_until_a_server_has_the_weights(
 ) -> None:
     running = start()
     worker, learner = running.worker(), running.learner()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     learner.send(Next(step=0))
-    received = hear(learner, ReceivedBatch)
+    received = receive(learner, ReceivedBatch)
     assert (received.stats["tokens_generated"], received.stats["groups"]) == (40, 2)
     assert received.stats["selection"]["selection/trained/groups"] == 2
     assert received.ledger is not None
@@ -135,7 +135,7 @@ def test_nothing_is_issued_beyond_the_slots_until_a_server_has_the_weights(
     assert worker.receive(0.3) is None  # consumed, and still charged
     running.announce(V1)
     worker.send(Applied(server="w-server", version=V1))
-    assert [(t.group_id, t.issued_version) for t in hear_tickets(worker, 2)] == [(4, V1), (5, V1)]
+    assert [(t.group_id, t.issued_version) for t in receive_tickets(worker, 2)] == [(4, V1), (5, V1)]
 
 
 def test_the_same_step_may_be_asked_for_again_and_a_wrong_one_ends_the_run(
@@ -143,17 +143,17 @@ def test_the_same_step_may_be_asked_for_again_and_a_wrong_one_ends_the_run(
 ) -> None:
     running = start()
     worker, learner = running.worker(), running.learner()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     for _ in range(2):
         learner.send(Next(step=0))
-        assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+        assert ids(receive(learner, ReceivedBatch)) == [0, 1]
     learner = running.learner()  # after a reconnect
     learner.send(Next(step=0))
-    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    assert ids(receive(learner, ReceivedBatch)) == [0, 1]
     assert len(running.events_of("batch")) == 2  # one for each start of a learner
     learner.send(Next(step=2))
-    assert "step 2 was asked for, 1 is next" in hear(learner, Stop).reason
+    assert "step 2 was asked for, 1 is next" in receive(learner, Stop).reason
     assert running.end() == 1
 
 
@@ -163,13 +163,13 @@ def test_a_group_with_bad_content_costs_its_attempt_not_the_service(
     running = start()
     worker = running.worker(capacity=1)
     running.learner()
-    (ticket,) = hear_tickets(worker, 1)
+    (ticket,) = receive_tickets(worker, 1)
     header, arena = encode_group(make_group(ticket.group_id), 1 << 20)
     worker._send([header, bytes(arena)[:-4]])
-    refused = hear(worker, Refused)
+    refused = receive(worker, Refused)
     assert (refused.group_id, refused.attempt) == (0, 0)
     assert "arena of 104 bytes, the header asks for 108" in refused.reason
-    (again,) = hear_tickets(worker, 1)
+    (again,) = receive_tickets(worker, 1)
     assert (again.group_id, again.attempt) == (0, 1)
     assert isinstance(answer(worker, make_group, again), Accepted)
 
@@ -179,7 +179,7 @@ def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
 ) -> None:
     running = start()
     worker, learner = running.worker(), running.learner()
-    ticket = hear_tickets(worker, 4)[0]
+    ticket = receive_tickets(worker, 4)[0]
     junk: list[list[bytes]] = [
         [b"", b"", b""],
         [b"junk"],
@@ -195,7 +195,7 @@ def test_malformed_messages_are_refused_counted_and_told_once_a_peer(
         learner._send(list(frames))
     stranger = Dealer(running.service.address, running.config.stream, name="stranger")
     stranger._send([b"junk"])
-    assert "refused: header" in hear(stranger, Stop).reason
+    assert "refused: header" in receive(stranger, Stop).reason
     stranger.close()
     assert isinstance(answer(worker, make_group, ticket), Accepted)
     assert running.service.core.malformed == 2 * len(junk)  # and the stranger's, less the learner's rightful Next
@@ -208,7 +208,7 @@ def test_damaged_messages_of_every_kind_leave_the_service_serving(
 ) -> None:
     running = start()
     worker, fuzzer, learner = running.worker(), running.worker("fuzzer", capacity=0), running.learner()
-    tickets = hear_tickets(worker, 4)
+    tickets = receive_tickets(worker, 4)
     random = Random(7)
     whole = [
         [encode(Heartbeat(tickets=((0, 0),), busy=1.0, generated=3))],
@@ -225,31 +225,31 @@ def test_damaged_messages_of_every_kind_leave_the_service_serving(
     for ticket in tickets:
         assert isinstance(answer(worker, make_group, ticket), Accepted)
     learner.send(Next(step=0))
-    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    assert ids(receive(learner, ReceivedBatch)) == [0, 1]
     assert running.service.core.malformed > 100
 
 
-def test_the_publisher_knows_the_servers_and_hears_what_became_of_its_versions(start: Callable[..., Running]) -> None:
+def test_the_publisher_knows_the_servers_and_learns_what_became_of_its_versions(start: Callable[..., Running]) -> None:
     running = start()
     publisher = running.publisher()
-    assert hear(publisher, Roster).servers == ()
+    assert receive(publisher, Roster).servers == ()
     worker = running.worker()
-    assert hear(publisher, Roster).servers == (ServerState(name="w-server", version=V0),)
+    assert receive(publisher, Roster).servers == (ServerState(name="w-server", version=V0),)
     publisher.send(Announce(version=V1))
     publisher.send(Publish(server="w-server", version=V1, manifest={"n": [1]}))
-    assert hear(worker, Publish).manifest == {"n": [1]}
+    assert receive(worker, Publish).manifest == {"n": [1]}
     worker.send(PublishFailed(server="w-server", version=V1, reason="no memory"))
-    assert hear(publisher, PublishFailed).reason == "no memory"
+    assert receive(publisher, PublishFailed).reason == "no memory"
     running.learner()
     assert worker.receive(0.3) is None  # no tickets for a server in an unknown state
     worker.send(Applied(server="w-server", version=V1))
-    assert hear(publisher, Applied).version == V1
-    assert hear(publisher, Roster).servers == (ServerState(name="w-server", version=V1),)
-    assert hear_tickets(worker, 4)[0].issued_version == V0
+    assert receive(publisher, Applied).version == V1
+    assert receive(publisher, Roster).servers == (ServerState(name="w-server", version=V1),)
+    assert receive_tickets(worker, 4)[0].issued_version == V0
     publisher.send(Publish(server="gone", version=V1, manifest={}))
-    assert hear(publisher, PublishFailed).reason == "no live worker owns this server"
+    assert receive(publisher, PublishFailed).reason == "no live worker owns this server"
     worker.send(Bye())
-    assert hear(publisher, Roster).servers == ()
+    assert receive(publisher, Roster).servers == ()
 
 
 def test_a_strangers_words_are_answered_by_one_introduce_and_its_hello_counts(
@@ -262,10 +262,10 @@ def test_a_strangers_words_are_answered_by_one_introduce_and_its_hello_counts(
     for _ in range(20):
         stranger.send(Heartbeat())
     stranger.send(make_group(0))
-    hear(stranger, Introduce)
+    receive(stranger, Introduce)
     stranger.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
     stranger.send(Credit(capacity=1))
-    (ticket,) = hear_tickets(stranger, 1)
+    (ticket,) = receive_tickets(stranger, 1)
     assert isinstance(answer(stranger, make_group, ticket), Accepted)
     assert running.service.core.malformed == 0
 
@@ -275,7 +275,7 @@ def test_a_run_without_a_journal_goes_on_from_the_checkpoints_version(start: Cal
     worker = running.worker(version=PolicyVersion(25))  # a server that outlived the learner
     running.learner(PolicyVersion(20, incarnation=1))
     assert running.welcome.published == PolicyVersion(25)
-    tickets = hear_tickets(worker, 4)
+    tickets = receive_tickets(worker, 4)
     assert [t.group_id for t in tickets] == [40, 41, 42, 43]
     assert {t.issued_version.step for t in tickets} <= {19, 20}
     assert not list((running.folder / "journal").glob("*"))
@@ -284,10 +284,10 @@ def test_a_run_without_a_journal_goes_on_from_the_checkpoints_version(start: Cal
 def test_the_end_waits_for_the_last_version_but_not_for_ever(start: Callable[..., Running]) -> None:
     running = start(publish={"timeout": 0.5}, run={"stop_timeout": 0.5})
     worker, learner = running.worker(), running.learner()
-    hear_tickets(worker, 4)
+    receive_tickets(worker, 4)
     learner.send(Finished(version=PolicyVersion(3)))
-    assert "complete" in hear(worker, Stop).reason  # after publish.timeout; it never applied version 3
-    assert "complete" in hear(learner, Stop).reason
+    assert "complete" in receive(worker, Stop).reason  # after publish.timeout; it never applied version 3
+    assert "complete" in receive(learner, Stop).reason
     assert running.end() == 0  # after run.stop_timeout; it never said Bye
 
 
@@ -298,11 +298,11 @@ def test_the_role_ends_cleanly_on_sigterm(start_process: Callable[..., ServicePr
     worker = Dealer(service.address, service.config.stream, name="w")
     worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
     worker.send(Credit(capacity=1))
-    hear_tickets(worker, 1)
-    hear(learner, Welcome)
+    receive_tickets(worker, 1)
+    receive(learner, Welcome)
     service.process.send_signal(signal.SIGTERM)
     for peer in (learner, worker):
-        assert "ended by SIGTERM" in hear(peer, Stop).reason
+        assert "ended by SIGTERM" in receive(peer, Stop).reason
         peer.close()
     assert service.process.wait(WAIT) == 0
     assert not (service.folder / "replay.address").exists()
@@ -314,11 +314,11 @@ def test_a_version_that_was_never_announced_is_refused_and_frees_nothing(
     running = start(run={"steps": 9})
     worker, learner = running.worker(), running.learner()
     running.announce(V1)
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     for step in range(2):
         learner.send(Next(step=step))
-        hear(learner, ReceivedBatch)
+        receive(learner, ReceivedBatch)
     for version in (PolicyVersion(7), PolicyVersion(1, incarnation=9), PolicyVersion(0, incarnation=1)):
         worker.send(Applied(server="w-server", version=version))
         assert worker.receive(0.3) is None, "slots of a version that nobody has"
@@ -327,7 +327,7 @@ def test_a_version_that_was_never_announced_is_refused_and_frees_nothing(
     documented("version ..., which server ... reports, was never announced", told["reason"], GOES_ON)
     assert running.service.core.malformed == 3
     worker.send(Applied(server="w-server", version=V1))
-    assert [ticket.group_id for ticket in hear_tickets(worker, 2)] == [4, 5]
+    assert [ticket.group_id for ticket in receive_tickets(worker, 2)] == [4, 5]
     learner = running.learner(PolicyVersion(2, incarnation=1))
     assert running.welcome.published == V1
 
@@ -364,7 +364,7 @@ def test_a_disk_that_fails_ends_the_role_with_one_line_and_the_next_goes_on_from
         learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="w-server", version=V0),)))
         worker.send(Credit(capacity=4))
-        tickets = hear_tickets(worker, 4)
+        tickets = receive_tickets(worker, 4)
         assert isinstance(answer(worker, make_group, tickets[0]), Accepted)
         (folder / "now").touch()
         worker.send(make_group(1))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from service_parts import RUN, V0, WAIT, MakeGroup, Running, ServiceProcess, answer, hear, hear_tickets
+from service_parts import RUN, V0, WAIT, MakeGroup, Running, ServiceProcess, answer, receive, receive_tickets
 
 from streamrl.replay.service import BURST
 from streamrl.stream.messages import (
@@ -47,7 +47,7 @@ def test_a_lease_that_is_over_gives_the_ticket_to_another_and_the_late_group_is_
     running = start(replay={"lease": 1.0})
     lost, heir = running.worker("lost", capacity=4), running.worker("heir", capacity=0)
     running.learner()
-    tickets = hear_tickets(lost, 4)
+    tickets = receive_tickets(lost, 4)
     lost.send(Credit(capacity=0))
     heir.send(Credit(capacity=4))
     again = beat_until_tickets(heir, 4)
@@ -64,7 +64,7 @@ def test_a_silent_worker_keeps_its_tickets_for_their_lease(
     running = start(generate={"heartbeat": 0.02}, replay={"lease": 60.0})
     worker = running.worker()
     running.learner()
-    ticket = hear_tickets(worker, 4)[0]
+    ticket = receive_tickets(worker, 4)[0]
     deadline = time.monotonic() + WAIT
     while not running.events_of("worker.silent") and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -76,7 +76,7 @@ def test_heartbeats_that_name_a_ticket_extend_its_lease(start: Callable[..., Run
     running = start(replay={"lease": 1.0})
     worker = running.worker()
     running.learner()
-    tickets = hear_tickets(worker, 4)
+    tickets = receive_tickets(worker, 4)
     named = tuple((t.group_id, t.attempt) for t in tickets[:3])
     deadline = time.monotonic() + WAIT
     again: list[Ticket] = []
@@ -93,13 +93,13 @@ def test_a_worker_that_says_bye_or_comes_back_as_a_new_process_loses_its_tickets
     running = start()
     first = running.worker("w")
     running.learner()
-    hear_tickets(first, 4)
+    receive_tickets(first, 4)
     first.close()
     second = running.worker("w")
-    assert [t.attempt for t in hear_tickets(second, 4)] == [1] * 4
+    assert [t.attempt for t in receive_tickets(second, 4)] == [1] * 4
     second.send(Bye())
     third = running.worker("other")
-    assert [t.attempt for t in hear_tickets(third, 4)] == [2] * 4
+    assert [t.attempt for t in receive_tickets(third, 4)] == [2] * 4
 
 
 def test_what_a_drained_worker_hands_back_is_issued_again_however_often_and_what_a_failed_one_left_is_not(
@@ -109,7 +109,7 @@ def test_what_a_drained_worker_hands_back_is_issued_again_however_often_and_what
     running.learner()
     for attempt in range(3):
         worker = running.worker(f"w{attempt}")
-        assert [ticket.attempt for ticket in hear_tickets(worker, 4)] == [attempt] * 4
+        assert [ticket.attempt for ticket in receive_tickets(worker, 4)] == [attempt] * 4
         if attempt < 2:
             worker.send(Credit(capacity=0))
         worker.send(Bye())
@@ -125,11 +125,11 @@ def test_a_worker_that_reconnects_keeps_the_tickets_that_it_names(
     running = start()
     before = running.worker("w")
     running.learner()
-    tickets = hear_tickets(before, 4)
+    tickets = receive_tickets(before, 4)
     kept = tuple((t.group_id, t.attempt) for t in tickets[:3])
     before.close()
     after = running.worker("w", tickets=kept)
-    assert [(t.group_id, t.attempt) for t in hear_tickets(after, 1)] == [(3, 1)]
+    assert [(t.group_id, t.attempt) for t in receive_tickets(after, 1)] == [(3, 1)]
     for ticket in tickets[:3]:
         assert isinstance(answer(after, make_group, ticket), Accepted)
 
@@ -138,7 +138,7 @@ def test_a_worker_that_outlives_the_service_keeps_the_leases_that_it_names(start
     first = start(replay={"lease": 1.0})
     worker = first.worker()
     first.learner()
-    tickets = tuple((t.group_id, t.attempt) for t in hear_tickets(worker, 4))
+    tickets = tuple((t.group_id, t.attempt) for t in receive_tickets(worker, 4))
     first.close()
     second = start(replay={"lease": 1.0})
     worker = second.worker(tickets=tickets[:3])
@@ -155,11 +155,11 @@ def test_a_group_that_is_sent_twice_is_accepted_twice_and_kept_once(
 ) -> None:
     running = start()
     worker, learner = running.worker(), running.learner()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         assert isinstance(answer(worker, make_group, ticket), Accepted)
         assert isinstance(answer(worker, make_group, ticket), Accepted)
     learner.send(Next(step=0))
-    received = hear(learner, ReceivedBatch)
+    received = receive(learner, ReceivedBatch)
     assert received.stats["tokens_generated"] == 40
     assert received.stats["groups"] == 2
     assert len(running.events_of("group.duplicate")) == 4
@@ -193,9 +193,9 @@ def test_a_second_worker_of_a_name_is_refused_while_the_first_speaks(start: Call
     running = start()
     first = running.worker("w")
     running.learner()
-    tickets = {(ticket.group_id, ticket.attempt) for ticket in hear_tickets(first, 4)}
+    tickets = {(ticket.group_id, ticket.attempt) for ticket in receive_tickets(first, 4)}
     second = running.worker("w")
-    hear(first, Introduce)
+    receive(first, Introduce)
     deadline = time.monotonic() + WAIT
     stop = None
     while stop is None and time.monotonic() < deadline:  # both speak, as workers do
@@ -216,11 +216,11 @@ def test_a_second_worker_of_a_name_is_refused_while_the_first_speaks(start: Call
 def test_a_worker_that_fell_silent_is_replaced_by_the_one_that_waits_for_its_name(
     start: Callable[..., Running],
 ) -> None:
-    """Its host is cut off: the connection stands, and nothing comes over it."""
+    """Its host is cut off: the connection stays open, and nothing comes over it."""
     running = start(generate={"heartbeat": 0.1})
     first = running.worker("w")
     running.learner()
-    hear_tickets(first, 4)
+    receive_tickets(first, 4)
     second = running.worker("w")
     deadline = time.monotonic() + WAIT
     again: list[Ticket] = []
@@ -235,14 +235,14 @@ def test_a_worker_that_fell_silent_is_replaced_by_the_one_that_waits_for_its_nam
     assert len(running.events_of("worker.replaced")) == 1
 
 
-def test_what_was_said_while_the_service_sat_in_a_long_fsync_is_heard_before_leases_end(
+def test_what_was_sent_while_the_service_was_in_a_long_fsync_is_read_before_leases_end(
     start: Callable[..., Running], make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More words than the service hears at once wait for it, and those that extend the leases are the last."""
+    """More words than the service reads at once wait for it, and those that extend the leases are the last."""
     running = start(replay={"lease": 1.0}, journal={"commit_seconds": 0.0})
     worker = running.worker()
     running.learner()
-    tickets = hear_tickets(worker, 4)
+    tickets = receive_tickets(worker, 4)
     fsync, slow = os.fdatasync, threading.Event()
 
     def fdatasync(file: int) -> None:
@@ -266,7 +266,7 @@ def test_what_was_said_while_the_service_sat_in_a_long_fsync_is_heard_before_lea
     assert not running.events_of("ticket.expired")
 
 
-def test_a_stopped_service_hears_its_workers_before_their_leases_end(
+def test_a_stopped_service_reads_its_workers_words_before_their_leases_end(
     start_process: Callable[..., ServiceProcess],
 ) -> None:
     """SIGSTOP for longer than a lease, then SIGCONT: its own absence counts against nobody."""
@@ -277,7 +277,7 @@ def test_a_stopped_service_hears_its_workers_before_their_leases_end(
         learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
         worker.send(Credit(capacity=4))
-        named = tuple((ticket.group_id, ticket.attempt) for ticket in hear_tickets(worker, 4))
+        named = tuple((ticket.group_id, ticket.attempt) for ticket in receive_tickets(worker, 4))
         for _ in range(3):
             worker.send(Heartbeat(tickets=named))
             time.sleep(0.3)
@@ -300,5 +300,5 @@ def test_a_gap_in_a_workers_words_is_answered_by_introduce(start: Callable[..., 
     running.learner()
     worker._numbers._sent += 3  # three words that never arrived
     worker.send(Heartbeat())
-    hear(worker, Introduce)
+    receive(worker, Introduce)
     assert [event["messages"] for event in running.events_of("replay.missed")] == [3]

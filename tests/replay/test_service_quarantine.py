@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from service_parts import RUN, V0, WAIT, MakeGroup, Running, ServiceProcess, answer, hear, hear_tickets, ids
+from service_parts import RUN, V0, WAIT, MakeGroup, Running, ServiceProcess, answer, ids, receive, receive_tickets
 from test_service_recovery import flip_a_byte
 
 from streamrl.replay.journal import recorded_batches
@@ -24,7 +24,7 @@ REASON = "IndexError: index out of range in self"
 
 def deliver(learner: Dealer, step: int) -> ReceivedBatch:
     learner.send(Next(step=step))
-    return hear(learner, ReceivedBatch)
+    return receive(learner, ReceivedBatch)
 
 
 def emptied(received: ReceivedBatch) -> list[bool]:
@@ -40,7 +40,7 @@ def trained(running: Running, make_group: MakeGroup, last: int) -> tuple[Dealer,
     worker, learner, publisher = running.worker(), running.learner(), running.publisher()
     ledgers: list[Ledger | None] = [None]
     for step in range(last + 1):
-        for ticket in hear_tickets(worker, 4 if step == 0 else 2):
+        for ticket in receive_tickets(worker, 4 if step == 0 else 2):
             answer(worker, make_group, ticket)
         ledgers.append(deliver(learner, step).ledger)
         running.announce(PolicyVersion(step + 1), publisher=publisher)
@@ -110,17 +110,17 @@ def test_rot_that_is_found_when_checkpoints_have_moved_on_costs_its_groups_alone
         for group_id in (10, 11):
             try:
                 flip_a_byte(segment, make_group(group_id, version=PolicyVersion(group_id // 2 - 1)))
-            except ValueError:  # it does not stand in this segment
+            except ValueError:  # it is not in this segment
                 assert content == segment.read_bytes()
     for step in range(5):
         assert ids(deliver(learner, step)) == [2 * step, 2 * step + 1]
     learner.send(Saved(version=PolicyVersion(4), oldest=4))
     learner.send(Next(step=5))
-    again = hear_tickets(worker, 2)
+    again = receive_tickets(worker, 2)
     assert [(ticket.group_id, ticket.attempt, ticket.prompt_index) for ticket in again] == [(10, 1, 10), (11, 1, 11)]
     for ticket in again:
         answer(worker, make_group, ticket, version=PolicyVersion(6))
-    assert ids(hear(learner, ReceivedBatch)) == [10, 11]
+    assert ids(receive(learner, ReceivedBatch)) == [10, 11]
     assert ids(deliver(learner, 6)) == [12, 13]
 
 
@@ -128,7 +128,7 @@ def test_a_record_that_is_another_groups_is_damage(start: Callable[..., Running]
     """The bytes of two whole records have changed places: every checksum holds."""
     running = start(run={"steps": 9}, journal={"segment": 1 << 12})
     worker, learner, _ = trained(running, make_group, 3)
-    hear_tickets(worker, 2)
+    receive_tickets(worker, 2)
     slots = running.service._durable.buffer.snapshot().slots
     here, there = (next(slot.place for slot in slots if slot.group_id == group_id) for group_id in (0, 1))
     assert isinstance(here, Place)
@@ -138,11 +138,11 @@ def test_a_record_that_is_another_groups_is_damage(start: Callable[..., Running]
         load_frames(running.folder / "journal", here, (0, 0))
     learner = running.learner(PolicyVersion(0, incarnation=1))
     learner.send(Next(step=0))
-    again = hear_tickets(worker, 2)
+    again = receive_tickets(worker, 2)
     assert [(ticket.group_id, ticket.attempt) for ticket in again] == [(0, 1), (1, 1)]
     for ticket in again:
         answer(worker, make_group, ticket)
-    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    assert ids(receive(learner, ReceivedBatch)) == [0, 1]
 
 
 def _exchange(folder: Path, one: Place, other: Place) -> None:
@@ -176,14 +176,14 @@ def test_the_limits_that_a_learner_told_are_known_to_the_next_service(
         hello = Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),))
         worker.send(hello)
         worker.send(Credit(capacity=2))
-        first, ticket = hear_tickets(worker, 2)
+        first, ticket = receive_tickets(worker, 2)
         answered = answer(worker, partial(make_group, tokens=2), first)
         assert isinstance(answered, Accepted)  # it is on the disk, and all that came before
         service.kill()
         service.start()
         worker.send(replace(hello, tickets=((ticket.group_id, ticket.attempt),)))
         worker.send(make_group(ticket.group_id, tokens=6))
-        assert "12 tokens, learner.tokens_per_micro_batch=9" in hear(worker, Refused).reason
+        assert "12 tokens, learner.tokens_per_micro_batch=9" in receive(worker, Refused).reason
     finally:
         learner.close()
         worker.close()

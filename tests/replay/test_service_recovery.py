@@ -25,9 +25,9 @@ from service_parts import (
     Running,
     ServiceProcess,
     answer,
-    hear,
-    hear_tickets,
     ids,
+    receive,
+    receive_tickets,
 )
 
 from streamrl.config import Config
@@ -236,21 +236,21 @@ def test_a_service_that_is_started_again_listens_where_the_killed_one_did_and_as
         learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         worker.send(hello)
         worker.send(Credit(capacity=9))
-        tickets = hear_tickets(worker, 4)
+        tickets = receive_tickets(worker, 4)
         for ticket in tickets[:2]:
             assert isinstance(answer(worker, make_group, ticket), Accepted)
         service.kill()
         service.start()
         assert service.address == address
         worker.send(make_group(2))  # nobody knows this worker: it has to come again
-        hear(worker, Introduce)
+        receive(worker, Introduce)
         worker.send(replace(hello, tickets=((2, 0), (3, 0))))
         worker.send(Credit(capacity=9))
         for ticket in tickets[2:]:
             assert isinstance(answer(worker, make_group, ticket), Accepted)
-        hear(learner, Welcome)  # the first service's
+        receive(learner, Welcome)  # the first service's
         learner.send(Heartbeat())
-        hear(learner, Introduce)
+        receive(learner, Introduce)
         learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         learner.send(Next(step=0))
         received = learner.receive(WAIT)
@@ -288,24 +288,24 @@ def test_a_learner_that_starts_again_gets_the_steps_behind_its_checkpoint_in_the
 ) -> None:
     running = start(run={"steps": 9})
     worker, learner = running.worker(), running.learner()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     ledgers: list[Ledger | None] = [None]
     for step in range(2):
         learner.send(Next(step=step))
-        ledgers.append(hear(learner, ReceivedBatch).ledger)
+        ledgers.append(receive(learner, ReceivedBatch).ledger)
     publisher = running.publisher()
-    hear(publisher, Roster)
+    receive(publisher, Roster)
     running.announce(V1, publisher=publisher)
     worker.send(Applied(server="w-server", version=V1))
-    hear(publisher, Applied)
+    receive(publisher, Applied)
     for again in (1, 0):
         learner = running.learner(PolicyVersion(again, incarnation=3 - again), ledgers[again])
         assert running.welcome.published == V1
         for step in range(again, 2):
             learner.send(Next(step=step))
-            assert ids(hear(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
-    assert [t.group_id for t in hear_tickets(worker, 2)] == [4, 5]
+            assert ids(receive(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
+    assert [t.group_id for t in receive_tickets(worker, 2)] == [4, 5]
 
 
 def test_a_failed_publish_does_not_outlive_the_learner_that_published(
@@ -314,21 +314,21 @@ def test_a_failed_publish_does_not_outlive_the_learner_that_published(
     """Version 2 failed; a learner that begins again at step 0 comes to it by what this server generates now."""
     running = start(run={"steps": 9}, journal={"keep": "none"})
     worker, learner, publisher = running.worker(), running.learner(), running.publisher()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     for step in range(2):
         learner.send(Next(step=step))
-        hear(learner, ReceivedBatch)
+        receive(learner, ReceivedBatch)
     running.announce(V1, PolicyVersion(2), publisher=publisher)
-    hear(publisher, Roster)
+    receive(publisher, Roster)
     worker.send(Applied(server="w-server", version=V1))
-    hear(publisher, Applied)
-    hear_tickets(worker, 2)
+    receive(publisher, Applied)
+    receive_tickets(worker, 2)
     worker.send(PublishFailed(server="w-server", version=PolicyVersion(2), reason="its rank is gone"))
     while not isinstance(publisher.receive(WAIT), PublishFailed):
         pass
     running.learner(PolicyVersion(0, incarnation=1))
-    assert [ticket.group_id for ticket in hear_tickets(worker, 4)] == [0, 1, 2, 3]
+    assert [ticket.group_id for ticket in receive_tickets(worker, 4)] == [0, 1, 2, 3]
 
 
 def test_steps_before_the_oldest_checkpoint_leave_the_disk(
@@ -337,10 +337,10 @@ def test_steps_before_the_oldest_checkpoint_leave_the_disk(
     running = start(run={"steps": 60}, journal={"keep": "resume", "segment": 1 << 12})
     worker, learner = running.worker(), running.learner()
     for step in range(30):
-        for ticket in hear_tickets(worker, 4 if step == 0 else 2):
+        for ticket in receive_tickets(worker, 4 if step == 0 else 2):
             answer(worker, make_group, ticket)
         learner.send(Next(step=step))
-        assert ids(hear(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
+        assert ids(receive(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
         version = PolicyVersion(step + 1)
         running.announce(version)
         worker.send(Applied(server="w-server", version=version))
@@ -354,7 +354,7 @@ def test_steps_before_the_oldest_checkpoint_leave_the_disk(
     assert int(max(segments).stem) > 4
     learner = running.learner(PolicyVersion(29, incarnation=1))
     learner.send(Next(step=29))
-    assert ids(hear(learner, ReceivedBatch)) == [58, 59]
+    assert ids(receive(learner, ReceivedBatch)) == [58, 59]
 
 
 def test_nothing_is_accepted_before_its_record_is_on_the_disk(
@@ -363,20 +363,20 @@ def test_nothing_is_accepted_before_its_record_is_on_the_disk(
     running = start(journal={"commit_seconds": 1.0, "commit_groups": 3})
     worker = running.worker()
     running.learner()
-    tickets = hear_tickets(worker, 4)
+    tickets = receive_tickets(worker, 4)
     for ticket in tickets[:2]:
         worker.send(make_group(ticket.group_id))
     assert worker.receive(0.3) is None  # two groups wait for a third, or for the second to be over
     worker.send(make_group(tickets[2].group_id))
     began = time.monotonic()
-    assert [hear(worker, Accepted).group_id for _ in range(3)] == [0, 1, 2]
+    assert [receive(worker, Accepted).group_id for _ in range(3)] == [0, 1, 2]
     assert time.monotonic() - began < WAIT
 
 
 def test_a_full_disk_stops_the_tickets_and_loses_nothing(
     start_process: Callable[..., ServiceProcess], make_group: MakeGroup
 ) -> None:
-    """RLIMIT_FSIZE of the service's process stands for the full disk."""
+    """RLIMIT_FSIZE of the service's process has the effect of a full disk."""
     service = start_process(run={"steps": 99}, replay={"groups_per_step": 2, "max_staleness": 9})
     worker = Dealer(service.address, service.config.stream, name="w")
     learner = Dealer(service.address, service.config.stream, name="learner-0")
@@ -385,7 +385,7 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
         learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
         worker.send(Hello(run=RUN, role="generator", name="w", servers=(ServerState(name="s", version=V0),)))
         worker.send(Credit(capacity=6))
-        tickets = hear_tickets(worker, 6)
+        tickets = receive_tickets(worker, 6)
         for ticket in tickets[:2]:
             assert isinstance(answer(worker, make_group, ticket), Accepted | Tickets)
         (segment,) = (service.folder / "journal").glob("*.journal")
@@ -402,9 +402,9 @@ def test_a_full_disk_stops_the_tickets_and_loses_nothing(
         assert worker.receive(1.5) is None  # neither Accepted nor a ticket
         assert service.process.poll() is None
         resource.prlimit(pid, resource.RLIMIT_FSIZE, unlimited)
-        heard: list[Message] = []
-        while not any(isinstance(message, Accepted) for message in heard):
-            heard.append(worker.receive(WAIT))  # type: ignore[arg-type]
+        messages: list[Message] = []
+        while not any(isinstance(message, Accepted) for message in messages):
+            messages.append(worker.receive(WAIT))  # type: ignore[arg-type]
         received = learner.receive(WAIT)
         while not isinstance(received, ReceivedBatch):
             received = learner.receive(WAIT)
@@ -434,13 +434,13 @@ def test_a_full_disk_does_not_keep_the_segments_that_would_free_it(
     running = start(run={"steps": 60}, journal={"keep": "resume", "segment": 1 << 12})
     worker, learner = running.worker(), running.learner()
     for step in range(20):
-        for ticket in hear_tickets(worker, 4 if step == 0 else 2):
+        for ticket in receive_tickets(worker, 4 if step == 0 else 2):
             answer(worker, make_group, ticket)
         learner.send(Next(step=step))
-        assert ids(hear(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
+        assert ids(receive(learner, ReceivedBatch)) == [2 * step, 2 * step + 1]
         running.announce(PolicyVersion(step + 1))
         worker.send(Applied(server="w-server", version=PolicyVersion(step + 1)))
-    tickets = hear_tickets(worker, 2)
+    tickets = receive_tickets(worker, 2)
     segments = len(list(folder.glob("*.journal")))
     assert segments > 4
     room[0] = sum(path.stat().st_size for path in folder.glob("*.journal"))
@@ -449,7 +449,7 @@ def test_a_full_disk_does_not_keep_the_segments_that_would_free_it(
     while not running.events_of("journal.full") and time.monotonic() < deadline:
         time.sleep(0.01)
     learner.send(Saved(version=PolicyVersion(20), oldest=20))
-    hear(worker, Accepted)
+    receive(worker, Accepted)
     assert len(running.events_of("journal.room")) == 1
     assert len(list(folder.glob("*.journal"))) < segments
 
@@ -463,15 +463,15 @@ def test_a_service_that_starts_on_a_full_disk_first_deletes_what_no_checkpoint_n
     folder = first.folder / "journal"
     worker, learner = first.worker(), first.learner()
     for step in range(10):
-        for ticket in hear_tickets(worker, 4 if step == 0 else 2):
+        for ticket in receive_tickets(worker, 4 if step == 0 else 2):
             answer(worker, make_group, ticket)
         learner.send(Next(step=step))
-        hear(learner, ReceivedBatch)
+        receive(learner, ReceivedBatch)
         first.announce(PolicyVersion(step + 1))
         worker.send(Applied(server="w-server", version=PolicyVersion(step + 1)))
     learner.send(Saved(version=PolicyVersion(10), oldest=10))
     deadline = time.monotonic() + WAIT
-    while any(slot.step is not None for slot in first.service._durable.buffer.snapshot().slots):  # it is not heard yet
+    while any(slot.step is not None for slot in first.service._durable.buffer.snapshot().slots):  # not received yet
         assert time.monotonic() < deadline
         time.sleep(0.01)
     first.close()
@@ -489,7 +489,7 @@ def test_a_service_that_starts_on_a_full_disk_first_deletes_what_no_checkpoint_n
 
 
 def flip_a_byte(segment: Path, group: Group) -> None:
-    """In the numbers of a group that stands in the segment."""
+    """In the numbers of a group that is in the segment."""
     _, arena = encode_group(group, 1 << 28)
     content = segment.read_bytes()
     place = content.index(bytes(arena))
@@ -503,21 +503,21 @@ def test_frames_that_are_found_damaged_at_their_delivery_are_generated_again(
 ) -> None:
     running = start(run={"steps": 9})
     worker, learner = running.worker(), running.learner()
-    for ticket in hear_tickets(worker, 4):
+    for ticket in receive_tickets(worker, 4):
         answer(worker, make_group, ticket)
     for step in range(2):
         learner.send(Next(step=step))
-        hear(learner, ReceivedBatch)
+        receive(learner, ReceivedBatch)
     (segment,) = (running.folder / "journal").glob("*.journal")
     flip_a_byte(segment, make_group(1))
     learner = running.learner(PolicyVersion(0, incarnation=1))
     learner.send(Next(step=0))
-    (again,) = hear_tickets(worker, 1)
+    (again,) = receive_tickets(worker, 1)
     assert (again.group_id, again.attempt, again.prompt_index) == (1, 1, 1)
     assert isinstance(answer(worker, make_group, again), Accepted)
-    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    assert ids(receive(learner, ReceivedBatch)) == [0, 1]
     learner.send(Next(step=1))
-    assert ids(hear(learner, ReceivedBatch)) == [2, 3]
+    assert ids(receive(learner, ReceivedBatch)) == [2, 3]
 
 
 def test_a_flipped_byte_in_the_journal_costs_that_group_alone(

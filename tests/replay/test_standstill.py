@@ -1,4 +1,4 @@
-"""A service whose run makes no step: when it gives the run up, what it says, and who hears it."""
+"""A service whose run makes no step: when it gives the run up, what it says, and who is told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from service_parts import V0, V1, MakeGroup, Running, answer, hear, hear_tickets, make_config
+from service_parts import V0, V1, MakeGroup, Running, answer, make_config, receive, receive_tickets
 
 from streamrl.config import Config
 from streamrl.progress import ProgressWatch
@@ -40,9 +40,9 @@ def test_a_run_without_generators_ends_with_the_reason_for_everybody(
 ) -> None:
     running = start(**QUICK)
     worker, learner = running.worker(), running.learner()
-    hear_tickets(worker, 4)
+    receive_tickets(worker, 4)
     learner.send(Next(step=0))
-    told = hear(learner, Stop)  # the worker says nothing more
+    told = receive(learner, Stop)  # the worker says nothing more
     code = running.end()
     documented("no learner step in run.progress_timeout=... s: no generator worker is there...", caplog.text, code)
     assert told.failed
@@ -52,9 +52,9 @@ def test_a_run_without_generators_ends_with_the_reason_for_everybody(
 def test_workers_that_deliver_nothing_end_the_run(start: Callable[..., Running], caplog: Any) -> None:
     running = start(**QUICK | {"generate": {"heartbeat": 20.0}})
     worker, learner = running.worker(), running.learner()
-    hear_tickets(worker, 4)
+    receive_tickets(worker, 4)
     learner.send(Next(step=0))
-    stops = hear(worker, Stop), hear(learner, Stop)
+    stops = receive(worker, Stop), receive(learner, Stop)
     code = running.end()
     documented(
         "no learner step in run.progress_timeout=... s: step ... has not all of its groups from ... generator workers",
@@ -69,10 +69,10 @@ def test_a_learner_that_hangs_in_its_step_ends_the_run(
 ) -> None:
     running = start(**QUICK | {"generate": {"heartbeat": 20.0}})
     worker, learner = running.worker(), running.learner()
-    for ticket in hear_tickets(worker, 4)[:2]:
+    for ticket in receive_tickets(worker, 4)[:2]:
         answer(worker, make_group, ticket)
     learner.send(Next(step=0))
-    hear(learner, ReceivedBatch)
+    receive(learner, ReceivedBatch)
     code = running.end()
     documented(
         "no learner step in run.progress_timeout=... s: the learner is at its step, and does not end it",
@@ -81,20 +81,20 @@ def test_a_learner_that_hangs_in_its_step_ends_the_run(
     )
 
 
-def test_the_workers_hear_of_steps_and_a_run_that_makes_them_goes_on(start: Callable[..., Running]) -> None:
+def test_the_workers_are_told_of_steps_and_a_run_that_makes_them_goes_on(start: Callable[..., Running]) -> None:
     running = start(**QUICK)
     worker, learner = running.worker(), running.learner()
-    hear_tickets(worker, 4)
+    receive_tickets(worker, 4)
     began, step = time.monotonic(), 0
-    heard: list[Progress] = []
+    received: list[Progress] = []
     while time.monotonic() - began < 2 * LIMIT:
         step += 1
         learner.send(Progress(version=PolicyVersion(step)))
         message = worker.receive(0.1)
-        heard += [message] if isinstance(message, Progress) else []
+        received += [message] if isinstance(message, Progress) else []
     assert running.thread.is_alive()
-    assert heard
-    assert [word.version for word in heard] == sorted({word.version for word in heard})
+    assert received
+    assert [word.version for word in received] == sorted({word.version for word in received})
 
 
 def test_a_run_that_has_finished_is_not_given_up(start: Callable[..., Running]) -> None:
@@ -108,9 +108,9 @@ def test_a_run_that_has_finished_is_not_given_up(start: Callable[..., Running]) 
 def test_a_learner_that_gives_up_ends_everybody_with_its_reason(start: Callable[..., Running]) -> None:
     running = start()
     worker, learner = running.worker(), running.learner()
-    hear_tickets(worker, 4)
+    receive_tickets(worker, 4)
     learner.send(GaveUp(reason="8 steps in a row made no update"))
-    assert hear(worker, Stop) == Stop(reason="8 steps in a row made no update", failed=True)
+    assert receive(worker, Stop) == Stop(reason="8 steps in a row made no update", failed=True)
     assert running.end() == 1
     assert [event["reason"] for event in running.events_of("gave_up")] == ["8 steps in a row made no update"]
 
@@ -119,7 +119,7 @@ def test_a_worker_whose_scorer_is_broken_ends_everybody_with_its_reason(start: C
     running = start()
     worker, learner = running.worker(), running.learner()
     worker.send(GaveUp(reason="ZeroDivisionError: reward.py, line 7"))
-    assert hear(learner, Stop) == Stop(reason="ZeroDivisionError: reward.py, line 7", failed=True)
+    assert receive(learner, Stop) == Stop(reason="ZeroDivisionError: reward.py, line 7", failed=True)
     assert running.end() == 1
 
 
@@ -129,7 +129,7 @@ def test_a_new_life_of_the_learner_is_as_good_as_a_step_and_the_same_once_more_i
     assert [herald.is_new_life(version) for version in lives] == [True, False, True]
 
 
-def test_workers_hear_of_the_newest_step_in_good_time_and_once() -> None:
+def test_workers_are_told_of_the_newest_step_in_good_time_and_once() -> None:
     herald = Herald(timeout=100.0)
     assert herald.due(0.0) is None
     herald.step(Progress(version=PolicyVersion(1)))

@@ -21,10 +21,10 @@ from service_parts import (
     Running,
     ServiceProcess,
     answer,
-    hear,
-    hear_tickets,
     ids,
     make_config,
+    receive,
+    receive_tickets,
 )
 
 from streamrl.config.replay import JournalConfig
@@ -110,10 +110,10 @@ def test_a_batch_waits_for_a_descriptor(
     monkeypatch.setattr("streamrl.replay.durable.DurableBuffer._frames", spent)
     monkeypatch.setattr("streamrl.replay.delivery.RETRY", 0.1)
     learner, worker = running.learner(), running.worker()
-    for ticket in hear_tickets(worker, 4)[:2]:
+    for ticket in receive_tickets(worker, 4)[:2]:
         answer(worker, make_group, ticket)
     learner.send(Next(step=0))
-    assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+    assert ids(receive(learner, ReceivedBatch)) == [0, 1]
     assert fails == []
     lines = [record.getMessage() for record in caplog.records if "cannot open a file" in record.getMessage()]
     assert len(lines) == 1
@@ -144,11 +144,11 @@ def test_strangers_who_only_connect_neither_end_the_service_nor_hold_up_its_peer
     try:
         assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE) == (256, 256)
         learner.send(Hello(run=RUN, role="learner", name="learner-0", version=V0))
-        hear(learner, Welcome)
+        receive(learner, Welcome)
         server = ServerState(name="s", version=V0)
         worker.send(Hello(run=RUN, role="generator", name="w", servers=(server,)))
         worker.send(Credit(capacity=99))
-        tickets = hear_tickets(worker, 4)
+        tickets = receive_tickets(worker, 4)
         before = len(segments(tmp_path / "journal"))
         for ticket in tickets[:2]:
             flood()
@@ -161,7 +161,7 @@ def test_strangers_who_only_connect_neither_end_the_service_nor_hold_up_its_peer
             time.sleep(0.01)
         late.close()
         learner.send(Next(step=0))
-        assert ids(hear(learner, ReceivedBatch)) == [0, 1]
+        assert ids(receive(learner, ReceivedBatch)) == [0, 1]
         assert len(segments(tmp_path / "journal")) > before
         for stranger in strangers:
             stranger.close()

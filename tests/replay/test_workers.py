@@ -149,7 +149,7 @@ def test_the_busy_share_is_taken_between_heartbeats() -> None:
     assert workers.busy() == pytest.approx(0.5)
 
 
-def test_drafts_are_counted_between_batches_and_anew_for_a_worker_that_begins_again() -> None:
+def test_drafts_are_counted_between_batches_and_from_zero_for_a_worker_that_begins_again() -> None:
     workers = Workers(1.0)
     join(workers, "a", 1, server("sa"))
     join(workers, "b", 1, server("sb"))

@@ -54,7 +54,7 @@ def test_a_prompt_goes_through_the_template_and_an_answer_ends_as_the_template_e
     assert made(folder, asked)[0] == [A, B, ASK, H]  # the tiny tokenizer knows no digit
 
 
-def test_each_turn_of_the_assistant_is_trained_and_what_stands_between_two_is_not(folder):
+def test_each_turn_of_the_assistant_is_trained_and_what_is_between_two_is_not(folder):
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "never read")]
     row = {"messages": [{"role": role, "content": text, "name": None} for role, text in turns]}
     ids, trained = made(folder, row, messages="messages")

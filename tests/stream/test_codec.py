@@ -88,7 +88,7 @@ def any_group(draw: st.DrawFn) -> Group:
 
 @st.composite
 def _branches(draw: st.DrawFn, samples: tuple[Sample, ...]) -> tuple[int, ...]:
-    """Of each rollout how many of these samples it has; a placeholder stands for a whole one."""
+    """Of each rollout how many of these samples it has; a placeholder represents a whole one."""
     counts: list[int] = []
     for place, sample in enumerate(samples):
         alone = sample.is_placeholder or (place > 0 and samples[place - 1].is_placeholder)

@@ -67,7 +67,7 @@ def test_a_group_that_was_decoded_is_encoded_again_without_a_copy() -> None:
     assert [bytes(frame) for frame in encode_group(decode_group(*frames), MAX, refuse)] == frames
 
 
-@pytest.mark.parametrize("anew", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize(
     "change",
     [
@@ -83,10 +83,10 @@ def test_a_group_that_was_decoded_is_encoded_again_without_a_copy() -> None:
     ids=["other order", "one less", "one twice", "placeholder", "own ids", "other log-probs", "extras", "prompts"],
 )
 def test_a_group_that_does_not_lie_as_it_travels_is_copied(
-    change: Callable[..., tuple[Sample, ...]], anew: bool
+    change: Callable[..., tuple[Sample, ...]], fresh: bool
 ) -> None:
     samples = change(in_one_piece().samples)
-    group = grouped(samples) if anew else replace(in_one_piece(), samples=samples)
+    group = grouped(samples) if fresh else replace(in_one_piece(), samples=samples)
     asked: list[int] = []
 
     def allocate(size: int) -> np.ndarray:

@@ -76,7 +76,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def is_served(router: Router, connect: Connect, stream: StreamConfig, keys: Path | None) -> bool:
-    """A peer with the run's key comes in and is heard."""
+    """A peer with the run's key comes in, and its words are received."""
     dealer = connect(router.address, stream, keys)
     dealer.send(Credit(capacity=1))
     deadline = time.monotonic() + WAIT
@@ -90,9 +90,9 @@ def is_served(router: Router, connect: Connect, stream: StreamConfig, keys: Path
 def spoken_to(connection: socket.socket) -> socket.socket:
     """Past the handshake of a socket without CURVE: what is said before the other end is ready is an error."""
     connection.sendall(GREETING % b"NULL".ljust(20, b"\0") + READY)
-    heard = b""
-    while b"Identity" not in heard:
-        heard += connection.recv(4096)
+    received = b""
+    while b"Identity" not in received:
+        received += connection.recv(4096)
     return connection
 
 
@@ -185,9 +185,7 @@ def test_a_message_that_never_ends_is_cut_off(
 ) -> None:
     frame = b"\x03" + size.to_bytes(8, "big") + bytes(size)  # a long one, and more follow
     connection = spoken_to(raw(open_router))
-    connection.settimeout(
-        3.0
-    )  # nobody reads the router meanwhile: what it was sent before it hung up stands in the way
+    connection.settimeout(3.0)  # nobody reads the router meanwhile: what it was sent before it hung up is in the way
     chunk = frame * max(1, 4096 // len(frame))
     assert pour(connection, chunk, 1000 * MESSAGE) < 1000 * MESSAGE
     assert open_router.receive(0.2) is None
@@ -309,13 +307,13 @@ def test_who_connects_again_and_again_to_a_reader_that_does_not_read_adds_nothin
     second.send(Credit(capacity=1))
     time.sleep(1.0)  # libzmq tries again ten times
     assert router.cut == 1
-    heard: list[bytes] = []
+    senders: list[bytes] = []
     deadline = time.monotonic() + WAIT
-    while b"second" not in heard:  # what is there is read: they come in
+    while b"second" not in senders:  # what is there is read: they come in
         assert time.monotonic() < deadline
         if (received := router.receive(0.1)) is not None:
-            heard.append(received.peer.partition(b":")[0])
-    assert heard[0] == b"first"
+            senders.append(received.peer.partition(b":")[0])
+    assert senders[0] == b"first"
 
 
 def test_a_parcel_server_lets_clients_in_again_when_it_has_read_what_one_has_left(
@@ -403,7 +401,7 @@ def test_a_door_that_fails_lets_nobody_in_tells_its_reader_and_holds_up_no_end(
     stranger.send(bytes(8) + encode(Credit(capacity=7)))
     peer.send(Credit(capacity=2))
     received = router.receive(WAIT)
-    assert received is not None  # who is inside is heard
+    assert received is not None  # the words of a peer inside are received
     assert decode(received.frames[0]) == Credit(capacity=2)
     assert router.receive(0.5) is None
     stranger.close(linger=0)

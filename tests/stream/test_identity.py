@@ -1,4 +1,4 @@
-"""The id of a run: one for a folder, whoever makes it, and what is of another run is told apart."""
+"""The id of a run: one for a folder, whichever process makes it, and what is of another run is told apart."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_a_peer_without_the_run_s_key_gets_nothing_and_is_counted(
     foreign.close()
 
 
-def test_whoever_does_not_speak_zeromq_is_hung_up_on(router: Router) -> None:
+def test_a_peer_that_does_not_speak_zeromq_is_hung_up_on(router: Router) -> None:
     host, port = router.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=10.0) as foreign:
         foreign.sendall(b"GET / HTTP/1.1\r\nHost: streamrl\r\n\r\n" + bytes(64))

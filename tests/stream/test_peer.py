@@ -37,13 +37,13 @@ def peer(config, service, tmp_path) -> Iterator[Peer]:
 
 
 def listen(peer: Peer, seconds: float) -> list[object]:
-    """What the peer hears in `seconds`, while it sends its heartbeats."""
-    heard, end = [], time.monotonic() + seconds
+    """What the peer receives in `seconds`, while it sends its heartbeats."""
+    messages, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
         peer.beat()
         if (received := peer.receive(0.02)) is not None:
-            heard.append(received)
-    return heard
+            messages.append(received)
+    return messages
 
 
 def test_the_opening_words_come_first(service, peer):

@@ -172,7 +172,7 @@ def test_a_service_that_was_started_again_misses_what_was_said_to_the_one_before
     assert second.missed == 1
     again.send(second.peer, Bye())
     assert dealer.receive(10.0) == Bye()
-    assert dealer.missed == 0  # the new service counts its words anew
+    assert dealer.missed == 0  # the new service counts its words from the start
     again.close()
 
 

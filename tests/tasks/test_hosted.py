@@ -161,11 +161,11 @@ def host(tmp_path: Path) -> Hosting:
 
 
 async def ticks(period: float = 0.02) -> None:
-    """Fails when the event loop stands still for as long as blocking code of the tasks would hold it."""
+    """Fails when the event loop is blocked for as long as blocking code of the tasks would hold it."""
     while True:
         before = time.monotonic()
         await asyncio.sleep(period)
-        assert time.monotonic() - before < TIMEOUT, "the event loop stood still"
+        assert time.monotonic() - before < TIMEOUT, "the event loop was blocked"
 
 
 def test_a_class_of_the_users_is_loaded_in_processes_of_its_own_and_never_here(host, tmp_path):
@@ -333,7 +333,7 @@ def test_a_group_of_several_turns_that_blocks_its_process_is_lost_and_the_next_o
             return await task.rollout_group(scripted([["a"]] * 4), prompt, 1)
 
     (rollout,) = go(play())
-    assert rollout.reward == 3.0  # its state began anew
+    assert rollout.reward == 3.0  # its state began from the start
 
 
 def test_a_course_of_its_own_asks_the_policy_and_its_tokenizer_over_the_pipe(host, scripted):

@@ -1,4 +1,4 @@
-"""Images of prompts: what a row may hold, where they stand in the question, and how they travel."""
+"""Images of prompts: what a row may hold, where they are in the question, and how they travel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_is_no_image_is_refused_in_one_line(tmp_path, entry, reason):
         image_references(entry, beside=tmp_path, folder=tmp_path)
 
 
-def test_images_stand_where_the_text_marks_them_or_before_it():
+def test_images_are_placed_where_the_text_marks_them_or_before_it():
     image, system = {"type": "image"}, Message(role="system", content="look")
     marked = Message(role="user", content="a <image>b<image>")
     assert with_images([system, marked], 2) == (

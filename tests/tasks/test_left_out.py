@@ -1,4 +1,4 @@
-"""Prompts that are too long: which index stands for which prompt where they are left out."""
+"""Prompts that are too long: which index means which prompt where they are left out."""
 
 from __future__ import annotations
 

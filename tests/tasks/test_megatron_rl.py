@@ -53,7 +53,7 @@ def task(tmp_path: Path):
 
 
 def rewards(environment: Environment, *answers: str, finish_reason: str = "stop") -> list[tuple[float, float]]:
-    """Reward and exactness of each, for the environment's first prompt; {} stands for its right answer."""
+    """Reward and exactness of each, for the environment's first prompt; {} represents its right answer."""
     prompt = environment.prompt(0)
     nothing = np.empty(0, np.int32)
 

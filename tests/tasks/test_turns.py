@@ -20,7 +20,7 @@ ARITHMETIC = {"dataset": "chain_sum", "params": {"min_terms": 2, "max_terms": 2}
 
 
 class Guessing(TurnByTurn):
-    """Says "higher" until it hears 3; each turn costs a tenth."""
+    """Says "higher" until it receives 3; each turn costs a tenth."""
 
     max_turns = 3
 

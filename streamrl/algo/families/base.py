@@ -1,4 +1,4 @@
-"""What a family of the policy loss is: what stands beside the importance weight, `L = -w S`.
+"""What a family of the policy loss is: the factor S beside the importance weight w in `L = -w S`.
 
 A family is a pure function of the tokens and of `log r = log pi - log pi_old`. The class is loaded by processes without
 torch: `surrogate` imports it, the module does not.

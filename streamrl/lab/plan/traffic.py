@@ -46,8 +46,8 @@ class PublishTime:
     """One version by one transport, in seconds."""
 
     transport: str
-    copy: float  # the learner stands still
-    pause: float  # one server stands still
+    copy: float  # the learner waits
+    pause: float  # one server is paused
     round: float  # until the last server has it
     impossible: str = ""  # why it cannot be used
     used: bool = False  # it is what the run publishes by

@@ -1,4 +1,4 @@
-"""The curves of the page: which metrics stand in which panel, and a run's values, few enough to be drawn."""
+"""The curves of the page: which metrics are in which panel, and a run's values, few enough to be drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from streamrl.lab.report.runs import Row, Run
 from streamrl.observe.metrics import METRICS
 from streamrl.types import FAILURES
 
-# of one curve. Of a longer run each point is the mean of the steps that it stands for, with their extremes beside it.
+# of one curve. Of a longer run each point is the mean of the steps that it represents, with their extremes beside it.
 POINTS = 600
 
 # of one metric in all runs together, which keeps the page small when there are many.

@@ -37,7 +37,7 @@ def render(data: Mapping[str, Any]) -> str:
 
 
 def embed(data: Mapping[str, Any]) -> str:
-    """JSON that can stand in an HTML script element; what is not a number in JSON is null."""
+    """JSON that can be put into an HTML script element; what is not a number in JSON is null."""
     return json.dumps(_finite(data), separators=(",", ":"), ensure_ascii=False).translate(_ESCAPES)
 
 

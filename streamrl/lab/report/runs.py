@@ -1,4 +1,4 @@
-"""What a run folder holds besides its journal: configuration, metrics, events, and how the run stands."""
+"""What a run folder holds besides its journal: configuration, metrics, events, and the state of the run."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _status(folder: Path, notes: Notes) -> tuple[str, bool]:
-    """How the run stands, in words, and whether that is well."""
+    """The state of the run, in words, and whether that is well."""
     if (stop := notes.stop) is not None:
         return str(stop["reason"]), stop["code"] == 0
     locks = folder / "locks"

@@ -21,7 +21,7 @@ const MODES = {
   version: {
     text: "version",
     has: true,
-    note: "by the age, in learner steps, of the version that generated a token; a bar stands where another goes on",
+    note: "by the age, in learner steps, of the version that generated a token; a bar marks where another one goes on",
   },
   ratio: {
     text: "log-prob ratio",
@@ -222,7 +222,7 @@ function samples() {
       { class: "soft small" },
       `${shownSteps.length} steps, of each one group and up to four of its answers, from best to worst; ${told}`,
       withSamples.some(({ run }) => !run.samples.has_text)
-        ? " No tokenizer was found: token ids stand for the texts."
+        ? " No tokenizer was found: token ids are shown instead of the texts."
         : "",
     ),
   );

@@ -1,4 +1,4 @@
-// The sections of the page, from the data that stands in it.
+// The sections of the page, from the data in it.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -138,7 +138,7 @@ function allCurves() {
   }
 }
 
-const SELECTION = "Selection"; // whose curves stand with the rest about it
+const SELECTION = "Selection"; // whose curves are shown with the rest about it
 
 const cardsOf = (name) => data.panels.filter((panel) => panel.section === name).map((panel) =>
   card(panel.title, panel.unit, panelLegend(panel), curves(panelLines(panel), panel.unit, () => view, marks)));

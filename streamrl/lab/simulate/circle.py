@@ -60,7 +60,7 @@ SIMULATIONS = 8  # whose mean is what is expected of a run
 TURN = 0.2  # seconds between two turns of the service's loop without a message, as in replay/service.py
 SHORTEST = 1e-4  # seconds between two turns, so that time passes
 
-# Heartbeats of a run that one of a simulation stands for: half of the silence after which a worker counts as lost.
+# Heartbeats of a run that one of a simulation replaces: half of the silence after which a worker counts as lost.
 BEATS = 5
 
 LEARNER, PUBLISHER = b"learner-0", b"publisher-0"

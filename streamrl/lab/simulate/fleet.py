@@ -63,7 +63,7 @@ class PublishFigures(Section):
     """What new weights cost."""
 
     pause: float = Field(ge=0, description="seconds that one server draws no token")
-    copy_seconds: float = Field(0.0, ge=0, description="seconds that the learner stands still")
+    copy_seconds: float = Field(0.0, ge=0, description="seconds that the learner waits")
     at_once: int = Field(1, ge=1, description="servers that are updated at the same time")
 
 

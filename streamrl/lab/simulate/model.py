@@ -26,7 +26,7 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What the next group is like: recorded groups drawn anew, whole, from those of about the same policy.
+    """What the next group is like: recorded groups drawn again, whole, from those of about the same policy.
 
     A group that is drawn whole keeps what its answers have in common: a hard prompt's are all long.
     """
@@ -69,7 +69,7 @@ class Model:
     server: ServerSpeed
     learner: Line  # a step against its trained tokens, without its waits and publishes
     update: Line  # a server's update against the samples that it has
-    copy: float = 0.0  # the learner stands still while its weights are copied for the publisher
+    copy: float = 0.0  # the learner waits while its weights are copied for the publisher
     announce: float = 0.0  # from there to the first server
     transfer: float = 0.0  # a publish to one server, without the server's update
     at_once: int = 1  # servers that are published to at the same time

@@ -41,7 +41,7 @@ class Site:
 
 
 class Frames(bytes):
-    """Stands for the frames of a group, which are passed on unread."""
+    """Replaces the frames of a group, which are passed on unread."""
 
     group: Group
 

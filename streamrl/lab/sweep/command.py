@@ -31,7 +31,7 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
     started, for a point that is no valid configuration.
     """
     if fresh and part != "all":
-        raise ConfigError("--fresh: nothing is started that could begin anew; allowed: without --print-jobs, --results")
+        raise ConfigError("--fresh: nothing is started here; allowed: without --print-jobs, --results")
     sweep = read(file, overrides)
     jobs = sweep.jobs()
     if part == "jobs":

@@ -1,4 +1,4 @@
-"""The sweep file and what it stands for: points, each with settings, and one job for every point and seed.
+"""The sweep file and what it means: points, each with settings, and one job for every point and seed.
 
 base: ../quickstart.yaml                  relative to the sweep file
 set: {publish.keep_every: 0}              of every point

@@ -57,7 +57,7 @@ def draw(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Path]:
 def reward_figure(sweep: Sweep, outcomes: Sequence[Outcome]) -> Figure:
     """Reward against steps, tokens and wall-clock: the mean over seeds and its 95 % interval.
 
-    A column for each panel; where there is one panel alone, its three pictures stand side by side.
+    A column for each panel; where there is one panel alone, its three pictures are side by side.
     """
     panels = _panels(outcomes)
     alone = len(panels) == 1

@@ -109,7 +109,7 @@ def reason(space: Space, before: Found | None, each: Found) -> str:
 
 
 def as_file(source: Source, overrides: Sequence[str]) -> str:
-    """A configuration that stands on the source's, with the overrides of both."""
+    """A configuration that builds on the source's, with the overrides of both."""
     tree: dict[str, Any] = {"base": str(source.path.absolute())}
     for word in (*source.given, *overrides):
         key, _, text = word.partition("=")

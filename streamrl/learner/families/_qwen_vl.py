@@ -1,4 +1,4 @@
-"""What the vision-language models of Qwen share: how `config.json` is read, and where features stand."""
+"""What the vision-language models of Qwen share: how `config.json` is read, and where features are placed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Multimodal rotary positions (Qwen2-VL, arXiv 2409.12191, section 2.1), and the angles that are made of them.
 
 text    time = row = column, which count up
-image   time stands still, row and column are those of the token in the image; the text behind goes on after the
+image   time does not change, row and column are those of the token in the image; the text behind goes on after the
         largest of them
 """
 

@@ -18,7 +18,7 @@ class VisionShape:
     ffn=4304, depth=27, out=4096, levels=3, sections=(24, 20, 20), interleaved=True, ...)`.
     """
 
-    image: int  # token in whose places the features of images stand
+    image: int  # token that the features of images replace
     merge: int  # patches along each side of a square that becomes one token
     patch: int  # pixels along each side of a patch
     temporal: int  # frames of a patch

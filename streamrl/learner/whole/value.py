@@ -25,7 +25,7 @@ class WholeValueModel(WholeModel):
         if self._head is None:
             raise ConfigError(
                 f"algo.advantage.estimator: gae needs a critic, and {shape.architecture} shows no output layer that "
-                "its head could stand in for; allowed: group"
+                "its head could replace; allowed: group"
             )
         self.inner.set_output_embeddings(self._entering)
         self.value_head = ValueHead(shape.hidden, getattr(torch, config.model.dtype)).to(device.torch_device)

@@ -32,7 +32,7 @@ class Sink(Choice, ABC):
 
     @abstractmethod
     def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Write the row of `step`, or further metrics of it; None stands for a number that is not finite."""
+        """Write the row of `step`, or further metrics of it; None means a number that is not finite."""
 
     @property
     def where(self) -> str | None:

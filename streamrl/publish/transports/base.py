@@ -41,8 +41,8 @@ class Costs:
 class Times:
     """What a plan says of one version, in seconds."""
 
-    copy: float  # the learner stands still
-    pause: float  # one server stands still
+    copy: float  # the learner waits
+    pause: float  # one server is paused
     round: float  # until the last server has it
 
 

@@ -1,6 +1,6 @@
 """In which order groups are consumed, and what bounds their age: admit, select, evict and capacity in one object.
 
-They stand together because the staleness bound follows from all four; apart, they would drift.
+They are together because the staleness bound follows from all four; apart, they would drift.
 
 Symbols: P groups make a step; N slots; W the window; v the step of the newest acknowledged weights; group ids
 count 0, 1, 2, ... in the order of issue.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class Order(Choice, ABC):
     """Which tickets may be issued, which groups make a step, whose slots are free again. No state.
 
-    A class of one's own stands on one of those in this folder, or on this one: then it gives `select` and
+    A class of one's own derives from one of those in this folder, or from this one: then it gives `select` and
     `worst_staleness`, and `allows` if it consumes a group before older ones.
     """
 
@@ -129,7 +129,7 @@ class Order(Choice, ABC):
     ) -> int:
         """r(i): the oldest step whose weights may generate the group, while `step` is the next to be consumed.
 
-        `slots` stands for fewer than `capacity` (`replay/adaptive.py`); `supply` has how many groups the weights of a
+        `slots` are fewer than `capacity` (`replay/adaptive.py`); `supply` has how many groups the weights of a
         step contain, where that is not P each.
         """
         last = group_id - (slots or self._slots)  # this one's slot must be free

@@ -16,7 +16,7 @@ class GymnasiumArguments(PlayedArguments):
 
     max_turns: int = Field(16, ge=1, description="steps of an episode")
     chat: bool = Field(True, description="ask through the model's chat template; false: plain text")
-    system: str | None = Field(None, description="what stands before the first observation; null: nothing")
+    system: str | None = Field(None, description="what comes before the first observation; null: nothing")
 
 
 class Gymnasium(Played):

@@ -56,7 +56,7 @@ class OpenEnvArguments(TaskArguments):
     reset: dict[str, Any] = Field(default_factory=dict, description="what is sent with reset, besides a seed")
     max_turns: int = Field(16, ge=1, description="steps of an episode")
     chat: bool = Field(True, description="ask through the model's chat template; false: plain text")
-    system: str | None = Field(None, description="what stands before the first observation; null: nothing")
+    system: str | None = Field(None, description="what comes before the first observation; null: nothing")
     timeout: float = Field(60.0, gt=0, description="seconds for one reset or step, or for a free session")
     parallel: int = Field(8, ge=1, description="sessions at once, of one worker")
     token_file: Path | None = Field(None, description="file with the bearer token that the server asks for")

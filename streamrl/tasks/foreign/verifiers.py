@@ -19,7 +19,7 @@ from streamrl.tasks.order import is_held_out, item_at
 # Of the library's classes those that play outside of this process: in rented sandboxes, containers or browsers.
 ELSEWHERE = ("SandboxEnv", "PythonEnv", "CliAgentEnv", "HarborEnv", "BrowserEnv", "OpenEnvEnv")
 
-# The library refuses an answer without text. It says something of the policy, so the rubric's reward stands.
+# The library refuses an answer without text. It says something of the policy, so the rubric's reward is kept.
 EMPTY = "EmptyModelResponseError"
 
 # Those of its errors that say nothing of the policy. An answer that the policy does not give, the worker knows of.

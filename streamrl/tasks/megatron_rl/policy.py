@@ -126,7 +126,7 @@ class PolicyInterface(ReturnsLogProbs, ReturnsRaw):
 
 
 def _sampling(asked: GenericGenerationArgs) -> dict[str, Any]:
-    """As `Inference.generate` takes it. Megatron's 0 of `top_k` and `top_p` stands for the whole vocabulary."""
+    """As `Inference.generate` takes it. Megatron's 0 of `top_k` and `top_p` means the whole vocabulary."""
     chosen = {
         "temperature": asked.temperature,
         "top_k": -1 if asked.top_k == 0 else asked.top_k,

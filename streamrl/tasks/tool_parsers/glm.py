@@ -21,7 +21,7 @@ _PAIR = re.compile(rf"<arg_key>{_INSIDE}</arg_key>\s*<arg_value>{_INSIDE}</arg_v
 
 
 class Glm(ToolParser):
-    """Arguments as pairs of tags; a text stands as it is, everything else as JSON."""
+    """Arguments as pairs of tags; a text is written as it is, everything else as JSON."""
 
     def split(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[Called]]:
         calls = [_call(match[1], tools) for match in _CALL.finditer(text)]

@@ -1,6 +1,6 @@
 """`llama_json`: the whole answer is `{"name": ..., "parameters": {...}}`, as Llama 3.1 to 3.3 write it.
 
-`<|python_tag|>` may stand before it; several calls are separated by `;`.
+`<|python_tag|>` may come before it; several calls are separated by `;`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _PARAMETER = re.compile(rf"<parameter=([^>\n]+)>\n?{_INSIDE}\n?</parameter>", re
 
 
 class QwenXml(ToolParser):
-    """Arguments in tags; a text stands as it is, everything else as JSON."""
+    """Arguments in tags; a text is written as it is, everything else as JSON."""
 
     def split(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[Called]]:
         calls = [_call(match[1], tools) for match in _CALL.finditer(text)]
