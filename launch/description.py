@@ -189,6 +189,6 @@ def _check(description: Description, config: Config) -> None:
         for name in pool.server_args:
             if name.replace("-", "_") in SECRET_ARGUMENTS:
                 raise ConfigError(
-                    f"generate.server_args: {name} would be written into what is rendered; allowed: the key in its file, see "
-                    "docs/security.md"
+                    f"generate.server_args: {name} would be written into what is rendered; allowed: the key in its "
+                    "file, see docs/security.md"
                 )

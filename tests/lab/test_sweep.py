@@ -219,11 +219,29 @@ def test_fresh_keeps_the_former_sweep_and_starts_a_new_one_and_failed_runs_make_
     assert (tmp_path / "sweeps" / "mine.1" / "results.json").exists()
 
 
-def test_a_run_whose_configuration_has_changed_is_not_taken_for_done(make_sweep):
+def test_a_run_with_steps_of_other_settings_is_neither_done_nor_gone_on_with(make_sweep, tmp_path, capsys):
     file = make_sweep(seeds=[1])
     run(file, Trained())
-    run(file, again := Trained(), "algo.eps_low=0.1")
-    assert again.runs == ["base-seed1"]  # where `train` refuses it, or resumes it
+    for override, was in (("algo.eps_low=0.1", "0.2"), ("replay.release=eager", "just_in_time"), ("run.steps=2", "3")):
+        assert run(file, again := Trained(), override) == ["base-seed1"]
+        assert again.runs == []
+        key, now = override.split("=")
+        folder = tmp_path / "sweeps" / "mine" / "runs" / "base-seed1"
+        assert (
+            f"base-seed1: FAILED: {key}: {now}, and 3 steps in {folder} were made with {was}; allowed: the same, without "
+            "that folder, or --fresh"
+        ) in capsys.readouterr().out
+    assert run(file, longer := Trained(), "run.steps=5") == []
+    assert longer.runs == ["base-seed1"]
+    assert run(file, done := Trained(), "run.steps=5", "run.exit_interval=5") == []
+    assert done.runs == []
+
+
+def test_a_run_that_made_no_step_may_have_other_settings(make_sweep):
+    file = make_sweep(seeds=[1])
+    assert run(file, Trained({"base-seed1": 1})) == ["base-seed1"]
+    assert run(file, again := Trained(), "algo.eps_low=0.1") == []
+    assert again.runs == ["base-seed1"]
 
 
 def test_a_signal_ends_the_sweep_with_130_and_the_next_start_goes_on(make_sweep):

@@ -32,7 +32,9 @@ INTERRUPTED = 130  # the exit code of a run that ended at a signal
 SECONDS = "seconds.json"
 
 # What differs between a recorded run and the same one today, and does not change it.
-OF_THE_SWEEP = ("run.folder", "generate.attach", "stream.keys", "observe.console")
+OF_THE_SWEEP = (
+    "run.folder", "run.exit_interval", "run.exit_duration", "generate.attach", "stream.keys", "observe.console"
+)  # fmt: skip
 
 
 class Interrupted(Exception):
@@ -92,10 +94,15 @@ def seconds_left(sweep: Sweep, jobs: Sequence[Job]) -> float | None:
 
 def is_done(job: Job) -> bool:
     """Whether the run has all its steps, with the same configuration as now."""
-    folder = job.config.run_folder
-    if not (folder / RECORD).exists() or steps_of(job) < job.config.run.steps:
+    if not (job.config.run_folder / RECORD).exists() or steps_of(job) < job.config.run.steps:
         return False
-    return set(config_file.changed(load_run(folder), absolute(with_local_models(job.config)))) <= set(OF_THE_SWEEP)
+    return not _changed(job)
+
+
+def _changed(job: Job) -> list[str]:
+    """The keys of the run that is there that have another value now."""
+    differ = config_file.changed(load_run(job.config.run_folder), absolute(with_local_models(job.config)))
+    return [key for key in differ if key not in OF_THE_SWEEP]
 
 
 def steps_of(job: Job) -> int:
@@ -114,6 +121,7 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
     log = sweep.folder / "logs" / f"{job.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
+        _check_settings(job)
         config = _attached(sweep, job, servers)
         is_new, began = steps_of(job) == 0, time.monotonic()
         with log.open("a") as output, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -131,6 +139,24 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
     if is_new:
         _keep_seconds(sweep, job, time.monotonic() - began)
     return None
+
+
+def _check_settings(job: Job) -> None:
+    """Steps that were made with other settings would pass for steps of these. Raises ConfigError.
+
+    A run may go on to more steps than it had.
+    """
+    if (steps := steps_of(job)) == 0:
+        return
+    folder = job.config.run_folder
+    goes_on = job.config.run.steps > steps
+    for key in _changed(job):
+        if key != "run.steps" or not goes_on:
+            was, now = (config_file.value_at(config, key) for config in (load_run(folder), job.config))
+            raise ConfigError(
+                f"{key}: {now}, and {steps} steps in {folder} were made with {was}; allowed: the same, without that "
+                "folder, or --fresh"
+            )
 
 
 def _seconds(sweep: Sweep) -> dict[str, float]:
