@@ -37,6 +37,8 @@ PAGES = Path(__file__).parents[1] / "docs"
 
 DIGITS = 6  # significant ones of a stored figure
 
+KEPT = ("base", "axis", "baseline", "target", "common", "seeds")  # of a sweep, but for its points
+
 HEADS = {"reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats"}  # where not the figure's name
 
 _PART = re.compile(
@@ -55,7 +57,7 @@ Rows = list[list[str]]  # of a table, its head first
 
 
 def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of results.json. Raises ValueError for an absolute path in a setting.
+    """What is kept of results.json. Raises ValueError for an absolute path in a setting, or code of no commit.
 
     `commits`: of the code that the runs were made with. `machine`: fields of `benchmarks.suite.Machine`.
     """
@@ -63,19 +65,21 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
     settings = [*results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
     if absolute := [setting for setting in settings if _ABSOLUTE.search(setting)]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
+    if changed := [commit for commit in commits if commit.endswith("-dirty")]:
+        raise ValueError(f"{name}: {changed[0]}, its code is of no commit; allowed: runs of a clone without changes")
     kept = ("name", "column", "series", "settings", "baseline")
     return {
         "sweep": name,
         "machines": [dict(machine)],
         "commits": list(commits),
-        **{key: results[key] for key in ("axis", "baseline", "target", "common", "seeds")},
+        **{key: results[key] for key in KEPT},
         "points": [{**{key: point[key] for key in kept}, "runs": _rounded(point["runs"])} for point in points],
     }
 
 
 def joined(before: Stored, now: Stored) -> dict[str, Any]:
     """All runs of two parts of one sweep, those of `now` where both have one. Raises ValueError for other settings."""
-    differ = [key for key in ("axis", "baseline", "target", "common", "seeds") if before[key] != now[key]]
+    differ = [key for key in KEPT if before[key] != now[key]]
     if _settings(before) != _settings(now):
         differ.append("points")
     if differ:

@@ -34,7 +34,7 @@ import yaml
 
 from benchmarks.balanced_run import ALPHABET, write_model
 from benchmarks.drawn_lengths import LONGEST, SERVER_ARGUMENTS
-from benchmarks.tune_grid import Kept, Overrides, Verdict, grid, verdict, with_its_micro_batch
+from benchmarks.tune_grid import Comparison, Kept, Overrides, grid, with_its_micro_batch
 from launch import tiny_model
 from streamrl.config import file as config_file
 from streamrl.engine.server import serving
@@ -50,7 +50,6 @@ from streamrl.observe.metrics import read_metrics
 
 BAR = 0.95
 OLDEST = 4.0  # bound, of the grid and of the choice
-MICRO_BATCHES = ("", " with its micro batch")  # of the best, in both comparisons
 BEST = 3  # of the grid, that run again beside the choice
 TIMEOUT = 900.0  # seconds of one run
 
@@ -137,7 +136,7 @@ class Bench:
                 bar.advance()
         return rates
 
-    def run(self) -> tuple[list[Verdict], dict[str, Any]]:
+    def run(self) -> tuple[list[Comparison], dict[str, Any]]:
         """The choice against the best of the grid, then against that with the choice's micro batch."""
         settings = grid(self.config)[:: 1 if self._form.settings is None else -5][: self._form.settings]
         rounds = self._form.rounds
@@ -155,12 +154,11 @@ class Bench:
                 once[each] = self.measure(each, 0)
                 bar.advance()
             best = sorted(once, key=lambda each: -once[each][0])[:BEST]
-            rates = self.in_turns((choice, *best), 1, bar)
-            judged = [verdict(rates[choice], {each: rates[each] for each in best})]
-            turned = [rates]
-            if (harder := with_its_micro_batch(judged[0].best, choice)) != judged[0].best:
-                turned.append(self.in_turns((choice, harder), 1 + rounds, bar))
-                judged.append(verdict(turned[1][choice], {harder: turned[1][harder]}))
+            compared = [Comparison.of("", choice, self.in_turns((choice, *best), 1, bar))]
+            best_of_grid = compared[0].verdict.best
+            if (harder := with_its_micro_batch(best_of_grid, choice)) != best_of_grid:
+                rates = self.in_turns((choice, harder), 1 + rounds, bar)
+                compared.append(Comparison.of(" with its micro batch", choice, rates))
         predicted = {"rate": chosen.choice.figures.sustained, "age": chosen.choice.figures.staleness_mean}
         row = {
             "name": self.name,
@@ -168,30 +166,34 @@ class Bench:
             "predicted": predicted,
             "grid": [{"overrides": list(each), "rate": rate, "age": age} for each, (rate, age) in once.items()],
             "turns": [
-                [{"overrides": list(each), "rates": values, "age": self.age(each)} for each, values in rates.items()]
-                for rates in turned
+                [
+                    {"overrides": list(each), "rates": values, "age": self.age(each)}
+                    for each, values in comparison.rates.items()
+                ]
+                for comparison in compared
             ],
         }
-        _print(row, judged)
-        return judged, row
+        _print(row, compared)
+        return compared, row
 
     def age(self, overrides: Overrides) -> float:
         """The mean age of what is trained, over all rounds in turns."""
         return statistics.mean(self._kept.ages(self.name, overrides, self._form.steps))
 
 
-def _print(row: dict[str, Any], judged: Sequence[Verdict]) -> None:
+def _print(row: dict[str, Any], compared: Sequence[Comparison]) -> None:
     for each in row["grid"]:
         print(f"  {each['rate']:8,.0f} tokens/s, mean age {each['age']:.2f}: {' '.join(each['overrides'])}")
     predicted = row["predicted"]
     print(f"  in turns; of the choice {predicted['rate']:,.0f} tokens/s and {predicted['age']:.2f} are predicted:")
-    for turns, found, told in zip(row["turns"], judged, MICRO_BATCHES, strict=False):
+    for turns, comparison in zip(row["turns"], compared, strict=True):
         for each in turns:
             mark = "(the choice) " if each["overrides"] == row["choice"] else ""
             rate = statistics.median(each["rates"])
             print(f"  {rate:8,.0f} tokens/s, mean age {each['age']:.2f}: {mark}{' '.join(each['overrides'])}")
+        found = comparison.verdict
         interval, best = f"{found.low:.3f} .. {found.high:.3f}", " ".join(found.best)
-        print(f"{row['name']}: {found.ratio:.3f} ({interval}) of the best{told}, {best}", flush=True)
+        print(f"{row['name']}: {found.ratio:.3f} ({interval}) of the best{comparison.told}, {best}", flush=True)
 
 
 @contextmanager
@@ -209,19 +211,20 @@ def bench(name: str, folder: Path, form: Form) -> Iterator[Bench]:
 def main() -> int:
     options = _parse()
     form = QUICK if options.quick else FULL
-    judged: dict[str, list[Verdict]] = {}
+    compared: dict[str, list[Comparison]] = {}
     rows = []
     with tempfile.TemporaryDirectory(prefix="streamrl-tune-") as own:
         root = (options.folder or (Path(own) if options.quick else Path("runs/bench-tune"))).absolute()
         for name in (options.only,) if options.only else NAMES[: 1 if options.quick else None]:
             with bench(name, root / name, form) as found:
-                judged[name], row = found.run()
+                compared[name], row = found.run()
                 rows.append(row)
-    missed = [name for name, each in judged.items() if each[0].ratio < BAR]
+    missed = [name for name, (of_grid, *_) in compared.items() if of_grid.verdict.ratio < BAR]
     ratios = [
-        {"name": f"choice of the best{told}, {name}", "median": each.ratio, "low": each.low, "high": each.high}
-        for name, both in judged.items()
-        for each, told in zip(both, MICRO_BATCHES, strict=False)
+        {"name": f"choice of the best{each.told}, {name}", "median": found.ratio, "low": found.low, "high": found.high}
+        for name, comparisons in compared.items()
+        for each in comparisons
+        for found in (each.verdict,)
     ]
     if options.json is not None:
         options.json.write_text(json.dumps({"quick": options.quick, "ratios": ratios, "rows": rows}, indent=1) + "\n")

@@ -47,8 +47,11 @@ class Kept:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._known = {self._key(row): (row["rate"], row["age"]) for row in map(json.loads, lines)}
+        text = path.read_text() if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # a write was interrupted
+            path.write_text(whole)
+        self._known = {self._key(row): (row["rate"], row["age"]) for row in map(json.loads, whole.splitlines())}
 
     @staticmethod
     def _key(row: Mapping[str, object]) -> str:
@@ -98,3 +101,17 @@ def verdict(choice: Sequence[float], others: Mapping[Overrides, Sequence[float]]
     drawn = sorted(ratio(rng.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
     low, high = drawn[math.floor(0.025 * RESAMPLES)], drawn[math.ceil(0.975 * RESAMPLES) - 1]
     return Verdict(best, ratio(rounds), low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The choice in turns with others."""
+
+    told: str  # what the others are the best of
+    rates: Mapping[Overrides, Sequence[float]]  # tokens/s of each by round, the choice's among them
+    verdict: Verdict
+
+    @classmethod
+    def of(cls, told: str, choice: Overrides, rates: Mapping[Overrides, Sequence[float]]) -> Comparison:
+        others = {each: values for each, values in rates.items() if each != choice}
+        return cls(told, rates, verdict(rates[choice], others))

@@ -39,9 +39,16 @@ def _run(config: Config, *, fresh: bool = False) -> int:
 
 
 def sweep(options: argparse.Namespace) -> int:
+    from streamrl.api.launching import launched
     from streamrl.lab.sweep import command
+    from streamrl.lab.sweep.runner import INTERRUPTED
 
-    return command.main(options.file, options.override, _run, part=options.part, fresh=options.fresh)
+    def train(config: Config) -> int:
+        with launched(config) as supervisor:
+            code = supervisor.run()
+        return INTERRUPTED if supervisor.interrupts else code  # also one that could save nothing
+
+    return command.main(options.file, options.override, train, part=options.part, fresh=options.fresh)
 
 
 def replay(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import logging
 import os
 import select
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -73,9 +72,15 @@ def die_with(parent: int) -> None:
 
 
 @contextmanager
-def unwinding_at_sigterm() -> Iterator[None]:
-    """SIGTERM raises SystemExit (143) within, so that what was begun is ended on the way out. Main thread only."""
-    former = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+def unwinding_at_sigterm(
+    exception: Callable[[int], BaseException] = lambda number: SystemExit(128 + number),
+) -> Iterator[None]:
+    """SIGTERM raises an exception within, so that what was begun is ended on the way out. Main thread only."""
+
+    def handle(number: int, frame: object) -> None:
+        raise exception(number)
+
+    former = signal.signal(signal.SIGTERM, handle)
     try:
         yield
     finally:

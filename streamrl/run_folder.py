@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
@@ -22,6 +21,7 @@ from streamrl.config.refused import Refusals
 from streamrl.config.senseless import warnings
 from streamrl.hub.model import recorded_model
 from streamrl.hub.repository import model_of
+from streamrl.locks import locked, locks
 from streamrl.model_dtype import with_dtype
 from streamrl.places import RECORD, absolute, load_run
 from streamrl.preflight.epochs import with_steps
@@ -157,11 +157,10 @@ def _lock_file(config: Config) -> Path:
 
 def _locked(config: Config, path: Path, flags: int) -> int:
     try:
-        handle = os.open(path, flags, 0o644)
+        handle = locked(path, flags)
     except OSError as error:
         raise ConfigError(f"run.folder: {path}: {error.strerror}; allowed: a folder that can be written") from None
-    if not _locks(handle):
-        os.close(handle)
+    if handle is None:
         raise ConfigError(
             f"run.name: {config.run_folder} is in use by another `streamrl train`; allowed: another run.name"
         )
@@ -178,20 +177,12 @@ def claim(run_folder: Path, role: str, timeout: float) -> int:
     path.parent.mkdir(exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + timeout
-    while not _locks(handle):
+    while not locks(handle):
         if time.monotonic() > deadline:
             os.close(handle)
             raise ConfigError(f"{path}: another process is {role} of this run and does not end; allowed: one of each")
         time.sleep(CLAIM_POLL)
     return handle
-
-
-def _locks(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _set_aside(folder: Path) -> None:

@@ -139,7 +139,7 @@ class Server:
                 start_new_session=True,
                 env={
                     **os.environ,
-                    **_environment(config),
+                    **server_environment(config),
                     **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
                     **key_environment(keys),
                     "TMPDIR": str(self.scratch),
@@ -290,7 +290,7 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _environment(config: Config) -> dict[str, str]:
+def server_environment(config: Config) -> dict[str, str]:
     """What SGLang takes from the environment alone."""
     chosen = {"HF_HUB_OFFLINE": "1"}  # the model is a folder; without it, a lookup that times out on a closed network
     if not config.learner.keeps_vision:

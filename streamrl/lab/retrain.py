@@ -57,9 +57,10 @@ OUTPUT = ("run.folder", "run.name")
 def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequence[str] = ()) -> int:
     """Train again into `output` and print the digest of the weights, and how they compare with those of the run.
 
-    `changes`: key=value, what is done differently. Returns 0, or 1 when nothing that changes weights was changed
-    and the run's kept weights of that step differ. With more than one rank the command starts itself again under
-    torchrun. Raises ConfigError for a key that would change what the recorded data means.
+    `changes`: key=value, what is done differently. Returns 0, or 1 when the groups of a step cannot be read, or when
+    nothing that changes weights was changed and the run's kept weights of that step differ. With more than one rank
+    the command starts itself again under torchrun. Raises ConfigError for a key that would change what the recorded
+    data means.
     """
     if "RANK" not in os.environ:
         check_new_folder("--output", output)
@@ -76,9 +77,12 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
         config_file.save(config, output / "config.yaml")
         for key in changed:
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
-    with Bar("retrain", "steps", _steps(run_folder, steps)) as bar:
+    count = _steps(run_folder, steps)
+    with Bar("retrain", "steps", count) as bar:
         trainer = run_recorded(config, output, bar.over(islice(batches(run_folder), steps)))
     try:
+        if (trained := trainer.version.step) < max(1, count):
+            return _lacking(run_folder, trained, count) if trainer.rank == 0 else 1
         if config.checkpoint.export:
             trainer.export_model()
         weights = {name: tensor.cpu() for name, tensor in trainer.export()}
@@ -96,6 +100,13 @@ def _steps(run_folder: Path, steps: int | None) -> int:
     """How many are trained: `steps` of those that are recorded, or all."""
     recorded = sum(1 for _ in read_metrics(run_folder))
     return recorded if steps is None else min(steps, recorded)
+
+
+def _lacking(run_folder: Path, trained: int, count: int) -> int:
+    """Tell that the journal ends before the run did, or has no step. Returns 1."""
+    verify = f"; `streamrl journal {run_folder} --verify` says where its journal is damaged" if count else ""
+    print(f"streamrl: the groups of {trained} steps of {run_folder} can be read, of {count}{verify}", file=sys.stderr)
+    return 1
 
 
 def _check(run_folder: Path, recorded: Config, config: Config, changed: Sequence[str]) -> None:

@@ -55,6 +55,7 @@ def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
     seeds = list(range(1, 1 + max(map(len, rewards.values()))))
     head = {
         "sweep": "mine",
+        "base": "configs/quickstart.yaml",
         "axis": "point",
         "baseline": baseline,
         "common": ["run.steps=9"],
@@ -87,7 +88,9 @@ def test_each_stored_sweep_is_on_a_page_and_of_its_file_as_it_is():
         assert {point["name"]: (point["settings"], point["baseline"]) for point in kept["points"]} == {
             point.name: (point.settings, point.baseline) for point in now.points
         }
-        assert (kept["common"], kept["baseline"], kept["seeds"]) == (list(now.common), now.baseline, list(now.seeds))
+        assert kept["base"] == str(now.base.relative_to(ROOT) if now.base.is_absolute() else now.base)
+        assert (kept["common"], kept["seeds"]) == (list(now.common), list(now.seeds))
+        assert (kept["axis"], kept["baseline"], kept["target"]) == (now.axis, now.baseline, now.target)
 
 
 def test_the_pictures_are_of_the_stored_sweeps():
@@ -125,6 +128,11 @@ def test_stored_sweeps_stay_small():
 def test_the_figures_of_each_run_are_kept_with_six_digits_and_where_they_come_from(sweep):
     assert sweep["points"][0]["runs"]["2"] == {"reward": 0.7, "KL": 0.0123457}
     assert (sweep["commits"], sweep["machines"]) == (["abc1234"], [MACHINE])
+
+
+def test_a_sweep_of_changed_code_is_not_stored():
+    with pytest.raises(ValueError, match="mine: abc1234-dirty, its code is of no commit"):
+        stored(results({"default": [0.5]}), ["abc1234-dirty"], MACHINE)
 
 
 @pytest.mark.parametrize("setting", ["model.path=/home/me/tiny", "task.args={file: '/data/a b'}", "a=[x, /y]"])

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from benchmarks.tune import DRAWN
-from benchmarks.tune_grid import Kept, grid, verdict, with_its_micro_batch
+from benchmarks.tune_grid import Comparison, Kept, grid, verdict, with_its_micro_batch
 from streamrl.config import file as config_file
 from streamrl.lab.tune.runs import MICRO_BATCH
 
@@ -39,6 +39,22 @@ def test_the_best_setting_takes_the_choices_micro_batch_where_it_has_one() -> No
     best = ("replay.max_staleness=2",)
     assert with_its_micro_batch(best, ("learner.tokens_per_micro_batch=64", "x=1")) == (*best, f"{MICRO_BATCH}=64")
     assert with_its_micro_batch(best, ("x=1",)) == best
+
+
+def test_an_interrupted_write_costs_its_own_line_alone(tmp_path: Path) -> None:
+    path = tmp_path / "measured.jsonl"
+    Kept(path).add("a", ("x=1",), 1, 30, (100.0, 2.0))
+    with path.open("a") as file:
+        file.write('{"name": "a", "over')
+    kept = Kept(path)
+    assert kept.get("a", ("x=1",), 1, 30) == (100.0, 2.0)
+    kept.add("a", ("x=1",), 2, 30, (110.0, 2.0))
+    assert Kept(path).get("a", ("x=1",), 2, 30) == (110.0, 2.0)
+
+
+def test_a_comparison_leaves_the_choice_out_of_the_others() -> None:
+    found = Comparison.of("", ("mine",), {("mine",): [100.0, 100.0], ("theirs",): [50.0, 50.0]})
+    assert (found.verdict.best, found.verdict.ratio) == (("theirs",), 2.0)
 
 
 def test_a_choice_is_judged_against_the_best_median() -> None:

@@ -106,8 +106,9 @@ def test_a_simulation_ends_with_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.slow
-def test_training_again_ends_with_one_line(damaged, tmp_path: Path) -> None:
-    folder = damaged(in_frames)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_training_again_ends_with_one_line(damage: Callable[[Path], None], damaged, tmp_path: Path) -> None:
+    folder = damaged(damage)
     tiny_model.make(tmp_path / "model", 1)
     command = [sys.executable, "-m", "streamrl.cli"]
     again = subprocess.run(

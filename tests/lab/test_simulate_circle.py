@@ -203,6 +203,17 @@ def test_a_drain_lets_no_answer_have_two_versions() -> None:
     assert mixed["drain"] == 1 < mixed["retract"]
 
 
+def test_caches_are_computed_again_where_the_interruption_loses_them() -> None:
+    parts = model(ServerSpeed(step=0.01, sample=0.0005, prefill=0.1, again=0.05), learner=Line(0.2, 0.0))
+
+    def seconds(interruption: str) -> float:
+        circle = Circle(config(30, max_staleness=2, interruption=interruption), parts)
+        circle.run()
+        return circle.rows[-1]["time"] - circle.rows[0]["time"]
+
+    assert seconds("retract") == seconds("abort") > 1.05 * seconds("in_place")
+
+
 ORDERS = st.one_of(
     st.fixed_dictionaries({"order": st.just("fifo")}),
     st.fixed_dictionaries({"order": st.just("windowed"), "window": st.integers(2, 4)}),

@@ -154,6 +154,17 @@ def test_what_the_model_cannot_know_is_refused_in_one_line(
     assert len(said.splitlines()) == 1
 
 
+def test_what_computing_caches_again_takes_is_not_known_of_a_run_that_kept_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = config(tmp_path, "kept")
+    kept = kept.model_copy(update={"publish": kept.publish.model_copy(update={"interruption": "in_place"})})
+    kept.run_folder.mkdir()
+    config_file.save(kept, kept.run_folder / "config.yaml")
+    assert cli.main(["simulate", str(kept.run_folder), "publish.interruption=retract"]) == 2
+    assert "publish.interruption: retract computes caches again, and" in capsys.readouterr().err
+
+
 def test_a_run_that_recorded_too_little_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     short = config(tmp_path, "short")
     short.run_folder.mkdir()

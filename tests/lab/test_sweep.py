@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 
-from streamrl import cli
+from streamrl import cli, model_dtype
+from streamrl.api import launching
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
@@ -24,6 +28,7 @@ from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares,
 from streamrl.lab.sweep.plan import override, read
 from streamrl.lab.sweep.results import collect, markdown
 from streamrl.lab.sweep.servers import server_kind
+from streamrl.observe.events import event_path
 
 EXPERIMENTS = sorted(Path("configs/experiments").glob("*.yaml"))
 
@@ -45,6 +50,14 @@ def make_sweep(tmp_path: Path, model_folders: tuple[Path, Path]) -> Callable[...
     return make
 
 
+def end_run(folder: Path, steps: int) -> None:
+    """The events by which the replay service says that a run has come to its end."""
+    events = [{"event": "learner.finished", "version": f"{steps}.0"}, {"event": "replay.stop", "code": 0}]
+    path = event_path(folder, "replay")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps({"time": 0.0, "role": "replay-0", **each}) + "\n" for each in events))
+
+
 class Trained:
     """Replaces `streamrl train`: writes what a run with this configuration would leave, as told."""
 
@@ -61,6 +74,7 @@ class Trained:
         if code == 0:
             rows = [row(step, config.run.seed) for step in range(1, config.run.steps + 1)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+            end_run(folder, config.run.steps)
         return code
 
 
@@ -159,6 +173,10 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ({"target": "high"}, "target: 'high' is not allowed; allowed: a reward, a number"),
         ({"points": [{"name": "a"}, {"name": "b"}], "baseline": "c"}, "baseline: c is no point; allowed: a, b"),
         (
+            {"points": [{"name": "a", "algo.eps_low": 0.2}], "grid": {"algo.eps_low": [0.1]}},
+            "points: algo.eps_low is in `grid` as well; allowed: in one of them",
+        ),
+        (
             {"points": [{"name": "a"}], "grid": {"algo.eps_low": [0.1]}, "baseline": "c"},
             "baseline: c is no point; allowed: eps_low_0.1-a, a",
         ),
@@ -222,15 +240,13 @@ def test_fresh_keeps_the_former_sweep_and_starts_a_new_one_and_failed_runs_make_
 def test_a_run_with_steps_of_other_settings_is_neither_done_nor_gone_on_with(make_sweep, tmp_path, capsys):
     file = make_sweep(seeds=[1])
     run(file, Trained())
-    for override, was in (("algo.eps_low=0.1", "0.2"), ("replay.release=eager", "just_in_time"), ("run.steps=2", "3")):
-        assert run(file, again := Trained(), override) == ["base-seed1"]
+    folder = tmp_path / "sweeps" / "mine" / "runs" / "base-seed1"
+    for setting, was in (("algo.eps_low=0.1", "0.2"), ("replay.release=eager", "just_in_time"), ("run.steps=2", "3")):
+        assert run(file, again := Trained(), setting) == ["base-seed1"]
         assert again.runs == []
-        key, now = override.split("=")
-        folder = tmp_path / "sweeps" / "mine" / "runs" / "base-seed1"
-        assert (
-            f"base-seed1: FAILED: {key}: {now}, and 3 steps in {folder} were made with {was}; allowed: the same, without "
-            "that folder, or --fresh"
-        ) in capsys.readouterr().out
+        key, now = setting.split("=")
+        refused = f"{key}: {now}, and 3 steps in {folder} were made with {was}; allowed: the same, without that folder"
+        assert f"base-seed1: FAILED: {refused}, or --fresh\n" in capsys.readouterr().out
     assert run(file, longer := Trained(), "run.steps=5") == []
     assert longer.runs == ["base-seed1"]
     assert run(file, done := Trained(), "run.steps=5", "run.exit_interval=5") == []
@@ -242,6 +258,81 @@ def test_a_run_that_made_no_step_may_have_other_settings(make_sweep):
     assert run(file, Trained({"base-seed1": 1})) == ["base-seed1"]
     assert run(file, again := Trained(), "algo.eps_low=0.1") == []
     assert again.runs == ["base-seed1"]
+
+
+def test_a_run_that_failed_after_its_last_step_is_not_done(make_sweep, tmp_path):
+    file = make_sweep(seeds=[1])
+    assert run(file, Trained()) == []
+    event_path(tmp_path / "sweeps" / "mine" / "runs" / "base-seed1", "replay").unlink()
+    assert command.main(file, [], lambda config: 1) == 1
+    results = json.loads((tmp_path / "sweeps" / "mine" / "results.json").read_text())
+    assert results["points"][0]["unfinished"] == {"1": 3}
+
+
+def test_a_sweep_that_runs_is_left_alone_by_a_second_one(make_sweep, tmp_path):
+    file = make_sweep(seeds=[1])
+
+    def train(config: Config) -> int:
+        for fresh in (False, True):
+            with pytest.raises(
+                ConfigError, match=f"{tmp_path / 'sweeps' / 'mine'} is in use by another `streamrl sweep`"
+            ):
+                command.main(file, [], Trained(), fresh=fresh)
+        return Trained()(config)
+
+    assert command.main(file, [], train) == 0
+    assert command.main(file, [], Trained()) == 0
+
+
+def test_sigterm_between_two_runs_ends_the_sweep_as_a_signal_within_one_does(make_sweep, capsys):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]})
+    before = signal.getsignal(signal.SIGTERM)
+
+    def train(config: Config) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError
+
+    assert command.main(file, [], train) == 130
+    assert "streamrl: interrupted; this goes on with it: " in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Interrupted:
+    """A supervisor that was interrupted and could save nothing."""
+
+    interrupts = 2
+
+    def run(self) -> int:
+        return 1
+
+
+def test_an_interrupted_run_that_could_save_nothing_ends_the_sweep_too(make_sweep, monkeypatch):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]})
+    started: list[str] = []
+
+    @contextmanager
+    def launched(config: Config) -> Iterator[Interrupted]:
+        started.append(config.run.name)
+        yield Interrupted()
+
+    monkeypatch.setattr(launching, "launched", launched)
+    assert cli.main(["sweep", str(file)]) == 130
+    assert started == ["max_staleness_0-seed1"]
+
+
+def test_with_fresh_the_dtype_of_the_former_runs_does_not_count(make_sweep, monkeypatch):
+    file = make_sweep(set={"model.dtype": "auto"}, seeds=[1])
+    monkeypatch.setattr(model_dtype, "bfloat16_instructions", lambda: None)
+    assert run(file, Trained()) == []
+    monkeypatch.setattr(model_dtype, "bfloat16_instructions", lambda: "avx512_bf16")
+    dtypes: list[str] = []
+
+    def train(config: Config) -> int:
+        dtypes.append(config.model.dtype)
+        return Trained()(config)
+
+    assert command.main(file, [], train, fresh=True) == 0
+    assert dtypes == ["bfloat16"]
 
 
 def test_a_signal_ends_the_sweep_with_130_and_the_next_start_goes_on(make_sweep):
@@ -350,6 +441,8 @@ def test_tokens_are_counted_until_the_mean_reward_of_ten_steps_is_the_target():
     assert sum_to(0.55, "tokens/generated")(rows) == 1100
     assert sum_to(2.0, "tokens/generated")(rows) is None
     assert sum_to(0.0, "tokens/generated")(rows[:9]) is None
+    unknown = [{"reward/mean": None if step % 5 else -0.9, "tokens/generated": 100} for step in range(20)]
+    assert sum_to(-0.5, "tokens/generated")(unknown) is None
 
 
 def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_tokens(make_sweep, tmp_path, capsys):
@@ -373,6 +466,7 @@ def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_toke
 
 def test_a_ratio_is_of_the_seeds_that_both_have_and_multiplies():
     assert ratio({1: 2.0}, {2: 1.0}) is None
+    assert ratio({1: 0.0, 2: 1.0}, {1: 1.0, 2: 0.0}) is None
     alone = ratio({1: 2.0}, {1: 4.0})
     assert alone is not None
     assert alone.cells() == ["0.50", "-", "-"]
@@ -466,6 +560,7 @@ def test_runs_share_servers_exactly_where_the_servers_would_be_started_alike():
     assert kind() != kind(generate={"threads": 2})
     assert kind() != kind(generate={"workers": 2}) == kind(generate={"servers": 2})
     assert kind() != kind(model={"path": "models/other"})
+    assert kind() != kind(learner={"freeze_vision": True})  # they keep the features of images
     assert kind(generate={"attach": ["http://127.0.0.1:1"]}) is None
     assert kind(learner={"lora": {"rank": 4, "publish": "adapter"}}) is None
 

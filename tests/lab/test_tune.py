@@ -113,6 +113,12 @@ def settings(found: Space) -> Iterator[Setting]:
     return (found.setting(point) for point in product(*map(range, found.sizes)))
 
 
+def test_a_search_begins_at_the_configured_split_also_where_more_ranks_would_fit() -> None:
+    found = space(*SMALL, "generate.workers=2", devices=Devices("cores", 6))
+    begin = found.setting(found.begins()[0])
+    assert (begin.workers, begin.ranks) == (2, 1)
+
+
 SMALL = ("replay.groups_per_step=8", "generate.groups_in_flight=16")
 
 
@@ -152,10 +158,11 @@ def test_what_is_no_axis_of_a_run_is_left_out_by_name(words: tuple[str, ...], le
 
 def test_devices_are_divided_between_ranks_and_workers() -> None:
     found = space(*SMALL, devices=Devices("cores", 8))
-    assert found.splits == tuple((workers, 8 - workers) for workers in range(1, 8))
-    assert len(space(*SMALL, devices=Devices("cores", 200)).splits) == 16
+    configured = (1, 1)
+    assert found.splits == (configured, *((workers, 8 - workers) for workers in range(1, 8)))
+    assert len(space(*SMALL, devices=Devices("cores", 200)).splits) == 1 + 16
     wide = space(*SMALL, "generate.servers=2", "learner.layout.tensor=2", "learner.ranks=2", devices=Devices("GPUs", 8))
-    assert wide.splits == ((1, 6), (2, 4), (3, 2))
+    assert wide.splits == ((1, 2), (1, 6), (2, 4), (3, 2))
     with pytest.raises(
         ConfigError, match="--gpus: 1 hold no worker of 1 and 1 learner ranks of 1; allowed: 2 and more"
     ):

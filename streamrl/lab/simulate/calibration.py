@@ -26,7 +26,7 @@ from streamrl.config.file import ConfigError
 from streamrl.lab.simulate.figures import WARM_UP
 from streamrl.lab.simulate.fit import least, positive_line
 from streamrl.lab.simulate.model import Answers, Line, Model, RecordedGroup, deviations
-from streamrl.lab.simulate.server import Done, ServerSpeed
+from streamrl.lab.simulate.server import RECOMPUTING, Done, ServerSpeed
 from streamrl.lab.simulate.site import make_server, places_of
 from streamrl.observe.events import events_by_time
 from streamrl.observe.metrics import read_metrics
@@ -176,7 +176,7 @@ def fit_server(observed: Sequence[Observed], max_running: int, interruption: str
     begins and as it ends is taken for the same: the ends alone do not tell one from the other.
     """
     windows = [_middle(each) for each in observed]
-    recomputes = interruption in ("retract", "abort") and any(window.updates for window in windows)
+    recomputes = interruption in RECOMPUTING and any(window.updates for window in windows)
 
     def speed(numbers: Sequence[float]) -> ServerSpeed:
         step, sample, prefill, halted, latency = numbers[:5]

@@ -17,6 +17,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from streamrl.config.in_flight import wanted
 from streamrl.lab.simulate.clock import Clock
 from streamrl.lab.simulate.figures import Figures, figures, mean, staleness
 from streamrl.lab.simulate.model import Model
-from streamrl.lab.simulate.server import Done
+from streamrl.lab.simulate.server import RECOMPUTING, Done
 from streamrl.lab.simulate.site import Frames, Site, make_group, make_server, places_of
 from streamrl.replay.core import Core
 from streamrl.stream.messages import (
@@ -112,6 +113,8 @@ class Circle:
         """A worker of several servers is taken for as many workers: each has its share of what it may have open."""
         own = self._config.of_worker(index).generate
         speed, longest = self._model.server, own.sampling.max_new_tokens
+        if self._config.publish.interruption not in RECOMPUTING:
+            speed = replace(speed, again=0.0)
         places = places_of(self._config, own, speed.max_running)
         if places is None:
             capacity = math.ceil(own.groups_in_flight / own.servers)

@@ -23,6 +23,7 @@ from streamrl.lab.simulate.figures import Figures, figures
 from streamrl.lab.simulate.fleet import plan, read_fleet
 from streamrl.lab.simulate.model import Model
 from streamrl.lab.simulate.on_cores import RunEndedError
+from streamrl.lab.simulate.server import RECOMPUTING
 from streamrl.lab.simulate.validation import RATE_BAR, STALENESS_BAR, Compared, validate
 from streamrl.observe.bars import Bar
 from streamrl.observe.metrics import read_metrics
@@ -150,6 +151,12 @@ def checked(run_folder: Path, own: Config, overrides: Sequence[str]) -> Config:
     for key in config_file.changed(own, config):
         if not key.startswith(MODELLED):
             raise ConfigError(f"{key}: its effect is not modelled; allowed: {', '.join(MODELLED)}")
+    was, now = own.publish.interruption, config.publish.interruption
+    if now in RECOMPUTING and was not in RECOMPUTING:
+        raise ConfigError(
+            f"publish.interruption: {now} computes caches again, and {run_folder} with {was} has not shown how long "
+            "that takes; allowed: in_place, drain"
+        )
     return config
 
 

@@ -22,6 +22,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# The values of `publish.interruption` after which a server computes the caches of what it runs again.
+RECOMPUTING = ("retract", "abort")
+
 Span = tuple[int, int, int]  # (version's step, first token, token behind the last)
 
 

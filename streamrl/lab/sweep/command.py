@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +18,8 @@ from streamrl.hub.model import with_local_models
 from streamrl.lab.sweep import plots, results
 from streamrl.lab.sweep.plan import Job, Sweep, read
 from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs, to_do
+from streamrl.lifeline import unwinding_at_sigterm
+from streamrl.locks import locked
 from streamrl.places import from_here, program
 
 WIDTH = 180  # columns of the table where there is no terminal
@@ -33,28 +37,49 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
     if fresh and part != "all":
         raise ConfigError("--fresh: nothing is started here; allowed: without --print-jobs, --results")
     sweep = read(file, overrides)
-    jobs = sweep.jobs()
+    jobs = sweep.jobs(fresh=fresh)
     if part == "jobs":
         print("\n".join(command_lines(sweep, jobs)))
         return 0
+    failed: list[str] = []
     if part == "all":
         _check(jobs)
-    if fresh:
-        _set_aside(sweep.folder)
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    print(to_do(sweep, jobs), flush=True)
-    failed: list[str] = []
-    try:
-        if part == "all":
-            failed = run_jobs(sweep, jobs, train)
-    except (Interrupted, KeyboardInterrupt):
-        again = shlex.join([program(), "sweep", str(file), *overrides])
-        print(f"streamrl: interrupted; this goes on with it: {from_here()}{again}", file=sys.stderr)
-        return INTERRUPTED
+        try:
+            with _claimed(sweep.folder), unwinding_at_sigterm(lambda number: Interrupted()):
+                failed = _run(sweep, jobs, train, fresh=fresh)
+        except (Interrupted, KeyboardInterrupt):
+            again = shlex.join([program(), "sweep", str(file), *overrides])
+            print(f"streamrl: interrupted; this goes on with it: {from_here()}{again}", file=sys.stderr)
+            return INTERRUPTED
+    else:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+        print(to_do(sweep, jobs), flush=True)
     incomplete = _conclude(sweep, jobs)
     if failed:
         print(f"streamrl: {len(failed)} of {len(jobs)} runs failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed or incomplete else 0
+
+
+def _run(sweep: Sweep, jobs: Sequence[Job], train: Train, *, fresh: bool) -> list[str]:
+    """Run what is not done. Returns the names of the jobs that failed. Raises Interrupted."""
+    if fresh:
+        _set_aside(sweep.folder)
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    print(to_do(sweep, jobs), flush=True)
+    return run_jobs(sweep, jobs, train)
+
+
+@contextmanager
+def _claimed(folder: Path) -> Iterator[None]:
+    """The folder of a sweep, for one process alone. Raises ConfigError where another one runs the sweep."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    claim = locked(folder.parent / f".{folder.name}.lock")  # beside it, as the folder may be renamed
+    if claim is None:
+        raise ConfigError(f"name: {folder} is in use by another `streamrl sweep`; allowed: another name")
+    try:
+        yield
+    finally:
+        os.close(claim)
 
 
 def _check(jobs: Sequence[Job]) -> None:

@@ -83,12 +83,13 @@ class Ratio:
 
 
 def ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> Ratio | None:
-    """Of one positive figure, by seed; None without a seed that both have.
+    """Of one figure, by seed; None without a seed with which both have one above 0.
 
     >>> ratio({1: 50.0, 2: 80.0, 3: 60.0}, {1: 100.0, 2: 100.0, 4: 100.0}).cells()
     ['0.63', '0.03 .. 12.53', '0.50 .. 0.80']
     """
-    logs = [math.log(value / baseline[seed]) for seed, value in sorted(values.items()) if seed in baseline]
+    pairs = [(value, baseline.get(seed, 0.0)) for seed, value in sorted(values.items())]
+    logs = [math.log(value / other) for value, other in pairs if min(value, other) > 0]
     if (mean := estimate(logs)) is None:
         return None
     half, drawn = mean.half_width, bootstrap(logs) if len(logs) > 1 else None

@@ -107,8 +107,8 @@ def sum_to(target: float, key: str) -> Callable[[Rows], float | None]:
     """The sum until the mean reward of TARGET_WINDOW steps was `target`; None where it never was."""
 
     def figure(rows: Rows) -> float | None:
-        rewards = [row.get("reward/mean") or 0.0 for row in rows]
-        for end in range(TARGET_WINDOW, len(rows) + 1):
+        rewards = [math.nan if (reward := row.get("reward/mean")) is None else reward for row in rows]
+        for end in range(TARGET_WINDOW, len(rows) + 1):  # a window with a step without rewards reaches nothing
             if math.fsum(rewards[end - TARGET_WINDOW : end]) / TARGET_WINDOW >= target:
                 return math.fsum(row[key] for row in rows[:end])
         return None

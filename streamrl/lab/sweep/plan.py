@@ -83,18 +83,19 @@ class Sweep:
     target: float | None  # a reward; None: tokens are not counted
     seeds: tuple[int, ...]
 
-    def jobs(self) -> list[Job]:
+    def jobs(self, *, fresh: bool = False) -> list[Job]:
         """All runs. Every point comes once before any comes with its second seed: what there is after an hour can be
-        compared. Raises ConfigError for a point that is no valid configuration.
+        compared. fresh: runs that are there say nothing of these ones. Raises ConfigError for a point that is no valid
+        configuration.
         """
-        return [self._job(point, seed) for seed in self.seeds for point in self.points]
+        return [self._job(point, seed, fresh) for seed in self.seeds for point in self.points]
 
-    def _job(self, point: Point, seed: int) -> Job:
+    def _job(self, point: Point, seed: int, fresh: bool) -> Job:
         own = {"run.seed": seed, "run.name": f"{point.name}-seed{seed}", "run.folder": str(self.folder / "runs")}
         settings = [override(key, value) for key, value in {**point.settings, **own}.items()]
         overrides = (*self.common, *settings)
         try:
-            return Job(point, seed, overrides, with_dtype(config_file.load(self.base, overrides)))
+            return Job(point, seed, overrides, with_dtype(config_file.load(self.base, overrides), fresh=fresh))
         except ConfigError as error:
             lines = (line.removeprefix(OVERRIDE) for line in error.lines)  # most are settings of the point
             raise ConfigError("\n".join(f"point {point.name}: {line}" for line in lines)) from None
@@ -108,6 +109,8 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         raise ConfigError(f"name: {name!r} is no folder name; allowed: letters, digits, _ . -")
     grid, points = _grid(tree), _points(tree)
     common = _mapping(tree, "set")
+    if both := sorted(key for point in points for key in point if key in grid):
+        raise ConfigError(f"points: {both[0]} is in `grid` as well; allowed: in one of them")
     swept = {key for settings in (grid, *points) for key in settings if key != "name"}
     given = {text.partition("=")[0] for text in overrides}
     for place, keys in (("set", common), ("overrides", given)):

@@ -20,6 +20,7 @@ from streamrl.lab.sweep.plan import Job, Sweep, override
 from streamrl.lab.sweep.servers import SharedServers
 from streamrl.model_dtype import with_dtype
 from streamrl.observe.bars import Bar
+from streamrl.observe.ending import is_over
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
 
@@ -93,8 +94,9 @@ def seconds_left(sweep: Sweep, jobs: Sequence[Job]) -> float | None:
 
 
 def is_done(job: Job) -> bool:
-    """Whether the run has all its steps, with the same configuration as now."""
-    if not (job.config.run_folder / RECORD).exists() or steps_of(job) < job.config.run.steps:
+    """Whether the run has all its steps and came to its end, with the same configuration as now."""
+    folder, steps = job.config.run_folder, job.config.run.steps
+    if not (folder / RECORD).exists() or steps_of(job) < steps or not is_over(folder, steps):
         return False
     return not _changed(job)
 

@@ -14,7 +14,7 @@ from streamrl.config import Config
 from streamrl.device_map import device_map
 from streamrl.engine.client import EngineClient
 from streamrl.engine.hardware import has_cuda, visible_gpus
-from streamrl.engine.server import Server, server_arguments
+from streamrl.engine.server import Server, server_arguments, server_environment
 from streamrl.generate.served import engine_keys
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ def server_kind(config: Config) -> str | None:
     if config.generate.pools or config.generate.attach or config.learner.lora.by_adapter:
         return None
     arguments = {key: value for key, value in server_arguments(config, 0).items() if key != "random_seed"}
-    return json.dumps([arguments, config.generate.threads, server_count(config)], sort_keys=True, default=str)
+    of_process = [server_environment(config), config.generate.threads, server_count(config)]
+    return json.dumps([arguments, *of_process], sort_keys=True, default=str)
 
 
 def server_count(config: Config) -> int:

@@ -222,19 +222,20 @@ class Space:
                 f"--{devices.unit.lower()}: {devices.count} hold no worker of {worker} and {copy} learner ranks of "
                 f"{rank}; allowed: {copy * rank + worker} and more"
             )
-        splits: dict[int, tuple[int, int]] = {}
+        most: dict[int, tuple[int, int]] = {}  # by the workers: more ranks with as many of them
         for ranks in _spread(range(copy, (devices.count - worker) // rank + 1, copy)):
             workers = (devices.count - ranks * rank) // worker
             try:
                 self._load((f"learner.ranks={ranks}", f"generate.workers={workers}"))
             except ConfigError:
                 continue
-            splits[workers] = (workers, ranks)  # more ranks with as many workers
+            most[workers] = (workers, ranks)
+        splits = {*most.values()}
         if own[0] * worker + own[1] * rank <= devices.count:
-            splits.setdefault(own[0], own)
+            splits.add(own)
         if not splits:
             raise ConfigError(f"learner.layout: no number of ranks fits it on {devices.count} {devices.unit}")
-        return _sorted(splits.values())
+        return _sorted(splits)
 
     def _only_own(self, own: tuple[int, int], reason: str) -> tuple[tuple[int, int], ...]:
         self._leave("generate.workers, learner.ranks", reason)
