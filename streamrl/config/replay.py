@@ -77,7 +77,7 @@ class FilterConfig(Section):
 class AdaptiveConfig(Section):
     """How much of the staleness is admitted now: less where the data teaches no more, more where it does."""
 
-    enabled: bool = Field(False, description="adapt the admitted staleness within [0, replay.max_staleness]")
+    enabled: bool = Field(False, description="adapt the admitted staleness, up to replay.max_staleness")
     controller: Annotated[str, CONTROLLERS] = Field(
         "teaching", description="what moves it, by the metrics of each step"
     )

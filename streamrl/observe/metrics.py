@@ -64,7 +64,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("tokens/trained_per_s", "tokens/s", "tokens/trained over time/step"),
     Metric("staleness/mean", "steps", "mean age of a trained token: step of the weights minus its version's step"),
     Metric("staleness/p95", "steps", "95th percentile of the age"),
-    Metric("staleness/max", "steps", "largest age; never above ceil(replay.max_staleness)"),
+    Metric("staleness/max", "steps", "largest age; up to ceil(replay.max_staleness), or a larger replay.reuse_max_age"),
     Metric("loss/total", "", "the loss that was minimised, all terms"),
     Metric("loss/held_out", "nats/token", "mean cross entropy of the held-out rows (`streamrl sft`), when measured"),
     Metric("loss/kl", "nats/token", "KL divergence to the reference policy; 0 without one"),
