@@ -39,7 +39,8 @@ DIGITS = 6  # significant ones of a stored figure
 
 KEPT = ("base", "axis", "baseline", "target", "common", "seeds")  # of a sweep, but for its points
 
-HEADS = {"reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats"}  # where not the figure's name
+# Heads of columns, where they are not the figure's name.
+HEADS = {"reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats", "KL per step": "KL/step"}
 
 _PART = re.compile(
     r"(?P<begin><!-- (?P<name>[\w.-]+) (?P<part>table|differences|ratios|findings): from benchmarks/results -->\n)"

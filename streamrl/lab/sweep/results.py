@@ -22,7 +22,7 @@ from streamrl.observe.metrics import read_metrics
 Runs = Mapping[int, Mapping[str, float]]  # figures of a point by seed
 
 # The others are in results.json and in the plots: a table of all is wider than a screen.
-IN_TABLE = ("reward", "reward over the run", "trained", "staleness", "ESS", "KL", "clipped", "masked")
+IN_TABLE = ("reward", "reward over the run", "trained", "staleness", "ESS", "KL", "KL per step", "clipped", "masked")
 
 
 @dataclass(frozen=True, slots=True)
