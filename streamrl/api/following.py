@@ -99,9 +99,8 @@ class Caller:
             self._saved.add(step)
             if self._callbacks.on_checkpoint is not None:
                 self._callbacks.on_checkpoint(self._folder / "checkpoints" / f"step_{step}")
-        for row in [
-            row for row in self._rows.all if row.get("eval/step") in _evaluated(self._rows.all) - self._evaluated
-        ]:
+        evaluated = _evaluated(self._rows.all) - self._evaluated
+        for row in [row for row in self._rows.all if row.get("eval/step") in evaluated]:
             self._evaluated.add(row["eval/step"])
             if self._callbacks.on_evaluation is not None:
                 self._callbacks.on_evaluation(row)

@@ -142,7 +142,7 @@ class Run:
 
         Raises ConfigError for what cannot run; nothing is written then.
         """
-        checked = threading.Event()
+        checked, self._abandoned = threading.Event(), False
         self._thread = threading.Thread(target=self._run, args=(fresh, checked), name=f"run {self.name}", daemon=True)
         self._thread.start()
         try:
@@ -246,7 +246,7 @@ class Run:
             while not ended.wait(POLL):
                 caller.call()
             caller.call()
-        except Exception as error:  # the user's code
+        except BaseException as error:  # the user's code, which may call sys.exit
             log.error("a callback raised %r: the run is stopped", error)
             self._error = error
             self.stop()

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.api import run as api_run
 from streamrl.api.following import Callbacks, Caller, Metrics
-from streamrl.api.run import OVER, RUN, Event, State
+from streamrl.api.run import OVER, RUN, SAVED, Event, Run, State
+from streamrl.config import Config
 
 
 def write(folder, *steps, **more):
@@ -70,6 +74,37 @@ def test_callbacks_are_called_for_what_is_new_since_the_start(tmp_path):
     assert steps == [2, 3, 4]
     assert checkpoints == [tmp_path / "checkpoints" / "step_3"]
     assert [row["eval/step"] for row in evaluations] == [2]
+
+
+class Supervised:
+    """A supervisor whose run goes on until it is interrupted."""
+
+    exited = failure = None
+
+    def __init__(self, config):
+        self.config = config
+        self._interrupted = threading.Event()
+
+    def run(self):
+        assert self._interrupted.wait(30)
+        return SAVED
+
+    def interrupt(self):
+        self._interrupted.set()
+
+
+def test_a_callback_that_calls_sys_exit_stops_the_run(tmp_path, model_folders, monkeypatch):
+    @contextmanager
+    def launched(config, **more):
+        yield Supervised(config)
+
+    monkeypatch.setattr(api_run, "launched", launched)
+    config = Config.model_validate({"run": {"folder": tmp_path, "name": "mine"}, "model": {"path": model_folders[0]}})
+    run = Run(config, None, Callbacks(on_step=lambda row: sys.exit("enough"))).start()
+    write(tmp_path / "mine", 1)
+    with pytest.raises(SystemExit, match="enough"):
+        run.wait(30)
+    assert run.state is State.INTERRUPTED
 
 
 @given(st.lists(st.sampled_from(list(Event))))
