@@ -81,6 +81,7 @@ KEYS: list[tuple[str, str]] = [
     ("generate.router=foo", "generate.router: foo"),
     ("generate.router=http://r:1", "generate.router: http://r:1 passes on no command"),
     ("generate.sampling.temperature=0", "generate.sampling.temperature: 0"),
+    ("generate.sampling.temperature=1e-7", "generate.sampling.temperature: 1.0e-07"),
     ("generate.sampling.max_new_tokens=0", "generate.sampling.max_new_tokens: 0"),
     ("generate.sampling.top_p=0", "generate.sampling.top_p: 0"),
     ("generate.sampling.top_k=0", "generate.sampling.top_k: 0 draws nothing"),

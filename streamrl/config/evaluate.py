@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from streamrl.choices import ENGINES
-from streamrl.config.generate import SamplingConfig
+from streamrl.config.generate import LEAST_TEMPERATURE, SamplingConfig
 from streamrl.config.section import Section, rule
 from streamrl.config.task import TaskConfig, TaskShare
 
@@ -35,7 +35,7 @@ class EvaluateConfig(Section):
     samples: int = Field(8, ge=1, description="n, answers to each prompt, at the sampling temperature")
     k: tuple[int, ...] = Field((), description="k of the pass@k that are reported; empty: 1, 2, 4, ... up to samples")
     greedy: bool = Field(True, description="one more answer to each prompt, at temperature 0")
-    temperature: float | None = Field(None, gt=0, description="null: that of generate.sampling")
+    temperature: float | None = Field(None, ge=LEAST_TEMPERATURE, description="null: that of generate.sampling")
     top_p: float | None = Field(None, gt=0, le=1, description="null: that of generate.sampling")
     top_k: int | None = Field(None, ge=-1, description="from 1 on, -1: all tokens; null: that of generate.sampling")
     min_p: float | None = Field(None, ge=0, lt=1, description="null: that of generate.sampling")

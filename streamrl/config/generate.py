@@ -42,11 +42,13 @@ OF_FORMAT = ("quantization", "json_model_override_args", "load_format", "model_l
 # Tokens of a kept set at most: SGLang's limit (`sampling_mask_max_tokens`).
 LARGEST_TOP_K = 4096
 
+LEAST_TEMPERATURE = 1e-5  # under 1e-6 SGLang draws greedily
+
 
 class SamplingConfig(Section):
     """How a token is drawn: the learner divides by the same temperature, over the same kept set of tokens."""
 
-    temperature: float = Field(1.0, gt=0, description="softmax temperature")
+    temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, description="softmax temperature")
     max_new_tokens: int = Field(16, ge=1, description="tokens after which an answer is cut")
     top_p: float = Field(
         1.0, gt=0, le=1, description="draw from the most probable tokens that have this probability together; 1: all"

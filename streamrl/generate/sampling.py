@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.config.generate import LARGEST_TOP_K, GenerateConfig
+from streamrl.config.generate import LARGEST_TOP_K, LEAST_TEMPERATURE, GenerateConfig
 from streamrl.generate.stop_strings import StopStrings
 from streamrl.generate.tokenizer import Tokenizer
 
@@ -31,8 +31,6 @@ SHAPE = frozenset({"temperature", "top_p", "top_k", "min_p", "seed"})  # what is
 # top_k of a request that is truncated otherwise alone: SGLang asks for one, and for room under its limit for tokens
 # that are as probable as the last one.
 IMPLIED_TOP_K = LARGEST_TOP_K - 64
-
-LEAST_TEMPERATURE = 1e-5  # under 1e-6 SGLang draws greedily
 
 LARGEST_SEED = 2**62  # of an answer beyond the first it is so much more, and SGLang takes up to 2**63 - 1
 
