@@ -32,6 +32,10 @@ class Pauses:
         self._reasons: set[Reason] = set()
         self._turn = asyncio.Lock()  # the server is told of one change after another
 
+    def holds(self, reason: Reason) -> bool:
+        """Has it begun, and not ended?"""
+        return reason in self._reasons
+
     async def begin(self, reason: Reason, mode: Interruption) -> None:
         """Stop the server (EngineClient.pause). Raises EngineError; there is no new reason then."""
         async with self._turn:

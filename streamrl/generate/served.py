@@ -188,7 +188,12 @@ class ServedModel:
         return 0
 
     async def sleep(self) -> None:
-        """The learner is to have the device: requests give up their KV cache and wait, and its memory is free."""
+        """The learner is to have the device: requests give up their KV cache and wait, and its memory is free.
+
+        A server that sleeps stays as it is: SGLang ends where memory is released twice.
+        """
+        if self._pauses.holds(Reason.ASLEEP):
+            return
         try:
             await self._pauses.begin(Reason.ASLEEP, "retract")
             if has_cuda():
