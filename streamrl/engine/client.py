@@ -20,6 +20,7 @@ from streamrl.engine.answers import (
     PrefillScores,
     Pressure,
 )
+from streamrl.engine.event_stream import EventSplitter
 from streamrl.engine.keys import NO_KEYS, EngineKeys
 from streamrl.types import PolicyVersion
 
@@ -80,7 +81,6 @@ _MODEL_INFO = msgspec.json.Decoder(ModelInfo)
 _ANY = msgspec.json.Decoder()
 _JSON = msgspec.json.Encoder()
 
-EVENT_START, EVENT_END = b"data: ", b"\n\n"
 STREAM_END = b"[DONE]"
 ERROR_START = b'{"error"'
 
@@ -401,13 +401,11 @@ def _prompt_tokens(input_ids: Sequence[int], images: Sequence[SentImage]) -> int
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event, however long it is."""
-    rest = b""
-    async for some in content.iter_any():
-        *ended, rest_of = (some if not rest else rest + some).split(EVENT_END)
-        rest = rest_of
-        for event in ended:
-            yield event.removeprefix(EVENT_START)
+    """The data of each server-sent event."""
+    splitter = EventSplitter()
+    async for chunk in content.iter_any():
+        for event in splitter.split(chunk):
+            yield event
 
 
 def _status(code: int | str) -> int:
