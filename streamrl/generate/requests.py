@@ -34,6 +34,8 @@ STALLS = 8
 # Seconds before a request is sent again; a server's end is noticed within a heartbeat, and then it is not chosen.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 1.0
 
+DOUBLINGS = 10  # of the pause, at the most: a power of a large number of tries is no float
+
 UNAVAILABLE = (502, 503, 504)  # how a router says that the server behind it is lost
 
 
@@ -208,7 +210,7 @@ class _Request:
         self, answers: list[Continuation], ids: Sequence[int], sampling: dict[str, Any], floor: PolicyVersion
     ) -> bool:
         """One part of each of the answers. True where its server was lost."""
-        place = self._servers.choose(self._group, floor, self._avoid) or await self._wait(floor)
+        place = await self._place(floor)
         if place is None:
             return False
         for answer in answers:
@@ -273,18 +275,18 @@ class _Request:
             except EngineError as error:
                 log.info("request %s was not ended: %s", self._id, error)
 
-    async def _wait(self, floor: PolicyVersion) -> Place | None:
-        """Until a server can take it, or the request is to end."""
+    async def _place(self, floor: PolicyVersion) -> Place | None:
+        """A server, as soon as one can take it. None where the request is to end before that."""
         while not self._over.is_set():
-            await self._unless_over(self._servers.changed())
             if place := self._servers.choose(self._group, floor, self._avoid):
                 return place
+            await self._unless_over(self._servers.changed())
         return None
 
     async def _pause(self, tries: int) -> None:
         """No pause before the first try elsewhere."""
         if tries:
-            await self._unless_over(asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2**tries)))
+            await self._unless_over(asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries, DOUBLINGS))))
 
     async def _unless_over(self, waiting: Awaitable[object]) -> None:
         both = (asyncio.ensure_future(waiting), asyncio.ensure_future(self._over.wait()))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from streamrl.config import Config
 from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.engine.client import EngineClient, EngineError
+from streamrl.generate import requests
 from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import Policy
 from streamrl.generate.requests import STALLS, GroupPolicy, Place
@@ -307,6 +308,38 @@ def test_a_request_that_waits_for_a_server_can_be_ended():
     script = Script()
     whole = ask(Some(one=script), end="request", at_least=PolicyVersion(3))
     assert (whole.output_ids, whole.meta_info.finish_reason.type, script.asked) == ([], "abort", [])
+
+
+def test_a_request_that_was_ended_before_it_began_is_not_sent():
+    script = Script()
+
+    async def run() -> Answer:
+        policy = GroupPolicy(Some(one=script), "group", PolicyVersion(0), 0)
+        await policy.abort("request")
+        return (await policy.generate([1, 2], {"max_new_tokens": 6}, 1, "request"))[0]
+
+    ended = asyncio.run(run())
+    assert (ended.output_ids, ended.meta_info.finish_reason.type, script.asked) == ([], "abort", [])
+
+
+def test_a_request_that_is_ended_at_the_moment_a_server_can_take_it_is_not_sent():
+    script = Script()
+
+    async def run() -> Answer:
+        servers = Some(one=script)
+        policy = GroupPolicy(servers, "group", PolicyVersion(1), 0)
+        asking = asyncio.create_task(policy.generate([1, 2], {"max_new_tokens": 6}, 1, "request"))
+        await asyncio.sleep(0.01)
+        servers.update("one", PolicyVersion(1))
+        await policy.abort("request")
+        return (await asking)[0]
+
+    assert (asyncio.run(run()).output_ids, script.asked) == ([], [])
+
+
+def test_a_request_is_sent_again_however_often_its_server_was_lost(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(requests, "LONGEST_PAUSE", 0.0)
+    assert ask(Some(one=Script(*[LOST] * 1100, answer([7], "stop")))).output_ids == [7]
 
 
 def test_a_request_that_never_brings_a_token_is_given_up():
