@@ -83,6 +83,17 @@ class Load:
             self._busy, self._since = self._busy + time.monotonic() - self._since, None
 
 
+class PartlyAnswered(EngineError):
+    """A request that a server refused, or answered too late, when it had given tokens: `answers` are all of it.
+
+    What is finished is whole, the others are aborts with what is known of them.
+    """
+
+    def __init__(self, error: EngineError, answers: Sequence[Answer]) -> None:
+        super().__init__(error.address, error.path, error.status, error.reason, late=error.late)
+        self.answers = answers
+
+
 class Policy(Protocol):
     """What answers requests: a server, or the newest adapter on it."""
 
@@ -100,7 +111,10 @@ class Policy(Protocol):
         images: Sequence[SentImage] = (),
         at_least: PolicyVersion | None = None,
     ) -> list[Answer]:
-        """`ends`: where one of them is found the rest need not be drawn; the caller cuts the answer there."""
+        """`ends`: where one of them is found the rest need not be drawn; the caller cuts the answer there.
+
+        Raises EngineError; PartlyAnswered where it knows of tokens and no other server may be asked.
+        """
         ...
 
     async def abort(self, request_id: str = "") -> None: ...
@@ -125,8 +139,9 @@ class ServerPolicy(Policy, Protocol):
 class EngineInference:
     """`Inference` on one SGLang server, with the configured sampling, the task's own, or greedy.
 
-    A request that fails costs its own answers: they come back empty, with the finish reason `abort`, and
-    the reason in `failures`. Only a server that cannot be reached raises EngineError.
+    A request that fails costs its own answers: they come back with the finish reason `abort`, and the reason is in
+    `failures`. They are empty; where they come in pieces they have the tokens that are known, and those that had come
+    to their end are whole. Only a server that cannot be reached raises EngineError.
 
     What still runs at the `deadline` is ended there, and gives the tokens that it reached, as an `abort`. So does a
     request for several samples whose answers come in pieces, and those that had come to their end are whole; where
@@ -262,10 +277,13 @@ class EngineInference:
     async def _request(
         self, ids: list[int], sampling: dict[str, Any], n: int, options: dict[str, Any]
     ) -> Sequence[Answer | None]:
-        """The answers of one request; None for each that it failed to give."""
+        """The answers of one request; None for each of which nothing is known."""
         try:
             with self._load.request():
                 answers = await self._in_time(ids, sampling, n, options)
+        except PartlyAnswered as error:
+            self.failures.append(str(error))
+            answers = error.answers
         except EngineError as error:
             if error.status is None and not error.late:
                 raise

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from streamrl.engine.answers import Answer, Piece
 from streamrl.engine.client import EngineError
 from streamrl.generate.continuation import Continuation
-from streamrl.generate.inference import Policy, ServerPolicy
+from streamrl.generate.inference import PartlyAnswered, Policy, ServerPolicy
 from streamrl.generate.prefill_scoring import PrefillScoring, can_be_scored
 from streamrl.generate.stop_strings import EVERY, StopStrings
 from streamrl.types import PolicyVersion
@@ -98,7 +98,8 @@ class GroupPolicy:
     ) -> list[Answer]:
         """`n` answers, each whole, or an abort where it was ended by its id or could not go on.
 
-        Raises EngineError where a server refuses the request, or answers too late. With `ends`, one answer alone.
+        Raises EngineError where a server refuses the request, or answers too late: PartlyAnswered where it had given
+        tokens. With `ends`, one answer alone.
         """
         every = self._every if ends is None else min(EVERY, self._every or EVERY)
         if 0 < every < sampling["max_new_tokens"]:
@@ -181,13 +182,18 @@ class _Request:
     async def first(
         self, answers: list[Continuation], ids: Sequence[int], sampling: dict[str, Any], floor: PolicyVersion
     ) -> None:
-        """Ask for all answers at once, as often as the server is lost before it gave a token."""
+        """Ask for all answers at once, as often as the server is lost before it gave a token. Raises EngineError."""
         tries = 0
-        while await self._ask(answers, ids, sampling, floor):
-            if self._over.is_set() or any(len(answer) for answer in answers):
-                return
-            await self._pause(tries)
-            tries += 1
+        try:
+            while await self._ask(answers, ids, sampling, floor):
+                if self._over.is_set() or any(map(len, answers)):
+                    return
+                await self._pause(tries)
+                tries += 1
+        except EngineError as error:
+            if any(map(len, answers)):
+                raise PartlyAnswered(error, await self.scored(answers)) from error
+            raise
 
     async def rest(self, answer: Continuation, floor: PolicyVersion) -> None:
         """Ask for what is missing of one answer, until it is whole."""
