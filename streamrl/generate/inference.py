@@ -26,8 +26,8 @@ from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import Completion, Message, Prompt
 from streamrl.types import PolicyVersion, VersionSpan
 
-# Seconds that a server has to give what a request reached when it is ended at its deadline: one decoding step and the
-# way back.
+# Seconds that a server has to give what a request reached when it is ended at its deadline: the way there, one decoding
+# step and the way back.
 CUT_TIMEOUT = 5.0
 
 
@@ -305,11 +305,20 @@ class EngineInference:
             await asyncio.wait((asking,), timeout=self._remaining())
             if not asking.done():
                 self.failures.append("not finished at the deadline")
-                await self._policy.abort(name)
-                await asyncio.wait((asking,), timeout=CUT_TIMEOUT)
+                await self._end(asking, name)
             return asking.result() if asking.done() else [None] * n
         finally:
             asking.cancel()  # the server ends what nobody listens to any more
+
+    async def _end(self, asking: asyncio.Future[list[Answer]], name: str) -> None:
+        """End a request where it is, and wait for what it reached, CUT_TIMEOUT for both. Raises EngineError."""
+        ending = asyncio.ensure_future(self._policy.abort(name))
+        try:
+            await asyncio.wait((asking, ending), timeout=CUT_TIMEOUT)
+            if ending.done():
+                ending.result()
+        finally:
+            ending.cancel()
 
     def _remaining(self) -> float | None:
         """Seconds until the deadline."""

@@ -1,4 +1,4 @@
-"""What becomes of the answers of a request that fails, by a policy that only plays a server."""
+"""What becomes of the answers of a request that fails or is late, by a policy that only plays a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from streamrl.config import Config
-from streamrl.engine.answers import Answer, FinishReason, Piece, PieceMeta, WeightVersionSpan
+from streamrl.engine.answers import Answer, AnswerMeta, FinishReason, Piece, PieceMeta, WeightVersionSpan
 from streamrl.engine.client import EngineError
 from streamrl.generate.inference import EngineInference, Load, Policy
 from streamrl.generate.requests import GroupPolicy, Place
@@ -52,6 +52,26 @@ class Failing:
     async def abort(self, request_id: str = "") -> None: ...
 
 
+class Silent:
+    """A server that never says that it has ended a request."""
+
+    def __init__(self, *, ends: bool) -> None:
+        """`ends`: the request itself comes to its end then."""
+        self._ends = ends
+        self._ended = asyncio.Event()
+
+    async def generate(self, *request: Any, **options: Any) -> list[Answer]:
+        await self._ended.wait()
+        spans, reason = (WeightVersionSpan(str(VERSION), 0, 1),), FinishReason("abort")
+        meta = AnswerMeta(id="a", finish_reason=reason, weight_versions=spans, output_token_logprobs=[(-1.0, 7, None)])
+        return [Answer(output_ids=[7], meta_info=meta)]
+
+    async def abort(self, request_id: str = "") -> None:
+        if self._ends:
+            self._ended.set()
+        await asyncio.sleep(3600)
+
+
 def piece(index: int, ids: list[int], finish: str | None = None) -> Piece:
     """The first one of an answer, and its last one with `finish`."""
     spans = (WeightVersionSpan(str(VERSION), 0, len(ids)),) if finish else ()
@@ -68,7 +88,8 @@ def asked(policy: Policy, model: Path, n: int, seconds: float | None = None) -> 
     async def run() -> tuple[list[Completion], list[str]]:
         deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         inference = EngineInference(policy, Tokenizer(model), config, Load(), deadline=deadline)
-        return await inference.generate("ab", n, max_new_tokens=8), inference.failures
+        async with asyncio.timeout(20):
+            return await inference.generate("ab", n, max_new_tokens=8), inference.failures
 
     return asyncio.run(run())
 
@@ -97,3 +118,13 @@ def test_a_request_that_fails_before_a_token_costs_its_answers(model_folders, er
     completions, failures = asked(policy, model_folders[0], 2)
     assert told(completions) == [([], "abort", "server")] * 2
     assert failures == [str(error)]
+
+
+@pytest.mark.parametrize(("ends", "reached"), [(True, [7]), (False, [])])
+def test_a_server_that_does_not_answer_at_the_deadline_holds_a_request_no_longer_than_it_may(
+    model_folders, monkeypatch, ends, reached
+):
+    monkeypatch.setattr("streamrl.generate.inference.CUT_TIMEOUT", 0.2)
+    completions, failures = asked(Silent(ends=ends), model_folders[0], 1, seconds=0.05)
+    assert told(completions) == [(reached, "abort", "deadline")]
+    assert failures == ["not finished at the deadline"]
