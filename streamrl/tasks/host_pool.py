@@ -34,6 +34,7 @@ from streamrl.tasks.host_wire import (
     HEAD,
     LARGEST,
     MARK,
+    PLAYED,
     About,
     Ask,
     Call,
@@ -82,6 +83,7 @@ class _Open:
 
     answer: asyncio.Future[Done]
     inference: Inference | None  # for one that may ask the policy
+    is_played: bool  # one of PLAYED: it is ended when it is quiet for too long
     quiet: int = 0  # rounds without a request to the policy
     asking: set[asyncio.Task[None]] = field(default_factory=set)
     lost: Exception | None = None  # why the policy could not be reached
@@ -129,7 +131,9 @@ class Host:
 
     async def _ask(self, call: Call, inference: Inference | None) -> Done:
         number = next(self._numbers)
-        opened = self._calls[number] = _Open(asyncio.get_running_loop().create_future(), inference)
+        opened = self._calls[number] = _Open(
+            asyncio.get_running_loop().create_future(), inference, is_played=call.method in PLAYED
+        )
         try:
             self._send(msgspec.structs.replace(call, number=number))
             return await opened.answer
@@ -246,7 +250,7 @@ class Host:
                 self._unanswered += 1
             for number, opened in list(self._calls.items()):
                 if not is_blocked:
-                    opened.quiet = 0 if opened.asking or opened.inference is None else opened.quiet + 1
+                    opened.quiet = 0 if opened.asking or not opened.is_played else opened.quiet + 1
                 if opened.quiet > ROUNDS and not opened.answer.done():
                     opened.answer.set_exception(self._late(""))
                     self._send(Cancel(number=number))

@@ -54,6 +54,7 @@ from streamrl.tasks.host_wire import (
     HEAD,
     LARGEST,
     MARK,
+    PLAYED,
     About,
     Ask,
     Call,
@@ -259,7 +260,7 @@ class Host:
 
         Code that blocks is ended by the worker.
         """
-        plays = call.method in ("rollout_group", "function")
+        plays = call.method in PLAYED
         work = asyncio.create_task(self._play(call) if plays else self._judge(call))
         try:
             if not (await asyncio.wait((work,), timeout=None if plays else self._timeout))[0]:

@@ -33,6 +33,10 @@ LARGEST = 256 << 20  # bytes of a frame from the process
 
 Method = Literal["prompt", "score", "score_all", "observation", "score_turns", "rollout_group", "function"]
 
+# Calls whose time is not theirs alone, as they may wait for the policy: the worker ends one that asks it nothing for
+# too long, where the process itself ends all others.
+PLAYED: frozenset[Method] = frozenset({"rollout_group", "function"})
+
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One message."""

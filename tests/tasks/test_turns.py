@@ -122,7 +122,7 @@ def test_tools_around_a_task_of_several_turns_are_refused():
 
 
 OWN_TOOL = """
-import os, time
+import asyncio, os, time
 from streamrl.tasks.tools.base import Tool
 
 
@@ -132,6 +132,8 @@ class Populations(Tool):
     async def call(self, argument):
         if argument == "Atlantis":
             time.sleep(1e9)
+        if argument == "Utopia":
+            await asyncio.sleep(1e9)
         return f"{ {'Rome': 28}[argument] } {os.getpid()}"
 """
 
@@ -159,6 +161,30 @@ def test_a_tool_of_the_users_is_named_by_its_path_and_runs_in_a_process_of_its_o
     assert "42" in right.completion.text
     assert late.masked
     assert "Populations" in late.failure
+
+
+def test_a_tool_of_the_users_that_waits_for_ever_masks_its_sample_and_its_process_goes_on(scripted, tmp_path):
+    (tmp_path / "own_tools.py").write_text(OWN_TOOL)
+    task = tools(tools=[f"{tmp_path}/own_tools.py:Populations"], seconds=1, parallel=1)
+
+    async def called(city: str):
+        call = f'<tool name="Populations">{city}</tool>'
+        async with asyncio.timeout(60):
+            (rollout,) = await task.rollout_group(scripted([[call, END], ["0", END]]), task.prompt(0), 1)
+        return rollout
+
+    async def played():
+        try:
+            return [await called(city) for city in ("Rome", "Utopia", "Rome")]
+        finally:
+            await task.close()
+
+    first, late, again = asyncio.run(played())
+    assert late.masked
+    assert "ScorerLate: Populations took more than" in late.failure
+    answers = [re.search(r"28 (\d+)", each.completion.text) for each in (first, again)]
+    assert None not in answers
+    assert answers[0][1] == answers[1][1]
 
 
 def test_a_name_that_is_no_tool_is_refused_with_those_that_are():
