@@ -1,14 +1,35 @@
-"""Episodes of environments that ask by themselves: what a group is in which none has begun."""
+"""Episodes of a group, played at the same time: how they end together, and what a group is in which none has begun."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from streamrl.tasks.environment import Completion, Inference, Prompt, Rollout
+
+T = TypeVar("T")
 
 
 class NotPlayed(RuntimeError):
     """An episode that gave no sample, or no reward; its text says why."""
+
+
+async def together(samples: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each gives, in their order. Raises what the first one raises, once the others are cancelled and have ended.
+
+    >>> async def sample(reward: float) -> float:
+    ...     return reward
+    >>> asyncio.run(together(sample(reward) for reward in (0.5, 1.0)))
+    [0.5, 1.0]
+    """
+    tasks = [asyncio.ensure_future(each) for each in samples]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def unbegun(inference: Inference, prompt: Prompt) -> Completion:

@@ -5,7 +5,6 @@ prompt ─▶ answer ─▶ observation ─▶ answer ─▶ ... ─▶ None or 
 
 from __future__ import annotations
 
-import asyncio
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -20,6 +19,7 @@ from streamrl.tasks.environment import (
     Score,
     check_reward,
 )
+from streamrl.tasks.episodes import together
 
 # What an environment answers to a turn: text where the prompt is text, messages where it is messages.
 Observation = str | Sequence[Message]
@@ -63,7 +63,7 @@ class TurnByTurn(Environment):
         return score
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
-        return list(await asyncio.gather(*(self._play(inference, prompt) for _ in range(n))))
+        return await together(self._play(inference, prompt) for _ in range(n))
 
     async def _play(self, inference: Inference, prompt: Prompt) -> Rollout:
         """One sample. Errors of `inference` propagate, those of the task cost the reward."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 
 import pytest
 
 from streamrl.config.task import ScoringConfig, TaskConfig
+from streamrl.generate.tokenizer import Tokenizer
 from streamrl.tasks.environment import EXACT, FAILED
+from streamrl.tasks.episodes import NotPlayed
 from streamrl.tasks.functions.episodes import CALLS, ENVIRONMENT, Episodes, check_environment
 from streamrl.tasks.functions.loading import task_of
 from streamrl.tasks.functions.rewards import RewardFunction
@@ -16,6 +19,7 @@ from streamrl.tasks.functions.task import NUMBER, FunctionArguments, FunctionTas
 from streamrl.tasks.functions.tools import tools_of
 from streamrl.tasks.hosted import host_task
 from streamrl.tasks.turns import TURNS
+from tests.tasks.conftest import CHAT_TEMPLATE, Scripted
 from tests.tasks.hosting import completion, go
 
 END = "<|im_end|>"
@@ -168,6 +172,89 @@ def test_an_environment_that_raises_costs_its_own_sample_alone(task, scripted):
     first, second = play(own, scripted([["b", END], ["ab", END]]), n=2)
     assert "no door" in first.failure
     assert second.reward == 0.5
+
+
+def test_an_environment_that_cannot_be_made_costs_its_own_sample_alone(task, scripted):
+    made = []
+
+    class Rare(Doors):
+        def __init__(self):
+            made.append(self)
+            if len(made) == 2:  # the first one is made to see whether it can be played
+                raise OSError("no licence")
+
+    own = task(Episodes, ["x=", "x="], rewards=[], environment=staticmethod(Rare))
+    first, second = play(own, scripted([["ab", END]]), n=2)
+    assert "no licence" in first.failure
+    assert first.completion.failure == "task"
+    assert second.reward == 0.5
+
+
+def test_a_task_whose_environment_can_never_be_made_has_failed_itself(task, scripted):
+    def none():
+        raise OSError("no licence")
+
+    own = task(Episodes, ["x=", "x="], rewards=[], environment=Doors)
+    type(own).environment = staticmethod(none)
+    with pytest.raises(NotPlayed, match="no licence"):
+        play(own, scripted([]), n=2)
+
+
+def test_an_environment_that_cannot_be_closed_costs_nothing_and_is_logged(task, scripted, caplog):
+    class Open(Doors):
+        async def close(self):
+            raise OSError("the door is stuck")
+
+    own = task(Episodes, ["x=", "x="], rewards=[], environment=staticmethod(Open))
+    (rollout,) = play(own, scripted([["ab", END]]))
+    assert (rollout.reward, rollout.failure) == (0.5, None)
+    assert "Open was not closed: OSError: the door is stuck" in caplog.text
+
+
+REFUSES = "{% for message in messages if '!' in message['content'] %}{{ raise_exception('no !') }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("method", "texts"), [("reset", ["b", "ab"]), ("step", ["b", "b", "ab"])])
+def test_an_observation_that_the_template_refuses_costs_its_own_sample_alone(
+    task, chat_folder, tmp_path, method, texts
+):
+    said = iter(["!"])
+
+    class Loud(Doors):
+        def reset(self, answer):
+            super().reset(answer)
+            return next(said, None) if method == "reset" else None
+
+        def step(self, text):
+            return (next(said, "") if method == "step" else "", 0.25, text == "ab")
+
+    folder = shutil.copytree(chat_folder, tmp_path / "refuses")
+    (folder / "chat_template.jinja").write_text(REFUSES + CHAT_TEMPLATE)
+    own = task(Episodes, CHAT, rewards=[], environment=staticmethod(Loud))
+    loud, quiet = play(own, Scripted(Tokenizer(folder), [[text, END] for text in texts]), n=2)
+    assert "no !" in loud.failure
+    assert (quiet.failure, quiet.parts[TURNS]) == (None, 2.0)
+
+
+def test_a_policy_that_is_lost_ends_the_other_samples_of_its_group_first(task, scripted):
+    before, inference = Doors.opened, scripted([])
+    asked = []
+
+    async def generate(*_, **__):
+        asked.append(inference)
+        if len(asked) < 3:
+            await asyncio.sleep(1e9)
+        raise ConnectionError("lost")
+
+    async def lost():
+        inference.generate = generate
+        with pytest.raises(ConnectionError, match="lost"):
+            await own.rollout_group(inference, own.prompt(0), 3)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    own = task(Episodes, ["x=", "x="], rewards=[], environment=staticmethod(Doors))
+    assert asyncio.run(lost()) == set()
+    assert Doors.opened == before + 3
 
 
 def test_a_step_of_another_form_says_which_are_allowed(task, scripted):

@@ -64,6 +64,24 @@ def test_an_environment_that_raises_costs_its_own_sample_the_reward(scripted):
     assert "no number" in rollouts[0].failure
 
 
+def test_a_policy_that_is_lost_ends_the_other_samples_of_its_group_first(scripted):
+    inference, asked = scripted([]), []
+
+    async def generate(*_, **__):
+        asked.append(inference)
+        if len(asked) == 1:
+            await asyncio.sleep(1e9)
+        raise ConnectionError("lost")
+
+    async def lost():
+        inference.generate = generate
+        with pytest.raises(ConnectionError, match="lost"):
+            await Guessing().rollout_group(inference, Guessing().prompt(0), 2)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(lost()) == set()
+
+
 def lookup(**args):
     return build_task(TaskConfig(name="lookup", args={"length": 2, **args}), seed=1, split="train")
 

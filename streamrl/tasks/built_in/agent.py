@@ -31,6 +31,7 @@ from streamrl.tasks.environment import (
     Score,
     check_reward,
 )
+from streamrl.tasks.episodes import together
 from streamrl.tasks.failures import ScorerLate
 from streamrl.tasks.host_pool import HostPool
 from streamrl.tasks.host_wire import Call, Task
@@ -125,7 +126,7 @@ class Agent(Around):
         server = await self._endpoint()
         if self._pool is not None:
             await self._pool.about()  # its start is none of the agent's time
-        return list(await asyncio.gather(*(self._play(server, inference, prompt) for _ in range(n))))
+        return await together(self._play(server, inference, prompt) for _ in range(n))
 
     async def close(self) -> None:
         if self._server is not None:

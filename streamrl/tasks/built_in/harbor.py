@@ -22,6 +22,7 @@ from streamrl.tasks.environment import (
     Score,
     check_reward,
 )
+from streamrl.tasks.episodes import together
 from streamrl.tasks.failures import INFRASTRUCTURE
 from streamrl.tasks.harbor_folder import HarborFolder, read_folders
 from streamrl.tasks.order import is_held_out, item_at
@@ -94,7 +95,7 @@ class Harbor(Environment):
             return await self._score(workspace, completion)
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
-        return list(await asyncio.gather(*(self._play(inference, prompt) for _ in range(n))))
+        return await together(self._play(inference, prompt) for _ in range(n))
 
     def _task(self, index: int) -> HarborFolder:
         return self._tasks[item_at(index, len(self._tasks), self._seed)]

@@ -9,19 +9,24 @@ may be `async`.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from streamrl.tasks.conversation import Conversation
-from streamrl.tasks.environment import EXACT, Completion, Inference, Message, Prompt, Rollout, Score
+from streamrl.tasks.environment import EXACT, Inference, Message, Prompt, Rollout, Score
+from streamrl.tasks.episodes import begun, together, unbegun
+from streamrl.tasks.failures import describe
 from streamrl.tasks.functions.rewards import Answer
 from streamrl.tasks.functions.task import FunctionArguments, FunctionTask
 from streamrl.tasks.functions.tools import ToolFunction
 from streamrl.tasks.tool_calls import FunctionCall, ToolCall, named_calls
 from streamrl.tasks.turns import TURNS, Observation
+
+log = logging.getLogger(__name__)
 
 # The reward part that the environment itself gave, and the one that counts calls of tools.
 ENVIRONMENT, CALLS = "environment", "tool_calls"
@@ -44,28 +49,29 @@ class Episodes(FunctionTask):
             check_environment(type(self).environment, self.tools)
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
-        return list(await asyncio.gather(*(self._play(inference, prompt) for _ in range(n))))
+        """Raises NotPlayed where no episode begins."""
+        return begun(await together(self._play(inference, prompt) for _ in range(n)))
 
     async def _play(self, inference: Inference, prompt: Prompt) -> Rollout:
-        """One sample. Errors of `inference` propagate, those of the user's code cost the reward."""
-        make = type(self).environment
-        episode = Episode(self.tools, None if make is None else make())
+        """One sample. Errors of `inference` propagate, those that the user's code leads to cost the reward."""
+        episode = Episode(self.tools, type(self).environment)
         conversation: Conversation | None = None
         try:
-            prompt = await episode.begin(prompt)
-            conversation = _conversation(inference, prompt, episode.tools)
+            asked = await episode.begin(prompt)
+            with _of_user(ValueError):  # an observation that the chat template refuses
+                conversation = _conversation(inference, asked, episode.tools)
             while True:
                 turn = await conversation.generate()
                 if conversation.ended:
                     return Rollout(completion=conversation.completion, reward=0.0)
-                said = await episode.observe(turn.text, chat=prompt.messages is not None)
+                said = await episode.observe(turn.text, chat=asked.messages is not None)
                 if said is None or len(conversation.turns) == self.arguments.max_turns:
                     break
-                conversation.add(said)
-            return await self._judge_episode(prompt, conversation, episode)
+                with _of_user(ValueError):
+                    conversation.add(said)
+            return await self._judge_episode(asked, conversation, episode)
         except UserCodeFailed as failed:
-            nothing = Completion.failed(inference.prompt_ids(prompt.content))
-            done = conversation.completion if conversation is not None and conversation.turns else nothing
+            done = unbegun(inference, prompt) if conversation is None else conversation.completion
             return self.unscored(prompt, done, failed.error)
         finally:
             await episode.end()
@@ -94,7 +100,7 @@ class Episodes(FunctionTask):
 
 
 class UserCodeFailed(Exception):
-    """An environment of the user's raised `error`."""
+    """Code of the user's, or what it gave, led to `error`."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -104,41 +110,34 @@ class UserCodeFailed(Exception):
 class Episode:
     """One sample's environment, its tools, and what it was worth so far."""
 
-    def __init__(self, tools: Mapping[str, ToolFunction], environment: Any) -> None:
-        self.environment = environment
-        self.tools = {**tools, **(methods_of(environment) if environment is not None else {})}
+    def __init__(self, tools: Mapping[str, ToolFunction], make: Callable[[], Any] | None) -> None:
+        """`make`: what makes the environment when the episode begins; None: there is none."""
+        self.environment: Any = None
+        self.tools = dict(tools)
         self.counts: dict[str, float] = {}
+        self._make = make
         self._reward = 0.0
-        self._steps = environment is not None and hasattr(environment, "step")
 
     async def begin(self, prompt: Prompt) -> Prompt:
         """The prompt with the first observation behind it. Raises UserCodeFailed."""
-        if self.environment is None:
+        if self._make is None:
             return prompt
-        observed = await _of_user(self.environment.reset, **_accepted(self.environment.reset, prompt.metadata))
-        if isinstance(observed, tuple):  # as Gymnasium: (observation, info)
-            observed = observed[0]
-        if observed is None:
-            return prompt
-        if prompt.messages is None:
-            return replace(prompt, text=f"{prompt.text}{observed}")
-        *before, last = prompt.messages
-        return replace(prompt, messages=(*before, Message(role=last["role"], content=f"{last['content']}{observed}")))
+        with _of_user():
+            self.environment = self._make()
+            self.tools |= methods_of(self.environment)
+            row = _accepted(self.environment.reset, prompt.metadata)
+            return _followed(prompt, await _called(self.environment.reset, **row))
 
     async def observe(self, text: str, *, chat: bool) -> Observation | None:
         """What the policy reads after a turn of this text; None: the episode is over. Raises UserCodeFailed."""
-        if self._steps:
-            said = await _of_user(self.environment.step, text)
-            observed, reward, over = _stepped(said)
-            self._reward += reward
-            if over or observed is None:
-                return None
-            return [Message(role="user", content=str(observed))] if chat else str(observed)
+        if hasattr(self.environment, "step"):
+            return await self._step(text, chat)
         calls = named_calls(text) if self.tools else []
         self.counts[CALLS] = self.counts.get(CALLS, 0.0) + len(calls)
         if not calls:
             return None
-        answers = [await self._answer(call) for call in calls]
+        with _of_user():
+            answers = [await self._answer(call) for call in calls]
         if not chat:
             return "".join(f"\n<result>{answer}</result>\n" for answer in answers)
         return [Message(role="tool", content=answer) for answer in answers]
@@ -147,12 +146,24 @@ class Episode:
         """Of the steps, and of `get_reward`. Raises UserCodeFailed."""
         if self.environment is None or not hasattr(self.environment, "get_reward"):
             return self._reward
-        return self._reward + float(await _of_user(self.environment.get_reward) or 0.0)
+        with _of_user():
+            return self._reward + float(await _called(self.environment.get_reward) or 0.0)
 
     async def end(self) -> None:
-        """Let go of the environment. Raises UserCodeFailed."""
-        if hasattr(self.environment, "close"):
-            await _of_user(self.environment.close)
+        """Let go of the environment. What `close` raises is logged: it says nothing of the answer."""
+        try:
+            if hasattr(self.environment, "close"):
+                await _called(self.environment.close)
+        except Exception as error:  # the policy for foreign environments: log, go on
+            log.warning("%s was not closed: %s", type(self.environment).__name__, describe(error))
+
+    async def _step(self, text: str, chat: bool) -> Observation | None:
+        with _of_user():
+            observed, reward, over = _stepped(await _called(self.environment.step, text))
+            self._reward += reward
+            if over or observed is None:
+                return None
+            return [Message(role="user", content=str(observed))] if chat else str(observed)
 
     async def _answer(self, call: FunctionCall | ToolCall) -> str:
         if isinstance(call, ToolCall) and call.error is not None:
@@ -205,17 +216,26 @@ def _conversation(inference: Inference, prompt: Prompt, tools: Mapping[str, Tool
     return Conversation(inference, replace(prompt, messages=(told, *rest)))
 
 
+def _followed(prompt: Prompt, observed: Any) -> Prompt:
+    """The prompt with what `reset` gave behind it: an observation, or (observation, info) as of Gymnasium."""
+    if isinstance(observed, tuple):
+        observed = observed[0]
+    if observed is None:
+        return prompt
+    if prompt.messages is None:
+        return replace(prompt, text=f"{prompt.text}{observed}")
+    *before, last = prompt.messages
+    return replace(prompt, messages=(*before, Message(role=last["role"], content=f"{last['content']}{observed}")))
+
+
 def _stepped(said: Any) -> tuple[Any, float, bool]:
-    """Observation, reward, and whether it is over: of three values, or of Gymnasium's five. Raises UserCodeFailed."""
+    """Observation, reward, and whether it is over: of three values, or of Gymnasium's five. Raises ValueError."""
     match said:
         case (observed, reward, bool(over)) | (observed, reward, bool(over), dict()):
             return observed, float(reward), over
         case (observed, reward, bool(terminated), bool(truncated), dict()):
             return observed, float(reward), terminated or truncated
-    error = ValueError(
-        f"step gave {str(said)[:80]!r}; allowed: (observation, reward, done), or Gymnasium's five values"
-    )
-    raise UserCodeFailed(error)
+    raise ValueError(f"step gave {str(said)[:80]!r}; allowed: (observation, reward, done), or Gymnasium's five values")
 
 
 def _accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,10 +247,16 @@ def _accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str,
     return {name: value for name, value in row.items() if name in names}
 
 
-async def _of_user(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    """Call code of the user's, `async` or not. Raises UserCodeFailed."""
+async def _called(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """What code of the user's gives, `async` or not. Raises whatever that raises."""
+    said = function(*given, **named)
+    return await said if inspect.isawaitable(said) else said
+
+
+@contextlib.contextmanager
+def _of_user(kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raises UserCodeFailed for errors of this kind: the sample is unscored, and no other is."""
     try:
-        said = function(*given, **named)
-        return await said if inspect.isawaitable(said) else said
-    except Exception as error:  # the policy for foreign environments: the sample is unscored
+        yield
+    except kind as error:
         raise UserCodeFailed(error) from error
