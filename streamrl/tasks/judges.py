@@ -102,13 +102,16 @@ class Judges:
         return await self._start()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        judge = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_LINE,
-            start_new_session=True,  # so that whatever it starts can be ended with it
-        )
+        try:
+            judge = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                limit=_LINE,
+                start_new_session=True,  # so that whatever it starts can be ended with it
+            )
+        except OSError as error:
+            raise ScorerUnready(f"no judge could be started: {error}") from None
         self._judges.add(judge)
         try:
             ready = await self._exchange(judge, None, self._start_timeout)  # once its libraries are loaded

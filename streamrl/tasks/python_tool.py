@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.sandbox import UNWALLED
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
@@ -70,7 +71,7 @@ class PythonTool:
         """What the code printed on standard output and error, and how it ended where that was not well.
 
         mounts: folders that it has besides its own, which need walls.
-        Raises NoWalls where the kernel gives no namespaces.
+        Raises NoWalls where the kernel gives no namespaces, and ScorerUnready where no process can be started.
         """
         async with self._places:
             ended, output = await self._run(code, mounts)
@@ -87,15 +88,7 @@ class PythonTool:
         """Exit code, None where it was killed at its deadline; and the beginning of the output."""
         folder = tempfile.mkdtemp(prefix="streamrl-tool-")
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(SANDBOX), self._settings(folder, mounts)),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8:replace"},
-                cwd=folder,
-                start_new_session=True,
-            )
+            process = await self._start(folder, mounts)
             try:
                 async with asyncio.timeout(self._limits.seconds):
                     output = await self._exchange(process, code)
@@ -106,6 +99,20 @@ class PythonTool:
                 await _end(process)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    async def _start(self, folder: str, mounts: Sequence[Mount]) -> asyncio.subprocess.Process:
+        try:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(SANDBOX), self._settings(folder, mounts)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={"PATH": "/usr/bin:/bin", "PYTHONIOENCODING": "utf-8:replace"},
+                cwd=folder,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ScorerUnready(f"no process could be started for code: {error}") from None
 
     def _settings(self, folder: str, mounts: Sequence[Mount] = ()) -> str:
         limits = self._limits

@@ -15,7 +15,7 @@ import pytest
 
 from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.environment import Rollout
-from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised, describe, is_masked
+from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised, ScorerUnready, describe, is_masked
 from streamrl.tasks.host_wire import LARGEST
 from streamrl.tasks.hosted import check_tasks
 from streamrl.tasks.user_reward import UserReward
@@ -332,6 +332,20 @@ def test_a_worker_that_can_open_no_more_files_masks_what_it_cannot_have_judged(h
     assert "ScorerUnready: no process could be started for Own: [Errno 24] Too many open files" in (
         rollout.failure or ""
     )
+
+
+def test_a_worker_without_a_descriptor_for_a_judge_masks_the_answer(host):
+    async def ask() -> None:
+        async with UserReward(f"{host.file}:reward", processes=1, timeout=TIMEOUT, start_timeout=DEADLINE) as rewards:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+            try:
+                await rewards.score("fine", "", {}, "stop")
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+    with pytest.raises(ScorerUnready, match=r"no judge could be started: .*Too many open files"):
+        go(ask())
 
 
 def test_a_reward_function_that_does_what_nobody_should_costs_its_own_answer(host, tmp_path):

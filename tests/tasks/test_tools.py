@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import tempfile
 import time
 
 import psutil
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.tasks.arithmetic import LONGEST, calculate
+from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.python_tool import Limits, PythonTool, missing_walls
 from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
 
@@ -127,6 +130,21 @@ def test_code_that_does_not_end_is_killed_with_all_that_it_started():
 @walled
 def test_what_code_prints_is_cut():
     assert len(run("print('x' * 10 ** 7)", output=100, seconds=20.0)[0]) == 100
+
+
+def test_code_for_which_there_is_no_descriptor_left_is_not_blamed(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def go() -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        try:
+            await PythonTool(Limits(), parallel=1).run("print(1)")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+    with pytest.raises(ScorerUnready, match=r"no process could be started for code: .*Too many open files"):
+        asyncio.run(go())
 
 
 def _is_sandbox(pid: int) -> bool:
