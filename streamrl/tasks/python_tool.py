@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.tasks.failures import ScorerUnready
+from streamrl.tasks.process_pipes import exchange
 from streamrl.tasks.sandbox import UNWALLED
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
-
-CHUNK = 1 << 16  # bytes read at once
 
 WALLS_TIMEOUT = 30.0  # seconds for the look whether there are walls, on a busy machine
 
@@ -91,8 +90,8 @@ class PythonTool:
             process = await self._start(folder, mounts)
             try:
                 async with asyncio.timeout(self._limits.seconds):
-                    output = await self._exchange(process, code)
-                    return await process.wait(), output
+                    output = await exchange(process, code.encode(errors="replace"), 4 * self._limits.output)
+                    return await process.wait(), output.decode(errors="replace")
             except TimeoutError:
                 return None, ""
             finally:
@@ -128,21 +127,6 @@ class PythonTool:
                 "processes": limits.processes,
             }
         )
-
-    async def _exchange(self, process: asyncio.subprocess.Process, code: str) -> str:
-        """Give the code, and take what it prints; what goes beyond the limit is read and forgotten."""
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            process.stdin.write(code.encode(errors="replace"))
-            await process.stdin.drain()
-            process.stdin.close()
-        except ConnectionError:
-            pass  # it has ended already, and its exit code tells why
-        kept = b""
-        while chunk := await process.stdout.read(CHUNK):
-            kept += chunk[: max(0, 4 * self._limits.output - len(kept))]
-        return kept.decode(errors="replace")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

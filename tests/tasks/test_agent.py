@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import textwrap
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import FAILED, Prompt
 from streamrl.tasks.openai_server import OpenAIServer
 from streamrl.tasks.openai_session import Session
+from streamrl.tasks.process_pipes import exchange
 from streamrl.tasks.registry import build_task
 
 END = "<|im_end|>"
@@ -149,6 +151,35 @@ def test_a_command_acts_as_the_environment(scripted, tmp_path: Path):
     assert rollout.reward == 1.0
     assert rollout.parts["calls"] == 2.0
     assert not rollout.completion.loss_mask.all()
+
+
+def test_what_a_command_prints_beyond_an_answer_is_read_and_kept_nowhere(scripted, tmp_path: Path):
+    (tmp_path / "agent.py").write_text(f"{COMMAND}\nfor _ in range(2048): print('x' * (1 << 15))\n")
+    said = [["first", END], ["ab", END]]
+    tracemalloc.start()
+    try:
+        (rollout,), _ = play(scripted(said), command=f"{sys.executable} {tmp_path / 'agent.py'}")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert rollout.failure is None
+    assert most < 32 << 20
+
+
+def test_a_command_may_print_before_it_reads_its_question(tmp_path: Path):
+    (tmp_path / "agent.py").write_text("import sys\nprint('x' * (1 << 20))\nprint(len(sys.stdin.read()))\n")
+
+    async def go() -> bytes:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, str(tmp_path / "agent.py"), stdin=pipe, stdout=pipe
+        )
+        async with asyncio.timeout(60):
+            printed = await exchange(process, b"y" * (1 << 20), 2 << 20)
+            assert await process.wait() == 0
+        return printed
+
+    assert asyncio.run(go()).split()[1] == str(1 << 20).encode()
 
 
 AGENTS = """

@@ -37,6 +37,7 @@ from streamrl.tasks.host_pool import HostPool
 from streamrl.tasks.host_wire import Call, Task
 from streamrl.tasks.openai_server import MODEL, OpenAIServer
 from streamrl.tasks.openai_session import Session
+from streamrl.tasks.process_pipes import exchange
 from streamrl.tasks.starter import BACKWARDS_ARGS, BACKWARDS_FILES, FOLDER, Starter
 from streamrl.tasks.user_reward import check_target
 
@@ -203,7 +204,8 @@ class Agent(Around):
             start_new_session=True,
         )
         try:
-            output, _ = await process.communicate(json.dumps(question).encode())
+            output = await exchange(process, json.dumps(question).encode(), 4 * OUTPUT)
+            await process.wait()
         finally:
             await _end_group(process)
         if process.returncode != 0:

@@ -1,0 +1,34 @@
+"""What a process is given on its standard input, and the beginning of what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+
+CHUNK = 1 << 16  # bytes read at once
+
+
+async def exchange(process: asyncio.subprocess.Process, given: bytes, most: int) -> bytes:
+    """The first `most` bytes of a process's output, once it is closed; what goes beyond is read and dropped.
+
+    Its input and output are pipes. One that has ended before it has read all is no error.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    _, kept = await asyncio.gather(_give(process.stdin, given), _beginning(process.stdout, most))
+    return kept
+
+
+async def _give(pipe: asyncio.StreamWriter, given: bytes) -> None:
+    try:
+        pipe.write(given)
+        await pipe.drain()
+        pipe.close()
+    except ConnectionError:
+        pass  # it has ended already, and its exit code tells why
+
+
+async def _beginning(pipe: asyncio.StreamReader, most: int) -> bytes:
+    kept = b""
+    while chunk := await pipe.read(CHUNK):
+        kept += chunk[: max(0, most - len(kept))]
+    return kept
