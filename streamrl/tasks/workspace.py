@@ -14,10 +14,13 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 from streamrl.tasks.environment import EXACT, Score
+from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.harbor_folder import HarborFolder
 from streamrl.tasks.python_tool import Limits, Mount, PythonTool
 from streamrl.tasks.sandbox import NOBODY
@@ -41,10 +44,10 @@ class NoReward(ValueError):
 
 
 class Workspace:
-    """A directory, as long as the `with` lasts.
+    """A directory, as long as the `with` lasts. It is filled, measured and removed in threads.
 
     Usage:
-        with Workspace(task, seconds=10) as workspace:
+        async with Workspace(task, seconds=10) as workspace:
             await workspace.run("echo hello > greeting.txt")
             await workspace.score()
     """
@@ -54,23 +57,30 @@ class Workspace:
         self._task = task
         self._seconds = seconds
         self._root = Path()
+        self._copying = threading.Lock()  # a thread ends what it does, though nobody waits for it any more
+        self._is_there = False
 
-    def __enter__(self) -> Self:
-        self._root = Path(tempfile.mkdtemp(prefix="streamrl-harbor-"))
+    async def __aenter__(self) -> Self:
+        """Raises ScorerUnready where the task's files cannot be copied."""
         try:
-            self._fill()
+            self._root = Path(tempfile.mkdtemp(prefix="streamrl-harbor-"))
+        except OSError as error:
+            raise ScorerUnready(f"no directory could be made: {error}") from None
+        self._is_there = True
+        try:
+            await asyncio.to_thread(self._if_there, self._fill)
         except BaseException:
-            self.__exit__()
+            await self.__aexit__()
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._root, ignore_errors=True)
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._remove))
 
     async def run(self, command: str) -> str:
         """What a shell command printed. Raises WorkspaceFull, NoWalls."""
         output = await self._shell(["bash", "-c", command], self._seconds, [], self._task.environment)
-        self._check_size()
+        await asyncio.to_thread(self._check_size)
         return output
 
     async def write(self, name: str, text: str) -> None:
@@ -80,14 +90,28 @@ class Workspace:
         await self._python(code, self._seconds, [])
 
     async def score(self) -> Score:
-        """Run the tests. Raises NoReward where they leave none."""
+        """Run the tests. Raises NoReward where they leave none, and ScorerUnready where they cannot be run."""
         task = self._task
         logs, tests = self._root / "logs", self._root / "tests"
-        await asyncio.to_thread(_copy, task.folder / "tests", tests)
+        await asyncio.to_thread(self._if_there, _copy, task.folder / "tests", tests)
         mounts = [Mount(tests, "/tests"), Mount(logs, "/logs", writable=True)]
         variables = {**task.environment, **task.verifier_environment}
         output = await self._shell(["bash", "/tests/test.sh"], task.verifier_timeout, mounts, variables)
         return read_reward(logs / "verifier", output)
+
+    def _if_there(self, function: Callable[..., None], *arguments: Path) -> None:
+        """Copy into the directory, unless it is removed. Raises ScorerUnready."""
+        try:
+            with self._copying:
+                if self._is_there:
+                    function(*arguments)
+        except OSError as error:  # no space, no descriptor, no such file any more: no answer has done that
+            raise ScorerUnready(f"the files of {self._task.name} could not be copied: {error}") from None
+
+    def _remove(self) -> None:
+        with self._copying:
+            self._is_there = False
+            shutil.rmtree(self._root, ignore_errors=True)
 
     def _fill(self) -> None:
         directory = self._root / "app"

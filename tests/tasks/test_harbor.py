@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import shutil
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +15,12 @@ import pytest
 
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.environment import EXACT, FAILED
+from streamrl.tasks.episodes import NotPlayed
 from streamrl.tasks.harbor_folder import read_folder
 from streamrl.tasks.python_tool import missing_walls
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.turns import TURNS
-from streamrl.tasks.workspace import NoReward, read_reward
+from streamrl.tasks.workspace import NoReward, Workspace, read_reward
 from tests.harbor_tasks import DOCKERFILE, TESTS, TOML, write_task
 
 END = "<|im_end|>"
@@ -77,6 +83,91 @@ def test_tests_without_a_reward_cost_the_sample_and_say_why(scripted, tmp_path):
     (rollout,) = play(path, scripted([["done", END]]))
     assert (rollout.reward, rollout.parts) == (0.0, {FAILED: 1.0})
     assert "wrote no /logs/verifier/reward.json or reward.txt: it broke" in rollout.failure
+
+
+@walled
+def test_the_files_of_a_sample_are_copied_measured_and_removed_beside_the_event_loop(scripted, tmp_path, monkeypatch):
+    seen = []
+
+    def watched(name, function):
+        def called(*arguments, **named):
+            if "streamrl-harbor-" in str(arguments):
+                seen.append((name, threading.current_thread() is threading.main_thread()))
+            return function(*arguments, **named)
+
+        return called
+
+    for module, name in ((shutil, "copy"), (shutil, "copytree"), (shutil, "rmtree"), (os, "walk")):
+        monkeypatch.setattr(module, name, watched(name, getattr(module, name)))
+    path = write_task(tmp_path / "caf", "caf")
+    (rollout,) = play(path, scripted([['<tool name="bash">true</tool>', END], ["done", END]]))
+    assert rollout.failure is None
+    assert set(seen) == {("copy", False), ("copytree", False), ("rmtree", False), ("walk", False)}
+
+
+def test_a_sample_that_is_cancelled_while_its_files_are_copied_leaves_none(tmp_path, monkeypatch):
+    (temporary := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    begun, ended, copy = threading.Event(), threading.Event(), shutil.copy
+
+    def slow(*arguments):
+        begun.set()
+        ended.wait(60)
+        return copy(*arguments)
+
+    async def go() -> list[Path]:
+        entering = asyncio.create_task(
+            Workspace(read_folder(write_task(tmp_path / "caf", "caf")), seconds=1).__aenter__()
+        )
+        await asyncio.to_thread(begun.wait, 60)
+        entering.cancel()
+        await asyncio.wait((entering,), timeout=0.1)
+        ended.set()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        return list(temporary.iterdir())
+
+    monkeypatch.setattr(shutil, "copy", slow)
+    assert asyncio.run(go()) == []
+
+
+@walled
+def test_a_sample_whose_files_cannot_be_copied_costs_itself_alone(scripted, tmp_path, monkeypatch):
+    copy, calls = shutil.copy, []
+
+    def full(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copy(*arguments)
+
+    monkeypatch.setattr(shutil, "copy", full)
+    path = write_task(tmp_path / "caf", "caf")
+    rollouts = play(path, scripted([["done", END]]), n=2)
+    lost, played = sorted(rollouts, key=lambda each: each.failure is None)
+    assert "ScorerUnready: the files of caf could not be copied: [Errno 28] No space left" in lost.failure
+    assert (lost.masked, played.failure, played.parts["right"]) == (True, None, 0.0)
+    monkeypatch.setattr(shutil, "copy", lambda *_: full())
+    calls.clear()
+    with pytest.raises(NotPlayed, match="No space left"):
+        play(path, scripted([]))
+
+
+@walled
+def test_tests_that_cannot_be_copied_mask_the_answer(scripted, tmp_path, monkeypatch):
+    copytree = shutil.copytree
+
+    def full(source, target, **options):
+        if Path(target).name == "tests":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return copytree(source, target, **options)
+
+    monkeypatch.setattr(shutil, "copytree", full)
+    (rollout,) = play(
+        write_task(tmp_path / "caf", "caf"), scripted([["caf", END]]), commands=False, answer="answer.txt"
+    )
+    assert rollout.masked
+    assert "could not be copied" in rollout.failure
 
 
 @pytest.mark.parametrize(

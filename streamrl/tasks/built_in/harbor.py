@@ -6,6 +6,7 @@ instruction ─▶ policy ─▶ shell command in the directory ─▶ its outpu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -22,8 +23,8 @@ from streamrl.tasks.environment import (
     Score,
     check_reward,
 )
-from streamrl.tasks.episodes import together
-from streamrl.tasks.failures import INFRASTRUCTURE
+from streamrl.tasks.episodes import begun, together
+from streamrl.tasks.failures import INFRASTRUCTURE, ScorerUnready
 from streamrl.tasks.harbor_folder import HarborFolder, read_folders
 from streamrl.tasks.order import is_held_out, item_at
 from streamrl.tasks.python_tool import NoWalls, missing_walls
@@ -91,19 +92,26 @@ class Harbor(Environment):
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         """The judgement of one answer without commands."""
-        with Workspace(self._task(prompt.index), seconds=self._arguments.seconds) as workspace:
+        async with Workspace(self._task(prompt.index), seconds=self._arguments.seconds) as workspace:
             return await self._score(workspace, completion)
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
-        return await together(self._play(inference, prompt) for _ in range(n))
+        """Raises NotPlayed where no sample gets its directory."""
+        return begun(await together(self._play(inference, prompt) for _ in range(n)))
 
     def _task(self, index: int) -> HarborFolder:
         return self._tasks[item_at(index, len(self._tasks), self._seed)]
 
     async def _play(self, inference: Inference, prompt: Prompt) -> Rollout:
-        """One sample. Errors of `inference` propagate, those of commands and tests cost the reward."""
+        """One sample. Errors of `inference` propagate, those of its directory, commands and tests cost the reward."""
         conversation = Conversation(inference, prompt)
-        with Workspace(self._task(prompt.index), seconds=self._arguments.seconds) as workspace:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                workspace = await stack.enter_async_context(
+                    Workspace(self._task(prompt.index), seconds=self._arguments.seconds)
+                )
+            except ScorerUnready as error:
+                return self.unscored(prompt, conversation.completion, error)
             while True:
                 await conversation.generate()
                 if conversation.ended:
