@@ -7,6 +7,7 @@ tokens. Source: Kong, A note on importance sampling using standardized weights (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,7 +51,10 @@ class GroupEss:
         self._sums.index_add_(1, group[usable], values[:, usable])
 
     def finish(self) -> list[float | None]:
-        """Of each group, 0..1; None where nothing was learned from it. Collective; the same on every rank."""
+        """Of each group, 0..1; None where nothing was learned from it, or a log-prob is not finite.
+
+        Collective; the same on every rank.
+        """
         if parallel_state.is_pipeline_last_stage():
             dist.all_reduce(self._sums, group=parallel_state.get_data_parallel_group())
         stages = parallel_state.get_pipeline_model_parallel_group()
@@ -66,6 +70,12 @@ def of_sums(sums: Tensor) -> list[float | None]:
     [1.0, 0.5, None]
     """
     return [
-        min(1.0, total * total / (count * squares)) if count and learned else None
+        _ratio(count, total, squares) if count and learned else None
         for count, total, squares, learned in sums.T.tolist()
     ]
+
+
+def _ratio(count: float, total: float, squares: float) -> float | None:
+    """None where a log-prob of the group is not finite: nothing says how far it is from the policy."""
+    ratio = total * total / (count * squares)
+    return min(1.0, ratio) if math.isfinite(ratio) else None

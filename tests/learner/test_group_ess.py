@@ -46,6 +46,13 @@ def test_it_is_that_of_each_groups_tokens_however_they_are_packed(taught: bool, 
     assert of_sums(measured._sums) == [each if each is None else pytest.approx(each) for each in expected]
 
 
+def test_a_group_with_a_log_prob_that_is_no_number_has_none_and_the_others_keep_theirs() -> None:
+    measured = GroupEss(taught=False)
+    measured.begin(np.array([2, 4]), torch.device("cpu"))
+    measured.add(np.arange(4), tokens_of(np.array([np.nan, 0.0, 0.5, 0.5]), np.ones(4)))
+    assert of_sums(measured._sums) == [None, pytest.approx(1.0)]
+
+
 def test_groups_end_where_their_trained_tokens_do(make_group) -> None:
     groups = [make_group(0), make_group(1)]
     assert ends_of(groups).tolist() == [groups[0].trained_tokens, 2 * groups[0].trained_tokens]
