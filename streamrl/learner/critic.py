@@ -27,7 +27,7 @@ from streamrl.learner.critic_shape import KEY, critic_shape
 from streamrl.learner.forward import Passes, gather_parameters, wrap
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.model import PolicyModel, build
-from streamrl.learner.optimizer import PolicyOptimizer, Update
+from streamrl.learner.optimizer import PolicyOptimizer, Update, largest_norm
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import ModelShape
@@ -132,7 +132,7 @@ class Critic:
             **value_metrics(first),
             "critic/loss": float(every["loss"]) / len(updates),
             "critic/clip": float(every["clipped"] / every["returns/0"].clamp(min=1)),
-            "critic/grad_norm": max(update.grad_norm for update in updates),
+            "critic/grad_norm": largest_norm(updates),
             "critic/lr": updates[-1].lr,
             "critic/skipped": self._optimizer.skipped,
         }

@@ -8,7 +8,7 @@ A learner step has one place on the schedule and one update for each mini batch:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,11 @@ class Update:
     @property
     def successful(self) -> bool:
         return self.verdict == "ok"
+
+
+def largest_norm(updates: Iterable[Update]) -> float:
+    """The largest gradient norm, or the first that is not finite: what the reader of a metric must not miss."""
+    return max((update.grad_norm for update in updates), key=lambda norm: math.inf if math.isnan(norm) else norm)
 
 
 class PolicyOptimizer:

@@ -10,7 +10,6 @@ neither packing, nor the split into micro batches, nor the number of ranks chang
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from streamrl.learner.forward import Passes
 from streamrl.learner.full_kl import ReferenceStates
 from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.group_ess import GroupEss, ends_of
-from streamrl.learner.optimizer import PolicyOptimizer, Update
+from streamrl.learner.optimizer import PolicyOptimizer, Update, largest_norm
 from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
 from streamrl.learner.reference import Reference
 from streamrl.learner.reward_penalty import Penalised, outcomes_of, penalise
@@ -215,7 +214,7 @@ class LearnerStep:
             **valued,
             **self._device.memory(),
             **self._optimizer.metrics(),
-            "grad_norm": _largest([update.grad_norm for update in updates]),
+            "grad_norm": largest_norm(updates),
             "lr": updates[-1].lr,
             "micro_batches": len(share.micro_batches),
             **clock.metrics(),
@@ -441,8 +440,3 @@ class _Clock:
         for phase, begin, end in self.phases:
             seconds[f"time/{phase}"] += end - begin
         return {**seconds, "time/forward_backward": seconds["time/forward"] + seconds["time/backward"]}
-
-
-def _largest(norms: Sequence[float]) -> float:
-    """The largest norm, or the first that is not finite: what the reader of a metric must not miss."""
-    return max(norms, key=lambda norm: math.inf if math.isnan(norm) else norm)

@@ -81,6 +81,17 @@ def test_the_policy_is_held_while_the_critic_is_warmed_up_and_every_metric_has_a
     assert rows[0]["returns/mean"] == pytest.approx(sum(returns) / len(returns)), "the gap counts as no token"
 
 
+def test_its_gradient_norm_that_is_no_number_is_told_whatever_the_others_of_the_step_are(
+    model_folder, trainer_of, monkeypatch
+):
+    trainer = trainer_of(config_of(model_folder(), mini_batches=2))
+    norms = iter([1.0, math.nan])
+    monkeypatch.setattr(trainer._critic._optimizer.megatron, "get_grad_norm", lambda: next(norms))
+    row = trainer.train_step(make_batch(0))
+    assert math.isnan(row["critic/grad_norm"])
+    assert row["critic/skipped"] == 1
+
+
 @pytest.mark.slow
 def test_it_learns_what_answers_are_worth(model_folder, trainer_of):
     trainer = trainer_of(config_of(model_folder(), critic={"warmup_steps": 12}, passes=2))
