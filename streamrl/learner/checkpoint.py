@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from streamrl.algo.kl_control import KlControl
 from streamrl.config.file import ConfigError
 from streamrl.learner import checkpoint_optimizer, checkpoint_shards
-from streamrl.learner.checkpoint_files import FileSum
+from streamrl.learner.checkpoint_files import FileSum, damage
 from streamrl.learner.model import PolicyModel
 from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
@@ -210,6 +210,24 @@ def read(folder: Path) -> Checkpoint:
 
 def _sum_of(fields: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(msgspec.json.encode(fields))
+
+
+def verify(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
+    """Read every file once, each on one of the ranks, and compare it with its checksum. All ranks call.
+
+    Returns a line for each damaged file of an export in a folder of its own, the same on every rank; nothing is loaded
+    from those. Raises CheckpointDamaged on every rank for any other file.
+    """
+    folder, files = checkpoint.folder, checkpoint.files
+    by_size = sorted(files, key=lambda name: (-files[name].size, name))
+    problems: dict[str, str] = {}
+    for part in ranks.gather(damage(folder, files, by_size[ranks.rank :: ranks.world])):
+        problems |= part
+    lines = {name: f"{folder / name} {text}" for name, text in sorted(problems.items())}
+    needed = [line for name, line in lines.items() if Path(name).parent == Path()]
+    if needed:
+        raise CheckpointDamaged(needed[0] if len(needed) == 1 else f"{needed[0]}, and so with {len(needed) - 1} more")
+    return list(lines.values())
 
 
 def load(checkpoint: Checkpoint, state: State) -> None:

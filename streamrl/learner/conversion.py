@@ -32,13 +32,14 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.learner import torch_format
 from streamrl.learner.checkpoint import DESCRIPTION as DESCRIBED
-from streamrl.learner.checkpoint import read, sync
+from streamrl.learner.checkpoint import read, sync, verify
 from streamrl.learner.huggingface import copy_description, export_folder, load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import VOCABULARY_MULTIPLE, ModelShape, WeightsMismatchError, read_shape
 from streamrl.lifeline import end_with
 from streamrl.observe.bars import paced, silent
+from streamrl.types import PolicyVersion
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what Megatron-LM calls a checkpoint of weights alone
@@ -129,12 +130,19 @@ def to_huggingface(config: Config, ranks: Ranks, checkpoint: Path, target: Path)
     Raises WeightsMismatchError where its weights are not those of the model, ConfigError for a run's checkpoint that is
     damaged.
     """
+    version = _verified(checkpoint, ranks) if (checkpoint / DESCRIBED).is_file() else None
     model = _model(config, ranks)
     load = _load_rank_files if torch_format.is_torch_format(checkpoint) else _load_shards
     load(model, checkpoint)
-    version = read(checkpoint).version if (checkpoint / DESCRIBED).is_file() else None
     export_folder([model], config.model.path, target, version)
     ranks.barrier()
+
+
+def _verified(checkpoint: Path, ranks: Ranks) -> PolicyVersion:
+    """The version of a run's checkpoint, each file of which is what was written."""
+    found = read(checkpoint)
+    verify(found, ranks)
+    return found.version
 
 
 def _load_shards(model: PolicyModel, checkpoint: Path) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from streamrl.config.file import ConfigError
 from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint import Checkpoint, CheckpointDamaged
-from streamrl.learner.checkpoint_files import damage
 from streamrl.learner.parallel import Ranks
 from streamrl.stream.identity import RunIdentity
 
@@ -76,21 +75,11 @@ def _read(folder: Path, ranks: Ranks, run: RunIdentity) -> Checkpoint:
 
 
 def _verify(found: Checkpoint, ranks: Ranks, report: Report) -> None:
-    """Read every file once, each on one of the ranks. Raises CheckpointDamaged on every rank.
-
-    An export beside the checkpoint, in a folder of its own, is reported and no reason not to resume.
-    """
-    by_size = sorted(found.files, key=lambda name: (-found.files[name].size, name))
-    mine = by_size[ranks.rank :: ranks.world]
-    problems = {
-        name: text for part in ranks.gather(damage(found.folder, found.files, mine)) for name, text in part.items()
-    }
-    needed = [f"{found.folder / name} {text}" for name, text in sorted(problems.items()) if Path(name).parent == Path()]
-    if needed:
-        raise CheckpointDamaged(needed[0] if len(needed) == 1 else f"{needed[0]}, and so with {len(needed) - 1} more")
+    """Raises CheckpointDamaged on every rank. A damaged export is reported, and no reason not to resume."""
+    of_export = checkpoint.verify(found, ranks)
     if ranks.rank == 0:
-        for name, text in sorted(problems.items()):
-            report(f"{found.folder / name} {text}: it is part of an export, and training goes on")
+        for line in of_export:
+            report(f"{line}: it is part of an export, and training goes on")
         if not found.files:
             log.info("%s is from before checkpoints had checksums: it is read as it is", found.folder)
 

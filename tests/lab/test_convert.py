@@ -33,6 +33,7 @@ from streamrl.config.learner import LayoutConfig
 from streamrl.config.model import TRANSFORMERS
 from streamrl.lab import convert
 from streamrl.learner import conversion
+from streamrl.learner.checkpoint import CheckpointDamaged
 from streamrl.learner.conversion import to_huggingface, to_megatron
 from streamrl.learner.huggingface import load_weights
 from streamrl.learner.parallel import Ranks
@@ -210,6 +211,26 @@ def test_a_runs_checkpoint_becomes_what_the_run_itself_exports(model, dtype, lor
     # Without an export it is described by the model that the run started from.
     shutil.rmtree(checkpoint / "huggingface")
     assert convert.identify(checkpoint).model == model
+
+
+def test_a_runs_checkpoint_with_a_flipped_bit_is_refused_in_one_line_and_with_a_damaged_export_converted(
+    model, tmp_path
+):
+    trained(model, tmp_path / "run", "float32", 0)
+    checkpoint = tmp_path / "run/checkpoints/step_2"
+    (checkpoint / "huggingface" / "model.safetensors").unlink()
+    (shard,) = checkpoint.glob("*.distcp")
+    content = shard.read_bytes()
+    middle = len(content) // 2
+    with alone(model) as (own, ranks):
+        shard.write_bytes(content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :])
+        with pytest.raises(CheckpointDamaged) as refused:
+            to_huggingface(own, ranks, checkpoint, tmp_path / "out")
+        assert str(refused.value) == f"{shard} does not match its checksum"
+        assert not (tmp_path / "out").exists()
+        shard.write_bytes(content)
+        to_huggingface(own, ranks, checkpoint, tmp_path / "out")
+    assert weights_of(tmp_path / "out")
 
 
 @pytest.mark.slow
