@@ -145,7 +145,11 @@ class LeadLoop:
             self.trainer.broadcast("wait")
 
     def _wait(self) -> Delivery:
-        """The next batch, or the wish to stop; the other ranks are told once a tick that nothing is there yet."""
+        """The next batch, or the wish to stop.
+
+        Once a tick the other ranks are told that nothing is there yet, and the source of complete checkpoints. Raises
+        CheckpointError where one was not written.
+        """
         step = self.trainer.version.step
         with self.events.span("learner.wait", step=step):
             while True:
@@ -157,6 +161,7 @@ class LeadLoop:
                 if delivery.kind != "nothing":
                     return delivery
                 self.trainer.broadcast("wait")
+                self._report_saved()
                 if self._is_catching_up() and self._offered != self.trainer.version:
                     # The step's groups were lost and are generated again, maybe by servers that need weights for it.
                     self._publish()

@@ -235,6 +235,12 @@ def test_the_checkpoint_holds_the_ledger_of_its_step_and_the_service_is_told_of_
     assert source.asked_to_begin == 2
 
 
+def test_a_checkpoint_that_is_complete_while_the_learner_waits_for_a_batch_is_told_before_the_batch(tmp_path):
+    source = Source(None, late=(2,))
+    run(tmp_path, source, PolicyVersion(0), steps=3)
+    assert source.told[1:4] == [("2.0", 0.9), ("saved", 2, 2), ("3.0", 0.9)]
+
+
 def test_the_model_is_written_behind_the_last_checkpoint_and_before_anybody_is_told_of_the_end(tmp_path):
     source = Source(None)
     trainer, _ = run(tmp_path, source, PolicyVersion(0), steps=3)
