@@ -114,9 +114,9 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
         trainer.broadcast("end")  # the other ranks wait for a command
         raise
     finally:
-        metrics.close()
         if publisher is not None:
             publisher.close()
+        metrics.close()
         source.close()
         events.close()
 

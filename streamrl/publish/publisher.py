@@ -138,7 +138,7 @@ class Publisher:
         Of a GPU the copy may still be under way: no weight may change before what is returned is done. `resident`: as
         of `DeviceCopy.out`; `scored`: with these weights, for each server to do the same. Waits while the former
         version is still going out, `publish.timeout` at most for each server. Raises RuntimeError when the thread has
-        failed, or not come back in `run.silence_timeout`.
+        failed, or not come back in `run.silence_timeout`, and what `tensors` raises: then nothing more is published.
         """
         began, limit = time.monotonic(), self._config.run.silence_timeout
         with self._changed:  # every version is taken, so that none is missing among the kept ones
@@ -150,6 +150,11 @@ class Publisher:
         try:
             staged = self._staging.fill(version, tensors, resident)
             staged.scored = scored
+        except BaseException:  # the former version's bytes are overwritten in part: no server may have them
+            with self._changed:
+                self._shared.closing = True
+                self._changed.notify_all()
+            raise
         finally:
             self._staging_lock.release()
         with self._changed:
@@ -236,7 +241,8 @@ class Publisher:
         with self._staging_lock:
             with self._changed:
                 staged, is_new, stopped = self._shared.staged, self._is_new(), self._shared.stopped
-            if staged is None:
+                closing = self._shared.closing  # maybe since the wait for the staged bytes
+            if staged is None or closing:
                 return
             if is_new:
                 self._await_copy(peer, staged)

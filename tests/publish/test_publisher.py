@@ -237,6 +237,34 @@ def test_a_version_is_not_staged_over_one_that_is_still_read(model_folders, benc
         assert all(torch.equal(tensor, expected[name]) for name, tensor in staged.tensors())
 
 
+class ReadsNoMore(ReadsOn):
+    """One that is done with the bytes when it has failed."""
+
+    def reads_on(self) -> bool:
+        return False
+
+
+def test_after_an_export_that_breaks_off_no_server_gets_the_bytes_that_it_has_overwritten(bench, monkeypatch):
+    source = ReadsNoMore()
+    monkeypatch.setattr(publisher, "make_source", lambda *_: source)
+    running = bench(Worker(None, dead=("dead",)))
+    running.publisher.offer(PolicyVersion(1), [("w", torch.zeros(1 << 16))])
+    _until(lambda: source.reading)
+    sent: list[int] = []
+
+    def breaks_off() -> Iterator[tuple[str, torch.Tensor]]:
+        sent.append(len(source.reading))
+        yield "w", torch.ones(1 << 16)  # a bucket of its own, which is copied before the next one is asked for
+        time.sleep(1.5)  # longer than the pause before the next try, which waits for the bytes
+        yield "x", torch.ones(4)
+        raise ConnectionError("a rank is gone")
+
+    with pytest.raises(ConnectionError, match="a rank is gone"):
+        running.publisher.offer(PolicyVersion(2), breaks_off())
+    _until(lambda: any(isinstance(message, Bye) for message in running.service.received))
+    assert len(source.reading) == sent[0]
+
+
 class Pending(Copied):
     """A copy out of a GPU that ends when the test says so."""
 
