@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
 
 from streamrl.config.learner import LoraConfig
 from streamrl.publish.peft import checksum, write_adapter
 from streamrl.publish.staging import Staged
-from streamrl.publish.transport import AdapterManifest, Check, Source
+from streamrl.publish.transport import AdapterManifest, Check, PublishError, Source
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
 
@@ -33,13 +34,13 @@ class AdapterSource(Source):
         self._base = base
         self._written: PolicyVersion | None = None
         self._checksum = ""
+        for draft in self._root.glob(".*"):  # of a learner that was killed while it wrote
+            shutil.rmtree(draft, ignore_errors=True)
 
     def manifest(self, server: ServerState, staged: Staged) -> dict[str, Any]:
         folder = self._root / str(staged.version)
         if self._written != staged.version:
-            write_adapter(folder, staged.tensors(), self._settings, self._base)
-            self._written, self._checksum = staged.version, checksum(folder)
-            self._forget_older()
+            self._write(folder, staged)
         described: dict[str, Any] = msgspec.to_builtins(
             AdapterManifest(folder=str(folder.resolve()), checksum=self._checksum)
         )
@@ -54,8 +55,17 @@ class AdapterSource(Source):
     def close(self) -> None:
         """The newest folders stay, for servers that are reading them."""
 
+    def _write(self, folder: Path, staged: Staged) -> None:
+        try:
+            write_adapter(folder, staged.tensors(), self._settings, self._base)
+            self._checksum = checksum(folder)
+        except (OSError, SafetensorError) as error:
+            raise PublishError(f"version {staged.version} was not written: {error}") from error
+        self._written = staged.version
+        self._forget_older()
+
     def _forget_older(self) -> None:
-        versions = sorted(PolicyVersion.parse(folder.name) for folder in self._root.glob("[0-9]*.[0-9]*"))
-        for version in versions[:-KEPT]:
-            if version != self._written:
-                shutil.rmtree(self._root / str(version), ignore_errors=True)
+        """By the time of writing: a learner that went back to a checkpoint writes lower steps again."""
+        folders = sorted(self._root.glob("[0-9]*.[0-9]*"), key=lambda folder: folder.stat().st_mtime_ns)
+        for folder in folders[:-KEPT]:
+            shutil.rmtree(folder, ignore_errors=True)

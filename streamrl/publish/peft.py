@@ -49,16 +49,23 @@ def tensor_name(layer: int, projection: str, matrix: Matrix) -> str:
 
 
 def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor]], settings: LoraConfig, base: Path) -> None:
-    """Write a PEFT folder, whole or not at all. `tensors`: CPU tensors under `tensor_name`; `base`: their model."""
+    """Write a PEFT folder, in place of what was there. `tensors`: CPU tensors under `tensor_name`; `base`: their model.
+
+    Raises OSError or SafetensorError, and leaves `folder` as it was.
+    """
     from safetensors.torch import save_file
 
     draft = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors}, draft / WEIGHTS, metadata={"format": "pt"})
-    (draft / CONFIGURATION).write_text(json.dumps(_configuration(settings, base), indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    draft.rename(folder)
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors}, draft / WEIGHTS, metadata={"format": "pt"})
+        (draft / CONFIGURATION).write_text(json.dumps(_configuration(settings, base), indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        draft.rename(folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def read_adapter(folder: Path) -> tuple[float, dict[str, Tensor]]:
