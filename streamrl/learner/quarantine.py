@@ -110,8 +110,14 @@ class Quarantine:
         return None
 
     def _rehearse(self, batch: Batch, suspects: set[GroupKey], announce: Callable[[str], Any]) -> None:
-        """A rank that fails in it names a single group; then the learner is started again."""
+        """A rank that fails in it names a single group; then the learner is started again.
+
+        Where the step has none of the suspects any more, generated again or replaced, nothing is left to blame.
+        """
         groups = tuple(group for group in batch.groups if (group.group_id, group.attempt) in suspects)
+        if not groups:
+            self._blames.forget(batch.step)
+            return
         log.warning("step %d failed before: %d groups are tried one by one", batch.step, len(groups))
         announce("rehearse")
         self._planner.rehearse(replace(batch, groups=groups))

@@ -11,7 +11,7 @@ from learner_parts import VOCABULARY, make_batch, make_config, weights
 from msgspec.structs import replace
 
 from streamrl.learner import bad_batch
-from streamrl.learner.blame import Blame, MicroBatchFailed
+from streamrl.learner.blame import Blame, MicroBatchFailed, blame
 from streamrl.learner.quarantine import BadGroupsError, Quarantine
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.events import EventLog, event_path, read_events
@@ -209,10 +209,19 @@ def test_a_step_of_which_nothing_is_left_is_made_without_an_update(run: Any) -> 
     assert all((before[name] == tensor).all() for name, tensor in weights(learner.trainer).items())
 
 
+def test_a_blame_of_groups_that_the_step_has_no_more_is_forgotten_and_no_rank_rehearses(
+    run: Any, tmp_path: Path
+) -> None:
+    blame(tmp_path, 0, 1, MicroBatchFailed(((0, 1), (70, 0)), IndexError("of a former attempt, and of another group")))
+    learner = run()
+    sifted = learner.quarantine.sift(make_batch(), learner.commands.append)
+    assert learner.commands == []
+    assert sifted.quarantined == frozenset()
+    assert list((tmp_path / "quarantine").iterdir()) == []
+
+
 def test_a_blame_is_written_whole(tmp_path: Path) -> None:
     import msgspec
-
-    from streamrl.learner.blame import blame
 
     error = MicroBatchFailed(((3, 1), (4, 0)), IndexError("x"))
     error.__cause__ = IndexError("x")
