@@ -24,7 +24,7 @@ from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
 from streamrl.learner.forward import Passes, Wrapped, wrap
 from streamrl.learner.fully_sharded import FullySharded
-from streamrl.learner.gradient_noise import GradientNoise
+from streamrl.learner.gradient_noise import NOISE, SIGNAL, GradientNoise
 from streamrl.learner.huggingface import export_weights, load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.optimizer import PolicyOptimizer
@@ -55,9 +55,15 @@ class Gradient:
     norm: float  # as the optimizer clips by it
     params_norm: float
     zeros: float  # share of the gradient's entries
-    of_norm: float  # squared norm of the final norm's gradient, signal and noise together, from its micro batches
+    signal: float  # of the final norm's gradient, from its micro batches; 0 where there is one alone
+    noise: float
     scores: float  # largest difference of the log-probs that `score` gives to those that the loss saw, nats
     tensors: dict[str, Tensor]
+
+    @property
+    def of_norm(self) -> float:
+        """Squared norm of the final norm's gradient, whatever its micro batches are."""
+        return self.signal + self.noise
 
 
 def run_ranks(cases: Sequence[Case], world: int) -> dict[str, Gradient]:
@@ -107,12 +113,14 @@ def gradient_of(case: Case) -> Gradient:
         seen = ParamsMetrics(optimizer.megatron, padding, ranks.device.torch_device)
         seen.observe_gradients()
         params_norm, zeros = seen.metrics().values()
+        of_parts = noise.metrics()
         return Gradient(
             loss=float(sums["loss"].sum()),
             norm=norm,
             params_norm=params_norm,
             zeros=zeros,
-            of_norm=sum(noise.metrics().values()),
+            signal=of_parts.get(SIGNAL, 0.0),
+            noise=of_parts.get(NOISE, 0.0),
             scores=scores,
             tensors=_whole_gradient(chunks, wrapped),
         )

@@ -64,6 +64,9 @@ def test_every_layout_has_the_gradient_loss_norms_zeros_and_scores_of_one_proces
         assert gradient.scores < 1e-5, name
         assert gradient.params_norm == pytest.approx(alone.params_norm, rel=1e-6), name
         assert gradient.of_norm == pytest.approx(of_norm, rel=1e-4), name
+        # The batch has the same 8 rows in every layout: what they say of each other hangs on all ranks' sums.
+        assert gradient.signal == pytest.approx(alone.signal, abs=1e-4 * of_norm), name
+        assert gradient.noise == pytest.approx(alone.noise, abs=1e-4 * of_norm), name
         assert gradient.zeros == pytest.approx(alone.zeros, abs=1e-5), name
     entries = sum(tensor.numel() for tensor in alone.tensors.values())
     zeros = sum(int((tensor == 0).sum()) for tensor in alone.tensors.values())
