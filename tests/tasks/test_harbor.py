@@ -108,27 +108,26 @@ def test_the_files_of_a_sample_are_copied_measured_and_removed_beside_the_event_
 def test_a_sample_that_is_cancelled_while_its_files_are_copied_leaves_none(tmp_path, monkeypatch):
     (temporary := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    begun, ended, copy = threading.Event(), threading.Event(), shutil.copy
+    begun, ended, copytree = threading.Event(), threading.Event(), shutil.copytree
+    path = write_task(tmp_path / "caf", "caf", dockerfile=f"{DOCKERFILE}COPY . data/\n")
 
-    def slow(*arguments):
+    def slow(*arguments, **options):
         begun.set()
         ended.wait(60)
-        return copy(*arguments)
+        return copytree(*arguments, **options)
 
-    async def go() -> list[Path]:
-        entering = asyncio.create_task(
-            Workspace(read_folder(write_task(tmp_path / "caf", "caf")), seconds=1).__aenter__()
-        )
+    async def go() -> None:
+        entering = asyncio.create_task(Workspace(read_folder(path), seconds=1).__aenter__())
         await asyncio.to_thread(begun.wait, 60)
         entering.cancel()
         await asyncio.wait((entering,), timeout=0.1)
         ended.set()
         with pytest.raises(asyncio.CancelledError):
             await entering
-        return list(temporary.iterdir())
 
-    monkeypatch.setattr(shutil, "copy", slow)
-    assert asyncio.run(go()) == []
+    monkeypatch.setattr(shutil, "copytree", slow)
+    asyncio.run(go())  # which ends its threads
+    assert list(temporary.iterdir()) == []
 
 
 @walled
