@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +16,7 @@ from streamrl.publish.staging import Staged, Staging
 from streamrl.publish.transport import PublishError
 from streamrl.stream.messages import ServerState
 from streamrl.types import PolicyVersion
+from tests.limited_files import limited_files
 
 STATE = ServerState(name="server-0", version=PolicyVersion(0))
 NAME = tensor_name(0, "self_attn.q_proj", "A")
@@ -36,17 +34,6 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """As on a full disk: this process can write so many bytes into a file, and then gets an error."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_the_two_versions_that_were_written_last_are_kept_also_after_a_return_to_a_checkpoint(tmp_path: Path) -> None:
     source = source_in(tmp_path)
     for written, (step, incarnation) in enumerate([(8, 0), (9, 0), (10, 0), (6, 1), (7, 1)]):
@@ -61,7 +48,7 @@ def test_a_version_that_a_full_disk_does_not_take_is_told_and_leaves_nothing_unt
 ) -> None:
     source = source_in(tmp_path)
     source.manifest(STATE, staged_of(1))
-    with files_of_at_most(1000), pytest.raises(PublishError, match=r"version 2\.0 was not written: "):
+    with limited_files(1000), pytest.raises(PublishError, match=r"version 2\.0 was not written: "):
         source.manifest(STATE, staged_of(2))
     assert names_in(tmp_path / "adapters") == ["1.0"]
     source.manifest(STATE, staged_of(2))

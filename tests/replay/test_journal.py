@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from streamrl.config.replay import JournalConfig
 from streamrl.replay.journal import Journal, JournalDamaged, JournalFull, read_journal, recover
 from streamrl.replay.records import Completed, Consumed, Place, Saved
 from streamrl.replay.segments import segment_path, segments
+from tests.limited_files import limited_files
 
 FRAMES = (b"header", b"arena" * 20)
 
@@ -224,17 +223,6 @@ def test_every_record_is_read_in_the_order_of_writing_over_all_segments(tmp_path
     journal.close()
     told = [(entry.place.segment, type(entry.record).__name__, entry.frame_bytes) for entry in read_journal(tmp_path)]
     assert told == [(0, "Opening", 0), (0, "Completed", 106), (1, "Opening", 0), (1, "Consumed", 0)]
-
-
-@contextmanager
-def limited_files(size: int) -> Iterator[None]:
-    """No file of this process can grow beyond `size` bytes: the kernel refuses with EFBIG."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
