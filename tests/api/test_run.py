@@ -101,7 +101,10 @@ def test_a_callback_that_calls_sys_exit_stops_the_run(tmp_path, model_folders, m
     monkeypatch.setattr(api_run, "launched", launched)
     config = Config.model_validate({"run": {"folder": tmp_path, "name": "mine"}, "model": {"path": model_folders[0]}})
     run = Run(config, None, Callbacks(on_step=lambda row: sys.exit("enough"))).start()
-    write(tmp_path / "mine", 1)
+    for step in range(1, 100):  # those before its callbacks began are none of theirs
+        if not run.is_over:
+            write(tmp_path / "mine", step)
+            time.sleep(0.1)
     with pytest.raises(SystemExit, match="enough"):
         run.wait(30)
     assert run.state is State.INTERRUPTED
