@@ -18,7 +18,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError, load
 from streamrl.device_map import device_map, divide
 from streamrl.engine import hardware
-from streamrl.engine.server import Server, _environment, server_arguments
+from streamrl.engine.server import Server, server_arguments, server_environment
 from streamrl.generate import served
 from streamrl.preflight.machine import check_machine
 from streamrl.supervisor import Supervisor
@@ -272,7 +272,7 @@ def test_both_ends_of_a_broadcast_have_the_same_nccl_variables(gpus, monkeypatch
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the user's own word, at both ends
     expected = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     assert hardware.nccl_environment() == expected
-    assert expected.items() <= _environment(Config()).items()
+    assert expected.items() <= server_environment(Config()).items()
 
 
 @pytest.mark.parametrize(("dtype", "attention"), [("float32", "triton"), ("bfloat16", None)])
