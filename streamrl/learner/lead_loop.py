@@ -226,9 +226,11 @@ class LeadLoop:
             return 0.0
         began = time.monotonic()
         scored = () if self._mismatch is None else self._mismatch.finish()
-        deadline = began + self.config.run.silence_timeout  # `offer` says what is wrong then
+        limit = self.config.run.silence_timeout
         with self.events.span("learner.offer", version=str(self.trainer.version)):
-            while not self.publisher.ready(self.config.learner.tick) and time.monotonic() < deadline:
+            while not self.publisher.ready(self.config.learner.tick):
+                if time.monotonic() - began > limit:  # before the other ranks begin an export
+                    raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
                 self.trainer.broadcast("wait")
             self.trainer.broadcast("export")
             trainer = self.trainer

@@ -4,7 +4,8 @@
       ▲ waits only while the former version is still going out; the thread waits for the end of the copy
 
 What is known of each server, and when it gets a version, is decided in `publish/server_weights.py`. A server that fails
-never holds the others or the training loop for longer than `publish.timeout`. A replay service that is started again
+holds the others for `publish.timeout` at most, and several that fail hold the training loop for two of them, however
+many they are: a version that has waited for one ends the round of the former. A replay service that is started again
 is told again what there is to publish, and so is one that was silent for `stream.reply_timeout`: the list of the
 servers may be lost.
 """
@@ -79,6 +80,7 @@ class _Shared:
     staged: Staged | None = None
     taken: Staged | None = None  # the last version that the thread has kept and announced
     sending: bool = False  # a version to a server
+    waits_since: float | None = None  # a version, for the end of the round of the former; time.monotonic()
     failure: BaseException | None = None
     stopped: bool = False  # by the service
     closing: bool = False
@@ -119,7 +121,7 @@ class Publisher:
         with self._changed:
             taken = self._changed.wait_for(lambda: self._shared.failure or not self._is_new(), timeout)
         self._raise_failure()
-        free = bool(taken) and self._staging_lock.acquire(timeout=max(0.0, timeout - (time.monotonic() - began)))
+        free = bool(taken) and self._take_staging(max(0.0, timeout - (time.monotonic() - began)))
         if free:
             self._staging_lock.release()
         with self._changed:
@@ -137,14 +139,14 @@ class Publisher:
 
         Of a GPU the copy may still be under way: no weight may change before what is returned is done. `resident`: as
         of `DeviceCopy.out`; `scored`: with these weights, for each server to do the same. Waits while the former
-        version is still going out, `publish.timeout` at most for each server. Raises RuntimeError when the thread has
+        version is still going out, to servers that hang for two `publish.timeout` at most. Raises RuntimeError when the thread has
         failed, or not come back in `run.silence_timeout`, and what `tensors` raises: then nothing more is published.
         """
         began, limit = time.monotonic(), self._config.run.silence_timeout
         with self._changed:  # every version is taken, so that none is missing among the kept ones
             self._changed.wait_for(lambda: self._shared.failure or not self._is_new(), limit)
         self._raise_failure()
-        if not self._staging_lock.acquire(timeout=limit):
+        if not self._take_staging(limit):
             raise RuntimeError(f"the publisher did not finish in run.silence_timeout={limit:g} s")
         waited = time.monotonic() - began
         try:
@@ -162,6 +164,17 @@ class Publisher:
             self._count(waited=self._shared.statistics.waited + waited)
             self._changed.notify_all()
         return staged.copied
+
+    def _take_staging(self, timeout: float) -> bool:
+        """Take the lock of the staged bytes. Where that fails, the version goes on waiting."""
+        with self._changed:
+            if self._shared.waits_since is None:
+                self._shared.waits_since = time.monotonic()
+        taken = self._staging_lock.acquire(timeout=timeout)
+        if taken:
+            with self._changed:
+                self._shared.waits_since = None
+        return taken
 
     def wait(self, timeout: float) -> bool:
         """Wait until every live server has the newest version and the thread is done with it.
@@ -247,14 +260,19 @@ class Publisher:
             if is_new:
                 self._await_copy(peer, staged)
                 self._announce(peer, staged)
-            began = time.monotonic()
-            due = [] if stopped else self._due(staged.version)
-            for first in range(0, len(due), self._config.publish.at_once):
-                together = due[first : first + self._config.publish.at_once]
-                with self._sending():
-                    _run([self._publish(peer, source, server, staged) for server in together])
-            if due:
+            if due := [] if stopped else self._due(staged.version):
+                began, at_once = time.monotonic(), self._config.publish.at_once
+                while due and not self._holds_up():
+                    together, due = due[:at_once], due[at_once:]
+                    with self._sending():
+                        _run([self._publish(peer, source, server, staged) for server in together])
                 self._count(seconds=time.monotonic() - began)
+
+    def _holds_up(self) -> bool:
+        """Has the next version waited so long that the servers that are left get that one?"""
+        with self._changed:
+            since = self._shared.waits_since
+        return since is not None and time.monotonic() - since >= self._config.publish.timeout
 
     def _await_copy(self, peer: Peer, staged: Staged) -> None:
         """Wait until the bytes are there. Raises RuntimeError after `run.silence_timeout`."""

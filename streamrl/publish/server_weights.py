@@ -77,6 +77,7 @@ class ServerWeights:
     stale: bool = False  # its process has ended: what the transport shares with it leads nowhere
     pause: float = 0.0  # seconds, after the last failure; 0 after a success
     retry_at: float = float("-inf")
+    failures: int = 0  # in a row, of whatever versions
 
     @property
     def name(self) -> str:
@@ -152,11 +153,12 @@ class ServerWeights:
     def _settle(self) -> None:
         if self.state is State.WAITING and self.reported.version >= self.version:
             self._move(Event.APPLIED)
-            self.pause = 0.0
+            self.pause, self.failures = 0.0, 0
 
     def _back_off(self, now: float) -> None:
         self.pause = min(2 * self.pause, self.timeout) if self.pause else FIRST_PAUSE
         self.retry_at = now + self.pause
+        self.failures += 1
 
     def _move(self, event: Event) -> None:
         self.state = SERVER_WEIGHTS.next(self.state, event)
@@ -215,8 +217,9 @@ class Servers:
             server.forgive()
 
     def due(self, version: PolicyVersion, now: float) -> list[ServerWeights]:
-        """The servers that get `version` now, in the order of the roster."""
-        return [server for server in self._by_name.values() if server.is_due(version, now)]
+        """The servers that get `version` now: by failures in a row, so that none waits for those that hang."""
+        due = [server for server in self._by_name.values() if server.is_due(version, now)]
+        return sorted(due, key=lambda server: server.failures)
 
     def begin(self, server: ServerWeights, version: PolicyVersion, now: float) -> bool:
         """As `ServerWeights.begin`, with a number that no other attempt has."""

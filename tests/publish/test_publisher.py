@@ -154,6 +154,19 @@ def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(transport,
     assert statistics.failed >= 1
 
 
+def test_servers_that_hang_hold_a_version_for_two_timeouts_however_many_they_are(model_folders, bench):
+    weights = load_file(model_folders[1] / "model.safetensors")
+    names = tuple(f"dead {number}" for number in range(6))
+    running = bench(Worker(None, dead=names, transport="memory"), timeout=1.0)
+    last = len(names) + 2  # the first may come before the list of the servers
+    for step in range(1, last + 1):
+        running.publisher.offer(PolicyVersion(step), weights.items())
+    published = running.published()
+    of_each = [sum(message.version.step == step for message in published) for step in range(1, last)]
+    assert max(of_each) < len(names), of_each  # two, unless this machine is slow to offer the next one
+    assert {message.server for message in published} == set(names)  # in turn: none is left out
+
+
 def test_servers_at_once_do_not_wait_for_each_other(fresh_server, model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
     worker = Worker(fresh_server.address, dead=("a dead one", "another"), transport="memory")  # before `real`

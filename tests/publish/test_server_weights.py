@@ -63,6 +63,17 @@ def test_the_pause_doubles_up_to_the_timeout_and_ends_with_a_newer_version():
     assert server.pause == 0.0
 
 
+def test_servers_that_failed_come_last_until_they_succeed():
+    servers = fleet("a", "b")
+    sent(servers).fail(0.0)
+    servers.announced()
+    assert [server.name for server in servers.due(V2, 0.0)] == ["b", "a"]
+    for name in ("b", "a"):
+        assert sent(servers, V2).name == name
+        servers.handle_applied(Applied(server=name, version=V2))
+    assert [server.name for server in servers.due(PolicyVersion(3), 0.0)] == ["a", "b"]
+
+
 def test_a_success_ends_the_doubling():
     servers = fleet("a")
     sent(servers).fail(0.0)
