@@ -139,8 +139,9 @@ class Publisher:
 
         Of a GPU the copy may still be under way: no weight may change before what is returned is done. `resident`: as
         of `DeviceCopy.out`; `scored`: with these weights, for each server to do the same. Waits while the former
-        version is still going out, to servers that hang for two `publish.timeout` at most. Raises RuntimeError when the thread has
-        failed, or not come back in `run.silence_timeout`, and what `tensors` raises: then nothing more is published.
+        version is still going out, to servers that hang for two `publish.timeout` at most. Raises RuntimeError when the
+        thread has failed, or not come back in `run.silence_timeout`, and what `tensors` raises: then nothing more is
+        published.
         """
         began, limit = time.monotonic(), self._config.run.silence_timeout
         with self._changed:  # every version is taken, so that none is missing among the kept ones
