@@ -63,7 +63,7 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
     `commits`: of the code that the runs were made with. `machine`: fields of `benchmarks.suite.Machine`.
     """
     name, points = results["sweep"], results["points"]
-    settings = [*results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
+    settings = [f"base={results['base']}", *results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
     if absolute := [setting for setting in settings if _ABSOLUTE.search(setting)]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
     if changed := [commit for commit in commits if commit.endswith("-dirty")]:

@@ -142,6 +142,11 @@ def test_a_sweep_with_paths_of_a_machine_is_not_stored(setting):
     assert setting in str(refused.value)
 
 
+def test_a_sweep_whose_base_is_elsewhere_is_not_stored():
+    with pytest.raises(ValueError, match=r"base=/home/me/base.yaml is a path of one machine"):
+        stored(results({"default": [0.5]}, base="/home/me/base.yaml"), [], MACHINE)
+
+
 @pytest.mark.parametrize("setting", ["model.path=models/tiny", "generate.attach=[http://host:1/x]", "data=~/a/b"])
 def test_other_paths_and_addresses_are_kept(setting):
     assert stored(results({"default": [0.5]}, common=[setting]), [], MACHINE)["common"] == [setting]
