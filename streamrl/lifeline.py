@@ -61,12 +61,13 @@ def end_with(pids: Iterable[int], grace: float) -> None:
     watch(pids, on_death)
 
 
-def die_with(parent: int) -> None:
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel kill this process at once when `parent`, which started it, ends: also in the middle of a C call.
 
-    What runs code of the user's can be ended in no other way. `parent`: its main thread is what counts.
+    What runs code of the user's can be ended in no other way; `number` SIGTERM lets it end cleanly. `parent`: its main
+    thread is what counts.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the kernel knew
         os._exit(1)
 

@@ -203,7 +203,7 @@ def read(folder: Path) -> Checkpoint:
         if isinstance(error, ConfigError):
             raise
         raise CheckpointDamaged(f"{path} cannot be read: {error}") from None
-    if version.step != step_of(folder):
+    if _NAME.fullmatch(folder.name) and version.step != step_of(folder):
         raise CheckpointDamaged(f"{path} is of step {version.step}: the folder has another one's name")
     return Checkpoint(folder, version, found.fixed, found.layout, found.ledger, found.run, found.files)
 

@@ -256,7 +256,7 @@ class Host:
                     self._send(Cancel(number=number))
 
     def _late(self, place: str) -> ScorerLate:
-        return ScorerLate(f"{self._name} took more than task.scoring.timeout={self._settings.timeout:g} s{place}")
+        return ScorerLate(f"{self._name} took more than {self._task.limit}={self._task.timeout:g} s{place}")
 
     async def _end_late(self) -> None:
         assert self._process is not None

@@ -174,7 +174,7 @@ class Host:
         """Load the user's code. Raises whatever that raises."""
         self._channel = channel
         self._mark = mark
-        self._timeout = task.timeout
+        self._timeout, self._limit = task.timeout, task.limit
         self._function = _function(task.function) if task.function else None
         share = TaskShare.model_validate(task.share) if task.share else None
         self._environment = build_task(share, task.seed, split=task.split) if share else None
@@ -266,7 +266,7 @@ class Host:
             if not (await asyncio.wait((work,), timeout=None if plays else self._timeout))[0]:
                 work.cancel()
                 await asyncio.wait((work,), timeout=SETTLE_TIME)
-                late = ScorerLate(f"{call.method} took more than task.scoring.timeout={self._timeout:g} s")
+                late = ScorerLate(f"{call.method} took more than {self._limit}={self._timeout:g} s")
                 raise late.with_traceback(_raised_in(work))
             return work.result()
         finally:

@@ -49,7 +49,8 @@ class Task(Frame, frozen=True, kw_only=True):
     function: str | None = None  # package.module:function, instead
     seed: int = 0
     split: str = "train"
-    timeout: float  # seconds of one call, `task.scoring.timeout`
+    timeout: float  # seconds of one call
+    limit: str = "task.scoring.timeout"  # the setting that says so
 
 
 class Call(Frame, frozen=True, kw_only=True):

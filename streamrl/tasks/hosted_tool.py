@@ -18,7 +18,8 @@ class HostedTool(Tool):
 
     def __init__(self, path: str, arguments: ToolsArguments) -> None:
         settings = ScoringConfig(processes=arguments.parallel, timeout=arguments.seconds)
-        self._pool = HostPool(Task(function=path, timeout=arguments.seconds), path.rpartition(":")[2], settings)
+        task = Task(function=path, timeout=arguments.seconds, limit="task.args.seconds")
+        self._pool = HostPool(task, path.rpartition(":")[2], settings)
 
     async def call(self, argument: str) -> str:
         """Raises ScorerRaised for what the class raises, ScorerLate and ScorerLost for what its process does."""

@@ -22,15 +22,16 @@ run_command([sys.executable, "-c", "import time; time.sleep(600)"], Path(sys.arg
 DEADLINE = 60.0
 
 
-def test_at_sigterm_the_command_ends_with_its_caller(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_command_ends_with_its_caller(number: signal.Signals, code: int, tmp_path: Path) -> None:
     caller = psutil.Popen([sys.executable, "-c", RUN, tmp_path / "log"])
     deadline = time.monotonic() + DEADLINE
     while not (children := caller.children()):  # the signal may come before the caller knows that there is one
         assert caller.poll() is None
         assert time.monotonic() < deadline
-    caller.send_signal(signal.SIGTERM)
-    assert caller.wait(DEADLINE) == 128 + signal.SIGTERM
-    assert not any(child.is_running() for child in children)
+    caller.send_signal(number)
+    assert caller.wait(DEADLINE) == code
+    assert psutil.wait_procs(children, DEADLINE)[1] == []
 
 
 @pytest.mark.parametrize(

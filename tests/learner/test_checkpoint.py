@@ -7,8 +7,8 @@ import torch
 from learner_parts import make_batch, make_config, weights
 
 from streamrl.learner import checkpoint
-from streamrl.learner.checkpoint import CheckpointMismatchError
-from streamrl.types import Ledger
+from streamrl.learner.checkpoint import CheckpointDamaged, CheckpointMismatchError
+from streamrl.types import Ledger, PolicyVersion
 
 TIMED = ("time/", "learner/")  # seconds, and what is made of them
 
@@ -85,6 +85,16 @@ def test_a_checkpoint_holds_the_ledger_of_the_groups_that_are_in_its_weights(mod
     assert (resumed.ledger, resumed.oldest_checkpoint) == (ledger, 0)
     resumed.save()  # as a learner does that trains from a record
     assert trainer_of(config, tmp_path).ledger is None
+
+
+def test_a_copy_under_a_name_of_its_own_is_read_and_one_under_another_steps_name_is_not(tmp_path):
+    told = checkpoint.describe(version="4.0", fixed={}, layout={}, ledger=None, run=None, files={})
+    for name in ("step_4", "best", "step_5"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "checkpoint.json").write_bytes(told)
+    assert {checkpoint.read(tmp_path / name).version for name in ("step_4", "best")} == {PolicyVersion(4)}
+    with pytest.raises(CheckpointDamaged, match="is of step 4: the folder has another one's name"):
+        checkpoint.read(tmp_path / "step_5")
 
 
 def test_saving_a_step_again_replaces_it(model_folder, trainer_of, tmp_path):

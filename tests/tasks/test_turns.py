@@ -199,7 +199,7 @@ def test_a_tool_of_the_users_that_waits_for_ever_masks_its_sample_and_its_proces
 
     first, late, again = asyncio.run(played())
     assert late.masked
-    assert "ScorerLate: Populations took more than" in late.failure
+    assert "ScorerLate: Populations took more than task.args.seconds=1 s" in late.failure
     answers = [re.search(r"28 (\d+)", each.completion.text) for each in (first, again)]
     assert None not in answers
     assert answers[0][1] == answers[1][1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from streamrl.lifeline import end_tree, sigterm_afterwards, unwinding_at_sigterm
+from streamrl.lifeline import die_with, end_tree, sigterm_afterwards, unwinding_at_sigterm
 
 PIN_PERIOD = 0.5  # seconds between two looks for new processes and threads
 
@@ -30,16 +32,17 @@ def run_command(
 ) -> None:
     """Run it with its output behind that in `log`; `cores` None: wherever the kernel puts it.
 
-    Raises RunEndedError where it fails, or takes more than `timeout` seconds. It ends with the caller at SIGTERM. What
-    has not ended END_GRACE seconds after it was asked to is killed.
+    Raises RunEndedError where it fails, or takes more than `timeout` seconds. At SIGTERM it ends with the caller; where
+    that is killed, it gets SIGTERM. What has not ended END_GRACE seconds after it was asked to is killed.
     """
     with log.open("ab") as output, unwinding_at_sigterm():
         process, late = None, False
         try:
             with sigterm_afterwards():
-                process = subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
-                )
+                process = psutil.Popen(
+                    command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})},
+                    preexec_fn=functools.partial(die_with, os.getpid(), signal.SIGTERM),
+                )  # fmt: skip
             deadline = time.monotonic() + timeout
             while process.poll() is None and not (late := time.monotonic() > deadline):
                 if cores is not None:
