@@ -1,4 +1,4 @@
-"""Which model families a test of all of them takes in `make test`; the others are left to `make test-all`."""
+"""Which of many cases that are alike `make test` takes, model families above all; the others are for `make test-all`."""
 
 from __future__ import annotations
 

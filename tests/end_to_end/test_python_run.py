@@ -61,6 +61,7 @@ def test_the_script_of_the_readme_trains_and_ends_with_a_model(beside_models):
     assert "streamrl: reward reward: pickled by value into" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_its_first_cell_to_its_last(beside_models):
     notebook = nbformat.read(ROOT / "docs" / "first-run.ipynb", as_version=4)
     NotebookClient(notebook, timeout=DEADLINE, kernel_name="python3", resources={"metadata": {"path": "."}}).execute()

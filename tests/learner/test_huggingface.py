@@ -87,13 +87,10 @@ LAYOUTS = {
     "cut experts over tensor and data ranks": (4, "float32", {"tensor": 2, "expert": 2, "expert_tensor": 2}),
     "experts in a pipeline": (4, "bfloat16", {"pipeline": 2, "expert": 2}),
 }
-# Left to `make test-all`; the layouts of experts are in the fast tests of the gradient and of the router replay.
-ALIKE = ("experts over context ranks", "cut experts over tensor and data ranks", "experts in a pipeline")
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in LAYOUTS]
-)
+# The layouts of the others are in the fast tests of the gradient and of the router replay.
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "two tensor ranks"))
 def test_every_family_goes_bitwise_through_a_model_that_is_cut(layout, folders, on_ranks, tmp_path):
     ranks, dtype, cut = LAYOUTS[layout]
     chosen = [folder for folder in folders if "expert" not in cut or folder.name.endswith("_moe")]

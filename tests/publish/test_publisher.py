@@ -157,7 +157,7 @@ def test_a_dead_server_holds_neither_the_others_nor_the_training_loop(transport,
 def test_servers_that_hang_hold_a_version_for_two_timeouts_however_many_they_are(model_folders, bench):
     weights = load_file(model_folders[1] / "model.safetensors")
     names = tuple(f"dead {number}" for number in range(6))
-    running = bench(Worker(None, dead=names, transport="memory"), timeout=1.0)
+    running = bench(Worker(None, dead=names, transport="memory"), timeout=0.5)
     last = len(names) + 2  # the first may come before the list of the servers
     for step in range(1, last + 1):
         running.publisher.offer(PolicyVersion(step), weights.items())
