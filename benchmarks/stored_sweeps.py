@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.suite import this_machine
-from benchmarks.sweep_picture import PANELS, Line, picture
+from benchmarks.sweep_picture import HEADINGS, MOST, Line, picture
 from streamrl.lab.sweep.results import cell, difference_cells, estimates, in_table, ratio_cells
 
 RESULTS = Path(__file__).parent / "results"
@@ -37,10 +37,13 @@ PAGES = Path(__file__).parents[1] / "docs"
 
 DIGITS = 6  # significant ones of a stored figure
 
-KEPT = ("base", "axis", "baseline", "target", "common", "seeds")  # of a sweep, but for its points
+KEPT = ("base", "axis", "baseline", "target", "columns", "common", "seeds")  # of a sweep, but for its points
 
 # Heads of columns, where they are not the figure's name.
-HEADS = {"reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats", "KL per step": "KL/step"}
+HEADS = {
+    "reward over the run": "over the run", "trained": "tokens/s", "KL": "KL, nats", "KL per step": "KL/step",
+    "mismatch": "mismatch, nats",
+}  # fmt: skip
 
 _PART = re.compile(
     r"(?P<begin><!-- (?P<name>[\w.-]+) (?P<part>table|differences|ratios|findings): from benchmarks/results -->\n)"
@@ -51,7 +54,8 @@ _PART = re.compile(
 _SENTENCE = re.compile(r"(?<=[.;:])\s+|^- ", re.MULTILINE)
 _CODE = re.compile(r"`([^`]*)`")
 _ABSOLUTE = re.compile(r"(?<![\w.:/~])/\w")  # a path, also in a list or in quotes
-_FIGURE = re.compile(r"-?\d+(?:\.\d+)?±\d+(?:\.\d+)?|-?\d+\.\d+")
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+_FIGURE = re.compile(rf"-?{_NUMBER}±{_NUMBER}|-?\d+\.\d+(?:e-?\d+)?|-?\d+e-?\d+")
 
 Stored = Mapping[str, Any]  # the content of a file in RESULTS
 Rows = list[list[str]]  # of a table, its head first
@@ -63,7 +67,11 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
     `commits`: of the code that the runs were made with. `machine`: fields of `benchmarks.suite.Machine`.
     """
     name, points = results["sweep"], results["points"]
-    settings = [f"base={results['base']}", *results["common"], *(f"{key}={value}" for point in points for key, value in point["settings"].items())]
+    settings = [
+        f"base={results['base']}",
+        *results["common"],
+        *(f"{key}={value}" for point in points for key, value in point["settings"].items()),
+    ]
     if absolute := [setting for setting in settings if _ABSOLUTE.search(setting)]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
     if changed := [commit for commit in commits if commit.endswith("-dirty")]:
@@ -115,7 +123,7 @@ def table(sweep: Stored) -> Rows:
     """The mean figures of each point."""
     by_series = any(point["series"] for point in sweep["points"])
     heads = [sweep["axis"].rpartition(".")[2], "point"] if by_series else ["point"]
-    names = in_table(sweep["target"])
+    names = in_table(sweep["columns"], sweep["target"])
     rows = [[*heads, *(HEADS.get(name, name) for name in names)]]
     for point in sweep["points"]:
         found = estimates(_runs(point), sweep["target"])
@@ -165,10 +173,11 @@ def _named(sweep: Stored, words: Set[str]) -> list[str]:
 
 def drawn(sweep: Stored) -> str:
     """The picture of the points and their seeds, SVG."""
+    panels = [figure for figure in HEADINGS if figure in sweep["columns"]][:MOST]
     lines = [
         Line(
             point["name"],
-            {figure: [run[figure] for run in point["runs"].values() if figure in run] for figure in PANELS},
+            {figure: [run[figure] for run in point["runs"].values() if figure in run] for figure in panels},
             is_baseline=point["name"] == point["baseline"],
         )
         for point in sweep["points"]

@@ -11,8 +11,11 @@ from xml.sax.saxutils import escape
 
 from streamrl.lab.sweep.estimates import estimate
 
-# Names of `streamrl.lab.sweep.figures`, each with its heading.
-PANELS: Mapping[str, str] = {"reward": "reward", "trained": "tokens/s", "staleness": "staleness, steps"}
+# Names of `streamrl.lab.sweep.figures`, each with its heading. A picture has the first MOST of those that its tables have.
+HEADINGS: Mapping[str, str] = {
+    "reward": "reward", "trained": "tokens/s", "staleness": "staleness, steps", "mismatch": "mismatch, nats",
+}  # fmt: skip
+MOST = 3
 
 LABELS, PANEL, GAP = 190, 200, 24  # widths
 ROW, HEAD, FOOT = 22, 34, 12  # heights
@@ -30,8 +33,12 @@ class Line:
 
 
 def picture(title: str, lines: Sequence[Line]) -> str:
-    """SVG of these points, from top to bottom; a panel reaches from 0 to its largest value, and below to its least."""
-    width = LABELS + len(PANELS) * (PANEL + GAP)
+    """SVG of these points, from top to bottom; a panel reaches from 0 to its largest value, and below to its least.
+
+    The panels are the figures of the first point, in its order.
+    """
+    panels = list(lines[0].values)
+    width = LABELS + len(panels) * (PANEL + GAP)
     height = HEAD + ROW * len(lines) + FOOT
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
@@ -39,8 +46,8 @@ def picture(title: str, lines: Sequence[Line]) -> str:
         f"<title>{escape(title)}</title>",
         *(_text(0, _middle(row) + 4, line.name, _colour(line)) for row, line in enumerate(lines)),
     ]
-    for column, (figure, heading) in enumerate(PANELS.items()):
-        drawn += _panel(LABELS + column * (PANEL + GAP), figure, heading, lines)
+    for column, figure in enumerate(panels):
+        drawn += _panel(LABELS + column * (PANEL + GAP), figure, HEADINGS[figure], lines)
     return "\n".join([*drawn, "</svg>\n"])
 
 

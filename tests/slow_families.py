@@ -1,4 +1,4 @@
-"""Which of many cases that are alike `make test` takes, model families above all; the others are for `make test-all`."""
+"""Which of many cases that are alike `make test` takes, model families above all; the others are `make test-all`'s."""
 
 from __future__ import annotations
 

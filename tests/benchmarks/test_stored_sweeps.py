@@ -22,6 +22,7 @@ from benchmarks.stored_sweeps import (
     written,
     wrong_findings,
 )
+from streamrl.lab.sweep.figures import COLUMNS
 from streamrl.lab.sweep.plan import read
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,7 @@ def results(rewards: dict[str, list[float]], **more: Any) -> dict[str, Any]:
         "common": ["run.steps=9"],
         "seeds": seeds,
         "target": None,
+        "columns": list(COLUMNS),
     }
     return {**head, "points": points, **more}
 
@@ -91,6 +93,7 @@ def test_each_stored_sweep_is_on_a_page_and_of_its_file_as_it_is():
         assert kept["base"] == str(now.base.relative_to(ROOT) if now.base.is_absolute() else now.base)
         assert (kept["common"], kept["seeds"]) == (list(now.common), list(now.seeds))
         assert (kept["axis"], kept["baseline"], kept["target"]) == (now.axis, now.baseline, now.target)
+        assert kept["columns"] == list(now.columns)
 
 
 def test_the_pictures_are_of_the_stored_sweeps():

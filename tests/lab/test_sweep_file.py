@@ -29,13 +29,14 @@ def test_every_experiment_expands_and_every_point_is_a_valid_configuration_with_
     assert len(jobs) == len(sweep.points) * len(sweep.seeds)
     assert len(sweep.seeds) >= 3
     assert len({job.name for job in jobs}) == len(jobs)
-    assert len({server_kind(job.config) for job in jobs}) == 1  # one set of servers for all of it
+    sets = 4 if file.stem == "scoring" else 1  # of servers: two dtypes, with and without a cut of long batches
+    assert len({server_kind(job.config) for job in jobs}) == sets
 
 
 def test_there_is_an_experiment_of_each_kind():
     names = {file.stem for file in EXPERIMENTS}
     of_staleness = {"corrections", "corrections_pretrained", "freshness", "reuse", "staleness"}
-    assert names == {"group_size", "interruption", "order", "publish_interval"} | of_staleness
+    assert names == {"group_size", "interruption", "order", "publish_interval", "scoring"} | of_staleness
 
 
 def test_each_correction_changes_one_setting_of_the_default_or_of_the_recomputed_proximal_policy():
@@ -106,6 +107,10 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ({"points": [{"name": "a"}, {"name": "a"}]}, "two points are called a"),
         ({"seeds": [1, 1]}, "seeds: [1, 1] is not allowed"),
         ({"target": "high"}, "target: 'high' is not allowed; allowed: a reward, a number"),
+        ({"columns": ["reward", "rewards"]}, "columns: 'rewards' is no figure; allowed: reward, reward over the run, "),
+        ({"columns": ["reward", "reward"]}, "columns: ['reward', 'reward'] is not allowed; allowed: a list of different"),
+        ({"columns": "reward"}, "columns: 'reward' is not allowed; allowed: a list of different figures"),
+        ({"columns": [["reward"], 3]}, "columns: ['reward'] is no figure"),
         ({"points": [{"name": "a"}, {"name": "b"}], "baseline": "c"}, "baseline: c is no point; allowed: a, b"),
         (
             {"points": [{"name": "a", "algo.eps_low": 0.2}], "grid": {"algo.eps_low": [0.1]}},

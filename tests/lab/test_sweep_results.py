@@ -43,6 +43,17 @@ def test_the_results_of_a_sweep_are_means_with_intervals_over_the_seeds(make_swe
         assert (folder / f"{name}.png").stat().st_size > 0
 
 
+def test_a_sweep_chooses_the_figures_of_its_tables(make_sweep, tmp_path, capsys):
+    file = make_sweep(grid={"replay.max_staleness": [0, 2]}, columns=["seconds", "reward"], seeds=[1])
+    assert command.main(file, [], Trained()) == 0
+    text = (tmp_path / "sweeps" / "mine" / "results.md").read_text()
+    assert text.startswith("| point | seeds | seconds, s | reward |\n")
+    results = json.loads((tmp_path / "sweeps" / "mine" / "results.json").read_text())
+    assert results["columns"] == ["seconds", "reward"]
+    assert "reward over the run" in results["points"][0]["runs"]["1"]  # all figures are kept
+    assert "staleness" not in capsys.readouterr().out.replace("max_staleness", "").replace("staleness.svg", "")
+
+
 def test_every_other_point_is_compared_with_the_baseline_seed_by_seed(make_sweep, tmp_path, capsys):
     points = [{"name": "first", "run.steps": 3}, {"name": "second", "run.steps": 5}]
     file = make_sweep(points=points, baseline="second", seeds=[1, 2, 3])

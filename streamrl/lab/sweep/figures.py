@@ -16,6 +16,9 @@ LAST = 10  # the reward at the end is that of the last tenth of the steps
 
 BUCKETS = ("s0", "s1", "s2", "s3_4", "s5_8", "s9+")  # of `tokens/trained/` in the metrics
 
+# Of the tables, unless the sweep's file says otherwise: one of all figures is wider than a screen.
+COLUMNS = ("reward", "reward over the run", "trained", "staleness", "ESS", "KL", "KL per step", "clipped", "masked")
+
 CLIPS = ("loss/clip_low", "loss/clip_high", "loss/clip_dual")  # no token is counted by two of them
 
 TARGET_WINDOW = 10  # steps, whose mean reward has to reach a sweep's target
@@ -127,6 +130,13 @@ FIGURES: tuple[Figure, ...] = (
     Figure("ESS", "share", "effective sample size of policy over behaviour policy", mean("offpolicy/ess")),
     Figure("KL", "nats/token", "KL of behaviour policy to policy, k3", mean("offpolicy/kl")),
     Figure("KL per step", "nats/token", "KL over staleness: how far a step moves the policy", kl_per_step),
+    Figure(
+        "mismatch",
+        "nats",
+        "mean |log ratio| of tokens that train the very weights that drew them: what learner and server differ by",
+        mean("offpolicy/log_ratio_mean/s0"),
+    ),
+    Figure("largest mismatch", "nats", "of those tokens", largest("offpolicy/log_ratio_max/s0")),
     Figure(
         "clipped", "share", "tokens without a gradient, since their ratio has left the clip range", mean_sum(*CLIPS)
     ),

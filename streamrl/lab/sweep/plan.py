@@ -9,6 +9,7 @@ points:                                   settings that go together; times the g
 baseline: max_staleness_0-plain           what the others are compared with; the first point. Or `plain`, one of
                                           `points`: each with that of the same grid values
 target: 0.8                               a reward; what it takes each point until then
+columns: [reward, KL]                     figures in the tables, of those in results.json
 seeds: [1, 2, 3]
 """
 
@@ -28,9 +29,10 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.positions import OVERRIDE
+from streamrl.lab.sweep.figures import COLUMNS, FIGURES
 from streamrl.model_dtype import with_dtype
 
-KEYS = ("name", "folder", "base", "set", "grid", "points", "baseline", "target", "seeds")
+KEYS = ("name", "folder", "base", "set", "grid", "points", "baseline", "target", "columns", "seeds")
 
 OWN = ("run.seed", "run.name", "run.folder")  # what the sweep itself gives to each run
 
@@ -81,6 +83,7 @@ class Sweep:
     points: tuple[Point, ...]
     baseline: str  # the point that the others are compared with, or one of `points`, under the same grid values
     target: float | None  # a reward; None: tokens are not counted
+    columns: tuple[str, ...]  # of the tables: names of figures
     seeds: tuple[int, ...]
 
     def jobs(self, *, fresh: bool = False) -> list[Job]:
@@ -132,6 +135,7 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         points=expanded,
         baseline=baseline or expanded[0].name,
         target=_target(tree),
+        columns=_columns(tree),
         seeds=_seeds(tree),
     )
 
@@ -237,6 +241,15 @@ def _target(tree: Mapping[str, Any]) -> float | None:
     if isinstance(target, bool) or not isinstance(target, int | float) or not math.isfinite(target):
         raise ConfigError(f"target: {target!r} is not allowed; allowed: a reward, a number")
     return float(target)
+
+
+def _columns(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    columns, names = tree.get("columns", list(COLUMNS)), [figure.name for figure in FIGURES]
+    if not isinstance(columns, list) or not columns or len(set(map(str, columns))) < len(columns):
+        raise ConfigError(f"columns: {columns!r} is not allowed; allowed: a list of different figures")
+    if unknown := [name for name in columns if name not in names]:
+        raise ConfigError(f"columns: {unknown[0]!r} is no figure; allowed: {', '.join(names)}")
+    return tuple(columns)
 
 
 def _seeds(tree: Mapping[str, Any]) -> tuple[int, ...]:

@@ -21,9 +21,6 @@ from streamrl.observe.metrics import read_metrics
 
 Runs = Mapping[int, Mapping[str, float]]  # figures of a point by seed
 
-# The others are in results.json and in the plots: a table of all is wider than a screen.
-IN_TABLE = ("reward", "reward over the run", "trained", "staleness", "ESS", "KL", "KL per step", "clipped", "masked")
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -37,9 +34,9 @@ class Outcome:
     staleness: dict[str, float]  # share of the trained tokens of each age bucket, mean of the seeds
 
 
-def in_table(target: float | None) -> tuple[str, ...]:
+def in_table(columns: Sequence[str], target: float | None) -> tuple[str, ...]:
     """Names of the figures that a table of points has."""
-    return IN_TABLE if target is None else (*IN_TABLE, *TO_TARGET)
+    return tuple(columns) if target is None else (*columns, *TO_TARGET)
 
 
 def collect(sweep: Sweep, jobs: Sequence[Job]) -> list[Outcome]:
@@ -98,6 +95,7 @@ def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
         "axis": sweep.axis,
         "baseline": sweep.baseline,
         "target": sweep.target,
+        "columns": list(sweep.columns),
         "seeds": list(sweep.seeds),
         "figures": meanings,
         "points": [_as_json(outcome, runs[outcome.point.baseline]) for outcome in outcomes],
@@ -225,7 +223,8 @@ def _runs(outcomes: Sequence[Outcome]) -> dict[str, dict[int, dict[str, float]]]
 
 
 def _cells(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[list[str]]:
-    units, names = {figure.name: figure.unit for figure in figures_of(sweep.target)}, in_table(sweep.target)
+    units = {figure.name: figure.unit for figure in figures_of(sweep.target)}
+    names = in_table(sweep.columns, sweep.target)
     head = ["point", "seeds", *(f"{name}, {units[name]}" if units[name] else name for name in names)]
     rows = [
         [
