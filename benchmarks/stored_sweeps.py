@@ -62,11 +62,17 @@ Rows = list[list[str]]  # of a table, its head first
 
 
 def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of results.json. Raises ValueError for an absolute path in a setting, or code of no commit.
+    """What is kept of results.json. Raises ValueError for an absolute path in a setting, code of no commit, and for a
+    file that lacks something.
 
     `commits`: of the code that the runs were made with. `machine`: fields of `benchmarks.suite.Machine`.
     """
     name, points = results["sweep"], results["points"]
+    of_points = ("name", "column", "series", "settings", "baseline")
+    lacking = [key for key in KEPT if key not in results]
+    lacking += [f"points.{key}" for key in of_points for point in points[:1] if key not in point]
+    if lacking:
+        raise ValueError(f"{name}: results.json has no {lacking[0]}; allowed: that of `streamrl sweep FILE --results`")
     settings = [
         f"base={results['base']}",
         *results["common"],
@@ -74,15 +80,14 @@ def stored(results: Mapping[str, Any], commits: Sequence[str], machine: Mapping[
     ]
     if absolute := [setting for setting in settings if _ABSOLUTE.search(setting)]:
         raise ValueError(f"{name}: {absolute[0]} is a path of one machine; allowed: one relative to the clone")
-    if changed := [commit for commit in commits if commit.endswith("-dirty")]:
+    if changed := [commit or "unknown" for commit in commits if not commit or commit.endswith("-dirty")]:
         raise ValueError(f"{name}: {changed[0]}, its code is of no commit; allowed: runs of a clone without changes")
-    kept = ("name", "column", "series", "settings", "baseline")
     return {
         "sweep": name,
         "machines": [dict(machine)],
         "commits": list(commits),
         **{key: results[key] for key in KEPT},
-        "points": [{**{key: point[key] for key in kept}, "runs": _rounded(point["runs"])} for point in points],
+        "points": [{**{key: point[key] for key in of_points}, "runs": _rounded(point["runs"])} for point in points],
     }
 
 

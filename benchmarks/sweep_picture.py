@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape
 
 from streamrl.lab.sweep.estimates import estimate
 
-# Names of `streamrl.lab.sweep.figures`, each with its heading. A picture has the first MOST of those that its tables have.
+# Names of `streamrl.lab.sweep.figures`, each with its heading. A picture has the first MOST of its tables' ones.
 HEADINGS: Mapping[str, str] = {
     "reward": "reward", "trained": "tokens/s", "staleness": "staleness, steps", "mismatch": "mismatch, nats",
 }  # fmt: skip

@@ -71,7 +71,7 @@ def make(config: Config, *, fresh: bool, left_out_prompts: LeftOut | None = None
     config = absolute(config)
     folder = config.run_folder
     if fresh and folder.exists():
-        _set_aside(folder)
+        set_aside(folder)
     record = folder / RECORD
     if record.exists():
         _check_resumable(load_run(folder), config)
@@ -185,7 +185,8 @@ def claim(run_folder: Path, role: str, timeout: float) -> int:
     return handle
 
 
-def _set_aside(folder: Path) -> None:
+def set_aside(folder: Path) -> None:
+    """Keep it under the next free name, NAME.1, NAME.2."""
     number = 1
     while (target := folder.with_name(f"{folder.name}.{number}")).exists():
         number += 1

@@ -77,7 +77,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
         config_file.save(config, output / "config.yaml")
         for key in changed:
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
-    count = _steps(run_folder, steps)
+    count = _steps(run_folder, config.run.steps if steps is None else min(steps, config.run.steps))
     with Bar("retrain", "steps", count) as bar:
         trainer = run_recorded(config, output, bar.over(islice(batches(run_folder), steps)))
     try:
@@ -96,10 +96,9 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
         trainer.close()
 
 
-def _steps(run_folder: Path, steps: int | None) -> int:
-    """How many are trained: `steps` of those that are recorded, or all."""
-    recorded = sum(1 for _ in read_metrics(run_folder))
-    return recorded if steps is None else min(steps, recorded)
+def _steps(run_folder: Path, steps: int) -> int:
+    """How many of those that are recorded are trained: `steps` at most."""
+    return min(steps, sum(1 for _ in read_metrics(run_folder)))
 
 
 def _lacking(run_folder: Path, trained: int, count: int) -> int:

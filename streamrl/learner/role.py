@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -147,7 +148,10 @@ def _is_over(config: Config, run_folder: Path, trainer: Trainer) -> bool:
 
 
 def run_recorded(config: Config, run_folder: Path, batches: Iterable[Batch]) -> Trainer:
-    """Train on a recorded run's batches, without service and publisher. Returns the trainer, still open."""
+    """Train on a recorded run's batches, without service and publisher. Returns the trainer, still open.
+
+    Raises SystemExit where SIGTERM has ended that, behind a checkpoint.
+    """
     source = RecordedBatches(batches)
     stop = StopSignal()
     trainer = Trainer(config, run_folder)
@@ -162,6 +166,9 @@ def run_recorded(config: Config, run_folder: Path, batches: Iterable[Batch]) -> 
     finally:
         metrics.close()
         events.close()
+    if stop.given:
+        trainer.close()
+        raise SystemExit(128 + signal.SIGTERM)
     return trainer
 
 

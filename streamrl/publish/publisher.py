@@ -153,6 +153,10 @@ class Publisher:
         try:
             staged = self._staging.fill(version, tensors, resident)
             staged.scored = scored
+            with self._changed:  # before the lock is free: the bytes are no longer those of the former version
+                self._shared.staged = staged
+                self._count(waited=self._shared.statistics.waited + waited)
+                self._changed.notify_all()
         except BaseException:  # the former version's bytes are overwritten in part: no server may have them
             with self._changed:
                 self._shared.closing = True
@@ -160,10 +164,6 @@ class Publisher:
             raise
         finally:
             self._staging_lock.release()
-        with self._changed:
-            self._shared.staged = staged
-            self._count(waited=self._shared.statistics.waited + waited)
-            self._changed.notify_all()
         return staged.copied
 
     def _take_staging(self, timeout: float) -> bool:

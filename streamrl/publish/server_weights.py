@@ -217,9 +217,11 @@ class Servers:
             server.forgive()
 
     def due(self, version: PolicyVersion, now: float) -> list[ServerWeights]:
-        """The servers that get `version` now: by failures in a row, so that none waits for those that hang."""
+        """The servers that get `version` now. A round may end before the last one: those that hang come behind the
+        others, by failures in a row, and those that a round has left out come first.
+        """
         due = [server for server in self._by_name.values() if server.is_due(version, now)]
-        return sorted(due, key=lambda server: server.failures)
+        return sorted(due, key=lambda server: (server.failures, server.reported.version))
 
     def begin(self, server: ServerWeights, version: PolicyVersion, now: float) -> bool:
         """As `ServerWeights.begin`, with a number that no other attempt has."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import faulthandler
 import functools
@@ -225,9 +226,8 @@ class Host:
         """The reader thread. A reply goes past the loop, which may wait for it in a call that is not asynchronous."""
         while (message := self._channel.receive()) is not None:
             if isinstance(message, Reply):
-                reply = self._replies.pop(message.request)
-                if not reply.cancelled():
-                    reply.set_result(message)
+                with contextlib.suppress(concurrent.futures.InvalidStateError):  # the loop has cancelled it
+                    self._replies.pop(message.request).set_result(message)
             else:
                 loop.call_soon_threadsafe(self._handle, message)
         os._exit(0)  # the worker is gone

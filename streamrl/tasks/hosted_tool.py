@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from streamrl.config.task import ScoringConfig
+from streamrl.tasks.arguments import ARGUMENTS
 from streamrl.tasks.host_pool import HostPool
 from streamrl.tasks.host_wire import Call, Task
 from streamrl.tasks.tools.base import Tool
@@ -18,7 +19,7 @@ class HostedTool(Tool):
 
     def __init__(self, path: str, arguments: ToolsArguments) -> None:
         settings = ScoringConfig(processes=arguments.parallel, timeout=arguments.seconds)
-        task = Task(function=path, timeout=arguments.seconds, limit="task.args.seconds")
+        task = Task(function=path, timeout=arguments.seconds, limit=f"{ARGUMENTS}.seconds")
         self._pool = HostPool(task, path.rpartition(":")[2], settings)
 
     async def call(self, argument: str) -> str:

@@ -23,7 +23,7 @@ async def _give(pipe: asyncio.StreamWriter, given: bytes) -> None:
         pipe.write(given)
         await pipe.drain()
         pipe.close()
-    except ConnectionError:
+    except (ConnectionError, RuntimeError):  # the second is uvloop's word for a pipe that is closed
         pass  # it has ended already, and its exit code tells why
 
 

@@ -85,7 +85,10 @@ class PythonTool:
 
     async def _run(self, code: str, mounts: Sequence[Mount]) -> tuple[int | None, str]:
         """Exit code, None where it was killed at its deadline; and the beginning of the output."""
-        folder = tempfile.mkdtemp(prefix="streamrl-tool-")
+        try:
+            folder = tempfile.mkdtemp(prefix="streamrl-tool-")
+        except OSError as error:
+            raise ScorerUnready(f"no directory could be made for code: {error}") from None
         try:
             process = await self._start(folder, mounts)
             try:

@@ -39,6 +39,10 @@ class WorkspaceFull(ValueError):
     """The directory holds more than it may."""
 
 
+class NotWritten(ValueError):
+    """A file of the directory that could not be written: what a policy has put there may be in its way."""
+
+
 class NoReward(ValueError):
     """The tests left no reward behind."""
 
@@ -84,10 +88,11 @@ class Workspace:
         return output
 
     async def write(self, name: str, text: str) -> None:
-        """Write a file of the directory: inside the walls, where its path leads nowhere else."""
+        """Write a file of the directory: inside the walls, where its path leads nowhere else. Raises NotWritten."""
         content = text.encode(errors="replace")
         code = f"import pathlib\npathlib.Path({self._task.workdir!r}, {name!r}).write_bytes({content!r})"
-        await self._python(code, self._seconds, [])
+        if said := await self._python(code, self._seconds, []):
+            raise NotWritten(f"{name} was not written: {said.splitlines()[-1]}")
 
     async def score(self) -> Score:
         """Run the tests. Raises NoReward where they leave none, and ScorerUnready where they cannot be run."""

@@ -133,9 +133,18 @@ def test_the_figures_of_each_run_are_kept_with_six_digits_and_where_they_come_fr
     assert (sweep["commits"], sweep["machines"]) == (["abc1234"], [MACHINE])
 
 
-def test_a_sweep_of_changed_code_is_not_stored():
-    with pytest.raises(ValueError, match="mine: abc1234-dirty, its code is of no commit"):
-        stored(results({"default": [0.5]}), ["abc1234-dirty"], MACHINE)
+@pytest.mark.parametrize(("commit", "told"), [("abc1234-dirty", "abc1234-dirty"), ("", "unknown")])
+def test_a_sweep_of_code_of_no_commit_is_not_stored(commit, told):
+    with pytest.raises(ValueError, match=f"mine: {told}, its code is of no commit"):
+        stored(results({"default": [0.5]}), [commit], MACHINE)
+
+
+@pytest.mark.parametrize("key", ["columns", "points.baseline"])
+def test_a_sweep_of_a_time_when_less_was_kept_is_not_stored(key):
+    former = results({"default": [0.5]})
+    del (former["points"][0] if "." in key else former)[key.removeprefix("points.")]
+    with pytest.raises(ValueError, match=f"mine: results.json has no {key}; allowed: that of `streamrl sweep FILE --r"):
+        stored(former, [], MACHINE)
 
 
 @pytest.mark.parametrize("setting", ["model.path=/home/me/tiny", "task.args={file: '/data/a b'}", "a=[x, /y]"])

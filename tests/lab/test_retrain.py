@@ -1,8 +1,10 @@
 """`streamrl retrain --set`: the same data trained otherwise, on a record that no server was needed for."""
 
 import math
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.replay import JournalConfig
 from streamrl.lab.retrain import caveats
+from streamrl.learner.trainer import Trainer
 from streamrl.observe.metrics import read_metrics
 from streamrl.replay.journal import Journal
 from streamrl.replay.records import Completed, Consumed, Quarantined
@@ -79,6 +82,33 @@ def test_without_a_change_of_meaning_the_weights_are_equal_bit_for_bit(kept, tmp
     output = capsys.readouterr().out
     assert f"equal to the run's weights of step {STEPS}: bit for bit" in output
     assert "off-policy" not in output
+
+
+def test_a_run_that_was_shortened_afterwards_is_trained_to_the_step_that_it_has_now(kept, tmp_path, capsys):
+    short = tmp_path / "run"
+    shutil.copytree(kept, short)
+    config = (short / "config.yaml").read_text()
+    assert f"steps: {STEPS}\n" in config
+    (short / "config.yaml").write_text(config.replace(f"steps: {STEPS}\n", f"steps: {STEPS - 1}\n"))
+    assert _retrain(short, tmp_path / "again", "checkpoint.export=false") == 0
+    assert "journal" not in capsys.readouterr().err
+
+
+def test_a_signal_ends_it_with_its_own_code_and_blames_nothing(kept, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Trainer, "train_step", _then_sigterm(Trainer.train_step))
+    with pytest.raises(SystemExit) as ended:
+        _retrain(kept, tmp_path / "again", "checkpoint.export=false")
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert "journal" not in capsys.readouterr().err
+    assert len(list(read_metrics(tmp_path / "again"))) == 1
+
+
+def _then_sigterm(train_step):
+    def step(trainer, batch):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(trainer, batch)
+
+    return step
 
 
 def test_a_quarantined_group_is_trained_as_the_placeholders_that_it_was(make_group, tmp_path):

@@ -108,7 +108,10 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ({"seeds": [1, 1]}, "seeds: [1, 1] is not allowed"),
         ({"target": "high"}, "target: 'high' is not allowed; allowed: a reward, a number"),
         ({"columns": ["reward", "rewards"]}, "columns: 'rewards' is no figure; allowed: reward, reward over the run, "),
-        ({"columns": ["reward", "reward"]}, "columns: ['reward', 'reward'] is not allowed; allowed: a list of different"),
+        (
+            {"columns": ["reward", "reward"]},
+            "columns: ['reward', 'reward'] is not allowed; allowed: a list of different",
+        ),
         ({"columns": "reward"}, "columns: 'reward' is not allowed; allowed: a list of different figures"),
         ({"columns": [["reward"], 3]}, "columns: ['reward'] is no figure"),
         ({"points": [{"name": "a"}, {"name": "b"}], "baseline": "c"}, "baseline: c is no point; allowed: a, b"),

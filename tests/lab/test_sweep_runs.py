@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from streamrl import cli, model_dtype
+from streamrl import cli, model_dtype, run_folder
 from streamrl.api import launching
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
@@ -20,6 +20,8 @@ from streamrl.lab.sweep import command, runner
 from streamrl.lab.sweep.plan import read
 from streamrl.lab.sweep.servers import server_kind
 from streamrl.observe.events import event_path
+from streamrl.tasks import left_out
+from streamrl.tasks.left_out import LeftOut, OfTask
 from tests.lab.sweep_runs import MakeSweep, Trained, row, run, sweep_maker
 
 
@@ -77,11 +79,19 @@ def test_a_run_with_steps_of_other_settings_is_neither_done_nor_gone_on_with(mak
     assert done.runs == []
 
 
-def test_a_run_that_made_no_step_may_have_other_settings(make_sweep):
+def test_a_run_that_made_no_step_may_have_other_settings(make_sweep, tmp_path):
+    def train(config: Config) -> int:
+        run_folder.make(config, fresh=False)  # as `streamrl train`: the folder of another configuration is refused
+        return again(config)
+
     file = make_sweep(seeds=[1])
     assert run(file, Trained({"base-seed1": 1})) == ["base-seed1"]
-    assert run(file, again := Trained(), "algo.eps_low=0.1") == []
+    again = Trained()
+    sweep = read(file, ["algo.eps_low=0.1"])
+    assert runner.run_jobs(sweep, sweep.jobs(), train) == []
     assert again.runs == ["base-seed1"]
+    runs = {folder.name for folder in (tmp_path / "sweeps" / "mine" / "runs").iterdir()}
+    assert runs >= {"base-seed1", "base-seed1.1"}
 
 
 def test_a_run_that_failed_after_its_last_step_is_not_done(make_sweep, tmp_path):
@@ -119,6 +129,35 @@ def test_sigterm_between_two_runs_ends_the_sweep_as_a_signal_within_one_does(mak
     assert command.main(file, [], train) == 130
     assert "streamrl: interrupted; this goes on with it: " in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_sigterm_ends_the_sweep_also_where_a_check_turns_what_it_meets_into_its_own_error(make_sweep):
+    started: list[str] = []
+
+    def train(config: Config) -> int:
+        started.append(config.run.name)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise ConfigError(f"task.name: {error}") from None
+        raise AssertionError
+
+    assert command.main(make_sweep(grid={"replay.max_staleness": [0, 2]}), [], train) == 130
+    assert started == ["max_staleness_0-seed1"]
+
+
+def test_with_fresh_the_prompts_of_the_former_runs_do_not_count(make_sweep, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(f'{{"prompt": "{word}", "answer": "b"}}\n' for word in ("ab", "ba", "c"))
+    )
+    task = {"task.name": "jsonl", "task.args": {"path": str(tmp_path / "rows.jsonl"), "prompt": "prompt"}}
+    file = make_sweep(set=task, seeds=[1])
+    assert command.main(file, [], Trained()) == 0
+    seen = OfTask(limit=8, looked=4, too_long=0, shortest=0, longest=0, size=4, left_out=())
+    left_out.save(tmp_path / "sweeps" / "mine" / "runs" / "base-seed1", LeftOut(trained={"jsonl": seen}))
+    with pytest.raises(ConfigError, match="2 prompts, and had 4 when the run began"):
+        command.main(file, [], Trained())
+    assert command.main(file, [], Trained(), fresh=True) == 0
 
 
 class Interrupted:

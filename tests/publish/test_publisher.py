@@ -278,6 +278,51 @@ def test_after_an_export_that_breaks_off_no_server_gets_the_bytes_that_it_has_ov
     assert len(source.reading) == sent[0]
 
 
+class ReleasedSlowly:
+    """A lock behind whose release the publisher's thread always comes first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, timeout: float = -1) -> bool:
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(2.5)  # longer than the pause before the next try
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+
+class ReadsVersions(ReadsNoMore):
+    """It keeps which version it is given, and the first of its bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[tuple[int, float]] = []
+
+    def send(self, server: ServerState, staged: Staged, check: Check) -> None:
+        self.given.append((staged.version.step, next(iter(staged.tensors()))[1].flatten()[0].item()))
+        raise PublishError("not today")
+
+
+def test_no_server_gets_a_version_with_the_bytes_of_the_next(bench, monkeypatch):
+    source = ReadsVersions()
+    monkeypatch.setattr(publisher, "make_source", lambda *_: source)
+    running = bench(Worker(None, dead=("dead",)))
+    monkeypatch.setattr(running.publisher, "_staging_lock", ReleasedSlowly())
+    for step in (1, 2):
+        running.publisher.offer(PolicyVersion(step), [("w", torch.full((4,), float(step)))])
+    _until(lambda: any(step == 2 for step, _ in source.given))
+    assert {step for step, _ in source.given} == {1, 2}
+    assert all(step == value for step, value in source.given), source.given
+
+
 class Pending(Copied):
     """A copy out of a GPU that ends when the test says so."""
 

@@ -74,6 +74,14 @@ def test_servers_that_failed_come_last_until_they_succeed():
     assert [server.name for server in servers.due(PolicyVersion(3), 0.0)] == ["a", "b"]
 
 
+def test_a_server_that_a_round_left_out_comes_first_in_the_next():
+    servers = fleet("a", "b")
+    assert sent(servers).name == "a"
+    servers.handle_applied(Applied(server="a", version=V1))
+    servers.announced()
+    assert [server.name for server in servers.due(V2, 0.0)] == ["b", "a"]
+
+
 def test_a_success_ends_the_doubling():
     servers = fleet("a")
     sent(servers).fail(0.0)

@@ -61,6 +61,14 @@ def test_the_last_turn_can_be_the_answer(scripted, tmp_path):
 
 
 @walled
+def test_an_answer_that_cannot_be_written_is_told(scripted, tmp_path):
+    path = write_task(tmp_path / "caf", "caf", tests=TESTS.replace("answer.txt", "out/answer.txt"))
+    (rollout,) = play(path, scripted([["caf", END]]), commands=False, answer="out/answer.txt")
+    assert (rollout.reward, rollout.parts) == (0.0, {FAILED: 1.0})
+    assert "NotWritten: out/answer.txt was not written: FileNotFoundError" in rollout.failure
+
+
+@walled
 def test_nothing_that_a_policy_leaves_behind_reaches_outside_or_is_its_reward(scripted, tmp_path):
     outside = tmp_path / "outside"
     outside.write_text("untouched")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import numpy as np
@@ -22,7 +23,8 @@ from streamrl.config import Config
 from streamrl.config.task import ScoringConfig, TaskConfig
 from streamrl.tasks.environment import FAILED, Rollout
 from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerUnready
-from streamrl.tasks.host_wire import MARK, Task, frame
+from streamrl.tasks.host_process import Host
+from streamrl.tasks.host_wire import MARK, Ping, Reply, Task, frame
 from streamrl.tasks.hosted import Hosted, check_tasks, host_tasks
 from streamrl.tasks.serve import application
 from tests.tasks.hosting import DEADLINE, TIMEOUT, Hosting, completion, go, processes, scored
@@ -599,3 +601,29 @@ def test_processes_end_when_their_worker_is_killed(tmp_path, idle):
 def test_a_lost_process_is_what_a_dead_connection_is(host):
     assert issubclass(ScorerLost, ConnectionError)  # so that a task that declares nothing masks both
     assert issubclass(ScorerLate, TimeoutError)
+
+
+def test_a_reply_to_a_request_that_is_being_cancelled_does_not_end_the_reader_of_replies():
+    class Cancelled(concurrent.futures.Future):
+        def cancelled(self) -> bool:  # the loop cancels it between this question and what follows from the answer
+            return not self.cancel()
+
+    class Channel:
+        said: ClassVar = [Reply(request=1), Ping()]
+
+        def receive(self):
+            if not self.said:
+                raise EOFError
+            return self.said.pop(0)
+
+    class Loop:
+        handled: ClassVar = []
+
+        def call_soon_threadsafe(self, handle, message):
+            self.handled.append(message)
+
+    host = object.__new__(Host)
+    host._channel, host._replies = Channel(), {1: Cancelled()}
+    with pytest.raises(EOFError):
+        host._listen(Loop())
+    assert Loop.handled == [Ping()]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import resource
 import tempfile
 import time
 
 import psutil
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.tasks.arithmetic import LONGEST, calculate
 from streamrl.tasks.failures import ScorerUnready
+from streamrl.tasks.process_pipes import exchange
 from streamrl.tasks.python_tool import Limits, PythonTool, missing_walls
 from streamrl.tasks.tool_calls import ToolCall, describe_tools, parse_calls
 
@@ -153,3 +157,25 @@ def _is_sandbox(pid: int) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and "streamrl-tool-" in " ".join(process.cmdline())
     except psutil.Error:
         return False
+
+
+def test_a_full_disk_is_nothing_that_the_code_has_done(monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    with pytest.raises(ScorerUnready, match=r"no directory could be made for code: .*No space left on device"):
+        asyncio.run(PythonTool(Limits(), parallel=1).run("print(1)"))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_what_a_process_printed_is_kept_where_it_had_ended_before_it_was_given_anything(run):
+    async def ended():
+        process = await asyncio.create_subprocess_exec(
+            "echo", "42", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        await process.wait()
+        await asyncio.sleep(0.1)  # the loop sees that its input is closed
+        return await exchange(process, b"x" * 100, 100)
+
+    assert run(ended()) == b"42\n"

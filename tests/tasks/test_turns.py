@@ -11,6 +11,7 @@ import pytest
 
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.built_in.lookup import CALLED
+from streamrl.tasks.built_in.openenv import OpenEnv
 from streamrl.tasks.environment import EXACT, FAILED, Completion, Message, Prompt, Score
 from streamrl.tasks.registry import build_task
 from streamrl.tasks.turns import TURNS, TurnByTurn
@@ -82,6 +83,25 @@ def test_a_policy_that_is_lost_ends_the_other_samples_of_its_group_first(scripte
     assert asyncio.run(lost()) == set()
 
 
+def test_a_policy_that_is_lost_ends_the_other_episodes_of_openenv_first(scripted):
+    class Lost(OpenEnv):
+        def __init__(self) -> None:
+            self._session, self.played = object(), 0
+
+        async def _play(self, session, inference, prompt):
+            self.played += 1
+            if self.played > 1:
+                raise ConnectionError("lost")
+            await asyncio.sleep(1e9)
+
+    async def lost():
+        with pytest.raises(ConnectionError, match="lost"):
+            await Lost().rollout_group(scripted([]), Prompt(index=0, text="x="), 2)
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
+    assert asyncio.run(lost()) == set()
+
+
 def lookup(**args):
     return build_task(TaskConfig(name="lookup", args={"length": 2, **args}), seed=1, split="train")
 
@@ -110,8 +130,8 @@ def test_each_prompt_index_keeps_another_value_so_that_none_can_be_learned_by_he
     assert sum(len(found) > 1 for found in by_key.values()) > 0.9 * len(by_key)
 
 
-def tools(**args):
-    share = {"name": "reasoning_gym", "args": ARITHMETIC}
+def tools(task=None, **args):
+    share = task or {"name": "reasoning_gym", "args": ARITHMETIC}
     return build_task(TaskConfig(name="tools", args={"task": share, **args}), seed=1, split="train")
 
 
@@ -181,9 +201,13 @@ def test_a_tool_of_the_users_is_named_by_its_path_and_runs_in_a_process_of_its_o
     assert "Populations" in late.failure
 
 
-def test_a_tool_of_the_users_that_waits_for_ever_masks_its_sample_and_its_process_goes_on(scripted, tmp_path):
+@pytest.mark.parametrize("inner", ["reasoning_gym", "jsonl"])  # the second one masks less of its own scorer's
+def test_a_tool_of_the_users_that_waits_for_ever_masks_its_sample_and_its_process_goes_on(inner, scripted, tmp_path):
     (tmp_path / "own_tools.py").write_text(OWN_TOOL)
-    task = tools(tools=[f"{tmp_path}/own_tools.py:Populations"], seconds=1, parallel=1)
+    (tmp_path / "sums.jsonl").write_text("".join(f'{{"question": "{n}+1", "answer": "{n + 1}"}}\n' for n in range(4)))
+    rows = {"path": str(tmp_path / "sums.jsonl"), "prompt": "question", "answer": "answer"}
+    share = {"name": "jsonl", "args": rows} if inner == "jsonl" else None
+    task = tools(share, tools=[f"{tmp_path}/own_tools.py:Populations"], seconds=1, parallel=1)
 
     async def called(city: str):
         call = f'<tool name="Populations">{city}</tool>'

@@ -21,6 +21,7 @@ from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_l
 from streamrl.lifeline import unwinding_at_sigterm
 from streamrl.locks import locked
 from streamrl.places import from_here, program
+from streamrl.run_folder import set_aside
 
 WIDTH = 180  # columns of the table where there is no terminal
 
@@ -43,7 +44,7 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
         return 0
     failed: list[str] = []
     if part == "all":
-        _check(jobs)
+        _check(jobs, fresh=fresh)
         try:
             with _claimed(sweep.folder), unwinding_at_sigterm(lambda number: Interrupted()):
                 failed = _run(sweep, jobs, train, fresh=fresh)
@@ -62,8 +63,8 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
 
 def _run(sweep: Sweep, jobs: Sequence[Job], train: Train, *, fresh: bool) -> list[str]:
     """Run what is not done. Returns the names of the jobs that failed. Raises Interrupted."""
-    if fresh:
-        _set_aside(sweep.folder)
+    if fresh and sweep.folder.exists():
+        set_aside(sweep.folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     print(to_do(sweep, jobs), flush=True)
     return run_jobs(sweep, jobs, train)
@@ -82,13 +83,13 @@ def _claimed(folder: Path) -> Iterator[None]:
         os.close(claim)
 
 
-def _check(jobs: Sequence[Job]) -> None:
+def _check(jobs: Sequence[Job], *, fresh: bool) -> None:
     """Every point, before the first one runs: seeds change nothing of what is checked. Raises ConfigError."""
     for job in {job.point.name: job for job in reversed(jobs)}.values():
         try:
             if job.config.run.epochs is not None:
                 raise ConfigError(f"run.epochs: {job.config.run.epochs:g} in a sweep; allowed: run.steps")
-            preflight.check_start(with_local_models(job.config))
+            preflight.check_start(with_local_models(job.config), fresh=fresh)
         except ConfigError as error:
             raise ConfigError("\n".join(f"point {job.point.name}: {line}" for line in error.lines)) from None
 
@@ -107,13 +108,3 @@ def _conclude(sweep: Sweep, jobs: Sequence[Job]) -> bool:
     for picture in (sweep.folder / "results.json", sweep.folder / "results.md", *plots.draw(sweep, outcomes)):
         print(f"  {picture}")
     return bool(missing)
-
-
-def _set_aside(folder: Path) -> None:
-    """Keep a former sweep under the next free name, NAME.1, NAME.2."""
-    if not folder.exists():
-        return
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(target)

@@ -133,7 +133,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure(
         "mismatch",
         "nats",
-        "mean |log ratio| of tokens that train the very weights that drew them: what learner and server differ by",
+        "mean |log ratio| of tokens that train the very weights that drew them, what learner and server differ by; the "
+        "updates between several mini batches move it, too",
         mean("offpolicy/log_ratio_mean/s0"),
     ),
     Figure("largest mismatch", "nats", "of those tokens", largest("offpolicy/log_ratio_max/s0")),

@@ -23,6 +23,7 @@ from streamrl.observe.bars import Bar
 from streamrl.observe.ending import is_over
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run
+from streamrl.run_folder import set_aside
 
 # One run from start, or resume, to its end, with the exit code of `streamrl train`.
 Train = Callable[[Config], int]
@@ -38,8 +39,8 @@ OF_THE_SWEEP = (
 )  # fmt: skip
 
 
-class Interrupted(Exception):
-    """A signal ended the sweep; the same command goes on with it."""
+class Interrupted(KeyboardInterrupt):
+    """A signal ended the sweep; the same command goes on with it. No `except Exception` on its way may keep it."""
 
 
 def run_jobs(sweep: Sweep, jobs: Sequence[Job], train: Train) -> list[str]:
@@ -146,11 +147,13 @@ def _run(sweep: Sweep, job: Job, servers: SharedServers, train: Train) -> str | 
 def _check_settings(job: Job) -> None:
     """Steps that were made with other settings would pass for steps of these. Raises ConfigError.
 
-    A run may go on to more steps than it had.
+    A run may go on to more steps than it had. A folder without a step is set aside.
     """
-    if (steps := steps_of(job)) == 0:
-        return
     folder = job.config.run_folder
+    if (steps := steps_of(job)) == 0:
+        if (folder / RECORD).exists() and _changed(job):
+            set_aside(folder)
+        return
     goes_on = job.config.run.steps > steps
     for key in _changed(job):
         if key != "run.steps" or not goes_on:

@@ -245,4 +245,5 @@ def _pool(arguments: AgentArguments, function: str) -> HostPool:
     settings = ScoringConfig(
         processes=arguments.processes, timeout=arguments.timeout, start_timeout=arguments.start_timeout
     )
-    return HostPool(Task(function=function, timeout=arguments.timeout), function.rpartition(":")[2], settings)
+    task = Task(function=function, timeout=arguments.timeout, limit=f"{ARGUMENTS}.timeout")
+    return HostPool(task, function.rpartition(":")[2], settings)

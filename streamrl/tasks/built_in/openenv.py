@@ -27,7 +27,7 @@ from streamrl.tasks.environment import (
     Score,
     check_reward,
 )
-from streamrl.tasks.episodes import begun, unbegun
+from streamrl.tasks.episodes import begun, together, unbegun
 from streamrl.tasks.failures import INFRASTRUCTURE
 from streamrl.tasks.order import episode_seed
 from streamrl.tasks.reachable import bearer, look_at
@@ -123,7 +123,7 @@ class OpenEnv(Environment):
         if self._session is None:
             # `parallel` is what limits sessions.
             self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
-        return begun(await asyncio.gather(*(self._play(self._session, inference, prompt) for _ in range(n))))
+        return begun(await together(self._play(self._session, inference, prompt) for _ in range(n)))
 
     async def close(self) -> None:
         if self._session is not None:

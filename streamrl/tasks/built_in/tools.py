@@ -14,7 +14,7 @@ from streamrl.choices import TOOLS
 from streamrl.config.task import TaskShare
 from streamrl.tasks.arguments import ARGUMENTS, TaskArguments
 from streamrl.tasks.environment import Around, Completion, Environment, Message, Prompt, Score
-from streamrl.tasks.failures import ScorerRaised
+from streamrl.tasks.failures import ScorerLate, ScorerLost, ScorerRaised, describe
 from streamrl.tasks.hosted_tool import HostedTool
 from streamrl.tasks.starter import Starter
 from streamrl.tasks.tool_calls import FunctionCall, ToolCall, describe_tools, parse_calls
@@ -125,6 +125,8 @@ class Tools(TurnByTurn, Around):
             return await self._tools[call.name].call(call.argument)
         except (ValueError, ScorerRaised) as error:
             return f"error: {error}"
+        except (ScorerLate, ScorerLost) as error:  # of the tool, whatever the task says of its own scorer
+            raise ScorerRaised(describe(error), masked=True) from error
 
 
 def _function(name: str, text: str) -> dict[str, Any]:
