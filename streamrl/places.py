@@ -143,3 +143,11 @@ def run_folder_of(path: Path) -> Path:
     if not (path / RECORD).is_file():
         raise ConfigError(f"{path}: no run folder (config.yaml is missing); allowed: a folder that `train` made")
     return path
+
+
+def set_aside(folder: Path) -> None:
+    """Keep a folder under the next free name, NAME.1, NAME.2."""
+    number = 1
+    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(target)

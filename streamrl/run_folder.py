@@ -23,7 +23,7 @@ from streamrl.hub.model import recorded_model
 from streamrl.hub.repository import model_of
 from streamrl.locks import locked, locks
 from streamrl.model_dtype import with_dtype
-from streamrl.places import RECORD, absolute, load_run
+from streamrl.places import RECORD, absolute, load_run, set_aside
 from streamrl.preflight.epochs import with_steps
 from streamrl.recorded.formats import FORMATS
 from streamrl.stream.identity import run_identity
@@ -183,14 +183,6 @@ def claim(run_folder: Path, role: str, timeout: float) -> int:
             raise ConfigError(f"{path}: another process is {role} of this run and does not end; allowed: one of each")
         time.sleep(CLAIM_POLL)
     return handle
-
-
-def set_aside(folder: Path) -> None:
-    """Keep it under the next free name, NAME.1, NAME.2."""
-    number = 1
-    while (target := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    folder.rename(target)
 
 
 def _environment(config: Config) -> dict[str, object]:

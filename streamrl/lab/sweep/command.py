@@ -20,8 +20,7 @@ from streamrl.lab.sweep.plan import Job, Sweep, read
 from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs, to_do
 from streamrl.lifeline import unwinding_at_sigterm
 from streamrl.locks import locked
-from streamrl.places import from_here, program
-from streamrl.run_folder import set_aside
+from streamrl.places import from_here, program, set_aside
 
 WIDTH = 180  # columns of the table where there is no terminal
 

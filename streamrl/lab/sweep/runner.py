@@ -22,8 +22,7 @@ from streamrl.model_dtype import with_dtype
 from streamrl.observe.bars import Bar
 from streamrl.observe.ending import is_over
 from streamrl.observe.metrics import read_metrics
-from streamrl.places import RECORD, absolute, load_run
-from streamrl.run_folder import set_aside
+from streamrl.places import RECORD, absolute, load_run, set_aside
 
 # One run from start, or resume, to its end, with the exit code of `streamrl train`.
 Train = Callable[[Config], int]
