@@ -10,13 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from streamrl.lab.sweep import command
+from streamrl.lab.sweep import command, plots
 from streamrl.lab.sweep.differences import bootstrap, difference, ratio
 from streamrl.lab.sweep.estimates import Estimate, band, estimate, student_t
 from streamrl.lab.sweep.figures import figures, reward_curves, staleness_shares, sum_to
 from streamrl.lab.sweep.plan import read
 from streamrl.lab.sweep.results import collect, markdown
 from tests.lab.sweep_runs import MakeSweep, Trained, row, run, sweep_maker
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "draw", lambda *_: [])
 
 
 @pytest.fixture
@@ -43,6 +48,7 @@ def test_the_results_of_a_sweep_are_means_with_intervals_over_the_seeds(make_swe
         assert (folder / f"{name}.png").stat().st_size > 0
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_sweep_chooses_the_figures_of_its_tables(make_sweep, tmp_path, capsys):
     file = make_sweep(grid={"replay.max_staleness": [0, 2]}, columns=["seconds", "reward"], seeds=[1])
     assert command.main(file, [], Trained()) == 0
@@ -54,6 +60,7 @@ def test_a_sweep_chooses_the_figures_of_its_tables(make_sweep, tmp_path, capsys)
     assert "staleness" not in capsys.readouterr().out.replace("max_staleness", "").replace("staleness.svg", "")
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_every_other_point_is_compared_with_the_baseline_seed_by_seed(make_sweep, tmp_path, capsys):
     points = [{"name": "first", "run.steps": 3}, {"name": "second", "run.steps": 5}]
     file = make_sweep(points=points, baseline="second", seeds=[1, 2, 3])
@@ -72,6 +79,7 @@ def test_every_other_point_is_compared_with_the_baseline_seed_by_seed(make_sweep
     assert "difference from second with the same seed" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_with_a_grid_each_point_is_compared_with_that_of_the_same_values(make_sweep, tmp_path):
     points = [{"name": "plain"}, {"name": "short", "run.steps": 3}]
     grid = {"replay.max_staleness": [0, 2], "algo.eps_low": [0.1, 0.2]}
@@ -126,6 +134,7 @@ def test_tokens_are_counted_until_the_mean_reward_of_ten_steps_is_the_target():
     assert sum_to(-0.5, "tokens/generated")(unknown) is None
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_sweep_with_a_target_says_how_many_runs_reach_it_and_the_ratio_of_tokens(make_sweep, tmp_path, capsys):
     points = [{"name": "first", "run.steps": 12}, {"name": "second", "run.steps": 10}]
     file = make_sweep(points=points, target=0.16, seeds=[1, 2, 3])

@@ -16,13 +16,18 @@ from streamrl import cli, model_dtype, run_folder
 from streamrl.api import launching
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
-from streamrl.lab.sweep import command, runner
+from streamrl.lab.sweep import command, plots, runner
 from streamrl.lab.sweep.plan import read
 from streamrl.lab.sweep.servers import server_kind
 from streamrl.observe.events import event_path
 from streamrl.tasks import left_out
 from streamrl.tasks.left_out import LeftOut, OfTask
 from tests.lab.sweep_runs import MakeSweep, Trained, row, run, sweep_maker
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plots, "draw", lambda *_: [])  # tests/lab/test_sweep_results.py looks at them
 
 
 @pytest.fixture

@@ -124,6 +124,7 @@ def test_packing_does_not_change_the_gradient_of_a_head_of_its_own(name, foreign
     assert largest_difference(gradients(trainer_of(apart), batch), expected) < 2e-5
 
 
+@pytest.mark.slow  # those of a model that Megatron builds are in the fast tests
 def test_two_data_parallel_ranks_have_the_gradient_and_norms_of_one(model_folder):
     def case(layout):
         config = Config.model_validate_json(configure(model_folder("qwen2", True), "float32", layout))
