@@ -14,6 +14,7 @@ the run makes progress is for the roles to watch (`streamrl/progress.py`), here 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -276,10 +277,13 @@ class Supervisor:
         for role in self._running():
             if role not in (self.learner, *self.reward_models) and (ask or role in starting):
                 role.terminate()
-        if ask and self.learner.runs:
-            self._stop_learner()
-        began = time.monotonic()
+        if ask and self.learner.runs and not self.learner.is_ready():  # it has nothing to save
+            end_tree(self.learner.pid, timeout=0)
+        began, told = time.monotonic(), not ask
         while time.monotonic() - began < self.config.run.stop_timeout and self.interrupts < 2 and self._running():
+            if not told and self.replay not in self._running():
+                told = True
+                self._tell_learner()
             if not any(worker.runs for worker in self.generators):  # nobody asks them any more
                 for role in self.reward_models:
                     role.terminate()
@@ -287,13 +291,12 @@ class Supervisor:
                 _end(role for role in starting if role.runs)
             time.sleep(POLL)
 
-    def _stop_learner(self) -> None:
-        """End a learner that the replay service cannot tell: one that has nothing to save, or no service."""
-        if not self.learner.is_ready():
-            end_tree(self.learner.pid, timeout=0)
-        elif self.replay.exit_code is not None:
-            for rank in psutil.Process(self.learner.pid).children():
-                rank.terminate()  # it saves a checkpoint, then ends
+    def _tell_learner(self) -> None:
+        """Tell its ranks where no replay service does: they save a checkpoint, then end, told once or twice."""
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            learner = psutil.Process(self.learner.pid)
+            for rank in [learner] if self.config.learner.ranks == 1 else learner.children():
+                rank.terminate()
 
     def _kill(self) -> None:
         """End what has not ended: all are asked at once, then killed as whole trees."""

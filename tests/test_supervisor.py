@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.observe.events import EventLog, read_events
 from streamrl.role_process import Role
+from streamrl.sft.supervisor import RowsSupervisor
 from streamrl.supervisor import Supervisor
 from tests.operations_table import GOES_ON, documented
 
@@ -32,6 +34,8 @@ lived = Path(run_folder) / f"{name}.lives"
 number = int(lived.read_text()) if lived.exists() else 0
 lived.write_text(str(number + 1))
 life = lives[min(number, len(lives) - 1)]
+if life["end"] == "waits" and not life.get("deaf"):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 time.sleep(life.get("waits first", 0.0))
 if "says" in life:
     print(life["says"], flush=True)
@@ -62,7 +66,6 @@ if life["end"] == "killed":
 elif life["end"] == "failed":
     sys.exit(1)
 elif life["end"] == "waits":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     while not (run_folder / "over").exists():
         time.sleep(0.05)
 elif life["end"] == "well":
@@ -79,8 +82,9 @@ def supervise(tmp_path) -> Callable[..., tuple[int, Path]]:
     """`supervise(replay=, generator=, learner=)`: runs scripted lives of the roles; (exit code, run folder)."""
 
     def run(
-        restarts: int = 3, start_timeout: float = 30, stop_timeout: float = 5, workers: int = 1, **lives: list[dict]
-    ) -> tuple[int, Path]:
+        restarts: int = 3, start_timeout: float = 30, stop_timeout: float = 5, workers: int = 1, rows: bool = False,
+        **lives: list[dict],
+    ) -> tuple[int, Path]:  # fmt: skip
         config = Config.model_validate(
             {
                 "run": {
@@ -97,7 +101,7 @@ def supervise(tmp_path) -> Callable[..., tuple[int, Path]]:
         folder = config.run_folder
         (folder / "events").mkdir(parents=True, exist_ok=True)
         (folder / "role.py").write_text(ROLE)
-        supervisor = Supervisor(config, folder)
+        supervisor = RowsSupervisor(config, folder, Path("sft.yaml")) if rows else Supervisor(config, folder)
         for role in supervisor.roles:
             script(role, folder, lives.get(role.name.partition("-")[0], [WAITS]))
         return supervisor.run(), folder
@@ -294,6 +298,31 @@ def test_ctrl_c_is_answered_while_hundreds_of_roles_are_being_started(supervise,
     code, _ = supervise(workers=40)
     assert started == ["replay-0", "generator-0", "generator-1"]
     documented("interrupted; this resumes the run: ...", capsys.readouterr().err, code)
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_learner_that_no_service_can_tell_is_told_to_save_and_end(rows, supervise, tmp_path, capsys):
+    """There is none with rows alone; or it is started again, and reads its journal."""
+
+    def interrupted() -> None:
+        deadline = time.monotonic() + 60
+        lives, awaited = ("learner-0", "1") if rows else ("replay-0", "2")
+        folder = tmp_path / Config().run.name
+        while not _is_ready(folder, "learner-0") or (folder / f"{lives}.lives").read_text() != awaited:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupted, daemon=True).start()
+    replay = [DIES | {"seconds": 3}, WAITS | {"waits first": 600}]
+    code, folder = supervise(rows=rows, stop_timeout=600, replay=replay, learner=[WAITS])
+    documented("interrupted; this resumes the run: ...", capsys.readouterr().err, code)
+    assert (folder / "learner-0.lives").read_text() == "1"
+
+
+def _is_ready(folder: Path, role: str) -> bool:
+    path = folder / "events" / f"{role}.jsonl"
+    return path.exists() and any(event["event"] == "ready" for event in read_events(path))
 
 
 def test_a_role_still_starting_at_ctrl_c_that_gets_no_signal_is_not_waited_for(supervise, monkeypatch, capsys):

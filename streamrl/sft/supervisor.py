@@ -6,11 +6,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from streamrl.config import Config
 from streamrl.learner_environment import learner_environment
-from streamrl.lifeline import end_tree
 from streamrl.next_commands import train_line
 from streamrl.observe.console import Console
 from streamrl.role_process import Role
@@ -38,13 +35,6 @@ class RowsSupervisor(Supervisor):
 
     def _has_finished(self) -> bool:
         return False  # a learner that dies on its way out is started again, and ends at once
-
-    def _stop_learner(self) -> None:
-        if not self.learner.is_ready():
-            end_tree(self.learner.pid, timeout=0)
-            return
-        for rank in psutil.Process(self.learner.pid).children():
-            rank.terminate()  # it saves a checkpoint, then ends
 
     def _hand_out(self, gpus: Sequence[str]) -> None:
         self.learner.environment |= learner_environment(self.config, os.environ)
