@@ -52,7 +52,7 @@ TRANSITIONS = {
     (State.RUNNING, Event.COMPLETE): State.DONE,
     (State.RUNNING, Event.SAVED): State.INTERRUPTED,  # by a signal, or run.exit_interval, run.exit_duration
     (State.RUNNING, Event.BROKE): State.FAILED,
-    (State.STOPPING, Event.STOP): State.STOPPING,  # harder
+    (State.STOPPING, Event.STOP): State.STOPPING,  # now, or without effect
     (State.STOPPING, Event.COMPLETE): State.DONE,
     (State.STOPPING, Event.SAVED): State.INTERRUPTED,
     (State.STOPPING, Event.BROKE): State.FAILED,
@@ -172,13 +172,18 @@ class Run:
             raise self._error
         return self
 
-    def stop(self) -> None:
-        """Ask the run to save a checkpoint and end; `wait` until it has. Asked again, it ends at once."""
+    def stop(self, *, now: bool = False) -> None:
+        """Ask the run to save a checkpoint and end; `wait` until it has. Asked again, it goes on doing so.
+
+        `now`: it is ended at once, without a checkpoint.
+        """
         with self._lock:
             if self._supervisor is None or self._state in OVER:
                 return
+            asked = self._state is State.STOPPING
             self._state = RUN.next(self._state, Event.STOP)
-            self._supervisor.interrupt()
+            for _ in range(now + (not asked)):
+                self._supervisor.interrupt()
 
     def resume(self, steps: int | None = None) -> Run:
         """Start a run that is over again, from its last checkpoint. `steps`: of the whole run, where they differ.
@@ -260,9 +265,9 @@ class Run:
                 self._thread.join(POLL if left is None else min(POLL, left))
                 left = None if left is None else left - POLL
             except KeyboardInterrupt as signal:
+                self.stop(now=interrupted is not None)
                 interrupted = interrupted or signal
                 left = None
-                self.stop()
         return interrupted
 
     def _at_exit(self) -> None:

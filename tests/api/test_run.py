@@ -110,6 +110,45 @@ def test_a_callback_that_calls_sys_exit_stops_the_run(tmp_path, model_folders, m
     assert run.state is State.INTERRUPTED
 
 
+class Slow(Supervised):
+    """It saves until it is asked a second time."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.asked = []
+
+    def interrupt(self):
+        self.asked.append(len(self.asked))
+        if len(self.asked) == 2:
+            super().interrupt()
+
+
+def test_a_stop_that_is_asked_for_again_does_not_end_the_run_before_its_checkpoint(
+    tmp_path, model_folders, monkeypatch
+):
+    @contextmanager
+    def launched(config, **more):
+        yield Slow(config)
+
+    monkeypatch.setattr(api_run, "launched", launched)
+    config = Config.model_validate({"run": {"folder": tmp_path, "name": "mine"}, "model": {"path": model_folders[0]}})
+    called = []
+
+    def on_step(row):
+        called.append(row["step"])
+        run.stop()
+
+    run = Run(config, None, Callbacks(on_step=on_step)).start()
+    for step in range(1, 100):
+        if len(called) < 3:
+            write(tmp_path / "mine", step)
+            time.sleep(0.1)
+    assert (len(called) >= 3, run.state, run._supervisor.asked) == (True, State.STOPPING, [0])
+    run.stop(now=True)
+    assert run.wait(30).state is State.INTERRUPTED
+    assert run._supervisor.asked == [0, 1]
+
+
 @given(st.lists(st.sampled_from(list(Event))))
 def test_a_run_that_is_over_goes_on_by_a_resume_alone(events):
     state = RUN.initial
