@@ -249,7 +249,7 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
 
     This process is the only `name` of the run from now on.
     """
-    from streamrl import run_folder
+    from streamrl import locks, run_folder
     from streamrl.lifeline import end_with
 
     if (options.config is None) == (options.run_folder is None):
@@ -265,5 +265,5 @@ def _role(options: argparse.Namespace, name: str) -> tuple[Config, Path]:
         config = with_local_model(load_run(folder))
     if options.lifeline:
         end_with({*options.lifeline, os.getppid()}, grace=config.run.stop_timeout)  # the parent may be torchrun
-    run_folder.claim(folder, name, timeout=config.run.start_timeout)
+    locks.claim(folder, name, timeout=config.run.start_timeout)
     return config, folder

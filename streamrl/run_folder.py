@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from streamrl.config.refused import Refusals
 from streamrl.config.senseless import warnings
 from streamrl.hub.model import recorded_model
 from streamrl.hub.repository import model_of
-from streamrl.locks import locked, locks
+from streamrl.locks import await_roles, locked
 from streamrl.model_dtype import with_dtype
 from streamrl.places import RECORD, absolute, load_run, set_aside
 from streamrl.preflight.epochs import with_steps
@@ -29,8 +28,6 @@ from streamrl.recorded.formats import FORMATS
 from streamrl.stream.identity import run_identity
 from streamrl.tasks import left_out
 from streamrl.tasks.left_out import LeftOut
-
-CLAIM_POLL = 0.1  # seconds between two tries to claim a role of a run
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
@@ -71,6 +68,7 @@ def make(config: Config, *, fresh: bool, left_out_prompts: LeftOut | None = None
     config = absolute(config)
     folder = config.run_folder
     if fresh and folder.exists():
+        await_roles(folder, config.run.start_timeout)
         set_aside(folder)
     record = folder / RECORD
     if record.exists():
@@ -164,24 +162,6 @@ def _locked(config: Config, path: Path, flags: int) -> int:
         raise ConfigError(
             f"run.name: {config.run_folder} is in use by another `streamrl train`; allowed: another run.name"
         )
-    return handle
-
-
-def claim(run_folder: Path, role: str, timeout: float) -> int:
-    """Be the run's only process of `role` (`replay-0`) from now on. Returns the file that holds the claim.
-
-    A former one may still be on its way out, as after a kill of its supervisor: it is waited for, so that no
-    two write one journal, or one checkpoint. Raises ConfigError after `timeout` seconds.
-    """
-    path = run_folder / "locks" / role
-    path.parent.mkdir(exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + timeout
-    while not locks(handle):
-        if time.monotonic() > deadline:
-            os.close(handle)
-            raise ConfigError(f"{path}: another process is {role} of this run and does not end; allowed: one of each")
-        time.sleep(CLAIM_POLL)
     return handle
 
 

@@ -50,7 +50,7 @@ LOWEST = {
     "lifeline": 0,
     "last_words": 0,
     "loading": 0,
-    "locks": 0,
+    "locks": 2,
     "torchrun": 0,
     "trainable": 2,
     "moe_routing": 1,

@@ -14,14 +14,15 @@ import pytest
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
-from streamrl.run_folder import claim, prepare
+from streamrl.locks import claim
+from streamrl.run_folder import prepare
 from streamrl.stream.identity import AnotherRun, run_identity
 from tests.operations_table import GOES_ON, documented
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from streamrl.run_folder import claim
+from streamrl.locks import claim
 claim(Path(sys.argv[1]), "replay-0", 5)
 print("claimed", flush=True)
 time.sleep(60)
@@ -86,6 +87,24 @@ def test_a_new_folder_is_a_new_run_and_a_resumed_one_the_same(config):
     second = run_identity(prepare(config, fresh=True))
     assert second.id != first.id
     assert run_identity(config.run_folder.with_name("one.1")) == first
+
+
+def test_a_fresh_start_waits_for_the_roles_of_the_former_one_which_write_by_the_folders_name(config, tmp_path):
+    folder = prepare(config, fresh=False)
+    words = f"""
+import time
+from pathlib import Path
+from streamrl.locks import claim
+claim(Path({str(folder)!r}), "learner-0", 5)
+print("claimed", flush=True)
+time.sleep(3)
+(Path({str(folder)!r}) / "checkpoints" / "step_40").mkdir()
+"""
+    with subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True) as former:
+        assert former.stdout.readline() == "claimed\n"
+        prepare(config, fresh=True)
+    assert list((folder / "checkpoints").iterdir()) == []
+    assert (folder.with_name("one.1") / "checkpoints" / "step_40").is_dir()
 
 
 def test_a_run_from_before_the_id_is_adopted_when_it_is_resumed(config, caplog):

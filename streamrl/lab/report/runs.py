@@ -136,7 +136,7 @@ def _status(folder: Path, notes: Notes) -> tuple[str, bool]:
 
 
 def _is_held(lock: Path) -> bool:
-    """A process of the run lives: it holds the lock of its role (`run_folder.claim`, which waits for ours)."""
+    """A process of the run lives: it holds the lock of its role (`locks.claim`, which waits for ours)."""
     if not lock.exists():
         return False
     with lock.open() as file:

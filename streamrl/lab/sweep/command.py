@@ -19,7 +19,7 @@ from streamrl.lab.sweep import plots, results
 from streamrl.lab.sweep.plan import Job, Sweep, read
 from streamrl.lab.sweep.runner import INTERRUPTED, Interrupted, Train, command_lines, run_jobs, to_do
 from streamrl.lifeline import unwinding_at_sigterm
-from streamrl.locks import locked
+from streamrl.locks import await_roles, locked
 from streamrl.places import from_here, program, set_aside
 
 WIDTH = 180  # columns of the table where there is no terminal
@@ -63,6 +63,8 @@ def main(file: Path, overrides: Sequence[str], train: Train, *, part: Part = "al
 def _run(sweep: Sweep, jobs: Sequence[Job], train: Train, *, fresh: bool) -> list[str]:
     """Run what is not done. Returns the names of the jobs that failed. Raises Interrupted."""
     if fresh and sweep.folder.exists():
+        for job in jobs:
+            await_roles(job.config.run_folder, job.config.run.start_timeout)
         set_aside(sweep.folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     print(to_do(sweep, jobs), flush=True)
