@@ -40,6 +40,7 @@ from streamrl.observe.ending import is_last_step, is_over, resume_line, saved_st
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.prometheus import Exporter
 from streamrl.observe.summary import print_summary
+from streamrl.observe.terminal import say
 from streamrl.places import train_again
 from streamrl.role_process import Role
 from streamrl.stream.address import address_path
@@ -97,14 +98,13 @@ class Supervisor:
             print_summary(self.config, self.run_folder)
             self._print_closing_lines()
             steps = self.config.run.steps
-            print(
+            say(
                 f"streamrl: all {steps} steps are done, nothing is started; run.steps above {steps} goes on with "
-                f"{self.run_folder}",
-                file=sys.stderr,
+                f"{self.run_folder}"
             )
             return 0
         if (line := resume_line(self.run_folder, self.config.run.steps)) is not None:
-            print(f"streamrl: {line}", file=sys.stderr)
+            say(f"streamrl: {line}")
         former = self._listen()
         exporter = Exporter.of(self.config, self.run_folder)
         console = Console(self.config, self.run_folder)
@@ -116,7 +116,7 @@ class Supervisor:
         except RoleFailed as failure:
             self.failure = str(failure)
             console.close()
-            print(f"streamrl: {failure}", file=sys.stderr)
+            say(f"streamrl: {failure}")
             self._stop(ask=True)
             return failure.code
         finally:
@@ -126,13 +126,19 @@ class Supervisor:
                 exporter.close()
             for number, handler in former.items():
                 signal.signal(number, handler)
-            events.merge(self.run_folder)
+            self._merge_events()
         if self.interrupts or self.exited is not None:
             self._print_how_to_go_on()
             return 130 if self.interrupts else 0
         console.summary()
         self._print_closing_lines()
         return 0
+
+    def _merge_events(self) -> None:
+        try:
+            events.merge(self.run_folder)
+        except OSError as error:  # the disk is full: the run has ended as it has, and its own logs are there
+            log.error("%s/events.jsonl was not written: %s", self.run_folder, error)
 
     def is_complete(self) -> bool:
         """Whether the run has come to its end before, and its last checkpoint is there: then nothing is started."""
@@ -141,13 +147,13 @@ class Supervisor:
 
     def _print_how_to_go_on(self) -> None:
         if (line := interrupted_line(self.run_folder)) is not None:
-            print(f"streamrl: {line}", file=sys.stderr)
+            say(f"streamrl: {line}")
         why = "interrupted" if self.interrupts else f"not complete: {self.exited}"
         again = train_again(self.config, self.run_folder)
-        print(f"streamrl: {why}; this resumes the run: {again}", file=sys.stderr)
+        say(f"streamrl: {why}; this resumes the run: {again}")
 
     def _print_closing_lines(self) -> None:
-        print("\n" + "\n".join(closing_lines(self.config, self.run_folder)), flush=True)
+        say("\n" + "\n".join(closing_lines(self.config, self.run_folder)), sys.stdout)
 
     def _start(self, console: Console) -> None:
         """Start the replay service and, when it listens, the others."""

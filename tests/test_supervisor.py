@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import Config
+from streamrl.observe import console
 from streamrl.observe.events import EventLog, read_events
 from streamrl.role_process import Role
 from streamrl.sft.supervisor import RowsSupervisor
@@ -128,6 +129,28 @@ def starts(folder: Path, role: str) -> int:
 def test_a_run_without_deaths_ends_with_0(supervise):
     code, folder = supervise(learner=[DONE])
     assert (code, starts(folder, "learner-0")) == (0, 1)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_run_whose_output_nobody_reads_any_more_goes_on_and_ends_as_it_would(stream, supervise, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(console, "LINE_EVERY", 0.1)
+    with open(writer, "w") as unread:
+        monkeypatch.setattr(sys, stream, unread)
+        code, folder = supervise(learner=[DONE if stream == "stdout" else DONE | {"steps": 2}])
+    assert code == (0 if stream == "stdout" else 1)
+    assert (folder / "events.jsonl").exists()
+
+
+def test_a_full_disk_at_the_end_does_not_change_how_the_run_ended(supervise, tmp_path, caplog):
+    draft = tmp_path / Config().run.name / f".events.jsonl.{os.getpid()}"
+    draft.parent.mkdir()
+    draft.symlink_to("/dev/full")
+    code, folder = supervise(learner=[DONE])
+    assert code == 0
+    assert f"{folder}/events.jsonl was not written: [Errno 28]" in caplog.text
+    assert not draft.is_symlink()
 
 
 def test_of_a_run_that_is_complete_nothing_is_started_while_its_last_checkpoint_is_there(supervise, capsys):

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console as Terminal
 from rich.live import Live as Screen
 from rich.markup import escape
 from rich.table import Table
@@ -24,6 +23,7 @@ from streamrl.observe.failed import failed_samples
 from streamrl.observe.live import Glance, Live, sentence
 from streamrl.observe.starting import Starting
 from streamrl.observe.summary import print_summary
+from streamrl.observe.terminal import Terminal
 
 # Seconds between two lines where there is no terminal: a run of six minutes then fills half a screen.
 LINE_EVERY = 10.0

@@ -161,9 +161,13 @@ def merge(run_folder: Path) -> Path:
     """Write `RUN/events.jsonl`, all records by time, replaced as a whole; returns its path."""
     target = run_folder / "events.jsonl"
     draft = target.with_name(f".{target.name}.{os.getpid()}")
-    with draft.open("w") as merged:
-        merged.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in events_by_time(run_folder))
-    os.replace(draft, target)
+    try:
+        with draft.open("w") as merged:
+            merged.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in events_by_time(run_folder))
+        os.replace(draft, target)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
     return target
 
 

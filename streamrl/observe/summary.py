@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from streamrl.observe.live import shares
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.remarks import print_remarks
 from streamrl.observe.roofline import held_up, roofline
+from streamrl.observe.terminal import Terminal
 from streamrl.observe.timeline import Timeline
 
 # Steps at the start and at the end whose mean reward is compared.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from streamrl.config import Config
 from streamrl.learner_environment import learner_environment
 from streamrl.next_commands import train_line
 from streamrl.observe.console import Console
+from streamrl.observe.terminal import say
 from streamrl.role_process import Role
 from streamrl.supervisor import Supervisor
 
@@ -43,4 +45,4 @@ class RowsSupervisor(Supervisor):
     def _print_closing_lines(self) -> None:
         super()._print_closing_lines()
         if (line := train_line(self.config, self.run_folder, self._given)) is not None:
-            print(f"  {line}", flush=True)
+            say(f"  {line}", sys.stdout)
