@@ -11,11 +11,11 @@ import io
 import tempfile
 from pathlib import Path
 
-from rich.console import Console as Terminal
 from rich.terminal_theme import DIMMED_MONOKAI
 
 from streamrl.lab.report import command as report
 from streamrl.observe.console import Console
+from streamrl.observe.terminal import Terminal
 from streamrl.places import load_run
 
 from .screenshot import Browser
