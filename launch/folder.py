@@ -38,11 +38,11 @@ def prepare(config: Config) -> Path:
 
 
 def wait(config: Config) -> Path:
-    """The run folder, once it holds `config`. Raises ConfigError after `run.start_timeout` seconds."""
+    """The run folder, once it holds `config`, with steps for epochs. Raises ConfigError after `run.start_timeout` s."""
     record = config.run_folder / RECORD
     config = absolute(config)
     deadline = time.monotonic() + config.run.start_timeout
-    while not record.exists() or config_file.changed(load_run(record.parent), with_dtype(config)):
+    while not record.exists() or not _is_of(load_run(record.parent), with_dtype(config)):
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{record}: not there, or of another configuration, after run.start_timeout="
@@ -50,6 +50,12 @@ def wait(config: Config) -> Path:
             )
         time.sleep(POLL)
     return config.run_folder
+
+
+def _is_of(recorded: Config, config: Config) -> bool:
+    """Whether a record is of this configuration. How many steps epochs are is known to node 0 alone."""
+    open_keys = {"run.steps", "run.epochs"} if config.run.epochs is not None else set()
+    return set(config_file.changed(recorded, config)) <= open_keys
 
 
 def is_complete(run_folder: Path) -> bool:

@@ -208,7 +208,7 @@ class Launch:
         elif self.form == "hosts" and description.nodes > 1 and description.hosts:
             replay = replay.model_copy(update={"host": description.hosts[0]})
         changed = config.model_copy(update={"run": run, "replay": replay, "stream": stream})
-        return config_file.checked(changed.model_dump())  # a host's name, for one, is checked again
+        return config_file.checked(config_file.as_tree(changed))  # a host's name, for one, is checked again
 
     def _config_text(self) -> str:
         return config_file.as_yaml(self.config)

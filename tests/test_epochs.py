@@ -54,3 +54,10 @@ def test_a_length_is_given_once_and_null_takes_the_other_away():
         config_of("run.epochs=2", "run.steps=9")
     assert config_of("run.epochs=2", "run.steps=null").run.epochs == 2
     assert config_of("run.steps=null").run.steps == Config().run.steps
+
+
+def test_a_configuration_with_epochs_is_the_same_once_it_is_written_and_read(tmp_path):
+    config = config_of("run.epochs=2")
+    config_file.save(config, tmp_path / "config.yaml")
+    assert config_file.load(tmp_path / "config.yaml") == config
+    assert config_file.checked(config_file.as_tree(config)) == config

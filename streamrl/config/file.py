@@ -31,8 +31,8 @@ from streamrl.config.words import allowed, as_text
 from streamrl.config.yaml_text import Line, Writer, parse_with_lines, parse_yaml
 
 __all__ = [
-    "ConfigError", "as_yaml", "changed", "checked", "describe", "fields", "load", "located", "parse_yaml", "save",
-    "value_at",
+    "ConfigError", "as_tree", "as_yaml", "changed", "checked", "describe", "fields", "load", "located", "parse_yaml",
+    "save", "value_at",
 ]  # fmt: skip
 
 BASE = "base"  # the key of a file that names the files below it; it is no key of the tree
@@ -78,7 +78,15 @@ def save(config: Config, path: Path) -> None:
 
 def as_yaml(config: Config) -> str:
     """Every key of `config`, for a file that has no schema beside it."""
-    return yaml.dump(config.model_dump(mode="json"), Dumper=Writer, sort_keys=False)
+    return yaml.dump(as_tree(config), Dumper=Writer, sort_keys=False)
+
+
+def as_tree(config: Config) -> dict[str, Any]:
+    """Every key of `config`, so that `checked` gives it back: beside `run.epochs`, `run.steps` is null."""
+    tree = config.model_dump(mode="json")
+    if config.run.epochs is not None:
+        tree["run"]["steps"] = None
+    return tree
 
 
 def describe() -> str:

@@ -215,6 +215,13 @@ def test_secrets_are_read_from_a_file_and_are_in_no_script(launch, tmp_path):
     assert subprocess.run(["bash", "-c", text, "start.sh", "1"], capture_output=True, timeout=10).returncode == 2
 
 
+def test_a_run_of_epochs_is_rendered_with_its_epochs(describe, launch, tmp_path):
+    epochs = {"override": ["run.epochs=2"], "learner": {"gpus": 0}, "hosts": ["gpu-0"]}
+    assert render.main(["hosts", str(describe(**epochs)), "--dry-run"]) == 0
+    (tmp_path / "rendered.yaml").write_text(launch("hosts", 1, override=["run.epochs=2"]).files()["config.yaml"])
+    assert config_file.load(tmp_path / "rendered.yaml").run.epochs == 2
+
+
 def test_a_dry_run_says_what_would_start_and_writes_nothing(describe, tmp_path, capsys):
     path = describe(learner={"nodes": 1, "gpus": 0}, generators={"nodes": 1, "gpus": 0}, hosts=["a", "b"])
     assert render.main(["hosts", str(path), "-o", str(tmp_path / "out"), "--dry-run"]) == 0

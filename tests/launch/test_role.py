@@ -18,6 +18,11 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.engine.nodes import FurtherNodes, NodeRole
 from streamrl.observe.events import EventLog, event_path, read_events
+from streamrl.places import load_run
+from streamrl.preflight.epochs import with_steps
+from streamrl.run_folder import make
+from streamrl.tasks.left_out import LeftOut
+from tests.tasks.test_left_out import of_task
 
 LISTENER = """
 import signal, sys, time
@@ -188,6 +193,16 @@ def test_a_node_waits_for_the_folder_of_this_very_configuration(run, tmp_path):
         folder.wait(config)
     config_file.save(config, run / "config.yaml")
     assert folder.wait(config) == run
+
+
+def test_a_node_waits_for_the_record_in_which_epochs_are_steps(tmp_path):
+    words = ["model.dtype=float32", "run.epochs=2", f"run.folder={tmp_path}", "run.start_timeout=0.2"]
+    config = config_file.load(None, words)
+    made = make(with_steps(config, LeftOut(trained={"copy": of_task(size=80)})), fresh=False)
+    assert load_run(made).run.steps == 20
+    assert folder.wait(config) == made
+    with pytest.raises(ConfigError, match="of another configuration"):
+        folder.wait(config_file.load(None, [*words, "run.seed=7"]))
 
 
 def test_keys_are_made_before_a_run_for_a_secret(tmp_path):
