@@ -43,7 +43,7 @@ LAUNCHER = "torch.distributed.run"
 
 
 class Role:
-    """One command, started again while it fails."""
+    """One command, started again while it fails. A signal to stop reaches it while it starts, too."""
 
     def __init__(self, run_folder: Path, command: list[str], *, restarts: int, grace: float, gpus: str = "") -> None:
         """`gpus`: positions, such as "4,5", among the GPUs that this process may use; empty: all of them."""
@@ -80,6 +80,7 @@ class Role:
         self._end()
 
     def _once(self) -> int:
+        self._child = None  # so that a signal that comes while it starts does not go to the former one
         if self._told:
             return GOES_ON
         self._records.skip()

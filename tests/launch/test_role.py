@@ -153,6 +153,27 @@ def test_a_role_that_does_not_end_in_its_grace_time_is_killed(run):
         signal.signal(signal.SIGTERM, handler)
 
 
+def test_a_signal_while_a_failed_role_is_started_again_reaches_the_new_process(run, monkeypatch):
+    monkeypatch.setattr(role, "PAUSE", 0.0)
+    start, commands = subprocess.Popen, [_python("raise SystemExit(3)"), _python("import time; time.sleep(20)")]
+
+    def popen(*given, **named):
+        made = start(commands.pop(0), **named)
+        if not commands:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return made
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    failing = Role(run, [], restarts=1, grace=0.5)
+    handler = signal.signal(signal.SIGTERM, failing.stop)
+    began = time.monotonic()
+    try:
+        assert failing.run() == role.GOES_ON
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    assert time.monotonic() - began < 10
+
+
 def test_gpus_are_positions_among_those_that_the_scheduler_left(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible("4,5") == "4,5"
