@@ -15,6 +15,7 @@ from streamrl.api.run import Run
 from streamrl.choices import TASKS
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.refused import Refusals
 from streamrl.places import absolute
 from streamrl.tasks.environment import Environment
 from streamrl.tasks.functions.episodes import check_environment
@@ -72,9 +73,10 @@ def train(
 
     keys: `steps`, `name`, `seed`, `group_size`, `groups_per_step`, `max_staleness` (steps), `max_new_tokens` (tokens),
     `temperature`, `learning_rate`, `max_turns`, and any key of the configuration: `learner__optimizer__lr=1e-5`, or
-    `**{"learner.optimizer.lr": 1e-5}`.
+    `**{"learner.optimizer.lr": 1e-5}`. None is null for a key, and "not given" for a short name.
 
-    Raises ConfigError, with a line for each mistake, for what cannot run, before anything is started or written.
+    Raises ConfigError, with a line for each mistake, for what cannot run and for arguments that would not be used,
+    before anything is started or written.
 
     Example:
         run = streamrl.train("models/tiny", [{"prompt": "ab="}, {"prompt": "ba="}], lambda completions, **_: [...])
@@ -82,6 +84,10 @@ def train(
     path = Path(config) if isinstance(config, str | Path) else None
     base = [_override(key, value) for key, value in config.items()] if isinstance(config, Mapping) else []
     given = _overrides({"model": model, **keys})
+    _refuse_unused(
+        dataset=dataset, reward=reward, reward_weights=reward_weights, tools=tools or None, environment=environment,
+        eval_dataset=eval_dataset,
+    )  # fmt: skip
     inputs: Inputs | None = None
     if dataset is not None or reward is not None or tools or environment is not None:
         inputs = Inputs(absolute(config_file.load(path, [*base, *given])).run_folder / FOLDER)
@@ -100,6 +106,32 @@ class Asked:
     environment: Callable[[], Any] | None
 
 
+def _refuse_unused(**given: Any) -> None:
+    """Refuse arguments that this form of a call has no use for. Raises ConfigError, with a line for each."""
+    dataset, environment = given["dataset"], given["environment"]
+    names = {name for name, value in given.items() if value is not None}
+    if _is_task(environment):
+        unused, form = names - {"environment"}, f"{environment.__name__}, a task of its own,"
+        allowed = "an environment that is no subclass of Environment, and gets the rows of dataset"
+    elif _is_built_in(dataset) and not given["reward"]:
+        unused, form = names - {"dataset", "reward"}, f"the built-in task {dataset}"
+        allowed = "rows, a file or a hub name as dataset"
+    else:
+        unused = names if names <= {"eval_dataset", "reward_weights"} else set()
+        form, allowed = "the task of the configuration", "beside dataset and reward"
+    refusals = Refusals()
+    refusals.add(*(f"{name}: {form} has no use for it; allowed: {allowed}" for name in given if name in unused))
+    refusals.tell()
+
+
+def _is_task(environment: Any) -> bool:
+    return isinstance(environment, type) and issubclass(environment, Environment)
+
+
+def _is_built_in(dataset: Any) -> bool:
+    return isinstance(dataset, str) and dataset in TASKS.names
+
+
 def _task(
     inputs: Inputs,
     dataset: Data | str | Path | None,
@@ -108,9 +140,9 @@ def _task(
 ) -> list[str]:
     """What the configuration says of the task. Raises ConfigError."""
     rewards, environment = asked.rewards, asked.environment
-    if isinstance(environment, type) and issubclass(environment, Environment):
+    if environment is not None and _is_task(environment):
         return [_override("task.name", inputs.set_task((), (), environment))]
-    if isinstance(dataset, str) and dataset in TASKS.names and not rewards:
+    if _is_built_in(dataset) and not rewards:
         return [_override("task.name", dataset)]
     if dataset is None:
         raise ConfigError(
@@ -151,9 +183,9 @@ def _overrides(keys: Mapping[str, Any]) -> list[str]:
     known = inspect.signature(train).parameters
     found = []
     for name, value in keys.items():
-        if value is None:
-            continue
         key = KEYS.get(name) or name.replace("__", ".")
+        if value is None and (name in KEYS or "." not in key):
+            continue  # not given
         if "." not in key and not isinstance(value, Mapping):
             allowed = ", ".join([*(each for each in known if each != "keys"), *KEYS])
             raise ConfigError(f"{name}: unknown argument; allowed: {allowed}, and keys such as learner__optimizer__lr")

@@ -11,6 +11,7 @@ from launch import tiny_model
 from streamrl.api import train as module
 from streamrl.api.inputs import FUNCTIONS, TASK
 from streamrl.config import file as config_file
+from streamrl.tasks.environment import Environment
 
 ROWS = [{"prompt": f"{letter}=", "answer": letter} for letter in "abcdefgh"]
 
@@ -119,6 +120,52 @@ def test_what_is_no_reward_data_or_key_is_refused_in_one_line(refused):
     assert "run.steps: 0 is not allowed" in refused(steps=0)
     assert refused(environment=object).startswith("environment: object has no method reset")
     assert refused(tools=[lambda a: a]).startswith("tools: <lambda> has no docstring")
+
+
+class Guess:
+    def reset(self, **row): ...
+
+    def step(self, text):
+        return "", 0.0, True
+
+
+class Own(Environment):
+    """A task of its own."""
+
+
+def double(text: str) -> str:
+    """Say a text twice."""
+    return text + text
+
+
+BUILT_IN, CONFIGURED, OWN = "the built-in task copy", "the task of the configuration", "Own, a task of its own,"
+
+
+@pytest.mark.parametrize(
+    ("form", "used", "unused"),
+    [
+        (BUILT_IN, {"dataset": "copy"}, {"tools": [double], "environment": Guess, "eval_dataset": ROWS}),
+        (BUILT_IN, {"dataset": "copy"}, {"reward_weights": [1.0]}),
+        (CONFIGURED, {"config": {"task": {"name": "copy"}}}, {"reward_weights": [1.0], "eval_dataset": ROWS}),
+        (OWN, {"environment": Own}, {"dataset": ROWS, "reward": exact, "reward_weights": [1], "tools": [double]}),
+        (OWN, {"environment": Own}, {"dataset": "copy", "eval_dataset": ROWS}),
+    ],
+)
+def test_arguments_that_a_form_of_the_call_does_not_use_are_refused(configured, form, used, unused):
+    configured("tiny", **used)
+    for given in ({name: value} for name, value in unused.items()):
+        with pytest.raises(streamrl.ConfigError, match=f"^{next(iter(given))}: {form} has no use for it; allowed: "):
+            configured("tiny", **used, **given)
+    with pytest.raises(streamrl.ConfigError) as refused:
+        configured("tiny", **used, **unused)
+    assert {line.partition(":")[0] for line in str(refused.value).splitlines()} == unused.keys()
+
+
+def test_none_is_null_for_a_key_and_not_given_for_a_short_name(configured, tmp_path):
+    (tmp_path / "base.yaml").write_text("run: {progress_timeout: 7000, steps: 9}\ntask: {name: copy}\n")
+    run = configured("tiny", config="base.yaml", run__progress_timeout=None, steps=None, tools=[]).config.run
+    assert (run.progress_timeout, run.steps) == (None, 9)
+    assert configured("tiny", config="base.yaml", **{"run.steps": None, "run.epochs": 2}).config.run.epochs == 2
 
 
 def test_what_a_check_of_the_start_finds_is_raised_to_the_caller(refused):
