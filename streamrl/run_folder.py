@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from streamrl import preflight
 from streamrl.config import Config
@@ -46,6 +47,9 @@ RESUMABLE = (
     "publish.transport", "publish.folder", "publish.bucket", "publish.timeout", "publish.keep_every",
     "publish.at_once", "publish.verify_every", "publish.mismatch", "evaluate.", "observe.", "model.shape",
     "model.cache", "model.hub_timeout", "task.max_branches", "task.scoring.", "sft.epochs",
+    "reward_model.workers", "reward_model.gpus", "reward_model.threads", "reward_model.host",
+    "reward_model.tokens_per_batch", "reward_model.batch_wait", "reward_model.most_waiting", "reward_model.timeout",
+    "reward_model.retry", "reward_model.patience", "reward_model.restarts",
 )  # fmt: skip
 
 
@@ -114,12 +118,22 @@ def _check_resumable(recorded: Config, config: Config) -> None:
     for path in config_file.changed(recorded, config):
         if same_model and path in ("model.path", "model.revision"):
             continue
+        if path == "generate.pools" and _fixed_of_pools(recorded) == _fixed_of_pools(config):
+            continue
         if not path.startswith(RESUMABLE) or (path == "run.steps" and decays):
             refusals.add(
                 f"{path}: {config_file.value_at(config, path)} differs from {config_file.value_at(recorded, path)} of "
                 f"the run in {config.run_folder}; allowed: the same value, --fresh, or another run.name"
             )
     refusals.tell()
+
+
+def _fixed_of_pools(config: Config) -> list[dict[str, Any]]:
+    """Of each pool, what may not change when a run is resumed."""
+    return [
+        {key: value for key, value in pool.items() if not f"generate.{key}".startswith(RESUMABLE)}
+        for pool in config.generate.pools
+    ]
 
 
 def _is_same_model(recorded: Config, config: Config) -> bool:

@@ -14,8 +14,9 @@ import pytest
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.reward_model import RewardModelConfig
 from streamrl.locks import claim
-from streamrl.run_folder import prepare
+from streamrl.run_folder import make, prepare
 from streamrl.stream.identity import AnotherRun, run_identity
 from tests.operations_table import GOES_ON, documented
 
@@ -123,3 +124,39 @@ def test_the_configured_id_is_that_of_the_folder_or_refused(config):
     with pytest.raises(AnotherRun, match=r"run.id: yours differs from mine of .*run.json") as refused:
         prepare(with_id(config, "yours"), fresh=False)
     documented("run.id: ... differs from ... of ...run.json...", str(refused.value), 2)
+
+
+def with_reward_model(tmp_path, **changes):
+    tree = {"path": tmp_path / "judge", **changes}
+    rewards = [{"name": "of_task"}, {"name": "reward_model"}]
+    return Config.model_validate(
+        {"run": {"folder": tmp_path / "runs"}, "reward_model": tree, "task": {"rewards": rewards}}
+    )
+
+
+def test_a_resumed_run_has_its_reward_model_in_other_processes_and_no_other_reward_model(tmp_path):
+    (tmp_path / "judge").mkdir()
+    make(with_reward_model(tmp_path), fresh=False)
+    others = {"path": tmp_path, "label": 1, "chat_template": False, "dtype": "bfloat16"}
+    for key, value in others.items():
+        with pytest.raises(ConfigError, match=rf"^reward_model\.{key}: .* differs from"):
+            make(with_reward_model(tmp_path, **{key: value}), fresh=False)
+    changed = {
+        "workers": 2, "gpus": 0, "threads": 2, "host": "0.0.0.0", "tokens_per_batch": 99, "batch_wait": 1,
+        "most_waiting": 9, "timeout": 90, "retry": 2, "patience": 999, "restarts": 9,
+    }  # fmt: skip
+    assert changed.keys() | others.keys() == RewardModelConfig.model_fields.keys()
+    make(with_reward_model(tmp_path, **changed), fresh=False)
+
+
+def with_pools(tmp_path, *pools):
+    return Config.model_validate({"run": {"folder": tmp_path}, "generate": {"pools": pools}})
+
+
+def test_a_resumed_run_has_other_workers_in_its_pools_and_no_other_pools(tmp_path):
+    large, small = {"name": "large", "workers": 1}, {"name": "small", "sampling": {"temperature": 0.5}}
+    make(with_pools(tmp_path, large, small), fresh=False)
+    make(with_pools(tmp_path, {**large, "workers": 2}, {**small, "server_args": {"log_level": "error"}}), fresh=False)
+    for pools in ([large], [small, large], [large, {**small, "sampling": {"temperature": 0.6}}]):
+        with pytest.raises(ConfigError, match=r"^generate\.pools: .* differs from"):
+            make(with_pools(tmp_path, *pools), fresh=False)
