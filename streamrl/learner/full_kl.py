@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.learner.kept import BELOW
 from streamrl.learner.logprobs import _add_product, _logits, _row_peak, _Shard
 from streamrl.learner.shape import CHUNK_BYTES
 
@@ -35,7 +36,7 @@ def full_kl(
     """The divergence at the targets, nats: float32 or float64 [n], with the gradient of the policy.
 
     hidden, weight, targets, vocabulary, group: as `token_logprobs` has them. Logits of both policies are divided by the
-    temperature.
+    temperature, and both are over a target's kept set where it has one.
     """
     first = group.rank() * weight.size(0)
     rows = max(0, min(weight.size(0), vocabulary - first))
@@ -64,9 +65,16 @@ class _FullKl(torch.autograd.Function):
             part = slice(begin, begin + asked.shard.chunk)
             z = asked.logits(hidden, weight, part)
             y = asked.logits(reference.hidden, reference.weight, part)
+            dropped = asked.shard.dropped(asked.targets, part)
+            if dropped is not None:
+                z.masked_fill_(dropped, -torch.inf)
+                y.masked_fill_(dropped, -torch.inf)
             peaks = asked.shard.reduce(torch.stack([_row_peak(z), _row_peak(y)]), dist.ReduceOp.MAX)
             z -= peaks[0, :, None]
             y -= peaks[1, :, None]
+            if dropped is not None:
+                z.masked_fill_(dropped, BELOW)
+                y.masked_fill_(dropped, BELOW)
             exponents = z.exp()
             difference = z.sub_(y)
             sums = torch.stack([exponents.sum(1), y.exp_().sum(1), exponents.mul_(difference).sum(1)])
@@ -87,6 +95,9 @@ class _FullKl(torch.autograd.Function):
             part = slice(begin, begin + asked.shard.chunk)
             log_p = asked.logits(hidden, weight, part).sub_(ours[part, None])
             log_q = asked.logits(reference.hidden, reference.weight, part).sub_(theirs[part, None])
+            if (dropped := asked.shard.dropped(asked.targets, part)) is not None:
+                log_p.masked_fill_(dropped, BELOW)
+                log_q.masked_fill_(dropped, BELOW)
             slope = (log_p - log_q).sub_(kl[part, None])
             grad = log_p.exp_().mul_(slope).mul_(kl_grad[part, None])
             grad = grad.div_(asked.targets.divisor(part)).to(hidden.dtype)

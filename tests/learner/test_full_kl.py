@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from learner_parts import make_batch, make_config
@@ -9,23 +10,33 @@ from learner_parts import make_batch, make_config
 from streamrl.config.algo import AlgoConfig
 from streamrl.learner import full_kl
 from streamrl.learner.full_kl import ReferenceStates
+from streamrl.learner.kept import Kept
 from streamrl.learner.logprobs import Targets
+from streamrl.sampling_columns import KeptSets
 
 
+@pytest.mark.parametrize("truncated", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [1, 7 * 8 * 37, 1 << 30])
-def test_values_and_gradients_equal_plain_softmax_without_the_pads_in_any_chunking(alone, monkeypatch, chunk_bytes):
+def test_values_and_gradients_equal_plain_softmax_without_the_pads_in_any_chunking(
+    alone, monkeypatch, chunk_bytes, truncated
+):
     monkeypatch.setattr(full_kl, "CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)
     hidden, weight, other, other_weight = (torch.randn(n, 8, dtype=torch.float64) for n in (23, 40, 23, 40))
     leaves = (hidden.requires_grad_(), weight.requires_grad_())
     temperature = torch.linspace(0.5, 1.5, 23, dtype=torch.float64)
-    targets = Targets(torch.arange(23), torch.zeros(23, dtype=torch.int64), temperature)
+    sets = [sorted({place, 9, 36}) if truncated and place % 2 else [] for place in range(23)]
+    ids = np.array([token for each in sets for token in each])
+    kept = Kept.of(KeptSets(np.array([len(each) for each in sets]), ids), hidden.device)
+    targets = Targets(torch.arange(23), torch.zeros(23, dtype=torch.int64), temperature, kept=kept)
+    dropped = torch.tensor([[bool(each) and token not in each for token in range(37)] for each in sets])
     reference = ReferenceStates(other, other_weight)
     ours = full_kl.full_kl(hidden, weight, reference, targets, vocabulary=37, group=alone)
     log_p, log_q = (
-        (h @ w[:37].t() / temperature[:, None]).log_softmax(-1) for h, w in ((hidden, weight), (other, other_weight))
+        (h @ w[:37].t() / temperature[:, None]).masked_fill(dropped, -torch.inf).log_softmax(-1)
+        for h, w in ((hidden, weight), (other, other_weight))
     )
-    theirs = (log_p.exp() * (log_p - log_q)).sum(-1)
+    theirs = (log_p.exp() * (log_p - log_q).masked_fill(dropped, 0.0)).sum(-1)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     scale = torch.randn(23, dtype=torch.float64)
     gradients = [torch.autograd.grad((scale * values).sum(), leaves) for values in (ours, theirs)]
