@@ -16,6 +16,9 @@ from torch import Tensor
 # Added to the variance that advantages are divided by the root of.
 WHITEN_EPS = 1e-8
 
+# What is left of a sum of squares less that of the mean, over the sum, where nothing but rounding is left.
+ROUNDING = 1e-12
+
 
 def token_rewards(rewards: Tensor, sample: Tensor, penalty: Tensor | None = None) -> Tensor:
     """The reward of each token: that of its answer at the answer's last one, less the token's own penalty; float64 [N].
@@ -61,11 +64,12 @@ def whiten(advantages: Tensor, of_all: Tensor) -> Tensor:
 
 
 def variance(of_all: Tensor, correction: int = 0) -> float:
-    """By `moments`; 0 of fewer than two values."""
+    """By `moments`; 0 of fewer than two values, and of values that differ by no more than the sums are rounded."""
     count, total, squares = of_all.tolist()
     if count < 2:
         return 0.0
-    return max(0.0, (squares - total * total / count) / (count - correction))
+    left = squares - total * total / count
+    return left / (count - correction) if left > ROUNDING * squares else 0.0
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:

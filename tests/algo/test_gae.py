@@ -26,6 +26,15 @@ def test_a_row_without_tokens_and_values_that_are_all_alike_are_nothing_special(
     assert explained_variance(moments(alike), moments(alike)) is None
 
 
+def test_returns_that_are_alike_but_for_the_rounding_of_their_sums_have_no_variance_to_explain():
+    draws = torch.Generator().manual_seed(0)
+    returns, errors = torch.full((495,), 0.7), torch.randn(495, generator=draws)
+    of_all = [sum(moments(part) for part in each.split([200, 295])) for each in (returns, errors)]
+    assert explained_variance(*of_all) is None
+    spread = 1 + 1e-4 * torch.randn(495, generator=draws, dtype=torch.float64)
+    assert explained_variance(moments(spread), moments(0.1 * spread)) == pytest.approx(0.99, abs=1e-6)
+
+
 def test_whitening_by_parts_is_that_of_the_whole():
     values = torch.randn(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     of_all = moments(values[:20]) + moments(values[20:])
