@@ -133,14 +133,15 @@ def finish(
     return metrics
 
 
-def before_updates(sums: Mapping[str, Tensor]) -> dict[str, float]:
+def before_updates(sums: Mapping[str, Tensor], stops: Iterable[str]) -> dict[str, float]:
     """What the age of the data alone does: from the sums of a step's first mini batch, before any update of the step.
 
     `offpolicy/clipped`, `offpolicy/masked`: shares of n that the clip takes the gradient of, and that a mask zeroes.
-    `loss/clip_*` and `weights/masked` also have what later updates of the step did.
+    stops: of CLIPPED, those that take it (`Family.stops`). `loss/clip_*` and `weights/masked` also have what later
+    updates of the step did.
     """
     total = _over_buckets(_rows(sums))
-    clipped = sum(total.get(name, 0.0) for name in CLIPPED)
+    clipped = sum(total.get(name, 0.0) for name in stops)
     n = total["measured"]
     return {"offpolicy/clipped": _share(clipped, n), "offpolicy/masked": _share(total["masked"], n)}
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from streamrl.algo.advantages import group_advantages
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import before_updates, finish, merge
+from streamrl.algo.families import family_of
 from streamrl.algo.importance import weight_sums
 from streamrl.algo.kl_control import KlControl
 from streamrl.algo.losses import policy_loss
@@ -204,7 +205,8 @@ class LearnerStep:
         self._measured = None
         self.phases = clock.phases
         measured = finish(merge(sums[: len(share.mini_batches)]), merge(sums), len(updates))
-        measured |= before_updates(sums[0]) | (self._noise.metrics() if self._noise else {})
+        measured |= before_updates(sums[0], family_of(self._algo).stops)
+        measured |= self._noise.metrics() if self._noise else {}
         measured |= self._kl_control.metrics()
         self._kl_control.update(measured, sum(mini.denominators.rollouts for mini in share.mini_batches))
         if self._config.trains_rows:

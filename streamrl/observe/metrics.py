@@ -82,7 +82,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("loss/entropy", "nats/token", "mean entropy of the policy"),
     Metric("loss/clip_low", "share", "tokens clipped at 1 - eps_low"),
     Metric("loss/clip_high", "share", "tokens clipped at 1 + eps_high"),
-    Metric("loss/clip_dual", "share", "tokens at the bound of the dual clip"),
+    Metric("loss/clip_dual", "share", "tokens at the bound of the dual clip, or at algo.ratio_cap of dppo"),
     Metric("loss/kl_cov", "share", "tokens with the penalty of covariance=kl_cov"),
     Metric("loss/own", "share", "tokens with the penalty of a regulariser of your own"),
     Metric(

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from streamrl.algo.aggregations.base import Denominators
-from streamrl.algo.diagnostics import BUCKETS, bucket_sums, finish, merge
+from streamrl.algo.diagnostics import BUCKETS, before_updates, bucket_sums, finish, merge
+from streamrl.algo.families import family_of
 from streamrl.algo.losses import policy_loss
+from streamrl.choices import LOSSES
 from streamrl.config.algo import AlgoConfig
 
 CONFIG = AlgoConfig(weight_cap=1.2, mask="token", discount=0.9, entropy=0.02, dual_clip=1.5)
@@ -103,6 +105,22 @@ def test_staleness_falls_into_its_bucket():
     sums = bucket_sums({"count": torch.ones(9), "max/age": staleness}, staleness)
     assert sums["count"].tolist() == [1, 1, 1, 2, 2, 2]
     assert sums["max/age"].tolist() == [0, 1, 2, 4, 8, 1000]
+
+
+@pytest.mark.parametrize("name", LOSSES.names)
+def test_clipped_before_the_updates_are_the_tokens_whose_gradient_the_loss_takes(token_batch, name):
+    lengths = (40, 30, 50, 20)
+    batch = token_batch(3, lengths=lengths, mask=torch.ones(sum(lengths), dtype=torch.bool))
+    batch.advantages[::7] = 0
+    keys = {"dual_clip": 1.5, "eps_low": 0.05, "eps_high": 0.05, "ratio_cap": 1.2}
+    uses = LOSSES.load(name).uses
+    config = AlgoConfig(loss=name, weight="none", **{key: keys[key] for key in keys.keys() & uses})
+    loss, sums = policy_loss(batch, config, Denominators(140, batch.samples))
+    (gradient,) = torch.autograd.grad(loss, batch.logprobs)
+    lost = (gradient == 0) & (batch.advantages != 0)
+    share = float(lost.double().mean())
+    assert before_updates(sums, family_of(config).stops)["offpolicy/clipped"] == pytest.approx(share)
+    assert bool(lost.any()) == (name in ("clip", "gspo", "gmpo", "dppo_tv", "dppo_kl"))
 
 
 def test_on_policy_data_has_effective_sample_size_one_and_no_divergence(token_batch):

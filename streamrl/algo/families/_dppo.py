@@ -18,10 +18,11 @@ class Dppo(Family):
     """`sg(min(r, c)) A log pi`, and 0 where pi has gone too far the way of the advantage.
 
     How far is a divergence between "this token" and "another one" under pi and under pi_old: more than eps_high up
-    where A > 0, more than eps_low down where not. c = algo.ratio_cap.
+    where A > 0, more than eps_low down where A < 0. c = algo.ratio_cap.
     """
 
     uses = frozenset({"eps_low", "eps_high", "ratio_cap"})
+    stops = frozenset({"clip_low", "clip_high"})
 
     @abstractmethod
     def distance(self, logprobs: Tensor, old: Tensor) -> Tensor:
@@ -43,8 +44,7 @@ class Dppo(Family):
     def _beyond(self, logprobs: Tensor, log_r: Tensor, advantages: Tensor, config: AlgoConfig) -> tuple[Tensor, Tensor]:
         """Which tokens lose their gradient, above and below: bool [n] each."""
         logprobs, log_r = logprobs.detach(), log_r.detach()
-        gains = advantages > 0
         distance = self.distance(logprobs.clamp(max=0.0), (logprobs - log_r).clamp(max=0.0))
-        above = gains & (log_r > 0) & (distance > config.eps_high)
-        below = ~gains & (log_r < 0) & (distance > config.eps_low)
+        above = (advantages > 0) & (log_r > 0) & (distance > config.eps_high)
+        below = (advantages < 0) & (log_r < 0) & (distance > config.eps_low)
         return above, below

@@ -28,6 +28,9 @@ class Family(Choice, ABC):
     # importance weight divides that out again (w = f / q). Without, the weight is all the correction there is (w = f).
     has_ratio = True
 
+    # Of CLIPPED, those whose tokens lose their gradient: `offpolicy/clipped` counts them.
+    stops: frozenset[str] = frozenset(CLIPPED)
+
     # It trains rows of a data set as they are: no reward and no generator is asked (`streamrl sft`).
     of_rows = False
 

@@ -20,6 +20,7 @@ class Cispo(Family):
     """
 
     uses = frozenset({"eps_low", "eps_high"})
+    stops = frozenset()
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
         from streamrl.algo.clipping import as_factor, nowhere
