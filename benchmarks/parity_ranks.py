@@ -32,7 +32,7 @@ from streamrl.learner.packing import MicroBatch, Packing, plan_batch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.params_metrics import ParamsMetrics, pads
 from streamrl.learner.shape import read_shape
-from streamrl.learner.step import tokens_of
+from streamrl.learner.step import shares_of, tokens_of
 from streamrl.types import Batch
 
 DEADLINE = 90.0  # seconds that ranks may take for one case, their start included
@@ -103,7 +103,7 @@ def gradient_of(case: Case) -> Gradient:
         mine = _micro_batches(batch, config, case.packed)[parallel_state.get_data_parallel_rank()]
         step = Step(mine, Denominators.of(sample.loss_mask for sample in batch.samples), config)
         noise = GradientNoise(wrapped[-1], ranks.device.torch_device)
-        with noise.observing(mine):
+        with noise.observing(shares_of(mine, config.algo)):
             sums = passes.forward_backward(mine, step.loss)
         scores = step.difference(passes.score(mine), ranks)
         optimizer = PolicyOptimizer(wrapped, config.learner.optimizer, getattr(torch, config.model.dtype), 1, 0)

@@ -1,12 +1,12 @@
 """How much of a step's gradient is signal, from the gradients that its micro batches have anyway.
 
-With n tokens in parts of n_m, g_m a part's gradient and G their sum, q = sum (n_m / n)^2, unbiased for equal parts that
-are drawn independently:
+With g_m a part's gradient, w_m its share of the mean that `algo.aggregation` takes, which add up to 1, G the sum of g_m
+and q = sum w_m^2, unbiased for parts that are drawn independently, with E g_m = w_m E G:
 
     signal  |E G|^2      (|G|^2 - sum |g_m|^2) / (1 - q)
     noise   E |G - E G|^2   (sum |g_m|^2 - q |G|^2) / (1 - q)
 
-Source: McCandlish et al., appendix A.1 (arXiv:1812.06162), for parts of any size. Measured on the weight of the final
+Source: McCandlish et al., appendix A.1 (arXiv:1812.06162), for parts of any share. Measured on the weight of the final
 norm alone, a vector for each micro batch: norm layers tell the noise of the whole model (Gray et al.,
 arXiv:2411.00999). No further pass, and no copy of a gradient buffer. What parts of one group have in common counts as
 signal. A single step says little: divide means over several.
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from streamrl.config import Config
 from streamrl.learner.model import policy_of
-from streamrl.learner.packing import MicroBatch
 
 SIGNAL, NOISE = "gradient/signal", "gradient/noise"
 
@@ -42,7 +41,7 @@ class GradientNoise:
     """Of one model. Collective: every rank calls `observing` and `metrics`.
 
     Usage:
-        with noise.observing(micro_batches):
+        with noise.observing(shares):
             passes.forward_backward(micro_batches, loss)
         noise.metrics()
     """
@@ -67,21 +66,23 @@ class GradientNoise:
         return cls(last_chunk, device) if asked else None
 
     @contextmanager
-    def observing(self, micro_batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """The backward passes inside are those of a mini batch, one for each of this rank's micro batches."""
+    def observing(self, shares: Sequence[float]) -> Iterator[None]:
+        """The backward passes inside are those of a mini batch, one for each of this rank's micro batches.
+
+        shares: of each micro batch in the mean over the mini batch of all ranks, in any unit.
+        """
         self._parts, self._watches = [], True
         try:
             yield
         finally:
             self._watches = False
-        tokens = [len(micro.tokens) for micro in micro_batches]
-        self._sums = self._reduced(torch.tensor(tokens, dtype=torch.float64, device=self._device))
+        self._sums = self._reduced(torch.tensor(shares, dtype=torch.float64, device=self._device))
         self._parts = []
 
     def metrics(self) -> dict[str, float]:
         """Of the last mini batch that was observed; nothing where it had one part alone, or no trained norm."""
-        total, squares, of_tokens, tokens = self._sums.tolist()
-        part = of_tokens / tokens**2 if tokens else 1.0
+        total, squares, of_shares, shares = self._sums.tolist()
+        part = of_shares / shares**2 if shares else 1.0
         if part >= 1.0 or squares == 0.0:
             return {}
         return dict(zip((SIGNAL, NOISE), signal_and_noise(total, squares, part), strict=True))
@@ -98,8 +99,8 @@ class GradientNoise:
         if self._watches:
             self._parts.append(gradient.detach().float().clone())
 
-    def _reduced(self, tokens: Tensor) -> Tensor:
-        """float64 [4]: |G|^2, sum |g_m|^2, sum n_m^2, n, over all ranks and on each."""
+    def _reduced(self, shares: Tensor) -> Tensor:
+        """float64 [4]: |G|^2, sum |g_m|^2, sum w_m^2, sum w_m, over all ranks and on each."""
         sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         if self._parts:
             parts = torch.stack(self._parts)
@@ -109,7 +110,7 @@ class GradientNoise:
                 dist.all_reduce(parts, group=parallel_state.get_context_parallel_group())
             parts = parts.double()
             whole = parts.sum(0)
-            sums[1], sums[2], sums[3] = parts.square().sum(), tokens.square().sum(), tokens.sum()
+            sums[1], sums[2], sums[3] = parts.square().sum(), shares.square().sum(), shares.sum()
             group = parallel_state.get_data_parallel_group()
             dist.all_reduce(whole, group=group)
             dist.all_reduce(sums, group=group)

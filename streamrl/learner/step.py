@@ -23,6 +23,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from streamrl.algo.advantages import group_advantages
+from streamrl.algo.aggregations import aggregation_of
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import before_updates, finish, merge
 from streamrl.algo.families import family_of
@@ -194,7 +195,7 @@ class LearnerStep:
         for _ in range(self._config.learner.passes):
             for mini, known in zip(share.mini_batches, signals, strict=True):
                 observed = self._noise if self._noise is not None and not sums else None
-                with observed.observing(mini.micro_batches) if observed else nullcontext():
+                with observed.observing(shares_of(mini.micro_batches, self._algo)) if observed else nullcontext():
                     sums.append(self.differentiate(mini, known))
                 clock.lap("backward", forward=self._passes.forward)
                 updates.append(self._optimizer.hold() if held else self._update(share.step, sums[-1]))
@@ -394,6 +395,16 @@ def tokens_of(
         reward_kl=None if made is None else made.reward_kl,
         mean_weight=signals.mean_weight,
     )
+
+
+def shares_of(micro_batches: Sequence[MicroBatch], algo: AlgoConfig) -> list[float]:
+    """How much each micro batch counts in the mean over its update by `algo.aggregation`, in the same unit."""
+    unit, shares = Denominators(tokens=1, rollouts=1), []
+    for micro in micro_batches:
+        nothing = torch.zeros(len(micro.tokens))
+        tokens = tokens_of(micro, nothing, nothing)
+        shares.append(float(aggregation_of(algo).shares(tokens, algo, unit).double().sum()))
+    return shares
 
 
 def _mean_weight(rows: Sequence[MicroBatch], proximal: Sequence[Tensor], algo: AlgoConfig) -> float:
