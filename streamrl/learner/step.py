@@ -209,7 +209,8 @@ class LearnerStep:
         measured |= before_updates(sums[0], family_of(self._algo).stops)
         measured |= self._noise.metrics() if self._noise else {}
         measured |= self._kl_control.metrics()
-        self._kl_control.update(measured, sum(mini.denominators.rollouts for mini in share.mini_batches))
+        if not held:  # no weight moves a policy that is held
+            self._kl_control.update(measured, sum(mini.denominators.rollouts for mini in share.mini_batches))
         if self._config.trains_rows:
             measured = {name: measured[name] for name in _OF_ROWS if name in measured}
         return {

@@ -81,6 +81,14 @@ def test_the_policy_is_held_while_the_critic_is_warmed_up_and_every_metric_has_a
     assert rows[0]["returns/mean"] == pytest.approx(sum(returns) / len(returns)), "the gap counts as no token"
 
 
+def test_an_adaptive_weight_of_the_kl_stays_while_the_critic_is_warmed_up(model_folder, trainer_of):
+    algo = {"kl": 0.1, "kl_target": 1e-3, "kl_horizon": 20}
+    trainer = trainer_of(config_of(model_folder(), algo=algo, critic={"warmup_steps": 4}))
+    weights_of_kl = [trainer.train_step(make_batch(step))["loss/kl_weight"] for step in range(6)]
+    assert weights_of_kl[:5] == [0.1] * 5
+    assert weights_of_kl[5] < 0.1, "the first trained step was at the reference"
+
+
 def test_its_gradient_norm_that_is_no_number_is_told_whatever_the_others_of_the_step_are(
     model_folder, trainer_of, monkeypatch
 ):
