@@ -21,7 +21,11 @@ from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError, parse_yaml
 from streamrl.config.section import Section
-from streamrl.places import chosen
+from streamrl.config.words import as_text
+from streamrl.places import absolute, chosen
+
+# Keys whose path may be relative: the description has the first, and nodes do not read the second.
+NOT_OF_A_NODE = ("run.folder", "model.shape")
 
 # Keys of generate.server_args that are refused: others may read what is rendered.
 SECRET_ARGUMENTS = ("api_key", "admin_api_key")
@@ -29,6 +33,8 @@ SECRET_ARGUMENTS = ("api_key", "admin_api_key")
 RESOURCE = r"[a-z0-9.-]+/[A-Za-z0-9._-]+"  # a resource that a device plugin gives out
 
 WORDS = r"^[\w@%+=:,./-]+$"  # what needs no quotes in a shell
+
+NO_WORD = "would need quotes in a script; allowed: a path of letters, digits and @%+=:,./-_"
 
 
 class Nodes(Section):
@@ -124,6 +130,12 @@ class Description(Section):
         return self
 
     @model_validator(mode="after")
+    def _folder_needs_no_quotes(self) -> Description:
+        if not re.fullmatch(WORDS, str(self.folder)):
+            raise ValueError(f"folder: {str(self.folder)!r} {NO_WORD}")
+        return self
+
+    @model_validator(mode="after")
     def _environment_is_words(self) -> Description:
         for name, value in self.environment.items():
             if not name.isidentifier() or "\n" in value:
@@ -179,6 +191,10 @@ def _check(description: Description, config: Config) -> None:
         file = path.rpartition(":")[0]
         if file.endswith(".py") and not Path(file).is_absolute():
             raise ConfigError(f"{path} is another file on each node; allowed: an absolute path, which all of them see")
+    for key in config_file.changed(config, absolute(config)):
+        if key not in NOT_OF_A_NODE:
+            value = as_text(config_file.value_at(config, key))
+            raise ConfigError(f"{key}: {value} has a path that is another one on each node; allowed: absolute paths")
     if config.publish.chosen("transport").one_host and description.nodes > 1:
         others = [name for name in TRANSPORTS.names if not TRANSPORTS.load(name).one_host]
         raise ConfigError(

@@ -25,7 +25,7 @@ from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
 from streamrl.config.shipped import config_path
 
-from .description import Description, load
+from .description import NO_WORD, WORDS, Description, load
 from .placement import place
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -207,7 +207,8 @@ class Launch:
                 stream = stream.model_copy(update={"keys": Path(KEYS)})
         elif self.form == "hosts" and description.nodes > 1 and description.hosts:
             replay = replay.model_copy(update={"host": description.hosts[0]})
-        changed = config.model_copy(update={"run": run, "replay": replay, "stream": stream})
+        model = config.model.model_copy(update={"shape": None})  # of plans, and relative to the folder of this command
+        changed = config.model_copy(update={"run": run, "model": model, "replay": replay, "stream": stream})
         return config_file.checked(config_file.as_tree(changed))  # a host's name, for one, is checked again
 
     def _config_text(self) -> str:
@@ -313,6 +314,8 @@ def _main(options: argparse.Namespace) -> int:
     if options.output is None and options.form != "kubernetes" and not options.dry_run:
         raise ConfigError(f"{options.form}: the scripts name the folder that they are in; allowed: with -o FOLDER")
     output = options.output.absolute() if options.output else Path("FOLDER")
+    if not re.fullmatch(WORDS, str(output)):
+        raise ConfigError(f"-o: {str(output)!r} {NO_WORD}")
     launch = Launch(options.form, *load(options.description), output)
     files = launch.files()
     if to_output:

@@ -101,6 +101,14 @@ def test_without_gpus_the_workers_are_spread_evenly(launch):
             "worker 0 needs 4 GPUs on each of 2 nodes, and none of 2 nodes has them left; allowed: more than 6 GPUs",
         ),
         ({"folder": "runs"}, {}, "folder: runs is another one on each node"),
+        ({"folder": "/shared/my runs"}, {}, "folder: '/shared/my runs' would need quotes in a script"),
+        (
+            {},
+            {"task": {"name": "jsonl", "args": {"path": "sums.jsonl", "prompt": "q", "answer": "a"}}},
+            "path: sums.jsonl, prompt: q} has a path that is another one on each node; allowed: absolute paths",
+        ),
+        ({}, {"stream": {"keys": "keys"}}, "stream.keys: keys has a path that is another one on each node"),
+        ({}, {"algo": {"kl": 0.1, "reference": "old"}}, "algo.reference: old has a path that is another one"),
         ({"grace": 10}, {}, "grace: 10 s are fewer than run.stop_timeout=60"),
         ({}, {"model": {"path": "models/tiny"}}, "model.path: models/tiny is another one on each node"),
         (

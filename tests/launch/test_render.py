@@ -268,6 +268,19 @@ def test_a_wrong_description_is_one_line_and_exit_code_2(describe, capsys):
     assert "allowed: with -o FOLDER" in capsys.readouterr().err
 
 
+def test_a_folder_of_scripts_that_a_shell_would_split_is_refused(describe, capsys, tmp_path):
+    path = describe(learner={"gpus": 0}, hosts=["a"])
+    assert render.main(["hosts", str(path), "-o", str(tmp_path / "my scripts")]) == 2
+    assert "my scripts' would need quotes in a script; allowed: " in capsys.readouterr().err
+    assert not (tmp_path / "my scripts").exists()
+
+
+def test_a_shape_for_plans_is_not_told_to_the_nodes_which_may_start_in_other_folders(launch):
+    config = {"model": {"path": "/shared/models/tiny", "shape": "configs/recipes/shapes/qwen2.5-3b.json"}}
+    made = launch("hosts", 1, config=config, learner={"nodes": 1, "gpus": 8})
+    assert "shape: null" in made.files()["config.yaml"]
+
+
 @pytest.mark.parametrize("first", ["localhost", "127.0.0.1", "no name"])
 def test_a_first_host_that_the_others_do_not_reach_is_refused_in_one_line(describe, capsys, first):
     nodes = {"learner": {"nodes": 1, "gpus": 0}, "generators": {"nodes": 1, "gpus": 0}}
