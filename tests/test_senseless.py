@@ -33,6 +33,10 @@ from tests.operations_table import GOES_ON, documented
             ["algo.advantage.estimator=gae", "critic.warmup_steps=100"],
             "critic.warmup_steps: 100 is not over when the run is",
         ),
+        (
+            ["algo.loss=streamrl.algo.cross_entropy:CrossEntropy", "algo.weight=none", "run.exit_interval=5"],
+            "run.exit_interval: 5 has no effect without `streamrl train`",
+        ),
         (["learner.optimizer.lr=0.1"], "each update moves every weight by about 0.1"),
         (["learner.optimizer.warmup_steps=200"], "learner.optimizer.warmup_steps: 200 is not over when the run is"),
         (["replay.lease=1"], "replay.lease: 1 s outlasts fewer than 3 heartbeats"),

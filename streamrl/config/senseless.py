@@ -78,6 +78,7 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "algo.advantage.estimator=gae",
         lambda c: c.algo.advantage.has_critic,
     ),
+    (("run.exit_interval", "run.exit_duration"), "`streamrl train`", lambda c: not c.trains_rows),
     (("task.overlong.penalty",), "task.overlong.buffer above 0", lambda c: c.task.overlong.buffer > 0),
     (
         tuple(f"generate.speculation.{key}" for key in SpeculationConfig.model_fields if key != "algorithm"),
