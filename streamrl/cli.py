@@ -6,9 +6,9 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from streamrl import __version__, commands
 from streamrl.config import file as config_file
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluation = _command(
         subparsers, "eval", commands.evaluate, "measure weights on held-out prompts: pass@k, greedy, length"
     )
-    _add_config(evaluation, optional=True)
+    _add_config(evaluation, optional=True, read=str)  # with --run-folder it is an override
     evaluation.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
     evaluation.add_argument("--version", help="kept version of the run, STEP.INCARNATION (default: the newest)")
     evaluation.add_argument("--model", type=Path, help="model folder whose weights are measured instead")
@@ -193,7 +193,7 @@ def _add_audit(subparsers: argparse._SubParsersAction) -> None:
 
 def _add_simulate(subparsers: argparse._SubParsersAction) -> None:
     simulate = _command(subparsers, "simulate", commands.simulate, "say what a run would have been with other settings")
-    simulate.add_argument("run", type=Path, nargs="?", help="run folder; for --validate a configuration file, too")
+    simulate.add_argument("run", nargs="?", help="run folder; for --validate a configuration file, too")
     simulate.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the run's")
     simulate.add_argument("--vary", action="append", default=[], metavar="KEY=V,V", help="a row for each of the values")
     simulate.add_argument("--also", type=Path, action="append", default=[], metavar="RUN", help="calibrate by it, too")
@@ -296,8 +296,8 @@ def _command(subparsers: argparse._SubParsersAction, name: str, function: object
     return parser
 
 
-def _add_config(parser: _Parser, *, optional: bool) -> None:
-    parser.add_argument("config", type=config_path, nargs="?" if optional else None, help="YAML file")
+def _add_config(parser: _Parser, *, optional: bool, read: Callable[[str], Any] = config_path) -> None:
+    parser.add_argument("config", type=read, nargs="?" if optional else None, help="YAML file")
     parser.add_argument("override", nargs="*", metavar="key=value", help="keys that differ from the file")
     parser.takes_keys = True
 

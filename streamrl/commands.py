@@ -9,6 +9,7 @@ from pathlib import Path
 from streamrl.config import Config, senseless
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.shipped import config_path
 from streamrl.engine.hardware import has_cuda
 from streamrl.hub.model import with_local_model, with_local_models, with_local_teacher
 from streamrl.learner_environment import learner_environment
@@ -102,9 +103,11 @@ def learner(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     """Of a configuration, or of an existing run with its own, which `key=value` may change as well."""
-    if options.run_folder is not None and options.config is not None:
-        options.override.insert(0, str(options.config))  # what comes after --run-folder is no file
+    if options.config is not None and options.run_folder is not None:
+        options.override.insert(0, options.config)  # what comes after --run-folder is no file
         options.config = None
+    elif options.config is not None:
+        options.config = config_path(options.config)
     if (options.config is None) == (options.run_folder is None):
         raise ConfigError("eval takes either CONFIG [key=value ...] or --run-folder RUN; allowed: one of the two")
     if options.version is not None and (options.run_folder is None or options.model is not None):
@@ -186,16 +189,17 @@ def simulate(options: argparse.Namespace) -> int:
     if options.fleet is not None:
         from streamrl.lab.simulate import command
 
-        overrides = ([str(options.run)] if options.run is not None else []) + options.override
+        overrides = ([options.run] if options.run is not None else []) + options.override
         return command.main_fleet(options.fleet, overrides, options.json)
     if options.run is None:
         raise ConfigError("simulate takes either RUN [key=value ...] or --fleet FILE; allowed: one of the two")
     from streamrl.lab.simulate import command
 
+    run = Path(options.run)
     if options.validate is not None:
-        config = options.run if options.run.is_file() else recorded_run(options.run) / RECORD
+        config = run if run.is_file() else recorded_run(run) / RECORD
         return command.main_validate(config, options.override, options.validate, options.steps, options.json)
-    run_folder = answered_run(options.run)
+    run_folder = answered_run(run)
     return command.main(run_folder, options.override, vary=options.vary, others=options.also, output=options.json)
 
 

@@ -46,6 +46,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("arguments", "line"),
     [
         ([], "eval takes either CONFIG [key=value ...] or --run-folder RUN"),
+        (["--run-folder", "{}", "generate.router=http://h"], "generate.router: http://h is not allowed"),
         (["--run-folder", "{}", "evaluate.k=[999]"], "evaluate.k: 999 needs as many answers, samples=256"),
         (
             ["--run-folder", "{}"],
