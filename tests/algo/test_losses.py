@@ -183,6 +183,19 @@ def test_the_kl_term_pulls_towards_the_reference_and_never_the_wrong_way():
     assert gradient.sign().tolist() == [0, -1, 1, 0, 0]  # beyond the bound of 20 nothing pulls
 
 
+def test_k3_of_policies_that_hardly_differ_is_not_lost_in_float32():
+    draws = torch.Generator().manual_seed(0)
+    reference = -5 * torch.rand(4096, generator=draws)
+    logprobs = (reference + 1e-4 * torch.randn(4096, generator=draws)).requires_grad_()
+    kl = reference_kl(logprobs, reference, AlgoConfig())
+    exact = (reference - logprobs.detach()).double()
+    assert kl.dtype == torch.float32
+    assert bool((kl >= 0).all())
+    torch.testing.assert_close(kl.double(), torch.expm1(exact) - exact, rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    torch.testing.assert_close(gradient.double(), -torch.expm1(exact), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", DIVERGENCES.names)
 def test_straight_through_keeps_the_value_of_an_estimator_and_takes_the_gradient_of_k2(name):
     logprobs = torch.tensor([-1.0, -1.5, -6.0], dtype=torch.float64, requires_grad=True)
