@@ -231,7 +231,8 @@ def _no_signal(past: Past, shown: bool) -> str | None:
     signal, passed = past.mean("signal_rate"), past.mean("pass_rate")
     if signal is None or passed is None or signal > LEAST_SIGNAL[shown]:
         return None
-    if past.mean("distillation/kl") is not None or past.mean("critic/loss") is not None:  # they train every group
+    others = ("distillation/kl", "critic/loss", "reward/kl")  # what they are of trains every group
+    if any(past.mean(name) is not None for name in others):
         return None
     if passed >= MOST:
         which = "every answer is right, the task is too easy"

@@ -56,7 +56,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/kl", "nats/token", "divergence to the reference policy that algo.kl_reward takes off the reward"),
     Metric("reward/kl_weight", "", "what multiplies it where algo.kl_target makes that adaptive"),
     Metric("pass_rate", "share", "rollouts that are wholly right"),
-    Metric("signal_rate", "share", "groups whose rewards differ: without a teacher they alone carry a gradient"),
+    Metric("signal_rate", "share", "groups whose rewards differ"),
     Metric("tokens/generated", "tokens", "output tokens of the groups that arrived since the last batch"),
     Metric("tokens/trained", "tokens", "tokens that entered the loss"),
     Metric("tokens/dropped", "tokens", "trained tokens whose behaviour log-prob is not finite"),

@@ -81,8 +81,9 @@ def test_groups_without_signal_are_told_and_why() -> None:
     documented("the answers to a prompt are all right or all wrong...", split, GOES_ON)
 
 
-def test_groups_without_signal_are_no_matter_where_a_teacher_trains_them() -> None:
-    assert hints_of(course({}, {"signal_rate": 0.0, "distillation/kl": 0.3})) == []
+def test_groups_without_signal_are_no_matter_where_a_teacher_or_a_kl_in_the_reward_trains_them() -> None:
+    for metric in ("distillation/kl", "reward/kl"):
+        assert hints_of(course({}, {"signal_rate": 0.0, metric: 0.3})) == []
 
 
 def test_an_entropy_that_collapses_is_told_but_not_that_of_a_solved_task() -> None:
