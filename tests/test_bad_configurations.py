@@ -138,6 +138,14 @@ KEYS: list[tuple[str, str]] = [
     ("algo.reference=other", "algo.reference: other is read only with kl or kl_reward above 0"),
     ("algo.distillation.coefficient=0", "algo.distillation.coefficient: 0"),
     (
+        "algo.distillation={teacher: model, rewards: false} algo.kl_reward=0.1",
+        "algo.kl_reward: 0.1 is taken off rewards, which distillation.rewards=false leaves out; allowed: 0, or",
+    ),
+    (
+        "algo.distillation={teacher: model, rewards: false} algo.advantage.estimator=gae",
+        "algo.advantage.estimator: gae makes advantages of rewards, which distillation.rewards=false leaves out",
+    ),
+    (
         "algo.distillation.teacher=model replay.filter.signal=true",
         "replay.filter.signal: true drops groups with equal rewards, which algo.distillation.teacher trains",
     ),

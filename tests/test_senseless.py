@@ -27,6 +27,15 @@ from tests.operations_table import GOES_ON, documented
         ),
         (["algo.mask_high=3"], "algo.mask_high: 3.0 has no effect without algo.mask=geometric"),
         (["algo.norm_length=9"], "algo.norm_length: 9 has no effect without algo.aggregation=sequence_sum_norm"),
+        (
+            ["algo.distillation={teacher: model, rewards: false}", "algo.advantage.std=none"],
+            "algo.advantage.std: none has no effect without algo.distillation.rewards=true",
+        ),
+        (["algo.proximal=recompute", "algo.covariance=kl_cov"], "algo.covariance: kl_cov has no effect without"),
+        (
+            ["algo.proximal=recompute", "algo.ratio_penalty=1"],
+            "algo.ratio_penalty: 1.0 has no effect without learner.passes or learner.mini_batches above 1",
+        ),
         (["learner.lora.alpha=8"], "learner.lora.alpha: 8.0 has no effect without learner.lora.rank"),
         (["critic.warmup_steps=8"], "critic.warmup_steps: 8 has no effect without algo.advantage.estimator=gae"),
         (
@@ -48,6 +57,14 @@ def test_each_of_them_is_one_line_that_names_key_and_value(overrides, said):
     (line,) = warnings(load(None, overrides))
     assert said in line
     assert "\n" not in line
+
+
+def test_what_acts_behind_the_first_update_alone_is_told_of_where_there_is_no_second():
+    keys = ["algo.proximal=recompute", "algo.ratio_penalty=1", "algo.covariance=kl_cov"]
+    assert len(warnings(load(None, keys))) == 2
+    for more in ("learner.passes=2", "learner.mini_batches=2", "algo.proximal=interpolate"):
+        assert warnings(load(None, [*keys, more])) == []
+    assert warnings(load(None, ["algo.proximal=recompute", "algo.covariance=clip_cov"])) == []
 
 
 def test_a_setting_without_an_effect_is_warned_of_as_the_page_of_operations_says():

@@ -238,6 +238,21 @@ class AlgoConfig(Section):
             )
 
     @rule
+    def _rewards_that_are_left_out_need_nothing(self) -> None:
+        if not self.distils or self.distillation.rewards:
+            return
+        if self.kl_reward > 0:
+            raise ValueError(
+                f"kl_reward: {self.kl_reward:g} is taken off rewards, which distillation.rewards=false leaves out; "
+                f"allowed: 0, or distillation.rewards=true"
+            )
+        if self.advantage.has_critic:
+            raise ValueError(
+                f"advantage.estimator: {self.advantage.estimator} makes advantages of rewards, which "
+                f"distillation.rewards=false leaves out; allowed: group, or distillation.rewards=true"
+            )
+
+    @rule
     def _kl_target_has_one_weight(self) -> None:
         if self.kl_target is not None and (self.kl > 0) == (self.kl_reward > 0):
             how_many = "both are" if self.kl > 0 else "neither is"

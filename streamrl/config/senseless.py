@@ -28,6 +28,17 @@ LEASE_OF_HEARTBEATS = 3
 # Times that the generators must fill all their places for one learner step.
 MANY_ROUNDS = 1000
 
+# What tells the policy from a proximal policy by the scores of the step's first weights.
+SEVERAL_UPDATES = "learner.passes or learner.mini_batches above 1, or algo.proximal=behaviour"
+
+
+def _moves_from_old(config: Config) -> bool:
+    """Is there an update whose r = pi / pi_old is not 1 for every token?"""
+    learner = config.learner
+    several = learner.passes * learner.mini_batches > 1
+    return several or learner.lora.dropout > 0 or not config.algo.chosen("proximal").scored
+
+
 # Keys, what they need to have an effect, and whether a configuration has it.
 _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
     (
@@ -69,6 +80,13 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         "algo.advantage.estimator=group",
         lambda c: not c.algo.advantage.has_critic,
     ),
+    (
+        ("algo.advantage.std", "algo.advantage.baseline", "algo.advantage.eps"),
+        "algo.distillation.rewards=true",
+        lambda c: not c.algo.distils or c.algo.distillation.rewards,
+    ),
+    (("algo.ratio_penalty",), SEVERAL_UPDATES, _moves_from_old),
+    (("algo.covariance",), SEVERAL_UPDATES, lambda c: c.algo.covariance != "kl_cov" or _moves_from_old(c)),
     (
         (
             *(f"algo.advantage.{key}" for key in ("gamma", "lam", "whiten")),

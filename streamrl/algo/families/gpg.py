@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Gpg(Family):
-    """`A log pi`, and nothing corrects for stale data but what `algo.weight` caps. Source: GPG (arXiv:2504.02546)."""
+    """`A log pi`. With `proximal: behaviour` nothing corrects for stale data but what `algo.weight` caps.
+
+    Source: GPG (arXiv:2504.02546).
+    """
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
         from streamrl.algo.clipping import as_factor, not_clipped
