@@ -86,7 +86,7 @@ _USED: tuple[tuple[tuple[str, ...], str, Callable[[Config], bool]], ...] = (
         lambda c: not c.algo.distils or c.algo.distillation.rewards,
     ),
     (("algo.ratio_penalty",), SEVERAL_UPDATES, _moves_from_old),
-    (("algo.covariance",), SEVERAL_UPDATES, lambda c: c.algo.covariance != "kl_cov" or _moves_from_old(c)),
+    (("algo.covariance",), SEVERAL_UPDATES, lambda c: not c.algo.chosen("covariance").of_ratio or _moves_from_old(c)),
     (
         (
             *(f"algo.advantage.{key}" for key in ("gamma", "lam", "whiten")),

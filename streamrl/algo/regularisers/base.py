@@ -30,6 +30,7 @@ class Regulariser(Choice, ABC):
     """Picks tokens once a step, before its first update; what it does to them is a mask, a penalty, or both."""
 
     acts = True  # False: nothing is picked, and the step needs no forward pass for it
+    of_ratio = False  # True: it acts by the ratio to the proximal policy alone, not where that is 1 for every token
     label = "own"  # of the metrics weights/masked_LABEL and loss/LABEL
 
     def __init__(self, options: Options) -> None:

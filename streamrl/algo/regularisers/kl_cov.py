@@ -18,6 +18,7 @@ class KlCov(Regulariser):
     Source: KL-Cov (arXiv:2505.22617).
     """
 
+    of_ratio = True
     label = "kl_cov"
     uses = frozenset({"covariance_share", "covariance_kl"})
 
