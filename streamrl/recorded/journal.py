@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,10 +84,11 @@ class RunJournal:
         self._contents = Contents()
         self._found: list[tuple[Completed, Place]] = []
         self.segments: list[Segment] = []
-        found = [(number, path, path.stat().st_size) for number, path in segments(self.folder)]
+        found = list(_sizes(segments(self.folder)))
         self._total = sum(size for _, _, size in found)  # bytes
         for number, path, size in found:
-            self.segments.append(self._survey(number, path, size, verify))
+            with suppress(FileNotFoundError):  # compacted since the folder was listed
+                self.segments.append(self._survey(number, path, size, verify))
         used = self._contents.uses(), self._contents.positions()
         self.groups = [self._recorded(record, place, *used) for record, place in self._found]  # as they came
 
@@ -207,3 +209,10 @@ def batches(run_folder: Path) -> Iterator[Batch]:
     Raises JournalDamaged for a step or a group that is missing, AnotherRun for segments of several runs.
     """
     return recorded_batches(run_folder / "journal")
+
+
+def _sizes(found: Iterable[tuple[int, Path]]) -> Iterator[tuple[int, Path, int]]:
+    """(number, path, bytes) of the segments that are still there."""
+    for number, path in found:
+        with suppress(FileNotFoundError):
+            yield number, path, path.stat().st_size

@@ -79,7 +79,8 @@ class Batches:
         for group_id in [i for i, oldest in state.completed.items() if self._order.over_age(step, oldest)]:
             self._audit.counts["over_age"] += 1
             self._drop(state.lives[group_id], f"too old for step {step}")
-        reused = state.reusable.select(step)
+        fresh = state.floors.get(step + 1, 0) - state.below - len(state.above)  # what the bound needs: docs/bound.md
+        reused = state.reusable.select(step)[: self._order.groups_per_step - max(0, fresh)]
         fewer = (self._order.groups_per_step - len(reused),) if reused else ()
         ids = self._order.select(step, state.completed, state.below, state.above, *fewer)
         return None if ids is None else ((*ids, *reused), reused)

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from streamrl.config import Config
 from streamrl.config.replay import FilterConfig
 from streamrl.replay.adaptive import AdaptiveBound
@@ -334,13 +336,16 @@ class Buffer:
         return self._accept(life, group, record, frames)
 
     def exhausted(self) -> list[Ticket]:
-        """Tickets that will not be issued again: each of these groups is to be completed as a placeholder."""
-        return [life.ticket(self._seed, 0.0) for life in self._lives.exhausted.values()]
+        """Tickets that will not be issued again: each of these groups is to be completed as a placeholder, which is an
+        attempt of its own.
+        """
+        tickets = [life.ticket(self._seed, 0.0) for life in self._lives.exhausted.values()]
+        return [replace(ticket, attempt=ticket.attempt + 1) for ticket in tickets]
 
     def complete_placeholder(self, group: Group, frames: Sequence[Any], size: int) -> Completed | None:
         """Take a group of placeholders for an exhausted ticket. Raises GroupRefused unless it is for one."""
         life = self._lives.exhausted.get(group.group_id)
-        if life is None or life.attempt != group.attempt:
+        if life is None or life.attempt + 1 != group.attempt:
             raise GroupRefused(f"group {group.group_id} attempt {group.attempt} is not exhausted")
         self._audit.counts["placeholders"] += 1
         return self._accept(life, group, measure(group, size), frames)

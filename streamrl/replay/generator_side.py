@@ -150,7 +150,7 @@ class GeneratorSide:
         for ticket in run.buffer.exhausted():
             run.durable.give_up(ticket)
             run.events.emit("group.placeholders", group_id=ticket.group_id, attempt=ticket.attempt)
-            log.warning("group %d is given up after attempt %d: placeholders", ticket.group_id, ticket.attempt)
+            log.warning("group %d is given up after attempt %d: placeholders", ticket.group_id, ticket.attempt - 1)
 
     def send_answers(self) -> None:
         """Accepted, for every group whose record is on the disk."""

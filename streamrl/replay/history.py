@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from streamrl.replay.records import (
     AnyRecord,
     Began,
@@ -18,6 +20,7 @@ from streamrl.replay.records import (
     Place,
     Quarantined,
     Saved,
+    Snapshot,
 )
 from streamrl.replay.segments import Entry, JournalDamaged, Opening, load_frames, scan, segments
 from streamrl.stream.codec import decode_group
@@ -140,11 +143,14 @@ def read_journal(folder: Path) -> Iterator[Entry]:
     What cannot be read is named in the log; the rest of its segment is left out.
     """
     for number, path in segments(folder):
-        for entry in scan(number, path):
-            if isinstance(entry, Entry):
-                yield entry
-            else:
-                log.warning("%s is left out: %s", folder, entry)
+        try:
+            for entry in scan(number, path):
+                if isinstance(entry, Entry):
+                    yield entry
+                else:
+                    log.warning("%s is left out: %s", folder, entry)
+        except FileNotFoundError:  # compacted since the folder was listed
+            continue
 
 
 def recorded_batches(folder: Path) -> Iterator[Batch]:
@@ -170,9 +176,11 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
     steps = contents.steps
     first = min((version.step for version in contents.began), default=0)
     due = None if _is_compacted(folder) else first
+    gone = _left_behind(folder) - places.keys()
+    begins = max((step + 1 for step, ids in steps.items() if not gone.isdisjoint(ids)), default=0)
     for step, ids in sorted(steps.items()):
         missing = [group_id for group_id in ids if group_id not in places]
-        if missing and due is None:
+        if step < begins or (missing and due is None):
             continue
         if missing:
             raise JournalDamaged(f"{folder}: step {step} without its groups {missing}")
@@ -183,6 +191,20 @@ def recorded_batches(folder: Path) -> Iterator[Batch]:
         groups = tuple(group.emptied if group.group_id in out else group for group in groups)
         yield Batch(step=step, groups=groups, quarantined=frozenset(out))
         due = step + 1
+
+
+def _left_behind(folder: Path) -> frozenset[int]:
+    """Groups that were complete when the first kept segment began, in segments that were deleted."""
+    for number, path in segments(folder)[:1]:
+        first = next(scan(number, path), None)
+        if isinstance(first, Entry) and isinstance(first.record, Opening):
+            try:
+                snapshot = msgspec.msgpack.decode(load_frames(folder, first.place)[0], type=Snapshot)
+            except (JournalDamaged, msgspec.DecodeError):
+                break
+            places = ((slot.group_id, slot.place) for slot in snapshot.slots)
+            return frozenset(group_id for group_id, place in places if place is not None and place.segment < number)
+    return frozenset()
 
 
 def _is_compacted(folder: Path) -> bool:

@@ -144,6 +144,8 @@ class LearnerSide:
             return True
         if not complete:
             if run.delivery.asked is not None:
+                if sharing.owner is Owner.HANDOVER:  # its batch is there no more
+                    sharing.claim(run.workers.live)
                 self.lend_devices()
             return False
         former = sharing.owner

@@ -198,3 +198,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     history: dict[int, int] = {}  # steps that can still be asked for, and the next: digest of all steps before
     adapted: Adapted | None = None  # the last move of the adaptive bound
     supply: dict[int, int] = {}  # steps that matter still: groups that the steps before consumed; with reuse alone
+    floors: dict[int, int] = {}  # the same of steps that are put together again: they may have no fewer than before

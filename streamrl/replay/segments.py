@@ -14,6 +14,7 @@ as a disk writes, where zlib's CRC-32 takes a third of the journal's bandwidth. 
 
 from __future__ import annotations
 
+import errno
 import mmap
 import re
 import struct
@@ -143,6 +144,10 @@ def load_frames(folder: Path, place: Place, group: tuple[int, int] | None = None
             return _read_frames(file, entry, path)
     except FileNotFoundError as error:
         raise JournalDamaged(f"{path} is gone, and with it the record at byte {place.offset}") from error
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        raise JournalDamaged(f"{path}: the record at byte {place.offset}: {error.strerror}") from error
 
 
 def _checked(entry: Entry | Unreadable, end: int) -> Entry | Unreadable:

@@ -66,6 +66,7 @@ class State:
         self.batches: dict[int, tuple[int, ...]] = {}  # consumed steps that can be asked for again, ascending
         self.next_id = 0
         self.next_step = 0
+        self.floors: dict[int, int] = {}  # of steps to be put together again: C(v) by which tickets were issued
         self.below = 0  # the lowest id that is not consumed
         self.above: set[int] = set()  # consumed ids above it
         self.cursors = dict.fromkeys(shares.quotas, 0)
@@ -142,6 +143,7 @@ class State:
             history=dict(self.history),
             adapted=self.adapted,
             supply=self.reusable.counts,
+            floors=dict(self.floors),
         )
 
     def load(self, snapshot: Snapshot) -> None:
@@ -153,6 +155,7 @@ class State:
         self.began, self.acknowledged, self.limits = snapshot.began, snapshot.acknowledged, snapshot.limits
         self.history, self.adapted = dict(snapshot.history), snapshot.adapted
         self.reusable.load(snapshot.supply)
+        self.floors = dict(snapshot.floors)
         self.reusable.index(self.batches)
         self._queue(snapshot.completed)
         self._count_settled()
@@ -198,6 +201,8 @@ class State:
         if (life := self._open_up_to(ticket.group_id)) is None:
             return
         self.lives.move(life, ISSUE)
+        if life.completed is not None:  # its frames were lost, which the journal does not say
+            self._empty(life)
         life.task, life.prompt_index, life.out = ticket.task, ticket.prompt_index, ticket
         life.attempt, life.required = ticket.attempt, ticket.issued_version.step
         life.issues += 1
@@ -218,6 +223,7 @@ class State:
         if life is not None:
             self.lives.move(life, COMPLETE)
             life.completed, life.place, life.quarantined = record, place, False
+            life.attempt = record.attempt
             self.completed[record.group_id] = record.oldest
 
     def _dropped(self, record: Dropped) -> None:
@@ -291,6 +297,7 @@ class State:
         for _, group_ids in forgotten:
             self._remove(self.reusable.release(group_ids, self.batches, self.next_step))
         self.history = {step: digest for step, digest in self.history.items() if step >= self.known}
+        self.floors = {step: count for step, count in self.floors.items() if step > self.known}
         self._reach()
         if forgotten:
             self.lives.emit(FORGET, steps=[step for step, _ in forgotten], **self.reusable.named)
@@ -385,6 +392,9 @@ class State:
         for life in [life for life in lives if life.group_id in lost]:
             self._regenerate(life)
             life.issues = 0
+        for known, count in self.reusable.counts.items():
+            if known > step:
+                self.floors[known] = max(count, self.floors.get(known, 0))
         self.next_step = step
         self.history = {known: digest for known, digest in self.history.items() if known <= step}
         self.reusable.index(self.batches)

@@ -145,6 +145,9 @@ class Workers:
         """A Hello. Returns the worker of the same name that it replaces, if that was another process."""
         states = {state.name: state for state in servers}
         self._servers = None
+        former = self._by_identity.get(identity)
+        if former is not None and former.name != name:  # a process is one worker
+            self.leave(former)
         before = self._by_name.get(name)
         if before is not None and before.identity == identity:
             before.servers, before.last_seen, before.lost = states, now, False
@@ -152,7 +155,7 @@ class Workers:
             before.failed = {server: version for server, version in before.failed.items() if server in states}
             return None
         if before is not None:
-            del self._by_identity[before.identity]
+            self._by_identity.pop(before.identity, None)
         worker = Worker(name, identity, now, states)
         self._by_name[name] = self._by_identity[identity] = worker
         return before

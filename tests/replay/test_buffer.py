@@ -250,7 +250,7 @@ def test_a_group_that_is_lost_too_often_ends_as_placeholders() -> None:
         buffer.issue("a", NEW, now)
         buffer.expire(now + 10.0)
     (ticket,) = buffer.exhausted()
-    assert (ticket.group_id, ticket.attempt) == (0, 1)
+    assert (ticket.group_id, ticket.attempt) == (0, 2)  # one of its own: those before it were lost, or dropped
     assert buffer.complete_placeholder(placeholder(ticket), (), 1) is not None
     assert buffer.exhausted() == []
     assert buffer.selection_metrics()["selection/placeholders"] == 1
@@ -593,3 +593,21 @@ def test_the_ledger_tells_of_a_quarantine_that_a_torn_journal_has_lost() -> None
     recovered.restore(None, journal)
     recovered.begin(PolicyVersion(1, incarnation=1), buffer.ledger())
     assert recovered.ledger().quarantined == {2: 0}
+
+
+def test_a_group_whose_frames_were_lost_twice_is_issued_again() -> None:
+    """The first recovery made it wait, which no record says; the snapshot behind it cannot be read by the next one."""
+    first = buffer_of()
+    journal = written(first)
+    ticket = first.issue("a", NEW, 0.0)
+    assert ticket is not None
+    complete(first, [ticket])
+    lost = [record[0] if isinstance(record, tuple) else record for record in (*journal, *written(first))]
+    second = buffer_of()
+    second.restore(None, lost)
+    again = second.issue("a", NEW, 0.0)
+    assert again is not None
+    assert (again.group_id, again.attempt) == (0, 1)
+    third = buffer_of()
+    third.restore(None, [*lost, *second.drain()])
+    assert third.phase(0) == second.phase(0)

@@ -202,3 +202,24 @@ def test_a_run_whose_servers_do_not_fall_asleep_says_so(shared: Driven, make_gro
         join(shared, WORKER, "w", SERVER)
         shared.tick(1.0)
     assert "the servers of 1 generator workers do not fall asleep" in shared.events_of("gave_up")[0]["reason"]
+
+
+def test_a_learner_that_begins_again_in_the_handover_gets_what_it_lacks_from_servers_that_wake(
+    shared: Driven, make_group: MakeGroup
+) -> None:
+    """Its batch is there no more: the journal keeps none, and the step is generated again."""
+    tickets = issued(shared)
+    shared.send(LEARNER, Next(step=0))
+    answer(shared, make_group, tickets[:2])
+    shared.send(WORKER, Asleep(number=orders(shared.got(WORKER))[-1].number))
+    assert has_batch(shared)
+    shared.send(LEARNER, Progress(version=V1))
+    shared.send(PUBLISHER, Announce(version=V1))
+    shared.send(WORKER, Applied(server="s", version=V1))
+    shared.send(LEARNER, Next(step=1))
+    answer(shared, make_group, tickets[2:])
+    asked = orders(shared.got(WORKER))[-1]
+    assert isinstance(asked, Sleep)
+    shared.send(LEARNER, Hello(run=RUN, role="learner", name="learner-0", version=PolicyVersion(0, 1)), Next(step=0))
+    shared.send(WORKER, Asleep(number=asked.number))
+    assert isinstance(orders(shared.got(WORKER))[-1], Wake)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from replay_schedule import answer
+from service_parts import make_config
 
 from streamrl.config.replay import JournalConfig
-from streamrl.replay.history import Contents, recorded_batches
+from streamrl.observe.events import Events
+from streamrl.recorded.journal import RunJournal
+from streamrl.replay import segments as replay_segments
+from streamrl.replay.durable import DurableBuffer
+from streamrl.replay.history import Contents, read_journal, recorded_batches
 from streamrl.replay.journal import Journal, JournalDamaged
-from streamrl.replay.records import AnyRecord, Began, Completed, Consumed, Dropped, Issued, Saved
-from streamrl.replay.segments import segment_path, segments
+from streamrl.replay.life import Phase
+from streamrl.replay.records import AnyRecord, Began, Completed, Consumed, Dropped, Issued, Saved, Snapshot
+from streamrl.replay.segments import Entry, segment_path, segments
 from streamrl.stream.codec import encode_group
 from streamrl.types import Group, Ledger, PolicyVersion, Ticket
 
@@ -186,3 +197,121 @@ def test_a_ledger_knows_groups_to_be_committed_whose_step_was_lost() -> None:
         1: "completed",
         2: "committed",
     }
+
+
+class Served:
+    """The durable side of a service whose checkpoints let it forget."""
+
+    def __init__(self, folder: Path, incarnation: int = 0, **replay: Any) -> None:
+        config = make_config(replay=replay, run={"steps": 30}, journal={"keep": "resume"})
+        self.durable = DurableBuffer(config, folder, Events(), lambda: 0.0)
+        self.buffer = self.durable.buffer
+        self.durable.begin(PolicyVersion(0, incarnation), None)
+        self.buffer.acknowledge(PolicyVersion(0, incarnation))
+        self.incarnation = incarnation
+        self.out: dict[int, Ticket] = {}
+
+    def issue(self, version: int) -> None:
+        while ticket := self.buffer.issue("a", PolicyVersion(version, self.incarnation), 0.0):
+            self.out[ticket.group_id] = ticket
+
+    def complete(self, *ids: int, version: int | None = None) -> None:
+        for group_id in ids:
+            at = self.buffer.acknowledged if version is None else PolicyVersion(version)
+            group = answer(self.out.pop(group_id), at)
+            self.durable.complete("a", group, [bytes(frame) for frame in encode_group(group, 1 << 20)])
+        self.durable.commit(0.0)
+
+    def train(self, step: int) -> None:
+        assert self.buffer.pop(step) is not None
+        self.durable.append()
+        self.durable.commit(0.0)
+        self.buffer.acknowledge(PolicyVersion(step + 1))
+        self.issue(step + 1)
+
+    def roll(self) -> None:
+        self.durable._journal.roll(self.durable._snapshot())
+
+
+def test_a_compacted_journal_begins_behind_the_last_step_whose_groups_were_deleted(tmp_path: Path) -> None:
+    """A quick group came before those of the step before its own, and lies in a segment that is gone."""
+    served = Served(tmp_path, groups_per_step=2, max_staleness=2, release="eager")
+    served.issue(0)
+    served.complete(0, 1)
+    served.train(0)
+    served.complete(4)  # of step 2
+    served.roll()
+    served.complete(2, 3)
+    served.train(1)
+    served.complete(5)
+    served.train(2)
+    served.complete(6, 7)
+    served.train(3)
+    served.roll()
+    served.complete(8, 9)
+    served.train(4)
+    served.durable.saved(4, 0.0)
+    served.durable.close()
+    folder = tmp_path / "journal"
+    assert segments(folder)[0][0] > 0
+    assert [batch.step for batch in recorded_batches(folder)] == [3, 4]
+
+
+def test_groups_that_end_as_placeholders_are_those_of_their_step_also_after_a_drop(tmp_path: Path) -> None:
+    served = Served(tmp_path, order="ready", max_attempts=1, max_staleness=1)
+    served.issue(0)
+    served.complete(0, 1)
+    served.train(0)
+    served.complete(*[group_id for group_id in served.out if group_id > 3][:2])
+    served.train(1)
+    served.complete(2, version=0)  # too old by now
+    served.complete(max(served.out))
+    assert served.buffer.pop(2) is None
+    served.durable.append()
+    (given_up,) = served.buffer.exhausted()
+    served.durable.give_up(given_up)
+    served.train(2)
+    served.durable.close()
+    (kept,) = [group for group in RunJournal(tmp_path).groups if group.group_id == 2 and group.attempt == 1]
+    assert kept.steps == (2,)
+
+
+def test_a_journal_is_read_while_the_run_forgets_its_beginning(tmp_path: Path) -> None:
+    snapshot = msgspec.msgpack.encode(Snapshot())
+    journal = Journal(tmp_path / "journal", CONFIG, snapshot)
+    for group_id in range(4):
+        journal.append_group(completed(group_id), (b"h", bytes(1000)))
+        journal.commit()
+        journal.roll(snapshot)
+    forgotten: list[object] = []
+
+    def report(at: float, total: float) -> None:
+        if not forgotten:
+            forgotten.append(journal.compact(None))
+
+    read = RunJournal(tmp_path, verify=True, report=report)
+    assert [group.group_id for group in read.groups][-1] == 3
+    entries = read_journal(tmp_path / "journal")
+    next(entries)
+    journal.close()
+    for _, path in segments(tmp_path / "journal")[1:]:
+        path.unlink()
+    assert list(entries) is not None
+
+
+def test_a_group_whose_bytes_the_disk_cannot_give_is_waited_for_again(tmp_path: Path, monkeypatch) -> None:
+    served = Served(tmp_path)
+    served.issue(0)
+    served.complete(0, 1)
+    served.durable.close()
+    read = replay_segments._read_frames
+
+    def unreadable(file: Any, entry: Entry, path: Path) -> Any:
+        if isinstance(entry.record, Completed) and entry.record.group_id == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(file, entry, path)
+
+    monkeypatch.setattr(replay_segments, "_read_frames", unreadable)
+    again = Served(tmp_path, incarnation=1)
+    assert (again.buffer.phase(0), again.buffer.phase(1)) == (Phase.COMPLETED, Phase.ISSUED)
+    again.durable.close()

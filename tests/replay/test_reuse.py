@@ -273,3 +273,42 @@ def test_a_group_without_tokens_or_frames_is_not_trained_again() -> None:
     for field, value in (("completed", msgspec.structs.replace(life.completed, oldest=None)), ("place", None)):
         changed = msgspec.structs.replace(life, **{field: value, "frames": None})
         assert reuse.select(1, [changed]) == ()
+
+
+def test_a_step_that_is_put_together_again_takes_no_more_groups_again_than_its_tickets_allow() -> None:
+    """Sample sizes that died with a service come again: with them a step would consume fewer groups than before."""
+    buffer = buffer_of(max_staleness=1, reuse_max_age=9)
+    made: dict[int, int] = {}  # group id: version
+
+    def generate(version: int) -> None:
+        tickets = issue_all(buffer, version=PolicyVersion(version))
+        made.update((ticket.group_id, version) for ticket in tickets)
+        complete(buffer, tickets, PolicyVersion(version))
+        written(buffer)
+
+    def step(number: int, *sizes: float) -> bool:
+        batch = buffer.pop(number)
+        if batch is None:
+            return False
+        written(buffer)
+        oldest = max(number - made[place.group_id] for place in batch if not place.again)
+        assert oldest <= buffer.order.worst_staleness
+        buffer.measured(number, [*sizes] * len(batch))
+        return True
+
+    generate(0)
+    assert step(0)
+    for version in (1, 2):
+        buffer.acknowledge(PolicyVersion(version))
+        generate(version)
+        assert version == 2 or step(1)
+    buffer.begin(PolicyVersion(0, 1))  # the learner's checkpoint is of step 0
+    assert step(0, 1.0)
+    assert buffer.pop(1) is not None
+    buffer.lose(1, [4])
+    for number in range(1, 7):
+        generate(2 if number < 3 else number)
+        assert step(number, 1.0)
+        if number >= 2:
+            buffer.acknowledge(PolicyVersion(number + 1))
+            generate(number + 1)

@@ -163,3 +163,13 @@ def test_drafts_are_counted_between_batches_and_from_zero_for_a_worker_that_begi
     workers.join("a", b"another process", (server("sa"),), 0.0)
     workers.named("a").drafts.record(Heartbeat(verified=2, accepted=1))
     assert workers.drafts() == (2, 1)
+
+
+def test_a_process_that_takes_another_name_is_that_worker_alone() -> None:
+    workers = Workers(1.0)
+    for name in ("w", "w2"):
+        workers.join(name, b"A", (server("s"),), 0.0)
+    assert [worker.name for worker in workers.live] == ["w2"]
+    workers.leave(workers.live[0])
+    assert workers.join("w", b"B", (server("s"),), 0.0) is None
+    assert [worker.name for worker in workers.live] == ["w"]
