@@ -6,11 +6,14 @@ A run's roles have one each, RUN/locks/ROLE.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import time
 from pathlib import Path
 
 from streamrl.config.file import ConfigError
+
+log = logging.getLogger(__name__)
 
 MODE = 0o644
 
@@ -43,9 +46,12 @@ def claim(run_folder: Path, role: str, timeout: float) -> int:
     """
     path = run_folder / "locks" / role
     path.parent.mkdir(exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    deadline = time.monotonic() + timeout
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, MODE)
+    deadline, told = time.monotonic() + timeout, False
     while not locks(handle):
+        if not told:
+            log.info("%s: another process is %s of this run; it has %.0f s to end", path, role, timeout)
+            told = True
         if time.monotonic() > deadline:
             os.close(handle)
             raise ConfigError(f"{path}: another process is {role} of this run and does not end; allowed: one of each")
@@ -56,7 +62,8 @@ def claim(run_folder: Path, role: str, timeout: float) -> int:
 def await_roles(run_folder: Path, timeout: float) -> None:
     """Wait until no process is a role of the run: one that is on its way out writes to the folder by its name.
 
-    Raises ConfigError after `timeout` seconds for each.
+    Raises ConfigError after `timeout` seconds for all of them.
     """
+    deadline = time.monotonic() + timeout
     for path in sorted((run_folder / "locks").glob("*")):
-        os.close(claim(run_folder, path.name, timeout))
+        os.close(claim(run_folder, path.name, max(0.0, deadline - time.monotonic())))
