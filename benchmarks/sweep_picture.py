@@ -17,7 +17,7 @@ HEADINGS: Mapping[str, str] = {
 }  # fmt: skip
 MOST = 3
 
-LABELS, PANEL, GAP = 190, 200, 24  # widths
+LABELS, LETTER, PANEL, GAP = 190, 7, 200, 24  # widths: the least of the names, of a letter, of a panel and between two
 ROW, HEAD, FOOT = 22, 34, 12  # heights
 
 GREY, BLUE, RED = "#80868f", "#3f6fb5", "#c0392b"  # the last of the baseline
@@ -38,7 +38,8 @@ def picture(title: str, lines: Sequence[Line]) -> str:
     The panels are the figures of the first point, in its order.
     """
     panels = list(lines[0].values)
-    width = LABELS + len(panels) * (PANEL + GAP)
+    labels = max(LABELS, GAP + LETTER * max(len(line.name) for line in lines))
+    width = labels + len(panels) * (PANEL + GAP)
     height = HEAD + ROW * len(lines) + FOOT
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
@@ -47,7 +48,7 @@ def picture(title: str, lines: Sequence[Line]) -> str:
         *(_text(0, _middle(row) + 4, line.name, _colour(line)) for row, line in enumerate(lines)),
     ]
     for column, figure in enumerate(panels):
-        drawn += _panel(LABELS + column * (PANEL + GAP), figure, HEADINGS[figure], lines)
+        drawn += _panel(labels + column * (PANEL + GAP), figure, HEADINGS[figure], lines)
     return "\n".join([*drawn, "</svg>\n"])
 
 

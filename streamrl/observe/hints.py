@@ -56,13 +56,13 @@ CUT_FALLS = 0.8
 """Of the window before: a share that falls by a fifth in ten steps is being learned away, as by any untrained model."""
 
 CLIPPED = (0.2, 0.15)
-"""Share of tokens: the sweep of docs/staleness.md learns well with 0.08 and slowly with 0.24."""
+"""Share of tokens: the sweep of docs/staleness.md learns well with 0.08 and slowly with 0.25."""
 
 UNSCORED = (0.05, 0.02)
 """Share of answers: one failure in twenty is no accident of single answers."""
 
 ESS = (0.5, 0.6)
-"""Effective sample size: the default of replay.adaptive.ess_low; the sweep of docs/staleness.md learns little below."""
+"""Effective sample size: replay.adaptive.ess_low; in docs/staleness.md `recompute` learns little below."""
 
 LOWERED = (0.5, 0.6)
 """Of the highest bound that was admitted: the adaptive bound keeps most of the configured staleness out of use."""

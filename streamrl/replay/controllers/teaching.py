@@ -16,8 +16,8 @@ data does not cure it.
 *How far down.* Each amount grows with age, so the bound goes to the age at which it would be at the lower end of its
 range, at most to half of the age that was seen. Where a policy drifts one way, a share of tokens grows with age itself,
 where it wanders, with the square root; half way between, age is the share to the power 1.5. In docs/staleness.md the
-ends, 0.08 at 1.9 steps and 0.31 at 14.4, are that far apart, and its middle, 0.24 at 7.3, is not. -log(ess), about the
-square of the distance, is taken in proportion. *How far up*: by `change`. Both as congestion control does (Chiu and
+ends, 0.08 at 2.0 steps and 0.30 at 14.3, are about that far apart; its middle, 0.25 at 7.6, is not. -log(ess), about
+the square of the distance, is taken in proportion. *How far up*: by `change`. Both as congestion control does (Chiu and
 Jain, Computer Networks and ISDN Systems 17, 1989: additive increase, multiplicative decrease).
 
 *Turning.* What was issued before a move is trained for S + 1 further steps. A lowered bound is not judged before that
