@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from streamrl import cli, run_folder
 from streamrl.config import Config
 from streamrl.config import file as config_file
 from streamrl.config.file import ConfigError
+from streamrl.config.yaml_text import Writer
 from tests.operations_table import documented
 
 # (override, what the line must say)
@@ -24,6 +26,8 @@ BAD = [
     ("learner.ranks=0", ["learner.ranks: 0", "whole number >= 1"]),
     ("learner.ranks=1.5", ["learner.ranks: 1.5", "whole number >= 1"]),
     ("learner.ranks=two", ["learner.ranks: two", "whole number >= 1"]),
+    ("run.seed=4294967296", ["run.seed: 4294967296", "whole number >= 0 and <= 2147483647"]),
+    ("generate.group_size=1000000000", ["generate.group_size: 1000000000", "whole number >= 1 and <= 65536"]),
     ("replay.max_staleness=-1", ["replay.max_staleness: -1", "number >= 0"]),
     ("replay.max_staleness=.nan", ["replay.max_staleness: .nan", "number >= 0"]),
     ("replay.order=random", ["replay.order: random", "one of fifo, ready, synchronous, windowed"]),
@@ -201,6 +205,33 @@ def test_a_run_name_survives_the_file_whatever_it_looks_like(name, tmp_path):
     config_file.save(config, tmp_path / "config.yaml")
     assert config_file.load(tmp_path / "config.yaml") == config
     assert config.run.name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("2026-01-31", "2026-01-31"),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        ("off", "off"),
+        ("=", "="),
+        ("010", 10),
+        ("-7", -7),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1e-6", 1e-6),
+        ("1e5", 1e5),
+    ],
+)
+def test_a_scalar_is_what_yaml_1_2_says_and_a_text_like_it_stays_a_text(text, value):
+    assert config_file.parse_yaml(text, where="text") == value
+    assert type(config_file.parse_yaml(text, where="text")) is type(value)
+    written = yaml.dump(text, Dumper=Writer)
+    assert config_file.parse_yaml(written, where="text") == text
+
+
+def test_a_date_is_a_name_of_a_run():
+    assert config_file.load(None, ["run.name=2026-01-31"]).run.name == "2026-01-31"
 
 
 def test_each_worker_sees_the_settings_of_its_own_pool():

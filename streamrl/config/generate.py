@@ -89,7 +89,7 @@ class GenerateConfig(Section):
     router: ServerAddress | None = Field(
         None, description="address of an sglang-router in front of `attach`: requests go through it, commands do not"
     )
-    group_size: int = Field(8, ge=1, description="G, samples of one prompt: at least 2")
+    group_size: int = Field(8, ge=1, le=65536, description="G, samples of one prompt: at least 2")
     groups_in_flight: int = Field(32, ge=1, description="groups that a worker generates at once")
     least_in_flight: int = Field(
         0,

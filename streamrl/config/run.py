@@ -20,7 +20,7 @@ class RunConfig(Section):
         pattern=r"^[\w][\w.-]{0,63}$",
         description="id of RUN/run.json, for a role whose host does not share the run folder; null: a random one",
     )
-    seed: int = Field(1, ge=0, description="seed of prompts, initialisation and dropout")
+    seed: int = Field(1, ge=0, le=2**31 - 1, description="seed of prompts, initialisation and dropout")
     steps: int = Field(100, ge=1, description="learner steps of the whole run")
     epochs: float | None = Field(
         None, gt=0, description="times that the task's prompts are asked, instead of steps; the run's record has steps"

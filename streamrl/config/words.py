@@ -31,7 +31,7 @@ def allowed(field: FieldInfo) -> str:
         return kind.allowed
     text = _type_words(field.annotation)
     bounds = [
-        f"{sign} {bound:g}"
+        f"{sign} {bound:.10g}"
         for item in field.metadata
         for kind, name, sign in ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"))
         if isinstance(item, kind) and isinstance(bound := getattr(item, name), int | float)

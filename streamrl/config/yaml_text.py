@@ -22,7 +22,7 @@ class Line:
 
 
 class Yaml(yaml.SafeLoader):
-    """`off` and `no` are words, `1e-6` is a number, no key occurs twice."""
+    """`off`, `2026-01-31` and `1:30` are words, `1e-6` is a number, `010` is ten, no key occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -35,12 +35,20 @@ class Yaml(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        return int(text, 0 if text.startswith(("0o", "0x")) else 10)
+
 
 Yaml.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith((":bool", ":float"))]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+Yaml.add_constructor("tag:yaml.org,2002:int", Yaml.construct_yaml_int)
 Yaml.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")
+)
 Yaml.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"([-+]?(\d+\.\d*|\.\d+|\d+)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
@@ -67,7 +75,7 @@ def parse_with_lines(text: str, where: Path | str) -> tuple[Any, dict[str, Line]
         if node is None:
             return None, {}
         return loader.construct_document(node), dict(_lines(node))
-    except (yaml.YAMLError, ValueError) as error:  # the latter for a date that is none
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a number that is none
         raise ConfigError(f"{_place(where, error)}: not YAML: {_reason(error)}; allowed: YAML") from None
 
 
