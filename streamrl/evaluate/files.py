@@ -40,8 +40,10 @@ def evaluated_steps(run_folder: Path) -> list[int]:
     steps = set()
     for summary in (run_folder / "evaluations").glob(f"*/{SUMMARY}"):
         try:
-            steps.add(PolicyVersion.parse(summary.parent.name.partition("-")[0]).step)
-        except ValueError:  # an evaluation of other weights
+            step = PolicyVersion.parse(summary.parent.name.partition("-")[0]).step
+            if read_summary(summary.parent).step == step:
+                steps.add(step)
+        except (ValueError, msgspec.DecodeError):  # an evaluation of other weights, or none
             continue
     return sorted(steps)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,10 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig
 from streamrl.engine.client import EngineError
 from streamrl.engine.server import ServerFailed
-from streamrl.evaluate.evaluator import check_evaluated, evaluate, host_evaluated
+from streamrl.evaluate.estimate import Mean
+from streamrl.evaluate.evaluator import ORDER, check_evaluated, evaluate, host_evaluated
 from streamrl.evaluate.files import evaluation_folder, free_folder, write
-from streamrl.evaluate.results import Evaluation, Question, TaskFigures
+from streamrl.evaluate.results import Evaluation, Question
 from streamrl.generate.engines import make_engine
 from streamrl.generate.engines.base import Engine
 from streamrl.generate.frozen import VERSION
@@ -36,8 +38,10 @@ from streamrl.observe.ending import MODEL, saved_model
 from streamrl.preflight.machine import check_generator
 from streamrl.publish.peft import is_adapter
 from streamrl.recorded.weights import kept_versions
+from streamrl.tasks import left_out
 from streamrl.tasks.failures import ScorerUnready
 from streamrl.tasks.hosted import close_tasks
+from streamrl.tasks.left_out import OfTask
 from streamrl.types import PolicyVersion
 
 
@@ -68,9 +72,10 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
         check_evaluated(served)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    too_long = {} if run_folder is None else left_out.load(run_folder).evaluated
     folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
     try:
-        evaluation, questions = uvloop.run(_evaluate(engine, served, weights))
+        evaluation, questions = uvloop.run(_evaluate(engine, served, weights, too_long))
         write(folder, evaluation, questions)
     except (ServerFailed, EngineError, ScorerUnready, OSError) as failure:
         print(f"streamrl: {failure}", file=sys.stderr)
@@ -158,8 +163,13 @@ def _parse(version: str) -> PolicyVersion:
         raise ConfigError(f"--version: {error}") from None
 
 
-async def _evaluate(engine: Engine, config: Config, weights: Weights) -> tuple[Evaluation, dict[str, list[Question]]]:
-    """Evaluate by what the engine serves. Raises ServerFailed, EngineError, ScorerUnready."""
+async def _evaluate(
+    engine: Engine, config: Config, weights: Weights, too_long: Mapping[str, OfTask]
+) -> tuple[Evaluation, dict[str, list[Question]]]:
+    """Evaluate by what the engine serves. `too_long`: what the run leaves out of the same data.
+
+    Raises ServerFailed, EngineError, ScorerUnready.
+    """
     sampling = config.evaluate.sampling(config.generate.sampling)
     asked = config.model_copy(update={"generate": config.generate.model_copy(update={"sampling": sampling})})
     async with contextlib.AsyncExitStack() as stack:
@@ -167,6 +177,11 @@ async def _evaluate(engine: Engine, config: Config, weights: Weights) -> tuple[E
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-eval-")))
         tasks = await host_evaluated(config)
         stack.push_async_callback(close_tasks, tasks)
+        left_out.apply(
+            {name: task for name, task in tasks.items() if name in too_long and too_long[name].size == task.size},
+            too_long,
+            ORDER,
+        )
         with Bar("server", "ready", 1):
             handles = await stack.enter_async_context(engine.handles(asked, scratch))
         with Bar("eval", "prompts") as bar:
@@ -178,12 +193,13 @@ async def _evaluate(engine: Engine, config: Config, weights: Weights) -> tuple[E
 def _print(evaluation: Evaluation, folder: Path) -> None:
     """The figures with their standard errors, and where everything is."""
     terminal = Terminal()
-    names = list(dict.fromkeys(name for found in evaluation.tasks.values() for name in found.figures))
-    table = Table(title=f"Evaluation of {evaluation.label}", title_justify="left")
-    for name in ("task", "prompts", *names, "unanswered"):
-        table.add_column(name, justify="left" if name == "task" else "right", no_wrap=True)
+    table = Table("task", "figure", title=f"Evaluation of {evaluation.label}", title_justify="left")
+    table.add_column("value", justify="right", no_wrap=True)
     for task, found in evaluation.tasks.items():
-        table.add_row(task, str(found.prompts), *(_cell(found, name) for name in names), f"{found.unanswered:.1%}")
+        figures = {name: _cell(figure) for name, figure in found.figures.items()}
+        rows = {"prompts": str(found.prompts), **figures, "unanswered": f"{found.unanswered:.1%}"}
+        for place, (name, value) in enumerate(rows.items(), start=1):
+            table.add_row(task if place == 1 else "", name, value, end_section=place == len(rows))
     terminal.print(table)
     for task, found in evaluation.tasks.items():
         for reason in found.reasons:
@@ -193,8 +209,5 @@ def _print(evaluation: Evaluation, folder: Path) -> None:
     terminal.print(f"every answer: {folder / 'index.html'}", markup=False, soft_wrap=True, highlight=False)
 
 
-def _cell(found: TaskFigures, name: str) -> str:
-    figure = found.figures.get(name)
-    if figure is None:
-        return "-"
+def _cell(figure: Mean) -> str:
     return f"{figure.value:.3f}" if figure.error is None else f"{figure.value:.3f} ± {figure.error:.3f}"

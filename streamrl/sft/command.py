@@ -36,6 +36,8 @@ def main(config: Config, given: Path, *, fresh: bool = False) -> int:
     """
     if config.sft.data.path is None:
         raise ConfigError("sft.data.path: null has no rows; allowed: a file of rows, or a data set's hub name")
+    if config.run.epochs is not None:
+        raise ConfigError(f"run.epochs: {config.run.epochs:g} is of a task's prompts; allowed: null, with sft.epochs")
     config = supervised(with_dtype(absolute(with_local_model(config)), fresh=fresh))
     shape, tokenizer = _checked(config)
     limit = limit_of(config, shape)

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from launch import tiny_model
+from streamrl import run_folder
 from streamrl.cli import main
+from streamrl.config import file as config_file
 from streamrl.evaluate.files import read_questions, read_summary
+from streamrl.tasks import left_out
+from streamrl.tasks.left_out import LeftOut, OfTask
 from tests.generate import openai_endpoint
 
 OWN = '''
@@ -79,6 +83,32 @@ def test_each_engine_answers_an_evaluation(folder, capsys):
     assert {answer.text for question in read_questions(folder / "a", "copy") for answer in question.answers} == {
         "cd=hb"
     }
+
+
+PARROT = ("evaluate.engine=parrot.py:Parrot", "evaluate.engine_options.logprob=-1")
+
+
+def test_every_figure_of_the_default_ones_is_in_the_table_of_80_columns(folder, capsys):
+    assert evaluate(*PARROT, "evaluate.samples=8") == 0
+    shown = {cells[1]: cells[2] for line in capsys.readouterr().out.splitlines() if len(cells := _cells(line)) == 3}
+    pass_rates = {f"pass@{k}": "1.000 ± 0.000" for k in (1, 2, 4, 8)}
+    assert shown.items() >= {"prompts": "3", **pass_rates, "greedy": "1.000 ± 0.000", "unanswered": "0.0%"}.items()
+    assert shown.keys() >= {"reward", "length"}
+
+
+def test_a_run_is_evaluated_on_the_prompts_that_fit_as_it_does_itself(folder):
+    found = OfTask(limit=2, looked=4, too_long=1, shortest=3, longest=3, size=4, left_out=(0,))
+    run_folder.make(config_file.load(Path("config.yaml"), SETTINGS), fresh=False)
+    assert main(["eval", "--run-folder", "run", *PARROT, "--output", "all"]) == 0
+    left_out.save(Path("run"), LeftOut(evaluated={"copy": found}))
+    assert main(["eval", "--run-folder", "run", *PARROT, "--output", "fitting"]) == 0
+    asked = {name: [each.prompt for each in read_questions(Path(name), "copy")] for name in ("all", "fitting")}
+    assert len(asked["all"]) == 3
+    assert asked["fitting"][:2] == asked["all"][1:]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("│").split("│")]
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,16 @@ def test_an_evaluation_made_by_hand_is_never_written_over(tmp_path: Path) -> Non
     assert sorted(path.name for path in (tmp_path / "evaluations").iterdir()) == ["7.0", "7.0-2"]
 
 
+def test_weights_of_another_run_that_are_called_like_a_version_leave_the_version_due(tmp_path: Path) -> None:
+    config = configured()
+    found = asyncio.run(
+        evaluate(config, asyncio.run(host_evaluated(config)), ScriptedPolicy(CHANCES), V7, label="7.0", step=None)
+    )
+    write(evaluation_folder(tmp_path, "7.0"), *found)
+    assert evaluated_steps(tmp_path) == []
+    assert RunEvaluator(config, tmp_path).is_due(V7)
+
+
 class Scripted:
     """An evaluator whose outcomes are given: metrics, or an exception; it waits until `go`."""
 
