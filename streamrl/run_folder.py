@@ -84,7 +84,9 @@ def make(config: Config, *, fresh: bool, left_out_prompts: LeftOut | None = None
             left_out.save(folder, left_out_prompts)
         run_identity(folder, config.run.id)  # before its configuration: a folder with that alone is an old one
         config_file.save(config, record)
-        (folder / "environment.json").write_text(json.dumps(_environment(config), indent=1) + "\n")
+        draft = folder / f".environment.json.{os.getpid()}"
+        draft.write_text(json.dumps(_environment(config), indent=1) + "\n")
+        os.replace(draft, folder / "environment.json")
     except OSError as error:
         raise ConfigError(f"run.folder: {folder}: {error.strerror}; allowed: a folder that can be written") from None
     return folder

@@ -18,6 +18,7 @@ from streamrl.config.reward_model import RewardModelConfig
 from streamrl.locks import claim
 from streamrl.run_folder import make, prepare
 from streamrl.stream.identity import AnotherRun, run_identity
+from tests.limited_files import limited_files
 from tests.operations_table import GOES_ON, documented
 
 HOLDER = """
@@ -88,6 +89,15 @@ def test_a_new_folder_is_a_new_run_and_a_resumed_one_the_same(config):
     second = run_identity(prepare(config, fresh=True))
     assert second.id != first.id
     assert run_identity(config.run_folder.with_name("one.1")) == first
+
+
+def test_a_start_without_room_leaves_what_the_folder_says_of_its_machine(config, monkeypatch):
+    folder = make(config, fresh=False)
+    said = (folder / "environment.json").read_text()
+    monkeypatch.setattr("streamrl.run_folder._environment", lambda _: {"command": "x" * 400_000})
+    with limited_files(300_000), pytest.raises(ConfigError, match="File too large"):
+        make(config, fresh=False)
+    assert (folder / "environment.json").read_text() == said
 
 
 def test_a_fresh_start_waits_for_the_roles_of_the_former_one_which_write_by_the_folders_name(config, tmp_path):

@@ -29,7 +29,7 @@ from streamrl.learner.reward_penalty import of_groups
 from streamrl.learner.row_batches import held_out
 from streamrl.learner.safety import BadStepsError
 from streamrl.learner.trainer import Trainer
-from streamrl.observe.events import EventLog
+from streamrl.observe.events import EventLog, now
 from streamrl.observe.hints import Hints
 from streamrl.observe.metrics import MetricsWriter, read_metrics
 from streamrl.observe.starting import begin_part
@@ -117,7 +117,7 @@ class LeadLoop:
                 row["time/publish"] = self._publish()
             if self._held_out is not None and (self._due(self.config.sft.evaluate_every) or self._is_last()):
                 row["loss/held_out"] = self._evaluate(self._held_out)
-            row["time/step"] = time.monotonic() - began
+            row |= {"time": now(), "time/step": time.monotonic() - began}
             self._write(_with_rates(row))  # before the checkpoint, which may not contain a step without its row
             self._report_saved()
             self._watch.step(time.monotonic())
@@ -188,7 +188,6 @@ class LeadLoop:
         return {
             "step": self.trainer.version.step,
             "version": str(self.trainer.version),
-            "time": time.time(),
             "time/wait": waited,
             "time/publish": 0.0,
             **trained,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Tail:
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
-            status = self._path.stat()
+            status = os.fstat(file.fileno())
             if status.st_ino != self._file_id or status.st_size < self._position:
                 self._file_id, self._position = status.st_ino, 0
             file.seek(self._position)

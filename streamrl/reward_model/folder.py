@@ -32,14 +32,10 @@ def check_folder(config: Config) -> None:
 
 def read_description(folder: Path) -> dict[str, Any]:
     """The config.json of a sequence classifier. Raises ConfigError for any other folder."""
-    file = folder / "config.json"
-    try:
-        described = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"reward_model.path: {folder} has no config.json; allowed: {ALLOWED}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"reward_model.path: {file} cannot be read ({error}); allowed: {ALLOWED}") from None
-    architectures = described.get("architectures") if isinstance(described, dict) else None
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"reward_model.path: {folder} has no config.json; allowed: {ALLOWED}")
+    described = _mapping(folder / "config.json")
+    architectures = described.get("architectures")
     if not architectures or not str(architectures[0]).endswith(CLASSIFIER):
         given = architectures[0] if architectures else "no architecture"
         raise ConfigError(
@@ -51,7 +47,7 @@ def read_description(folder: Path) -> dict[str, Any]:
             f"reward_model.path: {folder} brings code of its own (auto_map), which is never run; allowed: a folder "
             "that transformers loads by itself"
         )
-    return dict(described)
+    return described
 
 
 def label_of(described: dict[str, Any], folder: Path, label: int | str | None) -> int:
@@ -74,4 +70,11 @@ def _has_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"
-    return file.is_file() and bool(json.loads(file.read_text()).get("chat_template"))
+    return file.is_file() and bool(_mapping(file).get("chat_template"))
+
+
+def _mapping(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"reward_model.path: {file} cannot be read ({error}); allowed: {ALLOWED}") from None

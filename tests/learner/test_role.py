@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,16 @@ def run(
 def test_a_new_run_publishes_what_it_begins_with_and_every_kth_version(tmp_path):
     _, offered = run(tmp_path, Source(None), PolicyVersion(0), steps=7, every=3)
     assert offered == ["0.0", "3.0", "6.0", "7.0"]
+
+
+def test_a_row_has_the_end_of_its_step_on_the_clock_of_the_events_which_nobody_sets(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    run(tmp_path, Source(None), PolicyVersion(0), steps=3)
+    offers = [event for event in read_events(event_path(tmp_path, "learner")) if event["event"] == "learner.offer"]
+    published = [event["time"] for event in offers if event["phase"] == "end"][1:]  # of the versions 1, 2, 3
+    times = [row["time"] for row in read_metrics(tmp_path)]
+    behind = [*published[1:], math.inf]
+    assert all(offer <= time <= other for offer, time, other in zip(published, times, behind, strict=True))
 
 
 def test_versions_that_a_step_has_made_are_published_with_scored_answers(tmp_path):

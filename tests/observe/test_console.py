@@ -152,6 +152,24 @@ def test_a_tail_gives_each_complete_line_once(tmp_path: Path):
     assert list(tail.lines()) == [b"new\n"]
 
 
+def test_a_file_that_is_replaced_while_a_tail_opens_it_is_read_from_the_start(tmp_path: Path, monkeypatch):
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo\n")
+    replacement, open_it = tmp_path / "replacement", Path.open
+    replacement.write_bytes(b"one, amended\ntwo\n")
+
+    def open_and_replace(self: Path, mode: str) -> object:
+        file = open_it(self, mode)
+        replacement.replace(path)
+        return file
+
+    tail = Tail(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", open_and_replace)
+        assert list(tail.lines()) == [b"one\n", b"two\n"]
+    assert list(tail.lines()) == [b"one, amended\n", b"two\n"]
+
+
 @pytest.mark.parametrize(
     ("learner", "generator", "words"),
     [

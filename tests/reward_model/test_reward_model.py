@@ -133,6 +133,18 @@ def test_a_folder_that_cannot_score_is_refused_in_one_line(folder, tmp_path, cha
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ["{", "[1]", "3"])
+def test_a_folder_with_a_file_that_is_no_mapping_is_refused_in_one_line(folder, tmp_path, name, text):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"reward_model.path: .*/{name} cannot be read") as refused:
+        check_folder(config_of(tmp_path))
+    assert "\n" not in str(refused.value)
+
+
 def test_a_model_without_its_head_is_refused(tmp_path):
     tiny_model.make(tmp_path / "policy")
     file = tmp_path / "policy" / "config.json"

@@ -142,6 +142,10 @@ def test_a_row_that_cannot_be_trained_is_named_by_its_number(tmp_path, tokenizer
             ["sft.data.path=x.jsonl", "sft.max_row_tokens=5000"],
             "sft.max_row_tokens: 5000 is above learner.tokens_per_micro",
         ),
+        (
+            ["sft.data.path=x.jsonl", "sft.epochs=1", "run.steps=null", "run.epochs=2"],
+            "run.epochs: 2 is of a task's prompts; allowed: null, with sft.epochs",
+        ),
         (["sft.data=x.jsonl"], "sft.data: x.jsonl is not allowed; allowed: a mapping of path, "),
     ],
 )
