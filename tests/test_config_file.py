@@ -51,6 +51,8 @@ BAD = [
     ),
     ("generate.server_args={trust-remote-code: true}", ["generate.server_args: trust_remote_code", "model folder"]),
     ("run.name=a/b", ["run.name: a/b", "matching"]),
+    ('run.name="a\\n"', ["run.name: 'a\\n' is not allowed", "matching"]),
+    ('learner.ranks="two\\u2028"', ["learner.ranks: 'two\\u2028' is not allowed", "whole number >= 1"]),
     ("run.name.x=3", ["run.name.x: run.name is bad and has no keys", "allowed: run.name=VALUE"]),
     (
         "replay={address: 'tcp://0.0.0.0:7100', host: 127.0.0.1}",

@@ -102,7 +102,8 @@ def _type_words(annotation: Any) -> str:
 def as_text(value: Any) -> str:
     """A value as it is written in YAML, on one line."""
     if isinstance(value, Path | str):
-        return str(value) or "''"
+        text = str(value)
+        return text if text.splitlines() == [text] else repr(text)
     if isinstance(value, tuple):
         value = list(value)
     return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
