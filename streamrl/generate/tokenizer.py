@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import numpy as np
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
@@ -64,6 +64,8 @@ class Tokenizer:
         self.keeps_marks = keeps_marks
         self._variables = dict(variables or {})
         self._tokenizer = FastTokenizer.from_file(str(model / "tokenizer.json"))
+        self._tokenizer.no_truncation()  # of whoever saved it; transformers, too, takes neither from the file
+        self._tokenizer.no_padding()
         self._settings = _read_json(model / "tokenizer_config.json")
         self._template = self._compile(model)
         self._cache: dict[str, np.ndarray] = {}
@@ -158,7 +160,7 @@ class Tokenizer:
         given = {"messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": True}
         try:
             text = self._template.render(**self._variables, **given, **self._special_tokens())
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"chat template: {error}") from error
         if IMAGE_AS_IT_IS in text:
             raise ValueError("chat template: it has no place for images; a vision-language model is needed")
@@ -171,7 +173,9 @@ class Tokenizer:
         self._read_by_template: frozenset[str] = frozenset()
         if not isinstance(source, str):
             return None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = _to_json
@@ -202,5 +206,21 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+class _Generation(Extension):
+    """`{% generation %}`: templates mark an assistant's words by it, for transformers' masks, and no word changes."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)

@@ -19,6 +19,15 @@ TEMPLATE = """
 {% endfor %}
 {% if add_generation_prompt %}{{ {'a': 'ü'} | tojson }}{{ '=' }}{% endif %}
 """
+# What published templates use of transformers' environment, as GLM-4.5's and SmolLM3's.
+PUBLISHED = """
+{%- for message in messages -%}
+    {{ message | tojson(ensure_ascii=False) }}{{ message | tojson(separators=(',', ':'), sort_keys=true) }}
+    {%- if message['role'] == 'assistant' %}
+        {% generation %}{% set last = message['content'] %}{{ last }}{% endgeneration %}
+    {%- endif %}
+{% endfor %}
+"""
 MESSAGES = [
     {"role": "user", "content": " abc "},
     {"role": "assistant", "content": "h"},
@@ -43,8 +52,36 @@ def test_text_and_its_ids_are_those_of_hugging_face(model):
     assert ours.text(outputs) == theirs.batch_decode(outputs, skip_special_tokens=True)
 
 
-def test_a_conversation_is_rendered_as_hugging_face_does(model):
-    (model / "chat_template.jinja").write_text(TEMPLATE)
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 8},
+                "direction": "Left",
+                "pad_to_multiple_of": None,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "=",
+            }
+        },
+    ],
+)
+def test_a_length_that_a_tokenizer_was_saved_with_neither_cuts_nor_fills_a_prompt(saved, model):
+    file = model / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | saved))
+    for text in ("abcdefgh", "a"):
+        assert Tokenizer(model).prompt_ids(text).tolist() == AutoTokenizer.from_pretrained(model)(text)["input_ids"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, PUBLISHED])
+def test_a_conversation_is_rendered_as_hugging_face_does(template, model):
+    (model / "chat_template.jinja").write_text(template)
+    text = AutoTokenizer.from_pretrained(model).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, tokenize=False
+    )
+    assert Tokenizer(model).rendered(MESSAGES) == text
     theirs = AutoTokenizer.from_pretrained(model)
     expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert Tokenizer(model).prompt_ids(MESSAGES).tolist() == list(expected)
@@ -54,6 +91,9 @@ def test_a_template_that_refuses_and_a_missing_one_are_errors_with_their_reason(
     (model / "chat_template.jinja").write_text(TEMPLATE)
     with pytest.raises(ValueError, match="system comes first"):
         Tokenizer(model).prompt_ids([*MESSAGES, {"role": "system", "content": "late"}])
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] + 1 }}")
+    with pytest.raises(ValueError, match="chat template: can only concatenate str"):
+        Tokenizer(model).prompt_ids(MESSAGES)
     (model / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
         Tokenizer(model).prompt_ids(MESSAGES)
