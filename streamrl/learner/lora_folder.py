@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
@@ -43,10 +43,11 @@ def load_adapters(chunks: Sequence[PolicyModel], folder: Path, settings: LoraCon
     _check_settings(folder, settings)
     tensors = read_adapter(folder)[1]
     _refuse_others(folder, tensors, settings, chunks[0].shape)
+    prefix = chunks[0].shape.family.adapters_prefix
     for layer, module in adapters(chunks):
         pairs = []
         for projection, (a, b) in zip(LORA_PROJECTIONS[module.target], module.pairs, strict=True):
-            names = tensor_name(layer, projection, "A"), tensor_name(layer, projection, "B")
+            names = tensor_name(layer, projection, "A", prefix), tensor_name(layer, projection, "B", prefix)
             pairs.append(_shards(module, names, tensors) if names[0] in tensors else (a, b))
         module.set_pairs(pairs)
 
@@ -60,8 +61,9 @@ def _check_settings(folder: Path, settings: LoraConfig) -> None:
 
 def _refuse_others(folder: Path, tensors: dict[str, Tensor], settings: LoraConfig, shape: ModelShape) -> None:
     """Nothing of the folder is left out silently, in whatever layer and on whichever rank it belongs."""
+    prefix = shape.family.adapters_prefix
     places = {
-        tensor_name(layer, projection, matrix): (target, size)
+        tensor_name(layer, projection, matrix, prefix): (target, size)
         for target, projections in LORA_PROJECTIONS.items()
         for projection in projections
         for matrix, size in _sizes(projection, settings.rank, shape).items()
@@ -71,7 +73,7 @@ def _refuse_others(folder: Path, tensors: dict[str, Tensor], settings: LoraConfi
         if name not in places:
             raise ConfigError(
                 f"learner.lora.adapter: {name} of {folder} has no place in the model; "
-                f"allowed: {tensor_name(0, 'self_attn.q_proj', 'A')} and its like, layers 0..{shape.layers - 1}"
+                f"allowed: {tensor_name(0, 'self_attn.q_proj', 'A', prefix)} and its like, layers 0..{shape.layers - 1}"
             )
         target, size = places[name]
         if target not in settings.targets:
@@ -112,7 +114,7 @@ def _shards(module: Adapted, names: tuple[str, str], tensors: dict[str, Tensor])
 
 
 @torch.no_grad()
-def export_adapters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+def export_adapters(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, Tensor]]:
     """Every adapter of the whole model under PEFT's names, layer by layer, on the model's device.
 
     Collective: all ranks iterate. Rank 0 and the ranks that share its replica of the model get every tensor, the
@@ -123,12 +125,13 @@ def export_adapters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]
     stages = parallel_state.get_pipeline_model_parallel_group()
     held = {layer: [module for _, module in some] for layer, some in groupby(adapters(chunks), lambda pair: pair[0])}
     template = next(iter(held.values()))  # every layer has the same targets, and every stage a layer
+    prefix = chunks[0].shape.family.adapters_prefix
     for layer, owner in enumerate(_owners(list(held), template[0].weight.device, stages)):
         matrices = [matrix for module in held.get(layer, template) for matrix in _matrices(module, layer in held)]
         if stages.size() > 1:
             matrices = _from_stage(matrices, owner, stages)
         names = (
-            tensor_name(layer, projection, matrix)
+            tensor_name(layer, projection, matrix, prefix)
             for module in template
             for projection in LORA_PROJECTIONS[module.target]
             for matrix in ("A", "B")
@@ -136,7 +139,7 @@ def export_adapters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]
         yield from zip(names, matrices, strict=True)
 
 
-def save_adapters(chunks: Sequence[nn.Module], folder: Path, settings: LoraConfig, base: Path) -> None:
+def save_adapters(chunks: Sequence[PolicyModel], folder: Path, settings: LoraConfig, base: Path) -> None:
     """Write the adapters of the whole model as a PEFT folder, from rank 0. Collective. `base`: their model."""
     tensors = [(name, tensor.cpu()) for name, tensor in export_adapters(chunks)]
     if dist.get_rank() == 0:

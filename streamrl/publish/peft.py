@@ -43,9 +43,9 @@ _ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def tensor_name(layer: int, projection: str, matrix: Matrix) -> str:
-    """PEFT's name of a matrix. `projection`: `self_attn.q_proj`, ..."""
-    return f"base_model.model.model.layers.{layer}.{projection}.lora_{matrix}.weight"
+def tensor_name(layer: int, projection: str, matrix: Matrix, prefix: str = "model.layers.") -> str:
+    """PEFT's name of a matrix. `projection`: `self_attn.q_proj`, ...; `prefix`: what the layers' modules begin with."""
+    return f"base_model.model.{prefix}{layer}.{projection}.lora_{matrix}.weight"
 
 
 def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor]], settings: LoraConfig, base: Path) -> None:

@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.random_models import random_adapter
+from benchmarks.random_models import load_model, random_adapter
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.learner import lora
@@ -222,6 +222,18 @@ def test_a_peft_folder_comes_out_as_it_went_in(
     assert all(torch.equal(written[name], tensor) for name, tensor in given.items())
     configurations = [json.loads((f / "adapter_config.json").read_text()) for f in (adapter, tmp_path / "out")]
     assert configurations[0] == configurations[1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl", "qwen3_vl"])
+def test_a_peft_folder_names_the_modules_of_transformers(family: str, trainer_of: Callable[..., Trainer], model_folder):
+    folder = model_folder(family)
+    modules, names = load_model(folder), set()
+    for name, tensor in export_adapters(trainer_of(make_config(folder, lora={"rank": 4}))._chunks):
+        place, _, matrix = name.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+        linear = modules.get_submodule(place)
+        assert list(tensor.shape) == {"lora_A": [4, linear.in_features], "lora_B": [linear.out_features, 4]}[matrix]
+        names.add(place)
+    assert len(names) == 2 * 7
 
 
 @pytest.mark.parametrize(

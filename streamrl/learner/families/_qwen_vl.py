@@ -21,6 +21,7 @@ class QwenVL(ModelFamily):
     engine = False
     served_adapters = False
     served_blocks = False
+    adapters_prefix = "model.language_model.layers."
     vision_defaults: ClassVar[Mapping[str, Any]] = {}  # where `vision_config` has none
 
     @classmethod

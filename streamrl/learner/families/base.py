@@ -102,6 +102,7 @@ class ModelFamily(Choice):
     in_a_layer: ClassVar[Mapping[str, Entry]] = IN_A_LAYER
 
     layers_prefix: ClassVar[str] = "model.layers."
+    adapters_prefix: ClassVar[str] = "model.layers."  # the same of transformers' modules, which PEFT folders name
     vision_prefix: ClassVar[str] = ""  # of the tensors of a vision tower
 
     # Linear layers of one expert; `{}` is its number.
