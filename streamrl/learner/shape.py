@@ -282,7 +282,7 @@ def read_shape(folder: Path, key: str = "model.path", family: str | None = None)
         raise UnsupportedModelError(f"{key}: {folder} has no config.json; a Hugging Face folder is needed")
     config = _read_config(path)
     chosen = _family_of(path, config) if family is None else FAMILIES.load(family)
-    shape: ModelShape = chosen.read(path, config)
+    shape: ModelShape = chosen.read(path, {**chosen.defaults, **config})
     return shape
 
 

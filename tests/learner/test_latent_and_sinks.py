@@ -86,7 +86,8 @@ LONG_CONTEXT = FAMILIES["phi3"][1]["original_max_position_embeddings"]
 
 REFUSED = [
     ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "FP8 weights.* dequantised to bfloat16"),
-    ("deepseek_v3", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 with topk_group=2 .* allowed: 4 or 5"),
+    ("deepseek_v3", {"num_experts_per_tok": 6}, "num_experts_per_tok=6 with topk_group=2 .* allowed: 4 to 5"),
+    ("deepseek_v3", {"num_experts_per_tok": 3, "topk_group": 1}, "=3 with topk_group=1 .* allowed: 2 to 2"),
     ("deepseek_v3", {"n_group": 3}, "n_group=3, topk_group=2 do not fit 8 experts"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob=False is not supported"),
     ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from benchmarks.random_models import FAMILIES
 from streamrl.learner.mapping import is_unbuilt
 from streamrl.learner.rope import RopeScaling
 from streamrl.learner.shape import MoeShape, UnsupportedModelError, read_shape
+from streamrl.testing.families import BESIDE_TEXT, SIZES
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,6 +81,36 @@ def test_a_shape_has_what_the_configuration_says(tmp_path):
 def test_what_the_configuration_leaves_out_is_what_the_model_code_of_the_family_takes(architecture, expected, tmp_path):
     shape = shape_of(tmp_path, architectures=[architecture], sliding_window=None)
     assert (shape.qkv_bias, shape.qk_norm, shape.head_dim) == expected
+
+
+WITHOUT = {
+    "mixtral": ("rms_norm_eps", "rope_parameters"),
+    "phi3": ("rms_norm_eps",),
+    "glm4": ("rms_norm_eps",),
+    "glm4_moe": ("rms_norm_eps",),
+    "gpt_oss": ("rms_norm_eps", "rope_parameters", "swiglu_limit"),
+    "deepseek_v3": ("rms_norm_eps", "routed_scaling_factor", "rope_interleave"),
+    "qwen2_5_vl": ("rms_norm_eps",),
+    "qwen3_moe": ("norm_topk_prob", "rms_norm_eps", "rope_parameters", "decoder_sparse_step"),
+}
+
+
+@pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in WITHOUT.items() for key in keys])
+def test_a_key_that_is_missing_means_what_it_means_to_transformers(family, key, tmp_path):
+    name, given = FAMILIES[family]
+    text = {name: value for name, value in {**SIZES, **given}.items() if name != key}
+    beside = {name: text.pop(name) for name in BESIDE_TEXT if name in text and "vision_config" in given}
+    made = getattr(transformers, name).config_class(
+        **copy.deepcopy({**beside, "text_config": text} if beside else text)
+    )
+    whole = {**made.to_dict(), "architectures": [name]}
+    without = copy.deepcopy(whole)
+    del without.get("text_config", without)[key]
+    shapes = []
+    for config in (whole, without):
+        (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+        shapes.append(read_shape(tmp_path))
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(
@@ -191,7 +224,10 @@ def test_sigmoid_experts_shared_ones_and_layers_that_are_not_built_are_read(tmp_
         ({**MISTRAL, "max_position_embeddings": 32768}, "sliding_window=4096"),  # what Mistral's code takes without it
         ({"hidden_size": None}, r"config\.json: hidden_size=None is not allowed; allowed: a whole number above 0"),
         ({**MIXTURE, "moe_intermediate_size": "768"}, "moe_intermediate_size='768' is not allowed"),
-        ({**MIXTURE, "num_experts_per_tok": 200}, "num_experts_per_tok=200 is not allowed; allowed: 1 to 128"),
+        ({**MIXTURE, "num_experts_per_tok": 200}, "num_experts_per_tok=200 is not allowed; allowed: 2 to 128"),
+        ({**MIXTURE, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not allowed; allowed: 2 to 128"),
+        ({**MIXTURE, "num_experts_per_tok": 0, "norm_topk_prob": False}, "num_experts_per_tok=0 .* allowed: 1 to 128"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads=4 is not allowed; allowed: a divisor of 9"),
         ({**GLM_MOE, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported; allowed: 2 to 128"),
         ({**GLM_MOE, "n_group": 8}, "n_group=8 is not supported; allowed: 1"),
         ({**GLM_MOE, "norm_topk_prob": False}, "norm_topk_prob=False is not supported; allowed: True"),

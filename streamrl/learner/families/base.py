@@ -61,6 +61,9 @@ class ModelFamily(Choice):
     # In `config.json`: the family is found by them, unless `model.family` names it.
     architectures: ClassVar[tuple[str, ...]]
 
+    # What `config.json` means without these keys, where other families' means something else.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
     qkv_bias: ClassVar[bool] = False
     # `attention_bias` of `config.json` says whether they have one; this where it says nothing. None: `qkv_bias` does.
     attention_bias: ClassVar[bool | None] = None
@@ -121,13 +124,18 @@ class ModelFamily(Choice):
         except UnknownRopeError as error:
             raise UnsupportedModelError(f"{path}: {error}") from error
         heads = config["num_attention_heads"]
+        groups = config.get("num_key_value_heads") or heads
+        if heads % groups:
+            raise UnsupportedModelError(
+                f"{path}: num_key_value_heads={groups} is not allowed; allowed: a divisor of {heads}"
+            )
         return ModelShape(
             architecture=(config.get("architectures") or ["none"])[0],
             family=cls,
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             heads=heads,
-            groups=config.get("num_key_value_heads") or heads,
+            groups=groups,
             head_dim=config.get("head_dim") or cls.head_dim or config["hidden_size"] // heads,
             ffn=config["intermediate_size"],
             vocabulary=config["vocab_size"],
@@ -150,14 +158,18 @@ class ModelFamily(Choice):
         dense = set(config.get("mlp_only_layers") or []) | {layer for layer in layers if (layer + 1) % step}
         if not experts or dense.issuperset(layers):
             return None
-        if not 1 <= top_k <= experts:
-            raise UnsupportedModelError(f"{path}: num_experts_per_tok={top_k} is not allowed; allowed: 1 to {experts}")
+        normalised = config.get("norm_topk_prob", False)
+        least = 2 if normalised else 1  # the weight of a single expert would be 1, whatever the router says
+        if not least <= top_k <= experts:
+            raise UnsupportedModelError(
+                f"{path}: num_experts_per_tok={top_k} is not allowed; allowed: {least} to {experts}"
+            )
         need(path, config, "moe_intermediate_size")
         return MoeShape(
             experts=experts,
             top_k=top_k,
             ffn=config["moe_intermediate_size"],
-            normalised=config.get("norm_topk_prob", False),
+            normalised=normalised,
             dense_layers=tuple(sorted(dense.intersection(layers))),
         )
 

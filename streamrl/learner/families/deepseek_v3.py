@@ -41,6 +41,7 @@ class DeepseekV3(SigmoidExperts):
     """
 
     architectures = ("DeepseekV3ForCausalLM",)
+    defaults: ClassVar[Mapping[str, Any]] = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
     engine = False
     served_adapters = False
     served_blocks = False
@@ -93,7 +94,7 @@ class DeepseekV3(SigmoidExperts):
         if moe.top_k // chosen != 2:  # so many scores Megatron sums for a group; the model sums two
             raise UnsupportedModelError(
                 f"{path}: num_experts_per_tok={moe.top_k} with topk_group={chosen} is not supported; allowed: "
-                f"{2 * chosen} or {2 * chosen + 1}"
+                f"{2 * chosen} to {3 * chosen - 1}"
             )
         return replace(moe, groups=groups, group_top_k=chosen)
 

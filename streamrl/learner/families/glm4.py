@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamrl.learner.families.base import IN_A_LAYER, Entry, ModelFamily
 
@@ -19,6 +19,7 @@ class Glm4(ModelFamily):
     """
 
     architectures = ("Glm4ForCausalLM",)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1.5625e-7}
     attention_bias = True
     head_dim = 128
     rotary_part = 0.5

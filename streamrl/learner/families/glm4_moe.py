@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from streamrl.learner.families._sigmoid_experts import SigmoidExperts
 from streamrl.learner.shape import ModelShape
@@ -14,6 +15,7 @@ class Glm4Moe(SigmoidExperts):
     """GLM-4.5, GLM-4.5-Air, GLM-4.6. The layer of multi-token prediction is neither trained nor exported."""
 
     architectures = ("Glm4MoeForCausalLM",)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
     attention_bias = False
     rotary_part = 0.5
 

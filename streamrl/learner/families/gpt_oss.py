@@ -24,6 +24,14 @@ _USUAL = (
     "self_attention.linear_proj.weight",
     "pre_mlp_layernorm.weight",
 )
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 _GAIN, _LIMIT = 1.702, 7.0  # of the activation, where `config.json` has none
 
 
@@ -35,6 +43,7 @@ class GptOss(ModelFamily):
     """
 
     architectures = ("GptOssForCausalLM",)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "rope_scaling": _YARN}
     engine = False
     served_adapters = False
     served_blocks = False

@@ -17,6 +17,7 @@ class Mixtral(ModelFamily):
     """
 
     architectures = ("MixtralForCausalLM",)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
     experts = True
     served_adapters = False
     served_blocks = False

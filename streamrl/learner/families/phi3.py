@@ -29,6 +29,7 @@ class Phi3(ModelFamily):
     """
 
     architectures = ("Phi3ForCausalLM",)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
     rotary_part = 1.0
     served_adapters = False
     served_blocks = False

@@ -16,6 +16,7 @@ class Qwen25VL(QwenVL):
     """Qwen2.5-VL: Qwen2.5 behind a tower of windowed attention, gated MLPs and RMS norms."""
 
     architectures = ("Qwen2_5_VLForConditionalGeneration",)
+    defaults: ClassVar[Mapping[str, Any]] = {"rms_norm_eps": 1e-5}
     qkv_bias = True
     vision_prefix = "visual."
     vision_defaults: ClassVar[Mapping[str, Any]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,8 +30,7 @@ class Qwen3VLMoe(Qwen3VL):
 
     @classmethod
     def read_experts(cls, path: Path, config: dict[str, Any]) -> MoeShape | None:
-        moe = super().read_experts(path, config)
-        return None if moe is None else replace(moe, normalised=True)
+        return super().read_experts(path, {**config, "norm_topk_prob": True})
 
     @classmethod
     def cuts(cls) -> Mapping[str, Cut]:
