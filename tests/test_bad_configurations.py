@@ -96,6 +96,14 @@ KEYS: list[tuple[str, str]] = [
         "generate={server_args: {enable_deterministic_inference: true}, sampling: {min_p: 0.1}}",
         "generate.sampling.min_p: 0.1 is nothing that servers with enable_deterministic_inference",
     ),
+    (
+        "generate={server_args: {enable-deterministic-inference: true}, sampling: {min_p: 0.1}}",
+        "generate.sampling.min_p: 0.1 is nothing that servers with enable_deterministic_inference",
+    ),
+    (
+        "generate.server_args={preferred-sampling-params: {repetition_penalty: 1.1}}",
+        "preferred_sampling_params={'repetition_penalty': 1.1} shapes draws as no learner computes them",
+    ),
     ("generate.server_args={trust-remote-code: true}", "trust_remote_code would run code"),
     ("generate.server_args={speculative_algorithm: EAGLE}", "allowed: generate.speculation.algorithm"),
     ("generate.speculation={algorithm: eagle}", "generate.speculation.draft_model: null is no draft for algorithm="),

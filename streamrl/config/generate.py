@@ -39,6 +39,9 @@ OF_RANKS = {
 OF_FORMAT = ("quantization", "json_model_override_args", "load_format", "model_loader_extra_config", "torchao_config")
 
 
+# SGLang's argument for what requests leave out of their sampling: penalties, biases of logits.
+UNSEEN_SAMPLING = "preferred_sampling_params"
+
 # Tokens of a kept set at most: SGLang's limit (`sampling_mask_max_tokens`).
 LARGEST_TOP_K = 4096
 
@@ -147,6 +150,11 @@ class GenerateConfig(Section):
     )
 
     @property
+    def own_arguments(self) -> dict[str, Any]:
+        """`server_args` by SGLang's names, which may be given with hyphens."""
+        return {name.replace("-", "_"): value for name, value in self.server_args.items()}
+
+    @property
     def by_sample(self) -> bool:
         """Is a worker's capacity counted in requests, of one sample each?"""
         return self.submission == "sample"
@@ -236,10 +244,18 @@ class GenerateConfig(Section):
                 f"router: {self.router} does not pass on that kept sets are asked for, which generate.sampling.top_p, "
                 "top_k and min_p need; allowed: null, or top_p=1, top_k=-1 and min_p=0"
             )
-        if self.sampling.min_p and self.server_args.get("enable_deterministic_inference"):
+        if self.sampling.min_p and self.own_arguments.get("enable_deterministic_inference"):
             raise ValueError(
                 f"sampling.min_p: {self.sampling.min_p:g} is nothing that servers with enable_deterministic_inference "
                 "draw by; allowed: 0"
+            )
+
+    @rule
+    def _nothing_else_shapes_a_draw(self) -> None:
+        if (given := self.own_arguments.get(UNSEEN_SAMPLING)) is not None:
+            raise ValueError(
+                f"server_args: {UNSEEN_SAMPLING}={given} shapes draws as no learner computes them; allowed: "
+                "generate.sampling"
             )
 
     @rule
@@ -264,7 +280,7 @@ class GenerateConfig(Section):
     @rule
     def _its_ranks_are_counted(self) -> None:
         """What else would decide on ranks and devices: weights go to the ranks of tensor parallelism alone."""
-        given = {name.replace("-", "_"): value for name, value in self.server_args.items()}
+        given = self.own_arguments
         for name, instead in OF_RANKS.items():
             if name in given and not (instead.startswith("1") and given[name] == 1):
                 raise ValueError(f"server_args: {name}={given[name]} is not allowed; allowed: {instead}")
@@ -300,8 +316,8 @@ class GenerateConfig(Section):
                 f"quantization: {self.quantization} is given to servers when they are started, and generate.attach has "
                 "running ones; allowed: null"
             )
-        for name, value in self.server_args.items():
-            if name.replace("-", "_") in OF_FORMAT:
+        for name, value in self.own_arguments.items():
+            if name in OF_FORMAT:
                 raise ValueError(
                     f"server_args: {name}={value} is not allowed beside generate.quantization={self.quantization}, "
                     "which decides on it; allowed: other names"
@@ -313,7 +329,7 @@ class GenerateConfig(Section):
 
     @rule
     def _runs_no_code_of_a_model_folder(self) -> None:
-        if any(name.replace("-", "_") == "trust_remote_code" for name in self.server_args):
+        if "trust_remote_code" in self.own_arguments:
             raise ValueError("server_args: trust_remote_code would run code from a model folder; allowed: other names")
 
 

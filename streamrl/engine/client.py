@@ -144,7 +144,8 @@ class EngineClient:
         where the server makes another number of tokens of the images.
         """
         prompt_tokens = _prompt_tokens(input_ids, options.get("images", ()))
-        body = _request(input_ids, {**sampling, "n": n}, request_id, options)
+        ends = sampling.get("stop_token_ids") != []  # SGLang would still end at those of config.json
+        body = _request(input_ids, {"ignore_eos": not ends, **sampling, "n": n}, request_id, options)
         if on_piece := options.get("pieces"):
             body["stream"] = True
             body["sampling_params"]["stream_interval"] = options.get("every")

@@ -69,6 +69,9 @@ NO_IMAGE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 # With drafts, SGLang could be told to keep so many of them whatever the policy says of them, for benchmarks.
 NO_SIMULATED_DRAFTS = {"SGLANG_SIMULATE_ACC_LEN": "-1"}
 
+# SGLang could be told to leave the temperature out of the log-probs of what it draws.
+LOG_PROBS_AS_DRAWN = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+
 # An update puts what it interrupts behind all that waits in the server; the learner waits for the oldest groups.
 OLDEST_FIRST: dict[str, Any] = {
     "enable_priority_scheduling": True,
@@ -292,7 +295,8 @@ def _private(path: str, flags: int) -> int:
 
 def server_environment(config: Config) -> dict[str, str]:
     """What SGLang takes from the environment alone."""
-    chosen = {"HF_HUB_OFFLINE": "1"}  # the model is a folder; without it, a lookup that times out on a closed network
+    chosen = dict(LOG_PROBS_AS_DRAWN)
+    chosen["HF_HUB_OFFLINE"] = "1"  # the model is a folder; without it, a lookup that times out on a closed network
     if not config.learner.keeps_vision:
         chosen |= NO_IMAGE_CACHE
     if config.generate.speculation.algorithm is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.config import Config
+from streamrl.config.generate import UNSEEN_SAMPLING
 from streamrl.device_map import divide
 from streamrl.engine.answers import Answer, PrefillScores
 from streamrl.engine.client import EngineClient, EngineError
@@ -138,6 +139,7 @@ class ServedModel:
                 self._ranks = joining_ranks(arguments, self.address)
                 check_drafts(arguments, drafts, self.address)
                 check_prefills(arguments, self._config.generate.score, self.address)
+                check_draws(arguments, self.address)
                 await _reset(self.client, self._config.model.path, timeout, has_draft=drafts.has_model)
             except EngineError as error:
                 raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
@@ -277,6 +279,15 @@ def check_prefills(arguments: dict[str, Any], score: str, address: str) -> None:
         raise ServerFailed(
             f"generate.attach: {address} runs with chunked_prefill_size={size}, and what is behind a cut is rounded "
             "otherwise; allowed with generate.score=full_prefill on a CPU: chunked_prefill_size=-1"
+        )
+
+
+def check_draws(arguments: dict[str, Any], address: str) -> None:
+    """Refuse a server with sampling of its own, which the learner would not compute. Raises ServerFailed."""
+    if given := arguments.get(UNSEEN_SAMPLING):
+        raise ServerFailed(
+            f"generate.attach: {address} runs with {UNSEEN_SAMPLING}={given}, and draws as no learner computes it; "
+            "allowed: generate.sampling, and a server without"
         )
 
 

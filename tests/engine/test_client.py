@@ -74,6 +74,13 @@ def test_the_end_token_ends_an_answer_and_is_part_of_it(fresh_server):
         assert not set(ends) & set(answer.output_ids[:-1])
 
 
+def test_where_no_token_is_to_end_an_answer_that_of_the_model_does_not(fresh_server):
+    sampling = {**SAMPLING, "max_new_tokens": 100, "stop_token_ids": []}
+    answers = ask(fresh_server.address, lambda client: client.generate(PROMPT, sampling, n=4))
+    assert {(len(answer.output_ids), answer.meta_info.finish_reason.type) for answer in answers} == {(100, "length")}
+    assert any(0 in answer.output_ids for answer in answers)
+
+
 def test_a_refused_request_names_address_path_status_and_reason(fresh_server):
     error = failure(fresh_server.address, lambda client: client.generate([1] * 100_000, SAMPLING, n=2))
     assert (error.address, error.path, error.status, error.late) == (fresh_server.address, "/generate", 400, False)

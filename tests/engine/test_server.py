@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -17,7 +18,14 @@ import pytest
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.keys import NO_KEYS, EngineKeys, key_environment, take_keys
-from streamrl.engine.server import Server, ServerFailed, command_line, reserved_port, server_arguments
+from streamrl.engine.server import (
+    Server,
+    ServerFailed,
+    command_line,
+    reserved_port,
+    server_arguments,
+    server_environment,
+)
 from streamrl.engine.shutdown import SHARED_MEMORY, end_server
 
 DEADLINE = 120.0  # seconds; what takes longer on any machine hangs
@@ -59,6 +67,12 @@ def test_the_users_arguments_win_over_all_others():
 )
 def test_servers_take_the_oldest_group_first_where_they_can(given: dict[str, object], expected: bool | None):
     assert server_arguments(config_of(Path("m"), **given), 0).get("enable_priority_scheduling") is expected
+
+
+def test_log_probs_are_at_the_temperature_of_the_draw_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
+    environment = {**os.environ, **server_environment(Config())}
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
 
 def test_the_processes_of_a_server_on_a_cpu_are_copies_that_load_nothing_again(engine_server):

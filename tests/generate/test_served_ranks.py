@@ -14,7 +14,7 @@ from streamrl.config import Config
 from streamrl.device import Device
 from streamrl.engine.client import EngineClient
 from streamrl.engine.server import ServerFailed
-from streamrl.generate.served import ServedModel, joining_ranks
+from streamrl.generate.served import ServedModel, check_draws, joining_ranks
 from streamrl.publish.broadcast_source import BroadcastSource
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.staging import Staging
@@ -40,6 +40,15 @@ def test_the_ranks_of_tensor_parallelism_join_over_as_many_nodes_as_there_are(ar
 def test_a_server_whose_ranks_share_numbers_is_refused(arguments):
     with pytest.raises(ServerFailed, match=r"http://a:1 runs with (pp|dp)_size=2.*allowed: tp_size alone"):
         joining_ranks(arguments, "http://a:1")
+
+
+def test_an_attached_server_with_sampling_of_its_own_is_refused():
+    with pytest.raises(
+        ServerFailed, match=r"http://a:1 runs with preferred_sampling_params=.*allowed: generate.sampling"
+    ):
+        check_draws({"preferred_sampling_params": {"repetition_penalty": 1.1}}, "http://a:1")
+    for arguments in ({}, {"preferred_sampling_params": None}):
+        check_draws(arguments, "http://a:1")
 
 
 @pytest.mark.slow
