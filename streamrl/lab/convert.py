@@ -195,8 +195,9 @@ def _step(checkpoint: Path, model: Path | None) -> Source:
     try:
         fixed = json.loads((checkpoint / "checkpoint.json").read_text())["fixed"]
         adapters = LoraConfig(rank=fixed["lora_rank"], alpha=fixed["lora_alpha"], targets=fixed["lora_targets"])
-    except (ValueError, KeyError) as error:
-        raise ConfigError(f"SOURCE: {checkpoint / 'checkpoint.json'} is none of this streamrl's: {error!r}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        said = " ".join(repr(error).split())
+        raise ConfigError(f"SOURCE: {checkpoint / 'checkpoint.json'} is none of this streamrl's: {said}") from None
     if model is None and (checkpoint / DESCRIPTION / "config.json").is_file():
         model = checkpoint / DESCRIPTION
     run = checkpoint.resolve().parents[1]

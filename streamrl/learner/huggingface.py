@@ -349,7 +349,7 @@ def copy_description(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
     for path in source.iterdir():
         if path.is_file() and not _NOT_COPIED.fullmatch(path.name):
-            shutil.copy2(path, target / path.name)
+            shutil.copyfile(path, target / path.name)  # without its mode: a folder may be read-only, and is written on
 
 
 def _name_dtype(description: Path, dtype: torch.dtype | None) -> None:

@@ -331,11 +331,11 @@ def weight_files(folder: Path, key: str = "model.path") -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
+            paths = [folder / name for name in sorted(names)]
         except (ValueError, KeyError, TypeError, AttributeError):
             raise WeightsMismatchError(
                 f"{key}: {index} has no weight_map; allowed: the index of safetensors files"
             ) from None
-        paths = [folder / name for name in sorted(names)]
     if not paths:
         raise WeightsMismatchError(f"{key}: {folder} has no safetensors file; allowed: a complete folder")
     for path in paths:

@@ -404,6 +404,10 @@ def test_what_cannot_be_converted_is_refused_before_anything_starts(model, check
     assert "iter_0000500 has neither metadata.json nor mp_rank_*; allowed: Megatron's formats" in refusal(
         tmp_path / "legacy", out
     )
+    for text in ("[]", '{"fixed": null}', '{"fixed": {"lora_rank": "x", "lora_alpha": 1, "lora_targets": []}}'):
+        (tmp_path / "step").mkdir(exist_ok=True)
+        (tmp_path / "step/checkpoint.json").write_text(text)
+        assert "checkpoint.json is none of this streamrl's: " in refusal(tmp_path / "step", out)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1000))
     assert f"{tmp_path} has 0.0 GB free" in refusal(model, out)

@@ -227,6 +227,8 @@ def test_sigmoid_experts_shared_ones_and_layers_that_are_not_built_are_read(tmp_
         ({**MIXTURE, "num_experts_per_tok": 200}, "num_experts_per_tok=200 is not allowed; allowed: 2 to 128"),
         ({**MIXTURE, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not allowed; allowed: 2 to 128"),
         ({**MIXTURE, "num_experts_per_tok": 0, "norm_topk_prob": False}, "num_experts_per_tok=0 .* allowed: 1 to 128"),
+        ({"num_key_value_heads": "3"}, "num_key_value_heads='3' is not allowed; allowed: a whole number above 0"),
+        ({"head_dim": -64}, "head_dim=-64 is not allowed"),
         ({"num_key_value_heads": 4}, "num_key_value_heads=4 is not allowed; allowed: a divisor of 9"),
         ({**GLM_MOE, "num_experts_per_tok": 1}, "num_experts_per_tok=1 is not supported; allowed: 2 to 128"),
         ({**GLM_MOE, "n_group": 8}, "n_group=8 is not supported; allowed: 1"),

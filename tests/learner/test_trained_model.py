@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from streamrl.config import Config
 from streamrl.learner import trained_model
 from streamrl.learner.conversion import to_huggingface
+from streamrl.learner.huggingface import copy_description
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.trainer import Trainer
 from streamrl.observe.ending import saved_model
@@ -96,6 +97,14 @@ def test_a_model_that_cannot_be_written_leaves_the_former_one_and_says_where_the
         trained_model.write(trainer, tmp_path, 1.0, trainer.saved)
     assert saved_model(tmp_path) == PolicyVersion(1)
     assert not list(tmp_path.glob(".model*"))
+
+
+def test_a_read_only_model_folder_becomes_files_that_their_owner_may_write(model_folder, tmp_path):
+    copy_description(model_folder("llama"), tmp_path / "model")
+    for file in (tmp_path / "model").iterdir():
+        file.chmod(0o444)
+    copy_description(tmp_path / "model", tmp_path / "copy")
+    assert all(file.stat().st_mode & 0o200 for file in (tmp_path / "copy").iterdir())
 
 
 def test_the_configuration_of_the_model_names_the_dtype_that_its_weights_have(model_folder, tmp_path):

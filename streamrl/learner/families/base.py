@@ -55,6 +55,9 @@ IN_AN_EXPERT: Mapping[str, Entry] = {
 }
 
 
+_SIZES = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+
+
 class ModelFamily(Choice):
     """A decoder with RMS norms, rotary embeddings, grouped queries and gated MLPs, dense or of experts."""
 
@@ -118,7 +121,8 @@ class ModelFamily(Choice):
         Raises UnsupportedModelError for what would silently be computed otherwise than Hugging Face does.
         """
         cls.refuse(path, config)
-        need(path, config, "num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+        given = [key for key in ("num_key_value_heads", "head_dim") if config.get(key) is not None]
+        need(path, config, *_SIZES, *given)
         try:
             rope = read_rope(config, cls.rotary_part, interleaved=cls.rotary_interleaved)
         except UnknownRopeError as error:
