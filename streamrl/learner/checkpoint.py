@@ -275,10 +275,16 @@ def clean(root: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that is out of the way. Its description goes first: what is half removed never comes back."""
-    (folder / DESCRIPTION).unlink(missing_ok=True)
-    sync(folder)
-    shutil.rmtree(folder)
+    """Remove a folder that is out of the way. Its description goes first: what is half removed never comes back.
+
+    What cannot be removed, as a file that somebody reads on NFS, costs no checkpoint: the next learner tries again.
+    """
+    try:
+        (folder / DESCRIPTION).unlink(missing_ok=True)
+        sync(folder)
+        shutil.rmtree(folder)
+    except OSError as error:
+        log.warning("%s is not removed: %s", folder, error)
 
 
 def next_incarnation(root: Path, ranks: Ranks) -> int:

@@ -120,6 +120,28 @@ def test_the_newest_are_kept_and_every_third_besides(model_folder, trainer_of, t
     assert trainer.oldest_checkpoint == 7
 
 
+def test_an_expired_checkpoint_that_cannot_be_removed_costs_nothing_and_goes_at_the_next_start(
+    model_folder, trainer_of, tmp_path, monkeypatch, caplog
+):
+    config = make_config(model_folder())
+    trainer = trainer_of(config, tmp_path)
+
+    def busy(folder, **options):
+        raise OSError(39, "Directory not empty", str(folder))
+
+    with monkeypatch.context() as patch:
+        for step in range(3):
+            trainer.train_step(make_batch(step))
+            trainer.saved(wait=True)
+            if step == 2:
+                patch.setattr(checkpoint.shutil, "rmtree", lambda folder, **options: options or busy(folder))
+            trainer.save()
+        assert [saved.version.step for saved in trainer.saved(wait=True)] == [3]
+    assert f"{tmp_path / 'checkpoints' / '.step_1.old'} is not removed: [Errno 39]" in caplog.text
+    assert str(trainer_of(config, tmp_path).version) == "3.1"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["incarnation", "step_2", "step_3"]
+
+
 def test_the_oldest_is_that_of_the_saves_that_are_finished(model_folder, trainer_of, tmp_path, monkeypatch):
     config = make_config(model_folder())
     trainer = trainer_of(config, tmp_path)
