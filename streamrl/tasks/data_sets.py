@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrl.hub.deadlines import bound_requests
 from streamrl.hub.repository import Repository, is_name, is_offline
@@ -24,9 +26,12 @@ if TYPE_CHECKING:
     from streamrl.tasks.rows import RowsArguments
 
 
-def load_split(arguments: RowsArguments, key: str, path: str, split: str) -> datasets.Dataset:
+def load_split(
+    arguments: RowsArguments, key: str, path: str, split: str, texts: Iterable[str] = ()
+) -> datasets.Dataset:
     """One split of the data set that the argument `key` names by `path`, memory-mapped.
 
+    texts: columns of which a .csv file has the text, whatever it looks like.
     Raises ValueError, with one line that names the argument.
     """
     import datasets
@@ -36,8 +41,7 @@ def load_split(arguments: RowsArguments, key: str, path: str, split: str) -> dat
     suffix = Path(path).suffix
     try:
         if suffix in DATA_FORMATS:
-            form = DATA_FORMATS[suffix]
-            data = datasets.load_dataset(form, data_files=path, split="train", cache_dir=arguments.cache)
+            data = _of_file(DATA_FORMATS[suffix], path, arguments.cache, texts)
         else:
             source = _source(arguments, path)
             data = datasets.load_dataset(**source, name=arguments.subset, split=split, cache_dir=arguments.cache)
@@ -46,6 +50,34 @@ def load_split(arguments: RowsArguments, key: str, path: str, split: str) -> dat
         if suffix == LINES and (lines := broken_lines(path)):
             raise ValueError(broken(f"{ARGUMENTS}.{key}", lines)) from None
         raise ValueError(_refusal(arguments, key, path, split, error)) from None
+
+
+def _of_file(form: str, path: str, cache: str | None, texts: Iterable[str]) -> datasets.Dataset:
+    """The rows of a file, or several: no text is taken for a number, a date or nothing."""
+    import datasets
+
+    # An empty cell is null, and no other one is: neither `NA` nor `None`.
+    as_text = {"keep_default_na": False, "na_values": [""], "converters": dict.fromkeys(texts, str)}
+    options: dict[str, Any] = as_text if form == "csv" else {}
+    load = partial(datasets.load_dataset, form, data_files=path, split="train", cache_dir=cache, **options)
+    data = load()
+    if form == "json" and (features := _without_dates(data.features)) != data.features:
+        return load(features=features)  # JSON has no dates: they are texts that look so
+    return data
+
+
+def _without_dates(feature: Any) -> Any:
+    """The types of columns, with what a file says in place of each date."""
+    import datasets
+
+    match feature:
+        case dict():
+            return type(feature)({name: _without_dates(inner) for name, inner in feature.items()})
+        case datasets.List():
+            return datasets.List(_without_dates(feature.feature), length=feature.length)
+        case datasets.Value(dtype=dtype) if dtype.startswith("timestamp"):
+            return datasets.Json()
+    return feature
 
 
 def _source(arguments: RowsArguments, path: str) -> dict[str, str | None]:

@@ -287,8 +287,8 @@ class Around(Environment):
 
 def message_text(message: Message) -> str:
     """The text of a message, without what is no text."""
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+    content = message.get("content") or ""  # a message of calls may have none
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def check_reward(score: Score) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from streamrl.images import write_named
-from streamrl.tasks.environment import Message, message_text
+from streamrl.tasks.environment import Message
 
 # What marks the place of an image in the question's text.
 PLACE = "<image>"
@@ -31,16 +31,24 @@ def with_images(messages: Sequence[Message], count: int) -> tuple[Message, ...]:
     Without any mark they come before the text of the last message. Raises ValueError where the marks are not as
     many as the images.
     """
-    texts = [message_text(message) for message in messages]
+    texts = [marked_text(message) for message in messages]
     marks = sum(text.count(PLACE) for text in texts)
     if not marks and count:
         texts[-1] = PLACE * count + texts[-1]
     elif marks != count:
         raise ValueError(f"{marks} marks {PLACE} for {count} images; allowed: as many, or none")
     return tuple(
-        Message(role=message["role"], content=_parts(text)) if PLACE in text else message
+        {**message, "content": _parts(text)} if PLACE in text else message
         for message, text in zip(messages, texts, strict=True)
     )
+
+
+def marked_text(message: Message) -> str:
+    """The text of a message, with a mark where its content has an image among its parts."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return content
+    return "".join(PLACE if part.get("type") == "image" else part.get("text") or "" for part in content)
 
 
 def _parts(text: str) -> list[dict[str, Any]]:

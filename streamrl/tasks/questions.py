@@ -9,14 +9,15 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from streamrl.tasks import answers, countdown
 from streamrl.tasks.arguments import ARGUMENTS, OnDisk
 from streamrl.tasks.environment import EXACT, Completion, Environment, Message, Prompt, Score, message_text
 from streamrl.tasks.failures import ScorerUnready
-from streamrl.tasks.images import image_references, with_images
+from streamrl.tasks.images import image_references, marked_text, with_images
 from streamrl.tasks.math_reward import MathReward
+from streamrl.tasks.messages import asked_of
 from streamrl.tasks.order import item_at
 from streamrl.tasks.rows import Rows, RowsArguments, value_at
 from streamrl.tasks.starter import Starter
@@ -31,7 +32,7 @@ PARTIAL = "partial"
 # The instruction behind the questions of most data sets of mathematics.
 BOXED = "\n\nReason step by step, and put the final answer within \\boxed{}."
 
-_COLUMN = re.compile(r"\{(\w+)\}")
+_COLUMN = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 
 class QuestionsArguments(RowsArguments):
@@ -74,6 +75,15 @@ class QuestionsArguments(RowsArguments):
             )
         return self
 
+    @field_validator("template")
+    @classmethod
+    def _template_has_columns(cls, template: str | None) -> str | None:
+        if template is not None and not _COLUMN.search(template):
+            raise ValueError(
+                f"template: {template!r} has no column, and every question would be the same; allowed: {{COLUMN}} in it"
+            )
+        return template
+
     @property
     def lowest_reward(self) -> float:
         """Of an answer on which the scorer raises."""
@@ -110,15 +120,11 @@ class Questions(Environment):
         if arguments.reward is not None:
             _check_reward(arguments.reward, arguments.start_timeout)
         asked = list(arguments.asked.values())
-        needed = [*asked, arguments.answer] if arguments.reward is None else asked  # a function may judge without one
+        needed = [column for key, column in arguments.asked.items() if key != "images"]
+        needed += [arguments.answer] if arguments.reward is None else []  # a function may judge without one
         self._rows = Rows(arguments, arguments.columns, asked, held_out=split == "probe", needed=needed)
         self.size = len(self._rows)
-        first = self.prompt(0)
-        if first.text is not None and not isinstance(first.text, str):
-            raise ValueError(
-                f"{ARGUMENTS}.chat: false is not allowed where column {arguments.prompt!r} holds no plain text; "
-                f"allowed: true; nearest known key: {ARGUMENTS}.chat"
-            )
+        self.prompt(0)
         self._math: MathReward | None = None
         self._own: UserReward | None = None
 
@@ -126,12 +132,17 @@ class Questions(Environment):
         """Prompt `index`; one epoch has `size` of them."""
         place = item_at(index, self.size, self._seed)
         row = self._rows[place]
-        question = self._question(row)
+        question = self._question(row, index)
         values = {name: value for name, value in row.items() if name != self._arguments.images}
         metadata = {"row": self._rows.number(place), "values": values}
         answer, images = self._answer(row), self._images(row)
         if not self._arguments.chat:
-            text = question + self._arguments.suffix if isinstance(question, str) else question
+            if not isinstance(question, str):
+                raise ValueError(
+                    f"{ARGUMENTS}.chat: false is not allowed where column {self._arguments.prompt!r} holds no plain "
+                    f"text; allowed: true; nearest known key: {ARGUMENTS}.chat"
+                )
+            text = question + self._arguments.suffix
             return Prompt(index=index, text=text, images=images, answer=answer, metadata=metadata)
         messages = self._messages(question)
         messages = with_images(messages, len(images)) if self._arguments.images else messages
@@ -189,13 +200,14 @@ class Questions(Environment):
             "memory": arguments.score_memory,
         }
 
-    def _question(self, row: dict[str, Any]) -> Any:
+    def _question(self, row: dict[str, Any], index: int) -> str | tuple[Message, ...]:
         if self._arguments.template is None:
-            return value_at(row, self._arguments.prompt)
-        return _COLUMN.sub(lambda match: str(row[match[1]]), self._arguments.template)
+            return asked_of(value_at(row, self._arguments.prompt), index)
+        return _COLUMN.sub(lambda match: str(value_at(row, match[1])), self._arguments.template)
 
     def _answer(self, row: dict[str, Any]) -> str:
-        answer = str(value_at(row, self._arguments.answer))
+        value = value_at(row, self._arguments.answer)
+        answer = "" if value is None else str(value)
         if self._arguments.answer_after is not None:
             answer = answer.rpartition(self._arguments.answer_after)[2].strip()
         return (answers.boxed(answer) or "") if self._arguments.answer_boxed else answer
@@ -207,10 +219,10 @@ class Questions(Environment):
         value = value_at(row, self._arguments.images)
         return image_references(value, beside=beside, folder=self._arguments.images_folder)
 
-    def _messages(self, question: str | list[Message]) -> tuple[Message, ...]:
+    def _messages(self, question: str | tuple[Message, ...]) -> tuple[Message, ...]:
         turns = [Message(role="user", content=question)] if isinstance(question, str) else list(question)
-        last = turns[-1]
-        turns[-1] = Message(role=last["role"], content=message_text(last) + self._arguments.suffix)
+        text = (marked_text if self._arguments.images else message_text)(turns[-1])
+        turns[-1] = {**turns[-1], "content": text + self._arguments.suffix}
         if self._arguments.system is not None:
             turns.insert(0, Message(role="system", content=self._arguments.system))
         return tuple(turns)

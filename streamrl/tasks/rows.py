@@ -86,12 +86,13 @@ class Rows:
                 f"{ARGUMENTS}.evaluation_only: {arguments.path} is for evaluation and is never trained; "
                 f"allowed: the task in a list for evaluation; nearest known key: {ARGUMENTS}.evaluation_only"
             )
-        self._data = _leading(load_split(arguments, "path", arguments.path, arguments.split), arguments)
-        test = None if held_out is None else _test_rows(arguments)
-        for data in (self._data, test):
-            if data is not None:
-                _check_columns(data, columns)
-        _check_lines(arguments, self._data, needed)
+        texts = tuple(columns.values())
+        whole = load_split(arguments, "path", arguments.path, arguments.split, texts)
+        self._data = _leading(whole, arguments)
+        test = None if held_out is None else _test_rows(arguments, texts)
+        _check(self._data, "path", arguments.path, columns, needed)
+        if test is not None:
+            _check(test, "test_path", arguments.test_path or arguments.path, columns, needed)
         asked = list(dict.fromkeys(column.partition(".")[0] for column in asked))
         asked += [column for column in also if column in self._data.column_names]
         if held_out is None:
@@ -132,13 +133,39 @@ def value_at(row: dict[str, Any], column: str) -> Any:
     return value
 
 
-def _test_rows(arguments: RowsArguments) -> datasets.Dataset | None:
+def _test_rows(arguments: RowsArguments, texts: Sequence[str]) -> datasets.Dataset | None:
     """The rows that are held out from another source than the others; None where there is none."""
     if arguments.test_path is not None:
-        return load_split(arguments, "test_path", arguments.test_path, "train")
+        return load_split(arguments, "test_path", arguments.test_path, "train", texts)
     if arguments.test_split is not None and not arguments.is_file:
         return load_split(arguments, "path", arguments.path, arguments.test_split)
     return None
+
+
+def _check(data: datasets.Dataset, key: str, path: str, columns: dict[str, str], needed: Sequence[str]) -> None:
+    """Refuse rows without one of the columns, and rows of a file that have nothing in one that is `needed`."""
+    _check_columns(data, columns)
+    if Path(path).suffix not in DATA_FORMATS:
+        return
+    missing = {column: rows for column in needed if len(rows := _without_value(data, column))}
+    if Path(path).suffix == LINES and (missing or not _is_text(data)) and (lines := broken_lines(path, needed)):
+        raise ValueError(broken(f"{ARGUMENTS}.{key}", lines))
+    told = (
+        f"{ARGUMENTS}.{key}: {path}: row {rows[0]}: {column!r} is missing; allowed: a value in each row"
+        for column, rows in missing.items()
+    )
+    if missing:
+        raise ValueError("\n".join(told))
+
+
+def _without_value(data: datasets.Dataset, column: str) -> np.ndarray:
+    """The numbers of the rows, int64 [N], that have null there; a dot leads into a mapping."""
+    import pyarrow.compute
+
+    top, *inner = column.split(".")
+    values = data.data.column(top)
+    values = pyarrow.compute.struct_field(values, inner) if inner else values
+    return np.flatnonzero(values.is_null()) if values.null_count else np.empty(0, np.int64)
 
 
 def _check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
@@ -148,16 +175,6 @@ def _check_columns(data: datasets.Dataset, columns: dict[str, str]) -> None:
             if not isinstance(known, dict) or name not in known:
                 raise ValueError(not_among(f"{ARGUMENTS}.{key}", column, data.column_names))
             known = known[name]
-
-
-def _check_lines(arguments: RowsArguments, data: datasets.Dataset, needed: Sequence[str]) -> None:
-    """Refuse lines of a file that are no text, or have nothing in a column that is asked or is the answer."""
-    if Path(arguments.path).suffix != LINES:
-        return
-    tops = {column.partition(".")[0] for column in needed}
-    is_whole = _is_text(data) and not any(data.data.column(top).null_count for top in tops)
-    if not is_whole and (lines := broken_lines(arguments.path, needed)):
-        raise ValueError(broken(f"{ARGUMENTS}.path", lines))
 
 
 def _is_text(data: datasets.Dataset) -> bool:
@@ -185,9 +202,9 @@ def _canonical(*values: Any) -> str:
     return json.dumps(values[0] if len(values) == 1 else values, sort_keys=True, default=_named)
 
 
-def _named(content: bytes) -> str:
-    """The text that represents the bytes of an image."""
-    return hashlib.sha256(content).hexdigest()
+def _named(content: Any) -> str:
+    """The text that represents what JSON has not: the bytes of an image, or a date."""
+    return hashlib.sha256(content).hexdigest() if isinstance(content, bytes) else str(content)
 
 
 def _once(digests: np.ndarray, arguments: RowsArguments) -> np.ndarray:

@@ -124,7 +124,10 @@ def test_a_row_that_cannot_be_trained_is_named_by_its_number(tmp_path, tokenizer
     import pandas
 
     pandas.DataFrame({"prompt": ["a=", "b="], "answer": ["a", None]}).to_parquet(path)
-    with pytest.raises(ConfigError, match=rf"^sft.data: row 1 of {path}: 'answer' is no text; allowed: rows"):
+    with pytest.raises(ConfigError, match=rf"^sft.data.path: {path}: row 1: 'answer' is missing; allowed: a value"):
+        tokenise(config_of(path), tokenizer, 100, tmp_path / ROWS)
+    pandas.DataFrame({"prompt": [["a="], ["b="]], "answer": ["a", "b"]}).to_parquet(path)
+    with pytest.raises(ConfigError, match=rf"^sft.data: row 0 of {path}: .* allowed: rows"):
         tokenise(config_of(path), tokenizer, 100, tmp_path / ROWS)
 
 

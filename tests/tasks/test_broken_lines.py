@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import datasets
 import pytest
 
 from streamrl.config.task import TaskShare
@@ -64,3 +66,30 @@ def test_the_line_is_that_of_the_documents(refused, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not JSON") as refusal:
         build_task(TaskShare(name="jsonl", args={"path": str(file)}), seed=1, split="train")
     documented("task.args.path: ...: not JSON (...)...", str(refusal.value), 2)
+
+
+@pytest.mark.parametrize("kind", ["json", "csv", "parquet"])
+def test_a_row_of_another_format_without_an_answer_is_told(tmp_path: Path, kind: str) -> None:
+    file, rows = tmp_path / f"data.{kind}", {"prompt": ["1+1", "1+2", "1+3"], "answer": ["2", "None", None]}
+    _write(file, rows)
+    args = {"path": str(file), "cache": str(tmp_path / "cache")}
+    told = f"task.args.path: {file}: row 2: 'answer' is missing; allowed: a value in each row"
+    with pytest.raises(ValueError, match="missing") as refusal:
+        build_task(TaskShare(name="jsonl", args=args), seed=1, split="train")
+    assert str(refusal.value) == told
+    _write(tmp_path / f"other.{kind}", {"prompt": ["2+1", "2+2"], "answer": ["3", "4"]})
+    tested = {**args, "path": str(tmp_path / f"other.{kind}"), "test_path": str(file)}
+    with pytest.raises(ValueError, match="missing") as refusal:
+        build_task(TaskShare(name="jsonl", args=tested), seed=1, split="train")
+    assert str(refusal.value) == told.replace("args.path", "args.test_path")
+
+
+def _write(file: Path, columns: dict[str, list[str | None]]) -> None:
+    data = datasets.Dataset.from_dict(columns)
+    match file.suffix:
+        case ".json":
+            file.write_text(json.dumps(data.to_list()))
+        case ".csv":
+            data.to_csv(file, index=False)
+        case ".parquet":
+            data.to_parquet(file)

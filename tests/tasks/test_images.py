@@ -50,6 +50,12 @@ def test_images_are_placed_where_the_text_marks_them_or_before_it():
     )
     assert with_images([Message(role="user", content="c")], 1)[0]["content"] == [image, {"type": "text", "text": "c"}]
     assert with_images([system], 0) == (system,)
+    parts = Message(role="user", content=[{"type": "text", "text": "a"}, {"type": "image", "text": None}])
+    calls = {"role": "assistant", "tool_calls": [{"id": "c"}]}
+    assert with_images([parts, calls], 1) == (
+        Message(role="user", content=[{"type": "text", "text": "a"}, image]),
+        calls,
+    )
     with pytest.raises(ValueError, match="2 marks <image> for 1 images"):
         with_images([marked], 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,6 +61,70 @@ def test_columns_may_hold_messages_and_have_other_names(tmp_path):
     environment = task(path=str(path), cache=str(tmp_path / "cache"), prompt="q", answer="a", suffix=" Go.")
     prompt = environment.prompt(0)
     assert prompt.messages == ({"role": "user", "content": f"What is {prompt.answer}? Go."},)
+
+
+CALLS = [{"id": "c1", "type": "function", "function": {"name": "area", "arguments": {"city": "Rome"}}}]
+
+
+def test_messages_keep_their_calls_and_lose_what_a_column_adds(tmp_path):
+    called = [
+        {"role": "user", "content": "How large?"},
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+        {"role": "tool", "content": "1285", "tool_call_id": "c1"},
+    ]
+    path = tmp_path / "calls.jsonl"
+    plain = [[{"role": "user", "content": f"{number}?"}] for number in range(4)]
+    path.write_text("".join(json.dumps({"prompt": turns, "answer": 1}) + "\n" for turns in [called, *plain]))
+    environment = task(path=str(path), cache=str(tmp_path / "cache"), suffix=" km2")
+    found = [environment.prompt(index).messages for index in range(environment.size)]
+    assert {len(messages) for messages in found} == {1, 3}
+    assert all(set(messages[0]) == {"role", "content"} for messages in found)
+    (user, assistant, tool) = next(messages for messages in found if len(messages) == 3)
+    assert user["content"] == "How large?"
+    assert assistant == {"role": "assistant", "tool_calls": CALLS}
+    assert tool == {"role": "tool", "content": "1285 km2", "tool_call_id": "c1"}
+
+
+@pytest.mark.parametrize(
+    "value", [7, [], ["hi"], {"role": "user", "content": "hi"}, [{"from": "human", "value": "hi"}]]
+)
+def test_a_prompt_that_is_no_prompt_is_refused_in_one_line(tmp_path, value):
+    path = tmp_path / "odd.jsonl"
+    path.write_text("".join(json.dumps({"prompt": value, "answer": 1, "n": number}) + "\n" for number in range(4)))
+    with pytest.raises(ValueError, match=r"task\.args\.prompt: the prompt of index 0 is .*; allowed: text, or a list"):
+        task(path=str(path), cache=str(tmp_path / "cache"), evaluation_only=True, split="probe")
+
+
+def test_texts_that_look_like_dates_are_texts(tmp_path):
+    path = tmp_path / "dates.jsonl"
+    rows = [
+        {"prompt": f"Day {day}?", "answer": f"2024-01-0{day}", "of": {"at": [f"2024-01-0{day}T10:00:00Z"]}}
+        for day in range(1, 6)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = task(path=str(path), cache=str(tmp_path / "cache"))
+    found = [environment.prompt(index) for index in range(environment.size)]
+    assert {prompt.answer for prompt in found} <= {row["answer"] for row in rows}
+    assert all(prompt.metadata["values"] in rows for prompt in found)
+
+
+def test_a_cell_of_a_csv_file_is_the_text_that_is_there(tmp_path):
+    path = tmp_path / "cells.csv"
+    path.write_bytes(b"\xef\xbb\xbfprompt,answer,n\r\n12,007,1\r\n13,None,2\r\n14,NA,\r\n15,2.50,4\r\n")
+    environment = task(path=str(path), cache=str(tmp_path / "cache"), chat=False)
+    probe = task("probe", path=str(path), cache=str(tmp_path / "cache"), chat=False)
+    found = [each.prompt(index) for each in (environment, probe) for index in range(each.size)]
+    assert {prompt.text: prompt.answer for prompt in found} == {"12": "007", "13": "None", "14": "NA", "15": "2.50"}
+    assert {prompt.metadata["values"]["n"] for prompt in found} == {1.0, 2.0, None, 4.0}
+
+
+def test_a_template_reads_into_mappings_and_must_have_a_column(tmp_path):
+    path = tmp_path / "nested.jsonl"
+    path.write_text("".join(json.dumps({"sum": {"left": number}, "answer": 1}) + "\n" for number in range(4)))
+    rows = {"path": str(path), "cache": str(tmp_path / "cache"), "chat": False}
+    assert re.fullmatch(r"\d \+ \\boxed\{\}", task(**rows, template="{sum.left} + \\boxed{}").prompt(0).text)
+    with pytest.raises(ValueError, match=r"task\.args\.template: 'Go \{the sum\}' has no column"):
+        task(**rows, template="Go {the sum}")
 
 
 def test_epochs_show_every_training_row_once_and_never_a_probe(rows):

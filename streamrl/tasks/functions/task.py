@@ -6,15 +6,15 @@ class Task(FunctionTask):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from streamrl.tasks.arguments import ARGUMENTS
 from streamrl.tasks.environment import Completion, Environment, Message, Prompt, Rollout, Score, check_reward
 from streamrl.tasks.failures import INFRASTRUCTURE
 from streamrl.tasks.functions.rewards import Answer, NoReward, RewardFunction, combined
+from streamrl.tasks.messages import asked_of
 from streamrl.tasks.order import item_at
 from streamrl.tasks.rows import Rows, RowsArguments
 
@@ -57,10 +57,10 @@ class FunctionTask(Environment):
 
     def prompt(self, index: int) -> Prompt:
         row = self.row(index)
-        asked = row[self.arguments.prompt]
+        asked = asked_of(row[self.arguments.prompt], index)
         if isinstance(asked, str):
             return Prompt(index=index, text=asked, metadata=row)
-        return Prompt(index=index, messages=_messages(asked, index), metadata=row)
+        return Prompt(index=index, messages=asked, metadata=row)
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         (judgement,) = await self.judge(prompt, [self.answer(prompt, completion)])
@@ -112,18 +112,3 @@ class FunctionTask(Environment):
     @property
     def _right(self) -> float:
         return self.arguments.reward_right
-
-
-def _messages(asked: Any, index: int) -> tuple[Message, ...]:
-    """Raises ValueError for a prompt that is neither text nor a list of messages."""
-    if (
-        not isinstance(asked, list)
-        or not asked
-        or not all(isinstance(each, Mapping) and "role" in each for each in asked)
-    ):
-        raise ValueError(
-            f"{ARGUMENTS}.prompt: the prompt of index {index} is {str(asked)[:80]!r}; allowed: text, or a list of "
-            'messages {"role": ..., "content": ...}'
-        )
-    # A column of a data set gives every message every key of any.
-    return tuple(Message(**{key: value for key, value in each.items() if value is not None}) for each in asked)  # type: ignore[typeddict-item]
