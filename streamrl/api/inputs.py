@@ -49,11 +49,12 @@ class Inputs:
 
         key: the argument that they were given as. numbered: rows with the same prompt are different questions.
         """
-        if hasattr(data, "to_parquet") and not hasattr(data, "__len__"):
-            raise ConfigError(
-                f"{key}: a data set without a length is not allowed; allowed: a datasets.Dataset, or rows"
-            )
         if not isinstance(data, Sequence):
+            if not (hasattr(data, "to_parquet") and hasattr(data, "add_column") and hasattr(data, "__len__")):
+                raise ConfigError(
+                    f"{key}: a value of type {type(data).__name__} is not allowed; allowed: a list of rows, or a "
+                    "datasets.Dataset, which is one split and has a length"
+                )
             found = data.add_column(NUMBER, list(range(len(data)))) if numbered else data
             name = f"{key}.parquet"
             self._data[name] = found

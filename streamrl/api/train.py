@@ -150,6 +150,8 @@ def _task(
         )
     if not rewards and environment is None:
         raise ConfigError(f"reward: none was given; allowed: a function, or as dataset one of {', '.join(TASKS.names)}")
+    if not isinstance(asked.tools, Sequence):
+        raise ConfigError(f"tools: {asked.tools!r} is not allowed; allowed: a list of functions")
     try:
         check_environment(environment, tools_of(asked.tools))
     except ValueError as error:
@@ -167,13 +169,17 @@ def _task(
 
 def _rewards(reward: Reward | Sequence[Reward] | None, weights: Sequence[float] | None) -> list[RewardFunction]:
     """Raises ConfigError for what is no function, and for another number of weights."""
-    given = [] if reward is None else [reward] if callable(reward) else list(reward)
+    given = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
     if not_callable := next((each for each in given if not callable(each)), None):
         raise ConfigError(f"reward: {not_callable!r} is not allowed; allowed: a function, or a list of functions")
-    if weights is not None and len(weights) != len(given):
-        raise ConfigError(f"reward_weights: {len(weights)} for {len(given)} rewards; allowed: one for each")
     try:
-        return [RewardFunction(each, weight) for each, weight in zip(given, weights or [1.0] * len(given), strict=True)]
+        each_weight = [1.0] * len(given) if weights is None else [float(weight) for weight in weights]
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward_weights: {weights!r} is not allowed; allowed: a list of numbers") from None
+    if len(each_weight) != len(given):
+        raise ConfigError(f"reward_weights: {len(each_weight)} for {len(given)} rewards; allowed: one for each")
+    try:
+        return [RewardFunction(each, weight) for each, weight in zip(given, each_weight, strict=True)]
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

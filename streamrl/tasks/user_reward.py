@@ -2,12 +2,14 @@
 
     def reward(text: str, answer: str, row: dict, finish_reason: str) -> float | dict[str, float]: ...
 
-A mapping gives the reward under `reward`, and whatever else it names as parts for the metrics. The function may
-raise: its answer has the lowest reward then. It may hang, exit or eat memory: that costs its sample.
+A mapping gives the reward under `reward`, and whatever else it names as parts for the metrics. The function may be
+`async`. It may raise: its answer has the lowest reward then. It may hang, exit or eat memory: that costs its sample.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +20,9 @@ from streamrl.tasks.judges import MEMORY, Judges, judge_lines
 from streamrl.tasks.named import load_named
 
 _MODULE = "streamrl.tasks.user_reward"
+
+# What a function is given, by these names.
+ARGUMENTS = ("text", "answer", "row", "finish_reason")
 
 
 class UserReward(Judges):
@@ -53,17 +58,26 @@ def check_target(target: str, timeout: float) -> None:
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that `target` names. Raises ValueError, ImportError, OSError, or what its module raises."""
+    """The function that `target` names. Raises ValueError, ImportError, OSError, or what its module raises.
+
+    ValueError also for one that cannot be called with ARGUMENTS.
+    """
     function: Callable[..., Any] = load_named(target, "function")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
+    except TypeError as error:
+        raise ValueError(f"it is called with {', '.join(ARGUMENTS)}: {error}") from None
     return function
 
 
 def prepare(arguments: Sequence[str]) -> Callable[..., dict[str, Any]]:
     """Load the function. Returns what calls it with the keys of a question."""
     function = load_function(arguments[0])
+    runner = asyncio.Runner()
 
     def judge(**question: Any) -> dict[str, Any]:
         given = function(**question)
+        given = runner.run(given) if inspect.iscoroutine(given) else given
         values = dict(given) if isinstance(given, dict) else {"reward": given}
         if "reward" not in values:
             raise ValueError(f"the mapping has no 'reward', but {', '.join(map(repr, values)) or 'nothing'}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 
 import streamrl
@@ -120,6 +121,44 @@ def test_what_is_no_reward_data_or_key_is_refused_in_one_line(refused):
     assert "run.steps: 0 is not allowed" in refused(steps=0)
     assert refused(environment=object).startswith("environment: object has no method reset")
     assert refused(tools=[lambda a: a]).startswith("tools: <lambda> has no docstring")
+    assert refused(tools=["double"]).startswith("tools: 'double' is not allowed; allowed: a function with types")
+    assert refused(tools=double).endswith("is not allowed; allowed: a list of functions")
+    assert refused(reward="rewards.py:exact").startswith("reward: 'rewards.py:exact' is not allowed; allowed: ")
+
+
+@pytest.mark.parametrize("weights", [1.0, ["many"], [[1]]])
+def test_weights_that_are_no_numbers_are_refused(refused, weights):
+    assert refused(reward_weights=weights).startswith("reward_weights: ")
+
+
+def test_weights_may_be_an_array(configured):
+    configured("tiny", ROWS, [exact, lambda completion: 0.0], reward_weights=np.array([1.0, 0.1]))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}),
+        datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
+        {"prompt": ["a", "b"]},
+        (row for row in ROWS),
+        pandas.DataFrame(ROWS),
+    ],
+    ids=lambda rows: type(rows).__name__,
+)
+def test_what_is_no_list_of_rows_is_refused(refused, rows):
+    told = f"dataset: a value of type {type(rows).__name__} is not allowed; allowed: a list of rows, or a "
+    assert refused(dataset=rows).startswith(told)
+
+
+class Needy:
+    def __init__(self, size):
+        self.size = size
+
+
+@pytest.mark.parametrize(("made", "name"), [(Needy, "Needy"), (Needy(1), "Needy")])
+def test_an_environment_that_cannot_be_made_is_refused(refused, made, name):
+    assert refused(environment=made).startswith(f"environment: {name} cannot be made: TypeError: ")
 
 
 class Guess:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import textwrap
 from fractions import Fraction
 
@@ -178,5 +179,34 @@ def test_a_reward_that_cannot_be_loaded_is_refused_before_the_run(sums, tmp_path
         sums(reward=target)
 
 
-def test_a_reward_may_be_a_dotted_path(sums):
-    assert judged(sums(reward="operator:length_hint"), "7")[0].parts == {FAILED: 1.0}  # takes no such keywords
+def test_a_reward_may_be_a_dotted_path(sums, tmp_path, monkeypatch):
+    (tmp_path / "dotted").mkdir()
+    (tmp_path / "dotted" / "mine.py").write_text("from .other import HALF\n\ndef reward(**given):\n    return HALF\n")
+    (tmp_path / "dotted" / "other.py").write_text("HALF = 0.5\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    assert judged(sums(reward="dotted.mine:reward"), "7")[0].reward == 0.5
+
+
+def test_a_reward_may_be_asynchronous_and_keep_what_belongs_to_its_loop(sums, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import asyncio\n\nlocks = []\n\n"
+        "async def reward(text, answer, **rest):\n"
+        "    locks.append(asyncio.get_running_loop())\n"
+        "    await asyncio.sleep(0)\n"
+        "    return {'reward': float(text == answer), 'loops': len(set(locks))}\n"
+    )
+    right, wrong = judged(sums(reward=f"{tmp_path}/mine.py:reward", score_processes=1), "7", "8")
+    assert [(rollout.reward, rollout.parts["loops"]) for rollout in (right, wrong)] == [(1.0, 1.0), (0.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("text, answer", "got an unexpected keyword argument 'row'"),
+        ("data_source, solution_str, ground_truth, extra_info=None", "missing a required argument: 'data_source'"),
+    ],
+)
+def test_a_reward_with_other_arguments_is_refused_before_the_run(sums, tmp_path, arguments, reason):
+    (tmp_path / "mine.py").write_text(f"def reward({arguments}):\n    return 1.0\n")
+    with pytest.raises(ValueError, match=rf"^task\.args\.reward: .*with text, answer, row, finish_reason: {reason}"):
+        sums(reward=f"{tmp_path}/mine.py:reward")

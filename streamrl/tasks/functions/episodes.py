@@ -178,7 +178,12 @@ def check_environment(make: Callable[[], Any] | None, tools: Mapping[str, ToolFu
     if make is None:
         return
     name = getattr(make, "__name__", type(make).__name__)
-    environment = make()
+    try:
+        environment = make()
+    except Exception as error:  # the user's code
+        raise ValueError(
+            f"environment: {name} cannot be made: {describe(error)}; allowed: a class without arguments"
+        ) from error
     if not callable(getattr(environment, "reset", None)):
         raise ValueError(f"environment: {name} has no method reset; allowed: a class with reset and step")
     if not hasattr(environment, "step") and not methods_of(environment) and not tools:

@@ -31,7 +31,9 @@ class ToolFunction:
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
-        """Raises ValueError for a function without a docstring, or with an argument without a type."""
+        """Raises ValueError for what is no function, or has no docstring, or an argument without a type."""
+        if not hasattr(function, "__name__"):
+            raise ValueError(f"tools: {function!r} is not allowed; allowed: a function with types and a docstring")
         self.name: str = name or function.__name__
         self._function = function
         text = inspect.cleandoc(function.__doc__ or "")
