@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.config.task import ScoringConfig, TaskShare
 from streamrl.tasks import user_reward
+from streamrl.tasks.hosted import check_tasks
+from streamrl.tasks.registry import build_task
 
 DOCS = Path(__file__).parents[1] / "docs"
 ELSEWHERE = {
@@ -52,6 +55,15 @@ def model_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", sorted({page.name for page in DOCS.glob("*.md") if blocks(page.name)} - ELSEWHERE))
 def test_the_blocks_of_a_page_run_one_after_another(page):
     run(page)
+
+
+@pytest.mark.parametrize("name", ["Guessing", "Shorter", "SummedUp"])
+def test_the_tasks_of_the_page_are_tasks_by_their_path(tmp_path, name):
+    (block,) = [block for block in blocks("tasks.md") if f"class {name}(" in block]
+    (tmp_path / "mine.py").write_text(block)
+    share = TaskShare(name=f"{tmp_path}/mine.py:{name}")
+    check_tasks([share], 1, "train", ScoringConfig(processes=1))
+    assert build_task(share, 1, "train").prompt(0).index == 0
 
 
 def test_the_task_of_the_howto_asks_words_backwards(capsys):

@@ -169,7 +169,7 @@ def _task(
 
 def _rewards(reward: Reward | Sequence[Reward] | None, weights: Sequence[float] | None) -> list[RewardFunction]:
     """Raises ConfigError for what is no function, and for another number of weights."""
-    given = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
+    given: list[Any] = [] if reward is None else list(reward) if isinstance(reward, list | tuple) else [reward]
     if not_callable := next((each for each in given if not callable(each)), None):
         raise ConfigError(f"reward: {not_callable!r} is not allowed; allowed: a function, or a list of functions")
     try:

@@ -230,6 +230,9 @@ class Environment(ABC):
     infrastructure: tuple[type[Exception], ...] = INFRASTRUCTURE
     """Exceptions of the scorer that say nothing of the answer: its sample is masked. All others are the answer's."""
 
+    def __init__(self, *given: Any) -> None:  # noqa: B027 (most classes have their own)
+        """Built with what a configuration says, of which this needs nothing."""
+
     @abstractmethod
     def prompt(self, index: int) -> Prompt:
         """The prompt of `index` >= 0: the same one for the same task, seed and split, on any machine."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from streamrl.choices import TASKS
 from streamrl.config.task import TaskConfig, TaskShare
 from streamrl.tasks.arguments import OnDisk, Place, TaskArguments, parse_arguments, placed
 from streamrl.tasks.environment import Around, Environment
+from streamrl.tasks.failures import describe
 
 # The argument of tasks whose prompts can all be held out.
 _EVALUATION = "evaluation_only"
@@ -27,11 +28,17 @@ def build_task(config: TaskConfig | TaskShare, seed: int, split: str, own: Envir
     if own is not None and not TASKS.is_built_in(config.name):
         return own
     task = TASKS.load(config.name)
-    arguments = parse_arguments(task.Arguments, _given(config, task))
-    if not issubclass(task, Around):
-        return task(arguments, seed, split)
-    inner: TaskShare | None = arguments.task
-    return task(arguments, inner and build_task(inner, seed, split, own), seed, split)
+    arguments = parse_arguments(_model(task), _given(config, task))
+    given: tuple[Any, ...] = (arguments, seed, split)
+    if issubclass(task, Around):
+        inner: TaskShare | None = arguments.task
+        given = (arguments, inner and build_task(inner, seed, split, own), seed, split)
+    try:
+        return task(*given)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a class of the user's raises
+        raise ValueError(f"task.name: {config.name} cannot be made: {describe(error)}") from error
 
 
 def check_arguments(config: TaskConfig | TaskShare) -> None:
@@ -64,8 +71,7 @@ def own_share(config: TaskConfig | TaskShare) -> TaskShare | None:
 
 def arguments_of(name: str) -> type[TaskArguments]:
     """What the `task.args` of a task are checked against. Raises ValueError for a class that cannot be loaded."""
-    arguments: type[TaskArguments] = TASKS.load(name).Arguments
-    return arguments
+    return _model(TASKS.load(name))
 
 
 def placed_name(name: str, place: Place) -> str:
@@ -85,6 +91,16 @@ def placed_arguments(share: TaskConfig | TaskShare, place: Place) -> dict[str, A
         within = placed_arguments(TaskShare.model_construct(name=name, args=args), place)
         found["task"] = {**inner, "name": placed_name(name, place)} | ({"args": within} if args else {})
     return found
+
+
+def _model(task: type[Environment]) -> type[Any]:
+    """Raises ValueError for a class of the user's with arguments of another kind, such as a dataclass."""
+    if not (isinstance(task.Arguments, type) and issubclass(task.Arguments, BaseModel)):
+        raise ValueError(
+            f"task.name: {task.__name__}.Arguments is no model; allowed: a subclass of "
+            f"{TaskArguments.__module__}.TaskArguments"
+        )
+    return task.Arguments
 
 
 def _given(config: TaskConfig | TaskShare, task: type[Environment]) -> dict[str, Any]:

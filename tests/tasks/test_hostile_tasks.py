@@ -135,6 +135,14 @@ TASKS = f"""
         size = "large"
 
 
+    class Unmade(Own):
+        def __init__(self, *, size): ...
+
+
+    class Argued(Own):
+        Arguments = dict
+
+
     class Lowest(Own):
         lowest_reward = float("nan")
 
@@ -305,6 +313,8 @@ def test_prompts_and_rollouts_that_do_not_travel_are_told_and_cost_no_process(ho
     ("name", "told"),
     [
         ("Exits", r"SystemExit: no data \(.*mine\.py:\d+\)"),
+        ("Unmade", r"task\.name: .*mine\.py:Unmade cannot be made: TypeError: .* takes 1 positional argument .*"),
+        ("Argued", r"task\.name: Argued\.Arguments is no model; allowed: a subclass of .*\.TaskArguments"),
         ("Sized", r"ValidationError: Expected `int \| null`, got `str` - at `\$\.about\.size`"),
         ("Lowest", r"task\.name: Lowest\.lowest_reward is nan, a finite number is needed"),
     ],

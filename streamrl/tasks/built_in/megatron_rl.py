@@ -168,8 +168,8 @@ class MegatronRL(Questions):
         self._math = self._math or MathReward(**self._limits)
         return await self._math.verdict(answer, gold, as_text=True) is True
 
-    def _question(self, row: dict[str, Any]) -> Any:
-        question = super()._question(row)
+    def _question(self, row: dict[str, Any], index: int) -> str:
+        question = super()._question(row, index)
         text = question if isinstance(question, str) else message_text(question[0])
         return _LINE_FORM.sub("", text)
 
