@@ -26,6 +26,7 @@ from streamrl.lab.output import check_new_folder
 from streamrl.learner.role import run_recorded
 from streamrl.learner_environment import learner_environment
 from streamrl.observe.bars import Bar
+from streamrl.observe.ending import saved_steps
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import load_run
 from streamrl.preflight.lengths import check_lengths
@@ -79,7 +80,7 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
             print(f"  {key}: {config_file.value_at(config, key)}, in the run {config_file.value_at(recorded, key)}")
     count = _steps(run_folder, config.run.steps if steps is None else min(steps, config.run.steps))
     with Bar("retrain", "steps", count) as bar:
-        trainer = run_recorded(config, output, bar.over(islice(batches(run_folder), steps)))
+        trainer = run_recorded(config, output, bar.over(islice(batches(run_folder), count or steps)))
     try:
         if (trained := trainer.version.step) < max(1, count):
             return _lacking(run_folder, trained, count) if trainer.rank == 0 else 1
@@ -97,8 +98,12 @@ def main(run_folder: Path, output: Path, steps: int | None = None, changes: Sequ
 
 
 def _steps(run_folder: Path, steps: int) -> int:
-    """How many of those that are recorded are trained: `steps` at most."""
-    return min(steps, sum(1 for _ in read_metrics(run_folder)))
+    """How many of those that the run has trained are trained again: `steps` at most; 0 where only its journal is left.
+
+    The last batch of the journal may have been handed out, and not trained, when the run was ended.
+    """
+    trained = [*saved_steps(run_folder), *(row["step"] for row in read_metrics(run_folder))]
+    return min(steps, max(trained, default=0))
 
 
 def _lacking(run_folder: Path, trained: int, count: int) -> int:
@@ -178,7 +183,12 @@ def _different(weights: dict[str, torch.Tensor], run_folder: Path, step: int) ->
     kept = _kept(run_folder, step)
     if kept is None:
         return None
-    names = [name for name, tensor in kept if not torch.equal(tensor, weights[name])]
+    lacking, names = set(weights), list[str]()
+    for name, tensor in kept:
+        lacking.discard(name)
+        if name not in weights or not torch.equal(tensor, weights[name]):
+            names.append(name)
+    names += sorted(lacking)
     return f"no, {len(names)} tensors differ, first {names[0]}" if names else ""
 
 

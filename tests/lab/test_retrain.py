@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
 from launch import tiny_model
 from streamrl import cli
@@ -53,17 +54,22 @@ def _record(folder: Path, make_group, poison: int | None = None) -> Path:
     config_file.save(config, run / "config.yaml")
     journal = Journal(run / "journal", JournalConfig(), b"")
     for step in range(STEPS):
-        ids = tuple(range(step * GROUPS, (step + 1) * GROUPS))
-        for group_id in ids:
-            group = _of_the_tiny_model(make_group(group_id), 1 << 20 if group_id == poison else 0)
-            frames = [bytes(frame) for frame in encode_group(group, 1 << 20)]
-            journal.append_group(Completed(group_id=group_id, attempt=0, size=1, tokens=1), frames)
-        journal.append(Consumed(step=step, group_ids=ids))
-        if poison in ids:
-            journal.append(Quarantined(step=step, group_id=poison, attempt=0, reason="IndexError"))
+        _append(journal, make_group, step, poison)
     journal.commit()
     journal.close()
     return run
+
+
+def _append(journal: Journal, make_group, step: int, poison: int | None = None) -> None:
+    """The groups of a step, and its batch."""
+    ids = tuple(range(step * GROUPS, (step + 1) * GROUPS))
+    for group_id in ids:
+        group = _of_the_tiny_model(make_group(group_id), 1 << 20 if group_id == poison else 0)
+        frames = [bytes(frame) for frame in encode_group(group, 1 << 20)]
+        journal.append_group(Completed(group_id=group_id, attempt=0, size=1, tokens=1), frames)
+    journal.append(Consumed(step=step, group_ids=ids))
+    if poison in ids:
+        journal.append(Quarantined(step=step, group_id=poison, attempt=0, reason="IndexError"))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +98,32 @@ def test_a_run_that_was_shortened_afterwards_is_trained_to_the_step_that_it_has_
     (short / "config.yaml").write_text(config.replace(f"steps: {STEPS}\n", f"steps: {STEPS - 1}\n"))
     assert _retrain(short, tmp_path / "again", "checkpoint.export=false") == 0
     assert "journal" not in capsys.readouterr().err
+
+
+def test_a_batch_that_was_handed_out_and_not_trained_before_the_run_was_ended_is_not_trained(
+    kept, make_group, tmp_path, capsys
+):
+    ended = tmp_path / "run"
+    shutil.copytree(kept, ended)
+    config = (ended / "config.yaml").read_text()
+    (ended / "config.yaml").write_text(config.replace(f"steps: {STEPS}\n", f"steps: {STEPS + 2}\n"))
+    journal = Journal(ended / "journal", JournalConfig(), b"")
+    _append(journal, make_group, STEPS)
+    journal.commit()
+    journal.close()
+    assert _retrain(ended, tmp_path / "again", "checkpoint.export=false") == 0
+    assert f"equal to the run's weights of step {STEPS}: bit for bit" in capsys.readouterr().out
+
+
+def test_kept_weights_that_lack_a_tensor_are_not_equal(kept, tmp_path, capsys):
+    cut = tmp_path / "run"
+    shutil.copytree(kept, cut)
+    file = cut / "weights" / f"{STEPS}.0" / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.norm.weight"]
+    save_file(weights, file)
+    assert _retrain(cut, tmp_path / "again", "checkpoint.export=false") == 1
+    assert f"step {STEPS}: no, 1 tensors differ, first model.norm.weight" in capsys.readouterr().out
 
 
 def test_a_signal_ends_it_with_its_own_code_and_blames_nothing(kept, tmp_path, capsys, monkeypatch):
