@@ -54,8 +54,12 @@ def rounds(config: Config) -> bool:
 
 
 def of_rounding(differences: Sequence[np.ndarray]) -> Limits | None:
-    """The rounding that was measured: |log-prob in bfloat16 - log-prob in float32| of tokens; None without any."""
+    """The rounding that was measured: |log-prob in bfloat16 - log-prob in float32| of tokens; None without any.
+
+    Where one of them is not finite there is no difference, and no limit follows from it.
+    """
     found = np.concatenate([*differences, np.zeros(0)])
+    found = found[np.isfinite(found)]
     if not len(found):
         return None
     return Limits(float(found.max()), float(np.percentile(found, 99)), float(found.mean()))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace as replaced
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from launch import tiny_model
@@ -122,11 +125,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path, li
 
 @pytest.fixture
 def audited(recorded, make_group, tmp_path):
-    """`audited(off)`: the findings where what version v + off drew carries the stamp v."""
+    """`audited(off, unknown)`: what is found where what version v + off drew carries the stamp v, and the kept weights
+    of version `unknown` are no numbers.
+    """
     config, run, samples = recorded
 
-    def find(off: int) -> Findings:
-        (tmp_path / "weights").symlink_to(run / "weights")
+    def find(off: int, unknown: int | None = None) -> Findings:
+        shutil.copytree(run / "weights", tmp_path / "weights")
+        if unknown is not None:
+            file = tmp_path / "weights" / f"{unknown}.0" / "model.safetensors"
+            save_file({name: weight * math.nan for name, weight in load_file(file).items()}, file)
         journal = Journal(tmp_path / "journal", JournalConfig(keep="all"), b"")
         rows = []
         for step in range(STEPS):
@@ -162,3 +170,9 @@ def test_stamps_that_are_off_by_one_step_are_found_although_the_old_limits_pass_
     assert differences.mean() < LIMITS["bfloat16"].mean
     assert any("another version drew them" in problem for problem in findings.problems), findings.problems
     assert "behind" in findings.problems[-1]
+
+
+def test_kept_weights_that_are_no_numbers_are_found_and_loosen_no_limit(audited):
+    findings = audited(0, unknown=1)
+    assert math.isfinite(findings.limits.largest)
+    assert any(f"{SAMPLES * TOKENS} tokens differ" in problem for problem in findings.problems), findings.problems
