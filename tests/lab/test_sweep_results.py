@@ -203,6 +203,10 @@ def test_results_alone_start_nothing_and_name_the_runs_that_are_missing(make_swe
         (682.04, 1.93, "682.0 ± 1.9"),
         (479.2, 357.0, "479 ± 357"),
         (1.2e-8, 3e-9, "1.2e-08 ± 3e-09"),
+        (1.2344e-3, 4e-6, "1.234e-03 ± 4e-06"),
+        (1.2344e-3, 1.4e-7, "1.23440e-03 ± 1.4e-07"),
+        (1e-8, 4e-6, "1e-08 ± 4e-06"),
+        (999.7, 0.0, "1000"),
         (1.0, 1e-14, "1"),
         (0.9123, None, "0.912"),
     ],
@@ -259,6 +263,14 @@ def test_reward_curves_have_the_same_rewards_at_steps_tokens_and_seconds():
     assert curves["tokens"][0] == [100, 200, 300]
     assert curves["seconds"][0] == [0, 2, 4]  # the start of the servers is in nobody's curve
     assert curves["tokens"][1] == pytest.approx([0.11, 0.115, 0.12])
+
+
+def test_a_step_without_rewards_is_in_the_tokens_and_seconds_of_the_later_ones():
+    curves = reward_curves([row(1), row(2, **{"reward/mean": None}), row(3)])
+    assert curves["steps"][0] == [1, 3]
+    assert curves["tokens"][0] == [100, 300]
+    assert curves["seconds"][0] == [0, 4]
+    assert len(curves["seconds"][1]) == 2
 
 
 def test_a_band_is_over_all_seeds_at_every_place_and_ends_where_the_first_of_them_ends():

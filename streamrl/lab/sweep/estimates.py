@@ -35,10 +35,10 @@ class Estimate:
         for one seed, or where all seeds agree.
         """
         if self.half_width is None or self.half_width < NOTHING:
-            return f"{self.mean:.0f}" if abs(self.mean) >= 1000 else f"{round(self.mean, 9):.3g}"
+            return f"{self.mean:.0f}" if abs(self.mean) >= 999.5 else f"{round(self.mean, 9):.3g}"
         places = digits(self.half_width)
         if places > MOST_DIGITS:
-            return f"{self.mean:.1e} ± {self.half_width:.0e}"
+            return f"{_with_exponent(self.mean, places)} ± {_with_exponent(self.half_width, places)}"
         return f"{self.mean:.{places}f} ± {self.half_width:.{places}f}"
 
 
@@ -62,6 +62,16 @@ def digits(half_width: float) -> int:
         return 2
     size = math.floor(math.log10(half_width))
     return max(0, -size + (half_width < 2 * 10**size))
+
+
+def _with_exponent(value: float, places: int) -> str:
+    """As far as so many digits behind the point.
+
+    >>> _with_exponent(0.001234, 6), _with_exponent(4e-6, 6), _with_exponent(1e-8, 6)
+    ('1.234e-03', '4e-06', '1e-08')
+    """
+    power = math.floor(math.log10(abs(value))) if value else -places
+    return f"{value:.{max(0, places + power)}e}"
 
 
 def student_t(freedom: int) -> float:

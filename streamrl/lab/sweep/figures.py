@@ -177,17 +177,18 @@ def staleness_shares(rows: Rows) -> dict[str, float]:
 def reward_curves(rows: Rows) -> dict[str, tuple[list[float], list[float]]]:
     """Running mean of the reward against `steps`, trained `tokens` and `seconds`: (places, values) each.
 
-    Seconds count from the first step on: the servers' start is in nobody's curve.
+    Seconds count from the first step on: the servers' start is in nobody's curve. A step without rewards has no place
+    of its own, and is in those of the later ones.
     """
-    rows = [row for row in rows if row.get("reward/mean") is not None]
-    rewards = [row["reward/mean"] for row in rows]
-    values = [_mean(rewards[max(0, end - CURVE_WINDOW) : end]) or 0.0 for end in range(1, len(rows) + 1)]
-    seconds = [0.0, *(row["time/step"] for row in rows[1:])]
-    return {
-        "steps": ([float(row["step"]) for row in rows], values),
-        "tokens": ([float(total) for total in itertools.accumulate(row["tokens/trained"] for row in rows)], values),
-        "seconds": (list(itertools.accumulate(seconds)), values),
+    seen = [place for place, row in enumerate(rows) if row.get("reward/mean") is not None]
+    rewards = [rows[place]["reward/mean"] for place in seen]
+    values = [_mean(rewards[max(0, end - CURVE_WINDOW) : end]) or 0.0 for end in range(1, len(rewards) + 1)]
+    places = {
+        "steps": [float(row["step"]) for row in rows],
+        "tokens": list(itertools.accumulate(float(row["tokens/trained"]) for row in rows)),
+        "seconds": list(itertools.accumulate((row["time/step"] for row in rows[1:]), initial=0.0)),
     }
+    return {name: ([each[place] for place in seen], values) for name, each in places.items()}
 
 
 def settled(rows: Rows) -> Rows:
