@@ -72,6 +72,16 @@ def test_samples_beyond_the_limit_wait_for_a_place() -> None:
     assert run_to_the_end(server)[0].time == pytest.approx(3 * 0.09)
 
 
+def test_what_finds_no_place_halts_nobody_before_it_has_one() -> None:
+    server = GenerationServer(ServerSpeed(step=0.01, sample=0.0, prefill=1.0, max_running=1))
+    server.start(1, [10], now=0.0)
+    assert server.advance(1.02) == []
+    server.start(2, [5], now=1.02)
+    first, second = server.advance(10.0)
+    assert first.time == pytest.approx(1.0 + 9 * 0.01)
+    assert second.time == pytest.approx(first.time + 1.0 + 4 * 0.01)
+
+
 def test_an_update_stops_the_server_and_its_tokens_are_of_both_versions() -> None:
     server = GenerationServer(ServerSpeed(step=0.01, sample=0.0, again=0.5), version=3)
     server.start(0, [10], 0.0)

@@ -129,7 +129,7 @@ class GenerationServer:
             self._new.append((group_id, lengths))
         else:
             self._waiting.extend((group_id, place, length) for place, length in enumerate(lengths))
-        if not self._debt and not self._asleep:
+        if not self._debt and not self._asleep and self._has_prefill():
             self._fill()
 
     def sleep(self, now: float) -> None:
