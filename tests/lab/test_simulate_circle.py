@@ -299,6 +299,23 @@ def test_a_wrong_fleet_file_is_refused_with_its_key(tmp_path: Path) -> None:
         plan(read_fleet(tmp_path / "fleet.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("part", "wrong", "told"),
+    [
+        ("gpus: [16, 64]", "gpus: []", "gpus: "),
+        ("shares: [0.25, 0.5]", "shares: [0.5, -0.5]", r"shares\.1: "),
+        ("sigma: 0.8", "sigma: 1000", r"answers\.sigma: "),
+        ("gpus: [16, 64]", "gpus: [16]\ngpus: [64]", "occurs twice"),
+        ("gpus: [16, 64]", "gpus: [\xff]", "can't decode"),
+    ],
+)
+def test_a_fleet_file_that_says_nothing_or_no_text_is_refused_before_the_first_simulation(part, wrong, told, tmp_path):
+    assert part in FLEET
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace(part, wrong), encoding="latin-1")
+    with pytest.raises(ConfigError, match=told):
+        read_fleet(tmp_path / "fleet.yaml")
+
+
 def test_by_sample_a_long_answer_keeps_one_place_and_the_bound_holds() -> None:
     parts = Model(answers(4, 4, 4, 80), ServerSpeed(0.01, 0.0), Line(0.05, 0.0), FREE)
     given = config(steps=30, max_staleness=4, in_flight=2)

@@ -11,9 +11,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import yaml
 from pydantic import Field, ValidationError
 
 from streamrl.config import Config
@@ -55,7 +54,7 @@ class AnswerFigures(Section):
 
     prompt: int = Field(ge=0, description="tokens of a prompt")
     median: float = Field(gt=0, description="tokens of the median answer")
-    sigma: float = Field(0.8, ge=0, description="standard deviation of the logarithm")
+    sigma: float = Field(0.8, ge=0, le=10, description="standard deviation of the logarithm")
     longest: int = Field(ge=1, description="tokens at which an answer is cut")
 
 
@@ -70,8 +69,12 @@ class PublishFigures(Section):
 class Fleet(Section):
     """The file of `--fleet`."""
 
-    gpus: tuple[int, ...] = Field((64, 128, 256, 512, 1024, 2048, 4096), description="sizes of the fleets")
-    shares: tuple[float, ...] = Field((0.25, 0.5, 0.75), description="shares of a fleet that generate")
+    gpus: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (64, 128, 256, 512, 1024, 2048, 4096), min_length=1, description="sizes of the fleets"
+    )
+    shares: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = Field(
+        (0.25, 0.5, 0.75), min_length=1, description="shares of a fleet that generate"
+    )
     server: ServerFigures = Field(description="a server")
     learner: LearnerFigures = Field(description="the learner")
     answers: AnswerFigures = Field(description="the answers")
@@ -98,8 +101,8 @@ class Planned:
 def read_fleet(path: Path) -> Fleet:
     """Read and check the file. Raises ConfigError with one line."""
     try:
-        return Fleet.model_validate(yaml.safe_load(path.read_text()) or {})
-    except (OSError, yaml.YAMLError) as error:
+        return Fleet.model_validate(config_file.parse_yaml(path.read_text(), where=path) or {})
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--fleet: {path}: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
