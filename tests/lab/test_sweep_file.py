@@ -125,6 +125,14 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
         ),
         ({"set": {"run.seed": 3}}, "run.seed: the sweep gives it to each run"),
         ({"set": {"algo.kl": 0.1}, "grid": {"algo.kl": [0.1, 0.2]}}, "set: algo.kl is swept over"),
+        (
+            {"set": {"replay.groups_per_step": 4}, "points": [{"name": "a", "replay": {"max_staleness": 1}}]},
+            "set: replay is swept over",
+        ),
+        (
+            {"points": [{"name": "a", "algo": {"eps_high": 0.3}}], "grid": {"algo.eps_low": [0.1]}},
+            "points: algo is in `grid` as well; allowed: in one of them",
+        ),
         ({"name": "a/b"}, "name: 'a/b' is no folder name"),
     ],
 )

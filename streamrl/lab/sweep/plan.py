@@ -20,7 +20,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,12 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         raise ConfigError(f"name: {name!r} is no folder name; allowed: letters, digits, _ . -")
     grid, points = _grid(tree), _points(tree)
     common = _mapping(tree, "set")
-    if both := sorted(key for point in points for key in point if key in grid):
+    if both := _covering({key for point in points for key in point}, grid):
         raise ConfigError(f"points: {both[0]} is in `grid` as well; allowed: in one of them")
     swept = {key for settings in (grid, *points) for key in settings if key != "name"}
     given = {text.partition("=")[0] for text in overrides}
     for place, keys in (("set", common), ("overrides", given)):
-        if both := sorted(swept.intersection(keys)):
+        if both := _covering(swept, keys):
             raise ConfigError(f"{place}: {both[0]} is swept over; allowed: keys that `grid` and `points` do not have")
     if own := sorted({*swept, *common, *given} & set(OWN)):
         raise ConfigError(f"{own[0]}: the sweep gives it to each run; allowed: seeds, name and folder of the sweep")
@@ -138,6 +138,15 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         columns=_columns(tree),
         seeds=_seeds(tree),
     )
+
+
+def _covering(keys: Iterable[str], others: Iterable[str]) -> list[str]:
+    """Those of `keys` that would set one of `others` too.
+
+    >>> _covering(["replay", "publish.every"], ["replay.window", "publish.every", "algo.loss"])
+    ['publish.every', 'replay']
+    """
+    return sorted(key for key in keys if any(f"{other}.".startswith(f"{key}.") for other in others))
 
 
 def override(key: str, value: Any) -> str:
