@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.drawn_lengths import LONGEST, SERVER_ARGUMENTS
+from benchmarks.drawn_lengths import LONGEST
 from benchmarks.one_side import taker, trained_alone
 from benchmarks.pinned import on_core, two_cores
 from streamrl import run_folder
@@ -208,7 +208,6 @@ class Bench:
     def config(self, name: str, steps: int, *changes: Mapping[str, Mapping[str, Any]]) -> Config:
         """That of a run; of several `changes` to one key the last one holds."""
         attach = {"attach": (self._address,)} if self._address else {}
-        server = {**SERVER_ARGUMENTS, "max_running_requests": RUNNING}
         sections: dict[str, dict[str, Any]] = {
             "run": {"folder": self._folder, "name": name, "steps": steps, "silence_timeout": TIMEOUT},
             "model": {"path": self._folder / "model"},
@@ -216,8 +215,8 @@ class Bench:
                 "name": "benchmarks.drawn_lengths:DrawnLengths", "args": {"length": 3, "alphabet": ALPHABET},
             },
             "generate": {
-                "group_size": GROUP_SIZE, "groups_in_flight": GROUPS, "probes": 0, "server_args": server,
-                "sampling": {"max_new_tokens": LONGEST}, **attach,
+                "group_size": GROUP_SIZE, "groups_in_flight": GROUPS, "probes": 0,
+                "server_args": {"max_running_requests": RUNNING}, "sampling": {"max_new_tokens": LONGEST}, **attach,
             },
             "replay": {"groups_per_step": GROUPS},
             "journal": {"keep": "all"},

@@ -4,8 +4,8 @@
 
     "caf=" ──▶ "caf=caf=caf=c"       a sample of 13 tokens
 
-A real model ends its answers where it likes, and learns to end them elsewhere. Here the server goes on past the end
-token (`SERVER_ARGUMENTS`), and each sample is asked for its own number of tokens, so that runs can be compared.
+A real model ends its answers where it likes, and learns to end them elsewhere. Here no token ends an answer, and each
+sample is asked for its own number of tokens, so that runs can be compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +22,6 @@ from streamrl.tasks.environment import EXACT, Completion, Inference, Prompt, Rol
 SIGMA = 0.8  # of the logarithm of the length
 MEAN = 32  # tokens, before the cut
 LONGEST = 224  # tokens: one answer in 430 is cut there
-
-SERVER_ARGUMENTS: dict[str, Any] = {"preferred_sampling_params": {"ignore_eos": True}}
 
 
 def drawn_length(prompt: int, sample: int) -> int:
@@ -46,5 +43,5 @@ class DrawnLengths(Copy):
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
         lengths = [drawn_length(prompt.index, sample) for sample in range(n)]
-        asked = [inference.generate(prompt.content, 1, max_new_tokens=length) for length in lengths]
+        asked = [inference.generate(prompt.content, 1, max_new_tokens=length, stop_token_ids=[]) for length in lengths]
         return await self.score_all(prompt, [answers[0] for answers in await asyncio.gather(*asked)])

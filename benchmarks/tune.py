@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 from benchmarks.balanced_run import ALPHABET, write_model
-from benchmarks.drawn_lengths import LONGEST, SERVER_ARGUMENTS
+from benchmarks.drawn_lengths import LONGEST
 from benchmarks.tune_grid import Comparison, Kept, Overrides, grid, with_its_micro_batch
 from launch import tiny_model
 from streamrl.config import file as config_file
@@ -70,7 +70,7 @@ DRAWN: dict[str, Any] = {
     "task": {"name": "benchmarks.drawn_lengths:DrawnLengths", "args": {"length": 3, "alphabet": ALPHABET}},
     "generate": {
         "group_size": 4, "groups_in_flight": 16, "sampling": {"max_new_tokens": LONGEST},
-        "server_args": {**SERVER_ARGUMENTS, "max_running_requests": 16},
+        "server_args": {"max_running_requests": 16},
     },
     "replay": {"groups_per_step": 16},
     "learner": {"passes": 2, "tokens_per_micro_batch": 1024},

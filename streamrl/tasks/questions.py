@@ -21,7 +21,7 @@ from streamrl.tasks.messages import asked_of
 from streamrl.tasks.order import item_at
 from streamrl.tasks.rows import Rows, RowsArguments, value_at
 from streamrl.tasks.starter import Starter
-from streamrl.tasks.user_reward import UserReward, check_target
+from streamrl.tasks.user_reward import GIVEN, UserReward, check_target
 
 # The reward part that is 1.0 where an answer was found and could be read, else 0.0.
 PARSED = "parsed"
@@ -230,7 +230,7 @@ class Questions(Environment):
 
 def _check_reward(target: str, timeout: float) -> None:
     try:
-        check_target(target, timeout)
+        check_target(target, timeout, GIVEN)
     except ValueError as error:
         raise ValueError(
             f"{ARGUMENTS}.reward: {target!r} cannot be loaded ({error}); allowed: package.module:function or "

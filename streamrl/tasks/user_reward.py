@@ -21,8 +21,10 @@ from streamrl.tasks.named import load_named
 
 _MODULE = "streamrl.tasks.user_reward"
 
+_CHECK = "--check"  # in place of the target: the function is loaded, and nothing is judged
+
 # What a function is given, by these names.
-ARGUMENTS = ("text", "answer", "row", "finish_reason")
+GIVEN = ("text", "answer", "row", "finish_reason")
 
 
 class UserReward(Judges):
@@ -41,11 +43,14 @@ class UserReward(Judges):
         return Score(reward=reply["reward"], parts=reply["parts"])
 
 
-def check_target(target: str, timeout: float) -> None:
-    """Load the function once, in a process of its own. Raises ValueError with its reason, on one line."""
+def check_target(target: str, timeout: float, names: Sequence[str] = ()) -> None:
+    """Load the function once, in a process of its own. Raises ValueError with its reason, on one line.
+
+    names: of the arguments that it must take; none: it is called otherwise.
+    """
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _MODULE, target],
+            [sys.executable, "-m", _MODULE, _CHECK, target, *names],
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
@@ -57,16 +62,17 @@ def check_target(target: str, timeout: float) -> None:
         raise ValueError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200])
 
 
-def load_function(target: str) -> Callable[..., Any]:
+def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     """The function that `target` names. Raises ValueError, ImportError, OSError, or what its module raises.
 
-    ValueError also for one that cannot be called with ARGUMENTS.
+    ValueError also for one that cannot be called with these names.
     """
     function: Callable[..., Any] = load_named(target, "function")
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(ARGUMENTS))
-    except TypeError as error:
-        raise ValueError(f"it is called with {', '.join(ARGUMENTS)}: {error}") from None
+    if names:
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(names))
+        except TypeError as error:
+            raise ValueError(f"it is called with {', '.join(names)}: {error}") from None
     return function
 
 
@@ -90,7 +96,7 @@ def prepare(arguments: Sequence[str]) -> Callable[..., dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        load_function(sys.argv[1])
+    if sys.argv[1] == _CHECK:
+        load_function(sys.argv[2], sys.argv[3:])
     else:
         judge_lines(prepare)

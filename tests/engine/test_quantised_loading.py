@@ -219,7 +219,7 @@ def test_processes_that_sglang_starts_afresh_quantise_too():
         ),
         (
             {"generate": {"quantization": "fp8", "server_args": {"load-format": "flash_rl"}}},
-            "server_args: load-format=flash_rl is not allowed beside generate.quantization=fp8",
+            "server_args: load_format=flash_rl is not allowed beside generate.quantization=fp8",
         ),
         (
             {"generate": {"pools": [{"name": "a", "server_args": {"quantization": "fp8"}}]}},

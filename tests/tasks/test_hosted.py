@@ -439,7 +439,8 @@ def test_an_answer_that_nobody_waits_for_any_more_is_cancelled_in_its_process(ho
 
 def test_a_class_that_cannot_be_loaded_is_refused_by_one_line(host, tmp_path):
     share = TaskConfig(name=f"{tmp_path}/mine.py:Broken").shares
-    with pytest.raises(ValueError, match=r"^RuntimeError: no data here \(.*mine\.py:\d+\)$"):
+    told = r"^task\.name: .*mine\.py:Broken cannot be made: RuntimeError: no data here \(.*\)$"
+    with pytest.raises(ValueError, match=told):
         check_tasks(share, 1, "train", ScoringConfig())
     share = TaskConfig(name=f"{tmp_path}/mine.py:Nobody").shares
     with pytest.raises(ValueError, match=r"^task\.name: .* cannot be loaded: ValueError: .* has no class 'Nobody'$"):
