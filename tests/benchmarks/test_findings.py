@@ -1,0 +1,313 @@
+"""docs/staleness.md: the headline of each finding is a claim that the stored runs are asked for, and each number beside
+its tables is one of the sweep's settings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.stored_sweeps import read_stored
+from streamrl.lab.sweep.differences import difference, ratio
+from streamrl.lab.sweep.estimates import estimate
+from streamrl.lab.sweep.plan import read
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "staleness.md").read_text()
+
+OVERALL = "reward over the run"
+
+_SECTION = re.compile(r"^#+ ", re.MULTILINE)
+_BLOCK = re.compile(r"<!-- [\w.-]+ findings:.*?<!-- end of [\w.-]+ findings -->|```.*?```|`[^`]*`", re.DOTALL)
+_TARGET = re.compile(r"\]\([^)]*\)|<!--.*?-->")
+_HEADLINE = re.compile(r"^- \*(.+?)\*: ", re.MULTILINE)
+_NUMBER = re.compile(r"(?<![\w.-])\d+(?:\.\d+)?(?:e-?\d+)?(?!\w)")
+
+# What a page may say beside the settings: the level of an interval, the bars of a section.
+LEVEL = 95
+BARS: Mapping[str, set[float]] = {"freshness": {3.0, 0.8}, "reuse": {0.65}}
+
+
+class Interval(tuple[float, float]):
+    """Its ends, of 95 %."""
+
+    def above(self, other: Interval) -> bool:
+        return self[0] > other[1]
+
+    def holds(self, value: float) -> bool:
+        return self[0] <= value <= self[1]
+
+    def overlaps(self, other: Interval) -> bool:
+        return not (self.above(other) or other.above(self))
+
+    def near(self, value: float) -> bool:
+        """But for rounding."""
+        return max(abs(value - end) for end in self) < 1e-6
+
+    def within(self, bar: float) -> bool:
+        return -bar < self[0] and self[1] < bar
+
+    @property
+    def middle(self) -> float:
+        return sum(self) / 2
+
+
+class Runs:
+    """The figures of a stored sweep, by point."""
+
+    def __init__(self, sweep: Mapping[str, Any]) -> None:
+        self._points = {point["name"]: point for point in sweep["points"]}
+
+    def values(self, point: str, figure: str) -> dict[int, float]:
+        """By seed."""
+        runs = self._points[point]["runs"].items()
+        return {int(seed): run[figure] for seed, run in runs if figure in run}
+
+    def of(self, point: str, figure: str) -> Interval:
+        found = estimate(list(self.values(point, figure).values()))
+        assert found is not None
+        half = found.half_width or 0.0
+        return Interval((found.mean - half, found.mean + half))
+
+    def more(self, point: str, figure: str = OVERALL) -> Interval:
+        """Than its baseline, seed by seed."""
+        found = difference(self.values(point, figure), self.values(self._points[point]["baseline"], figure))
+        assert found is not None
+        half = found.estimate.half_width or 0.0
+        return Interval((found.estimate.mean - half, found.estimate.mean + half))
+
+    def times(self, point: str, figure: str) -> Interval:
+        """Its baseline's figure."""
+        found = ratio(self.values(point, figure), self.values(self._points[point]["baseline"], figure))
+        assert found is not None
+        assert found.student is not None
+        return Interval(found.student)
+
+    def first(self, figure: str, *, least: bool = False) -> str:
+        """The point with the largest mean, or the least one."""
+        return (min if least else max)(self._points, key=lambda point: self.of(point, figure).middle)
+
+
+def at(bound: int, point: str = "default") -> str:
+    return f"max_staleness_{bound}-{point}"
+
+
+BOUNDS = (2, 8, 16)  # under which data is old
+SECOND_PASS = "recompute-passes-2"
+
+Claims = Mapping[str, Callable[[Runs], bool]]
+
+STALENESS: Claims = {
+    "The bound is what the age is": lambda runs: all(
+        0.85 * bound < runs.of(at(bound), "staleness").middle <= bound for bound in BOUNDS
+    ),
+    "Two steps of staleness cost nothing that five seeds show": lambda runs: (
+        runs.of(at(2), OVERALL).overlaps(runs.of(at(0), OVERALL))
+        and runs.of(at(2), "trained").above(runs.of(at(0), "trained"))
+    ),
+    "Eight cost most of it, sixteen more": lambda runs: (
+        runs.of(at(8), OVERALL).middle < runs.of(at(2), OVERALL).middle / 2
+        and runs.of(at(8), OVERALL).above(runs.of(at(16), OVERALL))
+        and not any(runs.of(at(bound), "trained").above(runs.of(at(2), "trained")) for bound in (8, 16))
+    ),
+    "The older the data, the more is clipped": lambda runs: (
+        runs.of(at(16), "clipped").above(runs.of(at(8), "clipped"))
+        and runs.of(at(8), "clipped").above(runs.of(at(2), "clipped"))
+        and runs.of(at(16, "recompute"), "KL").above(runs.of(at(16), "KL"))
+        and runs.of(at(16, "recompute"), "clipped") == (0, 0)
+    ),
+    "A large effective sample size is no good sign by itself": lambda runs: (
+        runs.of(at(16), "ESS").above(runs.of(at(16, SECOND_PASS), "ESS"))
+        and runs.of(at(16, SECOND_PASS), OVERALL).above(runs.of(at(16), OVERALL))
+    ),
+    "`recompute` alone loses at a small bound and wins at a large one": lambda runs: (
+        runs.more(at(2, "recompute"))[1] < 0
+        and runs.more(at(8, "recompute")).holds(0)
+        and runs.more(at(16, "recompute"))[0] > 0
+    ),
+    "With a second pass it learns most under every bound": lambda runs: (
+        all(runs.more(at(bound, SECOND_PASS))[0] > 0 for bound in (0, *BOUNDS))
+        and all(
+            runs.of(at(bound, SECOND_PASS), "KL per step").above(runs.of(at(bound), "KL per step")) for bound in BOUNDS
+        )
+        and abs(_lost(runs, SECOND_PASS) - _lost(runs, "default")) < 0.1
+    ),
+    "`cap-1.2` gives nothing": lambda runs: all(
+        runs.more(at(bound, "cap-1.2")).holds(0) and runs.more(at(bound, "cap-1.2")).within(0.1) for bound in BOUNDS
+    ),
+    "At bound `0` the first three points are one algorithm": lambda runs: all(
+        runs.of(at(0, point), figure).near(value)
+        for point in ("default", "cap-1.2", "recompute")
+        for figure, value in (("ESS", 1), ("KL", 0), ("clipped", 0), ("masked", 0))
+    ),
+}
+
+
+def _lost(runs: Runs, point: str) -> float:
+    """Reward over the run, from bound 0 to 16."""
+    return runs.of(at(0, point), OVERALL).middle - runs.of(at(16, point), OVERALL).middle
+
+
+HARDLY = ("weight-none", "weight-sequence", "gamma-0.7", "cap-5", "discount-0.9")
+
+CORRECTIONS: Claims = {
+    "Beside the clip, weights hardly act": lambda runs: all(
+        runs.more(point, "reward").within(0.1) and runs.more(point, "reward").holds(0) for point in HARDLY
+    ),
+    "A tight cap gives a little": lambda runs: runs.more("cap-1.2")[0] > 0 and runs.more("cap-1.2").within(0.1),
+    "A proximal policy that is computed again costs reward": lambda runs: all(
+        runs.more(point, "reward")[1] < 0
+        and runs.of(point, "clipped") == (0, 0)
+        and runs.of(point, "KL").above(runs.of("default", "KL"))
+        for point in ("recompute", "recompute-weight-none")
+    ),
+    "What bounds the weight of old tokens gives a part back, in the mean": lambda runs: (
+        all(
+            runs.of(point, "reward").middle > runs.of("recompute", "reward").middle
+            and runs.of(point, "reward").overlaps(runs.of("recompute", "reward"))
+            for point in ("recompute-gamma-0.7", "recompute-second_moment")
+        )
+        and abs(runs.of("recompute-cap-5", "reward").middle - runs.of("recompute", "reward").middle) < 0.01
+    ),
+    "With a second pass it learns most from a step": lambda runs: (
+        runs.first(OVERALL) == SECOND_PASS
+        and runs.more(SECOND_PASS)[0] > 0
+        and runs.of("default", "trained").above(runs.of(SECOND_PASS, "trained"))
+        and runs.more("passes-2").holds(0)
+    ),
+    "`interpolate` is farther from its data, and not ahead": lambda runs: (
+        runs.of("interpolate", "KL").above(runs.of("default", "KL"))
+        and runs.of("default", "clipped").above(runs.of("interpolate", "clipped"))
+        and runs.more("interpolate").holds(0)
+    ),
+    "The effective sample size does not say who learns": lambda runs: (
+        runs.first("ESS", least=True) == runs.first(OVERALL) == SECOND_PASS
+    ),
+}
+
+PRETRAINED: Claims = {
+    "At steps of equal size neither is ahead of the default": lambda runs: all(
+        runs.more(point, figure)[0] < 0 and runs.more(point, figure)[1] < 0.1
+        for point in ("cap-1.2", SECOND_PASS)
+        for figure in ("reward", OVERALL)
+    ),
+    "A second pass gives nothing for twice the work": lambda runs: (
+        runs.of(SECOND_PASS, "KL per step").middle >= runs.of("default", "KL per step").middle
+        and runs.more(SECOND_PASS).middle <= 0
+        and runs.of("default", "trained").above(runs.of(SECOND_PASS, "trained"))
+    ),
+    "Ages are equal": lambda runs: all(
+        runs.of(point, "staleness").overlaps(runs.of("default", "staleness")) for point in ("cap-1.2", SECOND_PASS)
+    ),
+}
+
+FRESHNESS: Claims = {
+    "Not the bound, but the age of the data costs the reward": lambda runs: (
+        runs.of("just_in_time-16", "reward").above(runs.of("fixed-16", "reward"))
+        and runs.of("fixed-16", "staleness").above(runs.of("just_in_time-16", "staleness"))
+    ),
+    "Tickets just in time make a large bound harmless here": lambda runs: (
+        runs.more("just_in_time-16", "reward")[0] > -0.1 and runs.of("just_in_time-16", "staleness")[1] <= 3
+    ),
+    "The adaptive bound finds its way": lambda runs: all(
+        runs.of(point, "reward").middle >= 0.8 and runs.of(point, "reward").above(runs.of("fixed-16", "reward"))
+        for point in ("adaptive-16", "eager-adaptive-16")
+    ),
+    "Speeds are not to be compared": lambda runs: all(
+        runs.of(one, "trained").overlaps(runs.of(other, "trained"))
+        for one in ("fixed-2", "fixed-16")
+        for other in ("just_in_time-16", "adaptive-16", "eager-adaptive-16")
+    ),
+}
+
+REUSE: Claims = {
+    "Equal reward for less than half of the generated tokens": lambda runs: (
+        runs.times("four-times", "tokens to target")[1] < 0.5
+        and runs.times("twice", "tokens to target").holds(0.65)
+        and all(runs.more(point, "reward").holds(0) for point in ("twice", "four-times"))
+    ),
+    "And of the time": lambda runs: (
+        runs.times("four-times", "seconds to target").middle < 0.5
+        and runs.of("four-times", "trained").above(runs.of("once", "trained"))
+    ),
+    "The definition that looks worse is trained tokens": lambda runs: (
+        runs.times("four-times", "trained to target").middle > 1
+        and all(runs.more(point)[1] < 0 for point in ("twice", "four-times"))
+    ),
+}
+
+IN_BFLOAT16 = tuple(f"dtype_bfloat16-{who}" for who in ("decode", "prefill", "full_prefill"))
+
+SCORING: Claims = {
+    "In float32 the mismatch can be had at nothing": lambda runs: (
+        runs.of("dtype_float32-full_prefill", "largest mismatch") == (0, 0)
+        and runs.of("dtype_float32-decode", "mismatch").above(runs.of("dtype_float32-prefill", "mismatch"))
+    ),
+    "In bfloat16 nobody who scores makes it smaller": lambda runs: all(
+        runs.of(point, "mismatch").overlaps(runs.of(IN_BFLOAT16[0], "mismatch")) for point in IN_BFLOAT16[1:]
+    ),
+    "None of it costs reward that five seeds show": lambda runs: all(
+        runs.more(point).holds(0) and runs.more(point).within(0.1)
+        for point in (*IN_BFLOAT16[1:], "dtype_float32-prefill", "dtype_float32-full_prefill")
+    ),
+    "Between the dtypes it is the same": lambda runs: runs.of("dtype_float32-decode", OVERALL).overlaps(
+        runs.of(IN_BFLOAT16[0], OVERALL)
+    ),
+}
+
+CLAIMS: Mapping[str, Claims] = {
+    "staleness": STALENESS,
+    "corrections": CORRECTIONS,
+    "corrections_pretrained": PRETRAINED,
+    "freshness": FRESHNESS,
+    "reuse": REUSE,
+    "scoring": SCORING,
+}
+
+
+def _sections() -> dict[str, str]:
+    """The text of each section by the sweep whose table it has."""
+    found = {}
+    for section in _SECTION.split(PAGE):
+        if tables := re.findall(r"<!-- ([\w.-]+) table", section):
+            (found[tables[0]],) = [section]
+    return found
+
+
+def test_each_finding_has_a_claim_and_each_claim_its_finding() -> None:
+    found = {name: _HEADLINE.findall(section) for name, section in _sections().items()}
+    assert found == {name: list(claims) for name, claims in CLAIMS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "headline"), [(name, headline) for name, claims in CLAIMS.items() for headline in claims]
+)
+def test_what_a_finding_claims_is_so(name: str, headline: str) -> None:
+    assert CLAIMS[name][headline](Runs(read_stored()[name]))
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_numbers_beside_the_tables_are_those_of_the_sweep(name: str) -> None:
+    prose = _TARGET.sub("", _BLOCK.sub("", _sections()[name]))
+    sweep = read(ROOT / "configs" / "experiments" / f"{name}.yaml")
+    jobs = sweep.jobs(fresh=True)
+    allowed = BARS.get(name, set()) | {LEVEL, len(jobs), 0.0}
+    allowed |= {value for job in jobs for value in _numbers(job.config.model_dump(mode="json"))}
+    assert [each for each in _NUMBER.findall(prose) if float(each) not in allowed] == []
+
+
+def _numbers(tree: Any) -> set[float]:
+    match tree:
+        case dict():
+            return set().union(*map(_numbers, tree.values()))
+        case list():
+            return set().union(*map(_numbers, tree))
+        case bool():
+            return set()
+        case int() | float():
+            return {float(tree)}
+    return set()
