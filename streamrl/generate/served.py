@@ -139,7 +139,7 @@ class ServedModel:
                 self._ranks = joining_ranks(arguments, self.address)
                 check_drafts(arguments, drafts, self.address)
                 check_prefills(arguments, self._config.generate.score, self.address)
-                check_draws(arguments, self.address)
+                check_draws(arguments, self._config.generate.sampling.min_p, self.address)
                 await _reset(self.client, self._config.model.path, timeout, has_draft=drafts.has_model)
             except EngineError as error:
                 raise ServerFailed(f"generate.attach: {self.address} is not usable: {error}") from error
@@ -282,12 +282,20 @@ def check_prefills(arguments: dict[str, Any], score: str, address: str) -> None:
         )
 
 
-def check_draws(arguments: dict[str, Any], address: str) -> None:
-    """Refuse a server with sampling of its own, which the learner would not compute. Raises ServerFailed."""
+def check_draws(arguments: dict[str, Any], min_p: float, address: str) -> None:
+    """Refuse a server that draws otherwise than the learner computes it: by sampling of its own, or without `min_p`.
+
+    Raises ServerFailed.
+    """
     if given := arguments.get(UNSEEN_SAMPLING):
         raise ServerFailed(
             f"generate.attach: {address} runs with {UNSEEN_SAMPLING}={given}, and draws as no learner computes it; "
             "allowed: generate.sampling, and a server without"
+        )
+    if min_p and arguments.get("enable_deterministic_inference"):
+        raise ServerFailed(
+            f"generate.attach: {address} runs with enable_deterministic_inference, which leaves out "
+            f"generate.sampling.min_p={min_p:g}; allowed: 0"
         )
 
 

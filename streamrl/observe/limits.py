@@ -62,7 +62,12 @@ def of_rounding(differences: Sequence[np.ndarray]) -> Limits | None:
     found = found[np.isfinite(found)]
     if not len(found):
         return None
-    return Limits(float(found.max()), float(np.percentile(found, 99)), float(found.mean()))
+    return Limits(float(found.max()), percentile(found, 99), float(found.mean()))
+
+
+def percentile(differences: np.ndarray, share: float) -> float:
+    """The smallest difference that at most 100 - `share` in a hundred exceed; an infinite one is one as any other."""
+    return float(np.percentile(differences, share, method="higher"))
 
 
 def by_decode(rounding: Limits) -> Limits:

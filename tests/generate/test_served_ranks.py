@@ -46,9 +46,16 @@ def test_an_attached_server_with_sampling_of_its_own_is_refused():
     with pytest.raises(
         ServerFailed, match=r"http://a:1 runs with preferred_sampling_params=.*allowed: generate.sampling"
     ):
-        check_draws({"preferred_sampling_params": {"repetition_penalty": 1.1}}, "http://a:1")
+        check_draws({"preferred_sampling_params": {"repetition_penalty": 1.1}}, 0.0, "http://a:1")
     for arguments in ({}, {"preferred_sampling_params": None}):
-        check_draws(arguments, "http://a:1")
+        check_draws(arguments, 0.1, "http://a:1")
+
+
+def test_an_attached_server_that_leaves_out_min_p_is_refused():
+    deterministic = {"enable_deterministic_inference": True}
+    with pytest.raises(ServerFailed, match=r"which leaves out generate\.sampling\.min_p=0\.1; allowed: 0"):
+        check_draws(deterministic, 0.1, "http://a:1")
+    check_draws(deterministic, 0.0, "http://a:1")
 
 
 @pytest.mark.slow

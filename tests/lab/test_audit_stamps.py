@@ -176,3 +176,4 @@ def test_kept_weights_that_are_no_numbers_are_found_and_loosen_no_limit(audited)
     findings = audited(0, unknown=1)
     assert math.isfinite(findings.limits.largest)
     assert any(f"{SAMPLES * TOKENS} tokens differ" in problem for problem in findings.problems), findings.problems
+    assert any(problem.startswith("the 99th percentile of the differences is inf") for problem in findings.problems)

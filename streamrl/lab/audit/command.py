@@ -24,7 +24,7 @@ from streamrl.lab.audit.reuse import unmeasured
 from streamrl.lab.audit.versions import check_versions
 from streamrl.observe.bars import track
 from streamrl.observe.ending import saved_steps
-from streamrl.observe.limits import MARGIN, Limits, derived, limits_of, numbers_of, of_rounding
+from streamrl.observe.limits import MARGIN, Limits, derived, limits_of, numbers_of, of_rounding, percentile
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.stamps import Neighbours
 from streamrl.places import load_run
@@ -99,7 +99,7 @@ def _check_differences(findings: Findings, limits: Limits) -> None:
             f"the largest by {differences.max():.2g}"
         )
     for name, found, limit in (
-        ("99th percentile", np.percentile(differences, 99), limits.p99),
+        ("99th percentile", percentile(differences, 99), limits.p99),
         ("mean", differences.mean(), limits.mean),
     ):
         if found > limit:
@@ -159,12 +159,14 @@ def _print(findings: Findings, run_folder: Path, config: Config) -> None:
 
 
 def _print_differences(findings: Findings, numbers: str) -> None:
-    differences = np.concatenate(findings.differences) if findings.differences else np.zeros(1)
-    limits = findings.limits
+    if not findings.differences:
+        print("  log-prob difference to Hugging Face: of no token")
+        return
+    differences, limits = np.concatenate(findings.differences), findings.limits
     print(f"  log-prob difference to Hugging Face, {numbers}:")
     for share in (50, 90, 99, 99.9):
         limit = f", limit {limits.p99:.3g}" if share == 99 else ""
-        print(f"    {share:g}% of the tokens within {np.percentile(differences, share):.3g}{limit}")
+        print(f"    {share:g}% of the tokens within {percentile(differences, share):.3g}{limit}")
     print(f"    largest {differences.max():.3g}, limit {limits.largest:.3g}")
     print(f"    mean {differences.mean():.3g}, limit {limits.mean:.3g}")
     if (rounding := of_rounding(findings.rounded)) is not None:
@@ -196,5 +198,5 @@ def _print_inexact(findings: Findings) -> None:
     )
     if len(differences):
         for share in (50, 90, 99):
-            print(f"    {share}% of the tokens within {np.percentile(differences, share):.3g}")
+            print(f"    {share}% of the tokens within {percentile(differences, share):.3g}")
         print(f"    largest {differences.max():.3g}")
