@@ -136,7 +136,12 @@ LOADS = (
     Load("four passes", {"learner": {"passes": 4}}, passes=4),
 )
 
-SETTINGS = (SYNC, SHARED, ONE_STEP_OFF, *(Setting.asynchronous(bound) for bound in (1, 2, 4)))
+BOUND_4 = Setting.asynchronous(4)
+
+# The same, but that tickets go out as early as is legal.
+AT_ONCE = Setting("bound 4, at once", 4, {**BOUND_4.keys, "replay": {"max_staleness": 4, "release": "eager"}})
+
+SETTINGS = (SYNC, SHARED, ONE_STEP_OFF, Setting.asynchronous(1), Setting.asynchronous(2), BOUND_4, AT_ONCE)
 
 
 def write_model(folder: Path, seed: int = 1) -> Path:

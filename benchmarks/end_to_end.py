@@ -7,6 +7,7 @@
     one step off    replay.max_staleness=1, publish.interruption=drain, a whole step in flight: batch k + 1 is generated
                     by one version while batch k is trained, then both wait, and the next version is published
     bound 1, 2, 4   replay.max_staleness, all else by default: no side waits for the other within it
+    4, at once      the last one with replay.release=eager: what do tickets just in time cost, and how old is the data?
 
 Everything is real: SGLang, worker, replay service with its journal, learner, publisher. All that generates has one
 core, the learner has another (`balanced_run.py`); a shared placement leaves none of them idle, so that the faster of

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.balanced_run import SHARED, SYNC, Row
+from benchmarks.balanced_run import AT_ONCE, BOUND_4, SHARED, SYNC, Row
 
 OF_THE_OPTIMUM, OF_SYNC = 0.85, 1.5  # bars, of JUDGED
 JUDGED = "bound 2"
@@ -129,8 +129,8 @@ def ratios(repeats: Sequence[Repeat]) -> dict[str, list[float]]:
     """The paired ones, which the bars and `make bench` look at, one value a repeat: higher is better."""
     names = list(repeats[0].runs)
     found = {f"{name} of the optimum": [repeat.of_the_optimum(name) for repeat in repeats] for name in names}
-    for other in _others(names):
-        found |= {f"{name} of {other}": [each.of(name, other) for each in repeats] for name in names if name != other}
+    for name, other in _pairs(names):
+        found[f"{name} of {other}"] = [each.of(name, other) for each in repeats]
     return found
 
 
@@ -138,8 +138,8 @@ def of_medians(repeats: Sequence[Repeat]) -> dict[str, float]:
     """The same ratios, of medians."""
     names, optimum = list(repeats[0].runs), all_sides(repeats).optimum
     found = {f"{name} of the optimum": speed(repeats, name) / optimum for name in names}
-    for other in _others(names):
-        found |= {f"{name} of {other}": speed(repeats, name) / speed(repeats, other) for name in names if name != other}
+    for name, other in _pairs(names):
+        found[f"{name} of {other}"] = speed(repeats, name) / speed(repeats, other)
     return found
 
 
@@ -184,6 +184,9 @@ def lines(repeats: Sequence[Repeat], name: str) -> Iterator[str]:
         f"{found['run / optimum']:.2f} of the optimum x {found['ceiling']:.2f}, the idle core, x "
         f"{found['in turn / sync']:.2f}, what sync is slower than in turn"
     )
+    pair = f"{BOUND_4.name} of {AT_ONCE.name}"
+    if pair in (paired := ratios(repeats)):
+        yield f"tickets just in time, {pair}: {spread(paired[pair])}, of medians {of_medians(repeats)[pair]:.2f}"
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:
@@ -193,6 +196,10 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
     return f"{statistics.median(values):{form}} ({min(values):{form}} .. {max(values):{form}})"
 
 
-def _others(names: Sequence[str]) -> list[str]:
-    """The settings that all others are compared with."""
-    return [each.name for each in (SYNC, SHARED) if each.name in names]
+def _pairs(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each setting with the two that all are compared with, and tickets just in time with tickets at once."""
+    yield from (
+        (name, each.name) for each in (SYNC, SHARED) if each.name in names for name in names if name != each.name
+    )
+    if {BOUND_4.name, AT_ONCE.name} <= set(names):
+        yield BOUND_4.name, AT_ONCE.name

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks import drawn_lengths, one_side
-from benchmarks.balanced_run import GROUPS, LOADS, ONE_STEP_OFF, SETTINGS, SYNC, Bench
+from benchmarks.balanced_run import AT_ONCE, BOUND_4, GROUPS, LOADS, ONE_STEP_OFF, SETTINGS, SYNC, Bench
 from benchmarks.end_to_end import FULL, expected, nearest, turns
 from benchmarks.fault_roles import TOKENS
 from benchmarks.optimum import Repeat, Run, Sides, all_sides, lines, missed, of_medians, parts, ratios
@@ -97,6 +97,7 @@ def test_the_settings_are_what_their_names_say(bench):
     assert one_step_off.publish.interruption == "drain"
     assert one_step_off.generate.groups_in_flight == one_step_off.replay.groups_per_step
     assert configs["bound 2"].publish.interruption == "retract"
+    assert (configs["bound 4"].replay.release, configs["bound 4, at once"].replay.release) == ("just_in_time", "eager")
 
 
 def _rows(generated: float, trained: float, seconds: float, wait: float = 0.0) -> list[dict[str, float]]:
@@ -140,9 +141,10 @@ def test_the_learner_gets_the_load_that_makes_it_as_slow_as_generation(generatio
     assert all(len(each.changes) == sum(map(len, each.keys.values())) for each in LOADS)
 
 
-def _repeat(sync: float, bound_2: float, generation: float = 1000, training: float = 1100) -> Repeat:
+def _repeat(sync: float, bound_2: float, generation: float = 1000, training: float = 1100, **others: float) -> Repeat:
     run = {"staleness_mean": 1, "staleness_p95": 2, "reward_per_s": 0, "idle_learner": 0, "idle_generator": 0}
-    runs = {name: Run(tokens_per_s=speed, **run) for name, speed in (("sync", sync), ("bound 2", bound_2))}
+    speeds = {"sync": sync, "bound 2": bound_2, **others}
+    runs = {name: Run(tokens_per_s=speed, **run) for name, speed in speeds.items()}
     return Repeat((generation - 10, generation, 3 * generation), (training, training + 1, 1.0), runs)
 
 
@@ -151,7 +153,7 @@ def test_the_sides_are_measured_between_the_settings_evenly_and_every_setting_ha
         order = turns(SETTINGS, count)
         assert [each for each in order if each is not None] == list(SETTINGS)
         assert order.count(None) == count
-    assert [index for index, each in enumerate(turns(SETTINGS, 3)) if each is None] == [0, 4, 8]
+    assert [index for index, each in enumerate(turns(SETTINGS, 3)) if each is None] == [0, 5, 9]
 
 
 def test_a_run_that_leaves_no_core_idle_has_twice_that_of_balanced_sides_in_turn_at_the_most():
@@ -171,6 +173,16 @@ def test_a_ratio_is_paired_within_a_repeat_or_of_medians():
         "bound 2 of the optimum": 900 / 990,
         "bound 2 of sync": 2.25,
     }
+
+
+def test_tickets_just_in_time_are_compared_with_those_at_once_under_the_same_bound():
+    speeds = [(950.0, 1000.0), (930.0, 900.0), (990.0, 1000.0)]
+    repeats = [_repeat(500, 900, **{BOUND_4.name: late, AT_ONCE.name: early}) for late, early in speeds]
+    name = "bound 4 of bound 4, at once"
+    assert ratios(repeats)[name] == [0.95, 930 / 900, 0.99]
+    assert of_medians(repeats)[name] == 0.95
+    *_, told = lines(repeats, "bound 2")
+    assert told == "tickets just in time, bound 4 of bound 4, at once: 0.99 (0.95 .. 1.03), of medians 0.95"
 
 
 def test_what_a_run_has_against_sync_is_the_product_of_its_parts():
