@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import Tokenizer, models
-from wandb.proto import wandb_internal_pb2
+
+if TYPE_CHECKING:
+    from wandb.proto import wandb_internal_pb2
 
 RUN = """
 import sys
@@ -124,6 +126,8 @@ def records(folder: Path) -> Iterator[wandb_internal_pb2.Record]:
 
 def records_of(path: Path) -> Iterator[wandb_internal_pb2.Record]:
     """The records of a .wandb file: a LevelDB log of 32 KiB blocks, each of [crc u32, length u16, type u8, data]."""
+    from wandb.proto import wandb_internal_pb2
+
     data, place, pending = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
         left = 32768 - place % 32768

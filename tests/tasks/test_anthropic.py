@@ -6,12 +6,10 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import numpy as np
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +22,9 @@ from streamrl.tasks.openai_server import OpenAIServer
 from streamrl.tasks.openai_session import CallRefused, Session, shown
 from streamrl.tasks.parsing import Parsers
 from streamrl.tasks.registry import build_task
+
+if TYPE_CHECKING:
+    import anthropic  # which takes seconds, in each process that collects tests
 
 END = "<|im_end|>"
 USER = {"role": "user", "content": "6*7?"}
@@ -44,6 +45,7 @@ print(call(messages)[0]["text"])
 
 def talk(inference, agent, most_calls: int = 8):
     """What `agent(client)` returns, as Anthropic's client at a session of its own, and the session."""
+    import anthropic
 
     async def go():
         server = OpenAIServer("127.0.0.1", 0)
@@ -101,6 +103,8 @@ def test_a_use_of_a_tool_and_its_result_are_one_sample(scripted):
 
 
 def test_a_call_of_the_other_protocol_extends_the_session_too(scripted):
+    import openai
+
     async def agent(client):
         first = await ask(client, USER)
         async with openai.AsyncOpenAI(base_url=f"{client.base_url}v1", api_key="none", timeout=30) as other:
@@ -167,6 +171,8 @@ REFUSED = [
 
 
 def test_a_call_that_cannot_be_a_part_of_the_sample_is_refused_and_the_session_goes_on(scripted, monkeypatch):
+    import anthropic
+
     async def agent(client):
         first = await ask(client, USER)
         following = (USER, said(first), USER)
@@ -187,6 +193,8 @@ def test_a_call_that_cannot_be_a_part_of_the_sample_is_refused_and_the_session_g
 
 
 def test_a_session_has_its_number_of_calls_and_ends_with_a_failed_one(scripted):
+    import anthropic
+
     async def agent(client):
         first = await ask(client, USER)
         errors = []
@@ -203,8 +211,11 @@ def test_a_session_has_its_number_of_calls_and_ends_with_a_failed_one(scripted):
     assert session.completion.finish_reason == "abort"
 
 
-@pytest.mark.parametrize("client_of", [anthropic.AsyncAnthropic, openai.AsyncOpenAI])
-def test_a_client_does_not_send_a_refused_call_again(scripted, client_of, monkeypatch):
+@pytest.mark.parametrize("company", ["anthropic", "openai"])
+def test_a_client_does_not_send_a_refused_call_again(scripted, company, monkeypatch):
+    import anthropic
+    import openai
+
     asked: list[Any] = []
 
     async def chat(self, *words, **options):
@@ -212,12 +223,14 @@ def test_a_client_does_not_send_a_refused_call_again(scripted, client_of, monkey
         raise CallRefused(409, "no")
 
     async def agent(client):
-        async with client_of(
-            base_url=str(client.base_url) + "v1" * (client_of is openai.AsyncOpenAI), api_key="-"
-        ) as it:
-            create = it.messages.create if client_of is anthropic.AsyncAnthropic else it.chat.completions.create
-            with pytest.raises((anthropic.ConflictError, openai.ConflictError)):
-                await create(model="policy", max_tokens=8, messages=[USER])
+        call = {"model": "policy", "max_tokens": 8, "messages": [USER]}
+        if company == "anthropic":
+            with pytest.raises(anthropic.ConflictError):
+                await client.messages.create(**call)
+        else:
+            async with openai.AsyncOpenAI(base_url=f"{client.base_url}v1", api_key="-") as other:
+                with pytest.raises(openai.ConflictError):
+                    await other.chat.completions.create(**call)
 
     monkeypatch.setattr(Session, "chat", chat)
     talk(scripted([]), agent)

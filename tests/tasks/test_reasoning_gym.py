@@ -6,7 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-from reasoning_gym.factory import create_dataset
 
 from streamrl.config.task import TaskConfig
 from streamrl.tasks.built_in.reasoning_gym import BEHAVED, extract
@@ -52,6 +51,8 @@ def reward(environment, prompt: Prompt, text: str) -> float:
 
 @pytest.mark.parametrize("dataset", BEHAVED)
 def test_an_allowed_data_set_gives_the_right_answer_1_and_junk_0_and_never_raises(dataset):
+    from reasoning_gym.factory import create_dataset  # here, because it takes seconds
+
     environment = task(dataset=dataset)
     for index in (0, 1, 123_456_789):
         prompt = environment.prompt(index)
