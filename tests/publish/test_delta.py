@@ -143,7 +143,7 @@ def test_a_broken_chain_is_noticed_by_the_checksums_and_the_whole_version_fetche
         former = first.clone()
         step(tensors, 0.01)
         unchanged = int((first == former).nonzero()[0])
-        sink._arrays[0][unchanged] ^= 1  # the kept version is not what it is taken for
+        sink._arrays[0][2 * unchanged] ^= 1  # of two bytes a weight: the kept version is not what it is taken for
         staged = staging.fill(PolicyVersion(1), tensors.items())
         assert await publish(source, sink, staged) > 2 * 2 * SIZE
         assert loaded.contents == bytes_of(staged)
