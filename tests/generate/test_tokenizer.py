@@ -19,7 +19,7 @@ TEMPLATE = """
 {% endfor %}
 {% if add_generation_prompt %}{{ {'a': 'ü'} | tojson }}{{ '=' }}{% endif %}
 """
-# What published templates use of transformers' environment, as GLM-4.5's and SmolLM3's.
+# What templates may use of transformers' environment.
 PUBLISHED = """
 {%- for message in messages -%}
     {{ message | tojson(ensure_ascii=False) }}{{ message | tojson(separators=(',', ':'), sort_keys=true) }}
