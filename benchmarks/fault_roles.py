@@ -43,6 +43,7 @@ from streamrl.stream.messages import Announce, Applied, Bye, Hello, Message, Pub
 from streamrl.stream.peer import Peer
 from streamrl.trainable import Limits
 from streamrl.types import Batch, Group, Ledger, PolicyVersion, Sample, Ticket, VersionSpan
+from streamrl.whole_files import write_whole
 
 TOKENS = 32  # of an answer: the time goes into the protocol, not into the bytes
 SECONDS = 0.01  # that a group takes on average; one in STRAGGLER takes ten times as long
@@ -349,13 +350,8 @@ def _digest(group: Group) -> int:
 def _save(run_folder: Path, source: ServiceBatches, version: PolicyVersion, kept: tuple[int, ...]) -> tuple[int, ...]:
     """Write the checkpoint, whole or not at all, and tell the service. Returns the steps that are kept."""
     kept = (*(step for step in kept if step < version.step), version.step)[-KEPT:]
-    path = run_folder / "checkpoint.json"
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        file.write(msgspec.json.encode(Saved(str(version), time.time(), source.ledger, kept)))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    saved = Saved(str(version), time.time(), source.ledger, kept)
+    write_whole(run_folder / "checkpoint.json", msgspec.json.encode(saved), durable=True)
     source.saved(version, oldest=kept[0])
     return kept
 

@@ -37,6 +37,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from streamrl.whole_files import write_whole
+
 STORED = Path(__file__).parent / "stored"
 TIMEOUT = 7200.0  # seconds of one benchmark
 WIDTH = 120  # columns of the table where there is no terminal
@@ -328,9 +330,7 @@ def _store(path: Path, result: Mapping[str, Any]) -> None:
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(draft, path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

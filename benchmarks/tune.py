@@ -109,11 +109,13 @@ class Bench:
         runs = Runs(folder=self._folder / "calibration", steps=self._form.steps, budget=4 * TIMEOUT)
         return tuned(Source(self._path, self._given), Rule(), Limits(oldest=OLDEST, points=self._form.points), runs)
 
-    def measure(self, overrides: Overrides, round_: int) -> tuple[float, float]:
+    def measure(self, overrides: Overrides, round_: int, bar: Bar) -> tuple[float, float]:
         """(tokens/s, mean age) of one run, unless it was measured before."""
         steps = self._form.steps
         found = self._kept.get(self.name, overrides, round_, steps)
-        if found is None:
+        if found is not None:
+            bar.found()
+        else:
             own = [f"run.folder={self._folder}", "run.name=measured", f"run.steps={steps}"]
             words = [*self._given, *SAME, *own, *overrides]
             command = [sys.executable, "-m", "streamrl.cli", "train", str(self._path), "--fresh", *words]
@@ -123,6 +125,7 @@ class Bench:
             figure = figures(rows[fresh:] if len(rows) > fresh + 4 else rows)
             found = (figure.sustained, figure.staleness_mean)
             self._kept.add(self.name, overrides, round_, steps, found)
+            bar.advance()
         return found
 
     def in_turns(self, settings: Sequence[Overrides], first: int, bar: Bar) -> dict[Overrides, list[float]]:
@@ -132,8 +135,7 @@ class Bench:
         for round_ in range(first, first + self._form.rounds):
             begin = round_ % len(order)
             for each in (*order[begin:], *order[:begin]):
-                rates[each].append(self.measure(each, round_)[0])
-                bar.advance()
+                rates[each].append(self.measure(each, round_, bar)[0])
         return rates
 
     def run(self) -> tuple[list[Comparison], dict[str, Any]]:
@@ -151,8 +153,7 @@ class Bench:
         with Bar(self.name, "runs", len(settings) + turns) as bar:
             once = {}
             for each in settings:
-                once[each] = self.measure(each, 0)
-                bar.advance()
+                once[each] = self.measure(each, 0, bar)
             best = sorted(once, key=lambda each: -once[each][0])[:BEST]
             compared = [Comparison.of("", choice, self.in_turns((choice, *best), 1, bar))]
             best_of_grid = compared[0].verdict.best

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import os
 import struct
 import zlib
 from pathlib import Path
 
 import numpy as np
+
+from streamrl.whole_files import write_whole
 
 # First bytes and endings of the formats that servers read; they know them by their endings.
 _KINDS = {b"\x89PNG": ".png", b"\xff\xd8": ".jpg", b"GIF8": ".gif", b"RIFF": ".webp"}
@@ -45,9 +46,7 @@ def write_named(file: bytes, folder: Path) -> Path:
     path = folder.resolve() / file_name(file)
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_bytes(file)
-        os.replace(draft, path)
+        write_whole(path, file)
     return path
 
 

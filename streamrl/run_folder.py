@@ -29,6 +29,7 @@ from streamrl.recorded.formats import FORMATS
 from streamrl.stream.identity import run_identity
 from streamrl.tasks import left_out
 from streamrl.tasks.left_out import LeftOut
+from streamrl.whole_files import write_whole
 
 # Keys that may change when a run is resumed: none of them alters what recorded data means.
 RESUMABLE = (
@@ -84,9 +85,7 @@ def make(config: Config, *, fresh: bool, left_out_prompts: LeftOut | None = None
             left_out.save(folder, left_out_prompts)
         run_identity(folder, config.run.id)  # before its configuration: a folder with that alone is an old one
         config_file.save(config, record)
-        draft = folder / f".environment.json.{os.getpid()}"
-        draft.write_text(json.dumps(_environment(config), indent=1) + "\n")
-        os.replace(draft, folder / "environment.json")
+        write_whole(folder / "environment.json", json.dumps(_environment(config), indent=1) + "\n")
     except OSError as error:
         raise ConfigError(f"run.folder: {folder}: {error.strerror}; allowed: a folder that can be written") from None
     return folder

@@ -28,6 +28,7 @@ LAYERS = [
         "loading",
         "locks",
         "torchrun",
+        "whole_files",
     },
     {"progress", "hub"},
     {"engine", "stream", "tasks", "algo", "observe"},
@@ -43,7 +44,7 @@ LAYERS = [
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LOWEST = {
     "types": 0,
-    "images": 0,
+    "images": 1,
     "machine": 0,
     "mamba_steps": 0,
     "device": 0,
@@ -52,6 +53,7 @@ LOWEST = {
     "loading": 0,
     "locks": 2,
     "torchrun": 0,
+    "whole_files": 0,
     "trainable": 2,
     "moe_routing": 1,
     "sampling_columns": 1,
@@ -64,6 +66,7 @@ LOWEST = {
 WITHOUT_TORCH = (
     "types",
     "images",
+    "whole_files",
     "trainable",
     "moe_routing",
     "sampling_columns",
@@ -84,7 +87,7 @@ WITHOUT_TORCH += ("model_dtype", "run_folder", "next_commands", "supervisor", "a
 
 # What a command of the workbench imports beside configuration, types and records: nothing of a role, or one module.
 RECORDS = {"choices", "config", "device", "hub", "torchrun", "types", "places", "observe", "recorded", "lab"}
-RECORDS |= {"images", "mamba_steps", "sampling_columns"}
+RECORDS |= {"images", "mamba_steps", "sampling_columns", "whole_files"}
 BESIDE_RECORDS = {
     "acceptance": {
         "device_map",

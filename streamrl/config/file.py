@@ -13,7 +13,6 @@ What is refused in one of these stages is told at once; what comes behind it wou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from streamrl.config.refused import ConfigError, Refusals
 from streamrl.config.schema import FIRST_LINE, write_beside
 from streamrl.config.words import allowed, as_text
 from streamrl.config.yaml_text import Line, Writer, parse_with_lines, parse_yaml
+from streamrl.whole_files import drafted
 
 __all__ = [
     "ConfigError", "as_tree", "as_yaml", "changed", "checked", "describe", "fields", "load", "located", "parse_yaml",
@@ -70,10 +70,9 @@ def checked(tree: dict[str, Any]) -> Config:
 
 def save(config: Config, path: Path) -> None:
     """Write every key of `config` to `path`, so that `load(path)` gives it back; beside it the schema, for editors."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(FIRST_LINE + as_yaml(config))
-    write_beside(path)
-    os.replace(draft, path)
+    with drafted(path) as draft:
+        draft.write_text(FIRST_LINE + as_yaml(config))
+        write_beside(path)
 
 
 def as_yaml(config: Config) -> str:

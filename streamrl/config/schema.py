@@ -7,12 +7,12 @@ version, and stay together when the folder is moved or copied; a file inside the
 from __future__ import annotations
 
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from streamrl.config.tree import Config
+from streamrl.whole_files import write_whole
 
 NAME = "config.schema.json"
 FIRST_LINE = f"# yaml-language-server: $schema={NAME}\n"
@@ -45,7 +45,5 @@ def write_beside(config: Path) -> Path:
     """Write the schema beside a configuration file, unless it is there. Returns its path."""
     path = config.with_name(NAME)
     if not path.is_file() or path.read_text() != text():
-        draft = path.with_name(f".{path.name}.{os.getpid()}")
-        draft.write_text(text())
-        os.replace(draft, path)
+        write_whole(path, text())
     return path

@@ -11,7 +11,6 @@ another host is read.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from streamrl.machine import Machine
+from streamrl.whole_files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -288,10 +288,8 @@ def _read(path: Path, said: type[Said]) -> Said | None:
 
 def _write(path: Path, said: Meeting | Attendance) -> None:
     """Whole, or not at all: on a full disk, or without the file system, the next beat says it all again."""
-    partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(exist_ok=True)
-        partial.write_bytes(msgspec.json.encode(said))
-        os.replace(partial, path)
+        write_whole(path, msgspec.json.encode(said))
     except OSError as error:
         log.warning("%s cannot be written now: %s", path, error.strerror)

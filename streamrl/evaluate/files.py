@@ -10,8 +10,6 @@ It appears whole or not at all: a crash in the middle of an evaluation leaves no
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import msgspec
 from streamrl.evaluate.page import render
 from streamrl.evaluate.results import Evaluation, Question
 from streamrl.types import PolicyVersion
+from streamrl.whole_files import drafted_folder
 
 SUMMARY = "summary.json"
 
@@ -50,15 +49,12 @@ def evaluated_steps(run_folder: Path) -> list[int]:
 
 def write(folder: Path, evaluation: Evaluation, questions: Mapping[str, Sequence[Question]]) -> None:
     """Write everything to a new folder. Raises OSError."""
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     line = msgspec.json.Encoder()
-    for task, asked in questions.items():
-        (draft / f"{task}.jsonl").write_bytes(b"".join(line.encode(question) + b"\n" for question in asked))
-    (draft / "index.html").write_text(render(evaluation, questions), encoding="utf-8")
-    (draft / SUMMARY).write_bytes(msgspec.json.format(line.encode(evaluation), indent=1) + b"\n")
-    draft.rename(folder)
+    with drafted_folder(folder, replaces=False) as draft:
+        for task, asked in questions.items():
+            (draft / f"{task}.jsonl").write_bytes(b"".join(line.encode(question) + b"\n" for question in asked))
+        (draft / "index.html").write_text(render(evaluation, questions), encoding="utf-8")
+        (draft / SUMMARY).write_bytes(msgspec.json.format(line.encode(evaluation), indent=1) + b"\n")
 
 
 def read_summary(folder: Path) -> Evaluation:

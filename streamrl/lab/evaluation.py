@@ -73,9 +73,9 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     except ValueError as error:
         raise ConfigError(str(error)) from None
     too_long = {} if run_folder is None else left_out.load(run_folder).evaluated
-    folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
     try:
         evaluation, questions = uvloop.run(_evaluate(engine, served, weights, too_long))
+        folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
         write(folder, evaluation, questions)
     except (ServerFailed, EngineError, ScorerUnready, OSError) as failure:
         print(f"streamrl: {failure}", file=sys.stderr)

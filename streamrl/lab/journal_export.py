@@ -6,7 +6,6 @@ Images of prompts lie beside it in NAME.images, each content once; a row has the
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from streamrl.observe.bars import track
 from streamrl.observe.taken_off import taken_off
 from streamrl.recorded.journal import RunJournal
 from streamrl.types import Group, Sample
+from streamrl.whole_files import drafted
 
 Row = dict[str, Any]
 
@@ -64,13 +64,8 @@ def export(journal: RunJournal, output: Path, lost: list[str]) -> int:
 
     Returns how many. A group that cannot be read is left out, and why is added to `lost`.
     """
-    draft = output.with_name(f".{output.name}.{os.getpid()}")
-    try:
-        count = FORMATS[output.suffix](_rows(journal, output.with_suffix(".images"), lost), draft)
-        os.replace(draft, output)
-    finally:
-        draft.unlink(missing_ok=True)
-    return count
+    with drafted(output) as draft:
+        return FORMATS[output.suffix](_rows(journal, output.with_suffix(".images"), lost), draft)
 
 
 def _rows(journal: RunJournal, folder: Path, lost: list[str]) -> Iterator[Row]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.learner.blame import write_whole
 from streamrl.stream.codec import decode_group, encode_group
 from streamrl.types import Batch
+from streamrl.whole_files import write_whole
 
 FORMAT = 1
 
@@ -25,7 +25,7 @@ class _File(msgspec.Struct, frozen=True):
 def save(batch: Batch, path: Path) -> Path:
     """Write `path`, whole or not at all. Returns it."""
     frames = [bytes(frame) for group in batch.groups for frame in encode_group(group, max_message=sys.maxsize)]
-    write_whole(path, msgspec.msgpack.encode(_File(FORMAT, batch.step, frames)))
+    write_whole(path, msgspec.msgpack.encode(_File(FORMAT, batch.step, frames)), durable=True)
     return path
 
 

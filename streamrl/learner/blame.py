@@ -10,11 +10,12 @@ whatever else a RuntimeError may be would fail with any other groups too.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+from streamrl.whole_files import write_whole
 
 DATA_ERRORS = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
 
@@ -46,19 +47,8 @@ def blame(run_folder: Path, step: int, rank: int, failure: MicroBatchFailed) -> 
     """Write the file of this rank, whole or not at all."""
     folder = folder_of(run_folder)
     folder.mkdir(exist_ok=True)
-    write_whole(
-        folder / f"blame_{step}_{rank}.json", msgspec.json.encode(Blame(step, failure.groups, str(failure.__cause__)))
-    )
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """A file that is there complete, on the disk, or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    blame = Blame(step, failure.groups, str(failure.__cause__))
+    write_whole(folder / f"blame_{step}_{rank}.json", msgspec.json.encode(blame), durable=True)
 
 
 class Blames:

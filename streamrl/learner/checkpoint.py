@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from streamrl.learner.optimizer import PolicyOptimizer
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shared_rows import local
 from streamrl.types import Ledger, PolicyVersion
+from streamrl.whole_files import sync, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -304,26 +304,8 @@ def next_incarnation(root: Path, ranks: Ranks) -> int:
                 "metrics.jsonl"
             )
         incarnation = int(content) + 1
-        write_durably(path, str(incarnation))
+        write_whole(path, str(incarnation), durable=True)
     return int(ranks.broadcast(incarnation))
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Replace a small file: after a crash it has its old text or this one."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    sync(partial)
-    partial.rename(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file or the entries of a folder are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _refuse_another_model(checkpoint: Checkpoint, state: State) -> None:

@@ -41,6 +41,7 @@ from streamrl.learner.mapping import named_weights
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shared_rows import local
 from streamrl.types import Ledger, PolicyVersion
+from streamrl.whole_files import sync
 
 log = logging.getLogger(__name__)
 
@@ -228,12 +229,12 @@ class Saver:
         sums |= {name: sum_of(save.partial / name) for name in files_of(save.partial) if name not in sums}
         (save.partial / checkpoint.DESCRIPTION).write_bytes(checkpoint.describe(**save.description, files=sums))
         for path in (*save.partial.rglob("*"), save.partial):
-            checkpoint.sync(path)
+            sync(path)
         if save.target.exists():
             _discard(save.target, then=lambda: save.partial.rename(save.target))
         else:
             save.partial.rename(save.target)
-        checkpoint.sync(self._root)
+        sync(self._root)
         oldest = self._oldest_on_disk()
         self._prune()
         return oldest
@@ -346,7 +347,7 @@ def _discard(folder: Path, then: Callable[[], object] = lambda: None) -> None:
     shutil.rmtree(old, ignore_errors=True)
     folder.rename(old)
     then()
-    checkpoint.sync(folder.parent)
+    sync(folder.parent)
     checkpoint.remove(old)
 
 

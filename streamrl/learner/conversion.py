@@ -32,7 +32,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.learner import torch_format
 from streamrl.learner.checkpoint import DESCRIPTION as DESCRIBED
-from streamrl.learner.checkpoint import read, sync, verify
+from streamrl.learner.checkpoint import read, verify
 from streamrl.learner.huggingface import copy_description, export_folder, load_weights
 from streamrl.learner.model import PolicyModel, build
 from streamrl.learner.parallel import Ranks
@@ -40,6 +40,7 @@ from streamrl.learner.shape import VOCABULARY_MULTIPLE, ModelShape, WeightsMisma
 from streamrl.lifeline import end_with
 from streamrl.observe.bars import paced, silent
 from streamrl.types import PolicyVersion
+from streamrl.whole_files import sync
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # what Megatron-LM calls a checkpoint of weights alone

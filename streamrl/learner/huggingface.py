@@ -26,7 +26,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from streamrl.learner import shared_rows
-from streamrl.learner.checkpoint import sync
 from streamrl.learner.lora import Adapted, is_adapter_parameter
 from streamrl.learner.mapping import Placement, is_unbuilt, named_weights, place, tensor_names
 from streamrl.learner.model import PolicyModel
@@ -44,6 +43,7 @@ from streamrl.learner.whole import weights as whole_weights
 from streamrl.learner.whole.model import WholeModel
 from streamrl.observe.bars import Report, silent
 from streamrl.types import PolicyVersion
+from streamrl.whole_files import sync
 
 _NOT_COPIED = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 

@@ -20,6 +20,7 @@ from streamrl.learner import checkpoint
 from streamrl.learner.checkpoint import Checkpoint, CheckpointDamaged
 from streamrl.learner.parallel import Ranks
 from streamrl.stream.identity import RunIdentity
+from streamrl.whole_files import sync
 
 log = logging.getLogger(__name__)
 
@@ -88,4 +89,4 @@ def _set_aside(folder: Path) -> None:
     target = folder.with_name(folder.name + SET_ASIDE)
     shutil.rmtree(target, ignore_errors=True)
     folder.rename(target)
-    checkpoint.sync(folder.parent)
+    sync(folder.parent)

@@ -74,7 +74,7 @@ class Bar:
         self.what = what
         self.unit = unit
         self.total = total
-        self.done = 0.0
+        self.done = self.before = 0.0
         self._begun = self._reached = time.monotonic()
         self._over = threading.Event()
         self._view: _View | None = None
@@ -98,6 +98,11 @@ class Bar:
     def advance(self, amount: float = 1) -> None:
         """So much more is done."""
         self.reach(self.done + amount)
+
+    def found(self, amount: float = 1) -> None:
+        """So much was done before, and has taken no time of now."""
+        self.before += amount
+        self.advance(amount)
 
     def reach(self, done: float, total: float | None = None) -> None:
         """So much is done by now, of `total` where that is given."""
@@ -124,7 +129,8 @@ class Bar:
     def __str__(self) -> str:
         """In words, with rate and time left."""
         now = time.monotonic()
-        return words(self.done, self.total, self.unit, now - self._begun, now - self._reached)
+        seconds, since = now - self._begun, now - self._reached
+        return words(self.done, self.total, self.unit, seconds, since, before=self.before)
 
 
 def track(items: Iterable[T], what: str, unit: str, total: float | None = None) -> Iterator[T]:
@@ -138,10 +144,13 @@ def track(items: Iterable[T], what: str, unit: str, total: float | None = None) 
         yield from bar.over(items)
 
 
-def words(done: float, total: float | None, unit: str, seconds: float, since: float = 0.0) -> str:
+def words(
+    done: float, total: float | None, unit: str, seconds: float, since: float = 0.0, *, before: float = 0.0
+) -> str:
     """What is done after so many seconds, at which rate, and how long the rest takes at this rate.
 
     `since`: seconds since the last one was done: where each takes longer than a second, they are time of the next one.
+    `before`: of `done`, what was there at the beginning.
 
     >>> words(120, 400, "batches", 30.0)
     '120 of 400 batches, 4.0/s, 1:10 left'
@@ -152,12 +161,12 @@ def words(done: float, total: float | None, unit: str, seconds: float, since: fl
     """
     known = total is not None and done <= total
     counted = f"{_count(done)} of {_count(total)} {unit}" if known and total is not None else f"{_count(done)} {unit}"
-    if done <= 0 or seconds <= 0:
+    if (now := done - before) <= 0 or seconds <= 0:
         return f"{counted}, {clock(seconds)} so far"
-    if each := done == int(done) and done < seconds - since:
-        rate, begun = done / (seconds - since), since
+    if each := now == int(now) and now < seconds - since:
+        rate, begun = now / (seconds - since), since
     else:
-        rate, begun = done / seconds, 0.0
+        rate, begun = now / seconds, 0.0
     paces = [f"{clock(1 / rate)} each" if each else _rate(rate)]
     if known and total is not None:
         paces.append(f"{clock(max(0.0, (total - done) / rate - begun))} left")

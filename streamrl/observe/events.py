@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.observe.disk import append
+from streamrl.whole_files import drafted
 
 log = logging.getLogger(__name__)
 
@@ -160,14 +161,8 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def merge(run_folder: Path) -> Path:
     """Write `RUN/events.jsonl`, all records by time, replaced as a whole; returns its path."""
     target = run_folder / "events.jsonl"
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with draft.open("w") as merged:
-            merged.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in events_by_time(run_folder))
-        os.replace(draft, target)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    with drafted(target) as draft, draft.open("w") as merged:
+        merged.writelines(json.dumps(record, separators=(",", ":")) + "\n" for record in events_by_time(run_folder))
     return target
 
 

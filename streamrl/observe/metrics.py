@@ -16,6 +16,7 @@ from typing import Any
 from streamrl.observe.disk import NO_ROOM, append
 from streamrl.observe.sinks.base import Sink
 from streamrl.types import FAILURES, Batch
+from streamrl.whole_files import drafted
 
 log = logging.getLogger(__name__)
 
@@ -321,9 +322,8 @@ class MetricsWriter:
 
     def _replace(self, rows: bytes) -> None:
         """Put another file in place of the present one, whole or not at all."""
-        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        self._in_room(lambda: draft.write_bytes(rows))
-        os.replace(draft, self.path)
+        with drafted(self.path) as draft:
+            self._in_room(lambda: draft.write_bytes(rows))
         os.close(self._file)
         self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND)
 

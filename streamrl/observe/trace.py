@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import heapq
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from streamrl.observe.events import event_files, read_events
 from streamrl.observe.metrics import read_metrics
 from streamrl.observe.roofline import bottlenecks
 from streamrl.observe.timeline import PUBLISHER, Timeline, Track, kind_of
+from streamrl.whole_files import drafted
 
 Event = dict[str, Any]
 _Place = tuple[int, int]  # process and thread
@@ -68,10 +68,8 @@ class _Lane:
 def write(run_folder: Path, target: Path) -> int:
     """Write the trace of a run to `target`, whole or not at all. Returns the number of events."""
     events = list(trace(run_folder))
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    with draft.open("w") as file:
+    with drafted(target) as draft, draft.open("w") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file, separators=(",", ":"))
-    os.replace(draft, target)
     return len(events)
 
 
@@ -84,13 +82,11 @@ def write_seconds(run_folder: Path, target: Path) -> int:
     begin, end = timeline.begin, timeline.end
     roles = sorted(timeline.tracks)
     held = bottlenecks(timeline, begin, end)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    with draft.open("w") as file:
+    with drafted(target) as draft, draft.open("w") as file:
         file.write(",".join(["second", "time", *roles, "held_up_by"]) + "\n")
         for index, (time, doing) in enumerate(timeline.seconds(begin, end)):
             words = [str(index), f"{time:.3f}", *(doing.get(role, "") for role in roles), held[index]]
             file.write(",".join(words) + "\n")
-    os.replace(draft, target)
     return len(held)
 
 

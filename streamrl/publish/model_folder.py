@@ -5,12 +5,13 @@ torch is imported where tensors are: the worker only compares checksums, and has
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
+
+from streamrl.whole_files import drafted_folder
 
 if TYPE_CHECKING:
     from streamrl.publish.staging import Staged
@@ -27,25 +28,12 @@ def write_model(folder: Path, staged: Staged, model: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    draft = _draft_of(folder)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with drafted_folder(folder) as draft:
         for file in model.iterdir():
             if file.is_file() and file.suffix in COPIED and not _is_weight_index(file):
                 shutil.copy(file, draft / file.name)
         metadata = {"format": "pt", "version": str(staged.version)}
         save_file(dict(staged.tensors()), draft / WEIGHTS, metadata=metadata)
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-
-
-def _draft_of(folder: Path) -> Path:
-    """Where `folder` is written before it has its name."""
-    return folder.with_name(f".{folder.name}.{os.getpid()}")
 
 
 def checksum(file: Path) -> str:

@@ -9,9 +9,7 @@ torch is imported where tensors are: the worker only compares checksums, and has
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LoraConfig
 from streamrl.publish.model_folder import checksum as file_checksum
+from streamrl.whole_files import drafted_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,17 +54,9 @@ def write_adapter(folder: Path, tensors: Iterable[tuple[str, Tensor]], settings:
     """
     from safetensors.torch import save_file
 
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    try:
+    with drafted_folder(folder) as draft:
         save_file({name: tensor.contiguous() for name, tensor in tensors}, draft / WEIGHTS, metadata={"format": "pt"})
         (draft / CONFIGURATION).write_text(json.dumps(_configuration(settings, base), indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
 
 
 def read_adapter(folder: Path) -> tuple[float, dict[str, Tensor]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import msgspec
+
+from streamrl.whole_files import write_whole
 
 PATH = "/score"
 LARGEST = 64 << 20  # bytes of a call
@@ -65,11 +66,7 @@ def address_path(run_folder: Path, index: int) -> Path:
 
 
 def write_address(run_folder: Path, index: int, address: str) -> None:
-    """Whole or not at all."""
-    path = address_path(run_folder, index)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(address + "\n")
-    os.replace(partial, path)
+    write_whole(address_path(run_folder, index), address + "\n")
 
 
 def read_address(run_folder: Path, index: int) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from streamrl.config import Config
+from streamrl.whole_files import write_whole
 
 # Seconds between two polls of the file: nothing else tells that a service has come up on another host.
 POLL = 0.05
@@ -26,10 +26,7 @@ def write_address(run_folder: Path, endpoint: str, host: str | None = None) -> s
     """
     for wildcard in ("//0.0.0.0:", "//[::]:"):
         endpoint = endpoint.replace(wildcard, f"//{host or socket.gethostname()}:")
-    path = address_path(run_folder)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(endpoint + "\n")
-    os.replace(partial, path)
+    write_whole(address_path(run_folder), endpoint + "\n")
     return endpoint
 
 

@@ -10,7 +10,6 @@ resume reads which prompt an index means. The replay service counts indices and 
 
 from __future__ import annotations
 
-import secrets
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
@@ -23,6 +22,7 @@ from streamrl.config.file import ConfigError
 from streamrl.tasks.cut import Cut
 from streamrl.tasks.environment import Environment, Prompt
 from streamrl.tasks.order import item_at
+from streamrl.whole_files import write_whole
 
 FILE = "left_out.json"
 
@@ -153,6 +153,4 @@ def load(run_folder: Path) -> LeftOut:
 
 def save(run_folder: Path, found: LeftOut) -> None:
     """Record it, whole or not at all."""
-    draft = run_folder / f"{FILE}.{secrets.token_hex(4)}"
-    draft.write_bytes(msgspec.json.encode(found))
-    draft.replace(run_folder / FILE)
+    write_whole(run_folder / FILE, msgspec.json.encode(found))

@@ -202,6 +202,16 @@ def test_words_have_the_unit_the_rate_and_the_time_left(done, total, seconds, te
     assert words(done, total, "MB", seconds) == text
 
 
+def test_what_was_done_before_takes_no_time_of_now():
+    assert words(26, 44, "runs", 40.0, before=26) == "26 of 44 runs, 0:40 so far"
+    assert words(27, 44, "runs", 135.0, before=26) == "27 of 44 runs, 2:15 each, 38:15 left"
+    with Bar("tune", "runs", 3) as bar:
+        bar.found(2)
+        assert "0:00 so far" in str(bar)
+        bar.advance()
+    assert (bar.done, bar.before) == (3, 2)
+
+
 def test_a_paced_report_says_the_first_and_the_last(monkeypatch):
     told = []
     report = paced(lambda done, total: told.append(done), every=3600)

@@ -11,7 +11,6 @@ Nothing of a run is changed; one that is going on, or was killed, is reported as
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from streamrl.lab.report.runs import Run, read_runs
 from streamrl.observe.bars import Bar
 from streamrl.observe.hints import hints_of
 from streamrl.observe.remarks import steps
+from streamrl.whole_files import write_whole
 
 Ratios = Literal["auto", "yes", "no"]
 
@@ -90,10 +90,8 @@ def describe(run: Run, runs: int, ratios: Ratios, bar: Bar) -> dict[str, Any]:
 def _write(target: Path, page: str) -> int:
     """Put the page in place as a whole. Returns its size in bytes."""
     content = page.encode()
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        draft.write_bytes(content)
-        os.replace(draft, target)
+        write_whole(target, content)
     except OSError as error:
         raise ConfigError(f"{target}: {error.strerror}; allowed: a file that can be written") from None
     return len(content)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,6 +16,7 @@ from streamrl.lab.sweep.figures import TO_TARGET, Rows, figures, figures_of, sta
 from streamrl.lab.sweep.plan import Job, Point, Sweep
 from streamrl.lab.sweep.runner import is_done, steps_of
 from streamrl.observe.metrics import read_metrics
+from streamrl.whole_files import write_whole
 
 Runs = Mapping[int, Mapping[str, float]]  # figures of a point by seed
 
@@ -100,8 +99,8 @@ def save(sweep: Sweep, outcomes: Sequence[Outcome]) -> None:
         "figures": meanings,
         "points": [_as_json(outcome, runs[outcome.point.baseline]) for outcome in outcomes],
     }
-    _write(sweep.folder / "results.json", json.dumps(content, indent=1) + "\n")
-    _write(sweep.folder / "results.md", markdown(sweep, outcomes))
+    write_whole(sweep.folder / "results.json", json.dumps(content, indent=1) + "\n")
+    write_whole(sweep.folder / "results.md", markdown(sweep, outcomes))
 
 
 def tables(sweep: Sweep, outcomes: Sequence[Outcome]) -> list[Table]:
@@ -268,10 +267,3 @@ def _as_json(outcome: Outcome, baseline: Runs) -> dict[str, Any]:
         },
         "staleness": outcome.staleness,
     }
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text)
-    os.replace(draft, path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from streamrl.observe.bars import Bar
 from streamrl.observe.ending import is_over
 from streamrl.observe.metrics import read_metrics
 from streamrl.places import RECORD, absolute, load_run, set_aside
+from streamrl.whole_files import write_whole
 
 # One run from start, or resume, to its end, with the exit code of `streamrl train`.
 Train = Callable[[Config], int]
@@ -170,10 +170,7 @@ def _seconds(sweep: Sweep) -> dict[str, float]:
 
 
 def _keep_seconds(sweep: Sweep, job: Job, seconds: float) -> None:
-    """Whole or not at all."""
-    draft = sweep.folder / f".{SECONDS}.{os.getpid()}"
-    draft.write_text(json.dumps({**_seconds(sweep), job.name: round(seconds, 1)}, indent=1) + "\n")
-    os.replace(draft, sweep.folder / SECONDS)
+    write_whole(sweep.folder / SECONDS, json.dumps({**_seconds(sweep), job.name: round(seconds, 1)}, indent=1) + "\n")
 
 
 def _attached(sweep: Sweep, job: Job, servers: SharedServers) -> Config:
