@@ -157,7 +157,8 @@ class Tokenizer:
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         if self._template is None:
             raise ValueError("the model folder has no chat template, and the task's prompts are conversations")
-        given = {"messages": list(messages), "tools": list(tools) or None, "add_generation_prompt": True}
+        told = list(map(_with_mappings, messages))
+        given = {"messages": told, "tools": list(tools) or None, "add_generation_prompt": True}
         try:
             text = self._template.render(**self._variables, **given, **self._special_tokens())
         except (jinja2.TemplateError, TypeError) as error:
@@ -200,6 +201,29 @@ class Tokenizer:
 def _read_json(file: Path) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return content
+
+
+def _with_mappings(message: Message) -> Message:
+    """With the arguments of its tool calls as mappings, as templates take them; OpenAI's form has them as JSON text.
+
+    >>> call = {"function": {"name": "add", "arguments": '{"a": 6}'}}
+    >>> _with_mappings({"role": "assistant", "content": "", "tool_calls": [call]})["tool_calls"]
+    [{'function': {'name': 'add', 'arguments': {'a': 6}}}]
+    """
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_with_mapping(call) for call in calls]}
+
+
+def _with_mapping(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _raise(message: str) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -32,13 +33,14 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     """The `reward/`, `samples/`, `staleness/`, `length/` and `tokens/trained` metrics of one batch.
 
     Staleness counts every trained token (`token_ages`). Placeholders count in no reward and no length. Rewards and
-    failures count rollouts, lengths samples.
+    failures count rollouts, lengths samples. A batch without any answer, as one whose groups are all quarantined, has
+    no reward and no pass rate: NaN, not 0.
     """
     samples = [sample for sample in batch.samples if not sample.is_placeholder]
     judged = [sample for group in batch.groups for sample in group.answered]
     failed = sum(FAILED in sample.reward_parts for sample in judged)
     unjudged = sum(sample.failure == "scorer" for sample in batch.samples)
-    rewards = np.array([sample.reward for sample in judged] or [0.0])
+    rewards = np.array([sample.reward for sample in judged] or [math.nan])
     lengths = np.array([len(sample.output_ids) for sample in samples] or [0])
     trained = [token_ages(sample, batch.step)[sample.loss_mask] for sample in samples]
     ages = np.concatenate(trained) if any(map(len, trained)) else np.zeros(1, np.int32)
@@ -47,7 +49,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         "reward/std": float(rewards.std()),
         "reward/failed": failed,
         "reward/failed_share": (failed + unjudged) / max(1, sum(group.size for group in batch.groups)),
-        "pass_rate": float(np.mean([sample.passed for sample in judged] or [False])),
+        "pass_rate": float(np.mean([sample.passed for sample in judged] or [math.nan])),
         "signal_rate": float(np.mean([group.has_signal for group in batch.groups])),
         "tokens/trained": sum(group.trained_tokens for group in batch.groups),
         "staleness/mean": float(ages.mean()),

@@ -75,6 +75,31 @@ def test_a_length_that_a_tokenizer_was_saved_with_neither_cuts_nor_fills_a_promp
         assert Tokenizer(model).prompt_ids(text).tolist() == AutoTokenizer.from_pretrained(model)(text)["input_ids"]
 
 
+CALLS = """
+{%- for message in messages -%}
+    {{ message['content'] }}
+    {%- for call in message.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}
+{% endfor %}
+"""
+
+
+def test_arguments_of_a_tool_call_in_openais_form_are_a_mapping_to_the_template(model):
+    (model / "chat_template.jinja").write_text(CALLS)
+
+    def asked(*arguments):
+        calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in arguments]
+        return [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+
+    mapping, text = asked({"a": "h"}), asked('{"a": "h"}')
+    assert Tokenizer(model).rendered(text) == Tokenizer(model).rendered(mapping)
+    expected = AutoTokenizer.from_pretrained(model).apply_chat_template(mapping, tokenize=False)
+    assert Tokenizer(model).rendered(text) == expected
+    assert text == asked('{"a": "h"}')  # nothing of the caller's is changed
+    assert r'"{\"a' in Tokenizer(model).rendered(asked('{"a'))  # no JSON: as it is
+    no_calls = [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": None}]
+    assert Tokenizer(model).rendered(no_calls)
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, PUBLISHED])
 def test_a_conversation_is_rendered_as_hugging_face_does(template, model):
     (model / "chat_template.jinja").write_text(template)

@@ -124,6 +124,8 @@ def test_an_override_gives_back_the_value_that_it_was_made_of(value):
             "baseline: c is no point; allowed: eps_low_0.1-a, a",
         ),
         ({"set": {"run.seed": 3}}, "run.seed: the sweep gives it to each run"),
+        ({"set": {"run": {"seed": 3}}}, "run.seed: the sweep gives it to each run"),
+        ({"grid": {"run": [{"steps": 5}, {"name": "x"}]}}, "run.name: the sweep gives it to each run"),
         ({"set": {"algo.kl": 0.1}, "grid": {"algo.kl": [0.1, 0.2]}}, "set: algo.kl is swept over"),
         (
             {"set": {"replay.groups_per_step": 4}, "points": [{"name": "a", "replay": {"max_staleness": 1}}]},

@@ -46,6 +46,12 @@ def test_a_quarantined_group_says_so(make_group: Callable[..., Group]) -> None:
     assert [sample.failure for sample in make_group(samples=2).emptied.samples] == ["quarantined"] * 2
 
 
+def test_a_batch_without_an_answer_has_no_reward_and_no_pass_rate(make_group: Callable[..., Group]) -> None:
+    metrics = batch_metrics(Batch(step=3, groups=(make_group(samples=2).emptied, make_group(1, samples=2).emptied)))
+    unknown = {name for name, value in metrics.items() if np.isnan(value)}
+    assert unknown == {"reward/mean", "reward/std", "pass_rate"}
+
+
 def with_parts(group: Group, *parts: dict[str, float]) -> Group:
     """The group with these parts of its samples' rewards."""
     samples = [replace(sample, reward_parts=each) for sample, each in zip(group.samples, parts, strict=True)]

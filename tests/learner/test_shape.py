@@ -125,6 +125,14 @@ def test_theta_is_found_where_either_generation_of_transformers_writes_it(tmp_pa
     assert shape_of(tmp_path, **changes).rope_theta == 5e5
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_parameters_of_rope_that_are_no_mapping_are_refused(tmp_path, key):
+    with pytest.raises(UnsupportedModelError, match=rf"config.json: {key}: \[8.0\] is not allowed; allowed: a mapping"):
+        shape_of(tmp_path, **{key: [8.0]})
+    with pytest.raises(UnsupportedModelError, match=rf"text_config\.{key}: 'yarn' is not allowed"):
+        shape_of(tmp_path, text_config={key: "yarn"})
+
+
 def test_a_mixture_of_experts_is_read(tmp_path):
     shape = shape_of(tmp_path, **MIXTURE)
     assert shape.moe == MoeShape(experts=128, top_k=8, ffn=768, normalised=True)

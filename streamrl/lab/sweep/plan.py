@@ -119,7 +119,8 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
     for place, keys in (("set", common), ("overrides", given)):
         if both := _covering(swept, keys):
             raise ConfigError(f"{place}: {both[0]} is swept over; allowed: keys that `grid` and `points` do not have")
-    if own := sorted({*swept, *common, *given} & set(OWN)):
+    settings = (common, *points, *({key: value} for key, values in grid.items() for value in values))
+    if own := sorted({*given, *(leaf for each in settings for leaf in _leaves(each))} & set(OWN)):
         raise ConfigError(f"{own[0]}: the sweep gives it to each run; allowed: seeds, name and folder of the sweep")
     if "base" not in tree:
         raise ConfigError(f"{file}: base is missing; allowed: a configuration, relative to the sweep file")
@@ -138,6 +139,19 @@ def read(file: Path, overrides: Sequence[str] = ()) -> Sweep:
         columns=_columns(tree),
         seeds=_seeds(tree),
     )
+
+
+def _leaves(settings: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """What is set, where a section is given as a whole too.
+
+    >>> list(_leaves({"run": {"seed": 9, "wandb": {"mode": "offline"}}, "run.steps": 5}))
+    ['run.seed', 'run.wandb.mode', 'run.steps']
+    """
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{section}{key}.")
+        else:
+            yield f"{section}{key}"
 
 
 def _covering(keys: Iterable[str], others: Iterable[str]) -> list[str]:
