@@ -75,12 +75,17 @@ def main(config: Config, run_folder: Path | None, version: str | None, model: Pa
     too_long = {} if run_folder is None else left_out.load(run_folder).evaluated
     try:
         evaluation, questions = uvloop.run(_evaluate(engine, served, weights, too_long))
-        folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
-        write(folder, evaluation, questions)
     except (ServerFailed, EngineError, ScorerUnready, OSError) as failure:
         print(f"streamrl: {failure}", file=sys.stderr)
         return 1
-    _print(evaluation, folder)
+    _print(evaluation)
+    folder = output or free_folder(evaluation_folder(run_folder or config.run_folder, weights.label))
+    try:
+        write(folder, evaluation, questions)
+    except OSError as failure:
+        print(f"streamrl: {folder}: {failure.strerror}: the answers are not written", file=sys.stderr)
+        return 1
+    print(f"every answer: {folder / 'index.html'}")
     return 0 if any(found.answers for found in evaluation.tasks.values()) else 1
 
 
@@ -190,8 +195,8 @@ async def _evaluate(
             )
 
 
-def _print(evaluation: Evaluation, folder: Path) -> None:
-    """The figures with their standard errors, and where everything is."""
+def _print(evaluation: Evaluation) -> None:
+    """The figures with their standard errors."""
     terminal = Terminal()
     table = Table("task", "figure", title=f"Evaluation of {evaluation.label}", title_justify="left")
     table.add_column("value", justify="right", no_wrap=True)
@@ -206,7 +211,6 @@ def _print(evaluation: Evaluation, folder: Path) -> None:
             terminal.print(f"{task}: answers are missing: {reason}", markup=False, soft_wrap=True)
     if not evaluation.complete:
         terminal.print("not every prompt was asked in evaluate.timeout")
-    terminal.print(f"every answer: {folder / 'index.html'}", markup=False, soft_wrap=True, highlight=False)
 
 
 def _cell(figure: Mean) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from streamrl import run_folder
 from streamrl.cli import main
 from streamrl.config import file as config_file
 from streamrl.evaluate.files import read_questions, read_summary
+from streamrl.lab import evaluation
 from streamrl.tasks import left_out
 from streamrl.tasks.left_out import LeftOut, OfTask
 from tests.generate import openai_endpoint
@@ -94,6 +97,18 @@ def test_every_figure_of_the_default_ones_is_in_the_table_of_80_columns(folder, 
     pass_rates = {f"pass@{k}": "1.000 ± 0.000" for k in (1, 2, 4, 8)}
     assert shown.items() >= {"prompts": "3", **pass_rates, "greedy": "1.000 ± 0.000", "unanswered": "0.0%"}.items()
     assert shown.keys() >= {"reward", "length"}
+
+
+def test_figures_are_told_where_the_answers_cannot_be_written(folder, capsys, monkeypatch):
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(evaluation, "write", full)
+    assert evaluate(*PARROT, "--output", "kept") == 1
+    out, err = capsys.readouterr()
+    assert "1.000 ± 0.000" in out
+    assert "every answer" not in out
+    assert err.splitlines()[-1] == "streamrl: kept: No space left on device: the answers are not written"
 
 
 def test_a_run_is_evaluated_on_the_prompts_that_fit_as_it_does_itself(folder):
