@@ -150,8 +150,8 @@ class GenerateConfig(Section):
     )
 
     @property
-    def own_arguments(self) -> dict[str, Any]:
-        """`server_args` by SGLang's names, which may be given with hyphens."""
+    def sglang_arguments(self) -> dict[str, Any]:
+        """`server_args` under SGLang's own names; they may be given with hyphens."""
         return {name.replace("-", "_"): value for name, value in self.server_args.items()}
 
     @property
@@ -244,7 +244,7 @@ class GenerateConfig(Section):
                 f"router: {self.router} does not pass on that kept sets are asked for, which generate.sampling.top_p, "
                 "top_k and min_p need; allowed: null, or top_p=1, top_k=-1 and min_p=0"
             )
-        if self.sampling.min_p and self.own_arguments.get("enable_deterministic_inference"):
+        if self.sampling.min_p and self.sglang_arguments.get("enable_deterministic_inference"):
             raise ValueError(
                 f"sampling.min_p: {self.sampling.min_p:g} is nothing that servers with enable_deterministic_inference "
                 "draw by; allowed: 0"
@@ -252,7 +252,7 @@ class GenerateConfig(Section):
 
     @rule
     def _nothing_else_shapes_a_draw(self) -> None:
-        if (given := self.own_arguments.get(UNSEEN_SAMPLING)) is not None:
+        if (given := self.sglang_arguments.get(UNSEEN_SAMPLING)) is not None:
             raise ValueError(
                 f"server_args: {UNSEEN_SAMPLING}={given} shapes draws as no learner computes them; allowed: "
                 "generate.sampling"
@@ -280,7 +280,7 @@ class GenerateConfig(Section):
     @rule
     def _its_ranks_are_counted(self) -> None:
         """What else would decide on ranks and devices: weights go to the ranks of tensor parallelism alone."""
-        given = self.own_arguments
+        given = self.sglang_arguments
         for name, instead in OF_RANKS.items():
             if name in given and not (instead.startswith("1") and given[name] == 1):
                 raise ValueError(f"server_args: {name}={given[name]} is not allowed; allowed: {instead}")
@@ -316,7 +316,7 @@ class GenerateConfig(Section):
                 f"quantization: {self.quantization} is given to servers when they are started, and generate.attach has "
                 "running ones; allowed: null"
             )
-        for name, value in self.own_arguments.items():
+        for name, value in self.sglang_arguments.items():
             if name in OF_FORMAT:
                 raise ValueError(
                     f"server_args: {name}={value} is not allowed beside generate.quantization={self.quantization}, "
@@ -329,7 +329,7 @@ class GenerateConfig(Section):
 
     @rule
     def _runs_no_code_of_a_model_folder(self) -> None:
-        if "trust_remote_code" in self.own_arguments:
+        if "trust_remote_code" in self.sglang_arguments:
             raise ValueError("server_args: trust_remote_code would run code from a model folder; allowed: other names")
 
 

@@ -171,7 +171,7 @@ class SpeculationConfig(Section):
 
 def check_pool(pool: GenerateConfig) -> None:
     """Raise ValueError where the servers' other keys do not go with drafts, or decide on them."""
-    given = {name.replace("-", "_"): value for name, value in pool.server_args.items()}
+    given = pool.sglang_arguments
     for name, value in given.items():
         if name in ARGUMENTS:
             raise ValueError(

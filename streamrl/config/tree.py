@@ -224,7 +224,7 @@ class Config(Section):
     def _servers_take_weights_again(self) -> None:
         """SGLang 0.5.23 quantises to FP8 at the start alone, and then has no loader for the layers; FlashRL's has."""
         for pool in self.generate.each_pool:
-            given = {name.replace("-", "_"): value for name, value in pool.server_args.items()}
+            given = pool.sglang_arguments
             loads_again = self.learner.lora.by_adapter or given.get("load_format") == "flash_rl"
             if given.get("quantization") == "fp8" and not loads_again:
                 raise ValueError(

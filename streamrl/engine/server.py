@@ -252,7 +252,7 @@ def server_arguments(config: Config, index: int) -> dict[str, Any]:
     if config.learner.router_replay:
         chosen["enable_return_routed_experts"] = True
     chosen |= config.generate.speculation.arguments
-    given = {key.replace("-", "_"): value for key, value in config.generate.server_args.items()}
+    given = config.generate.sglang_arguments
     # SGLang keeps a series of its own metrics for every priority that it has seen: a run's groups would be too many.
     if given.get("schedule_policy", BY_PRIORITY[0]) in BY_PRIORITY and not given.get("enable_metrics"):
         chosen |= OLDEST_FIRST

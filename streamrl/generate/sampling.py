@@ -73,7 +73,7 @@ class Sampling:
         self._tokenizer = tokenizer
         self._greedy = greedy
         self._trained = trained and not greedy
-        given = {name.replace("-", "_"): value for name, value in config.server_args.items()}
+        given = config.sglang_arguments
         self._deterministic = bool(given.get("enable_deterministic_inference")) and not config.attach
 
     def drawing(self, chosen: Mapping[str, Any]) -> Drawing:

@@ -246,7 +246,7 @@ def engine_keys(config: Config, run_folder: Path) -> EngineKeys:
 
     A server to attach to is started with the same ones (`--api-key`, `--admin-api-key`), or with none.
     """
-    arguments = {name.replace("-", "_"): value for name, value in config.generate.server_args.items()}
+    arguments = config.generate.sglang_arguments
     if arguments.keys() & set(KEY_ARGUMENTS):
         return EngineKeys(*(arguments.get(name) for name in KEY_ARGUMENTS))
     folder = key_folder(config, run_folder)

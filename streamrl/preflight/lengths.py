@@ -60,7 +60,7 @@ def evaluated_limit(config: Config, shape: ModelShape) -> int:
 
 def context_length(pool: GenerateConfig, shape: ModelShape) -> int:
     """Tokens that a sequence may have at most at a server. Raises ConfigError."""
-    return _number(_arguments(pool), "context_length") or shape.max_length
+    return _number(pool.sglang_arguments, "context_length") or shape.max_length
 
 
 def _check_context(pool: GenerateConfig, shape: ModelShape, longest: Longest, answer: int, key: str) -> None:
@@ -80,7 +80,7 @@ def _check_context(pool: GenerateConfig, shape: ModelShape, longest: Longest, an
 
 def _room(pool: GenerateConfig, shape: ModelShape) -> tuple[int, str]:
     """Tokens that a prompt and its answer may have at a server, and what says so. Raises ConfigError."""
-    context, arguments = context_length(pool, shape), _arguments(pool)
+    context, arguments = context_length(pool, shape), pool.sglang_arguments
     if context > shape.max_length:
         raise ConfigError(
             f"generate.server_args: context_length={context} is above the model's max_position_embeddings="
@@ -91,11 +91,6 @@ def _room(pool: GenerateConfig, shape: ModelShape) -> tuple[int, str]:
     if cache and cache < context:
         context, what = cache, f"a KV cache of max_total_tokens={cache}"
     return context - KEPT_FREE, what
-
-
-def _arguments(pool: GenerateConfig) -> dict[str, Any]:
-    """SGLang's arguments under Python's names."""
-    return {key.replace("-", "_"): value for key, value in pool.server_args.items()}
 
 
 def _number(arguments: dict[str, Any], key: str) -> int | None:

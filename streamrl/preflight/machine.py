@@ -96,7 +96,7 @@ def check_machine(config: Config) -> None:
 def _check_prefills(config: Config) -> None:
     """Refuse servers that would cut the prefills which are to be the learner's pass to the bit. Raises ConfigError."""
     for pool in config.generate.each_pool:
-        size = {key.replace("-", "_"): value for key, value in pool.server_args.items()}.get("chunked_prefill_size")
+        size = pool.sglang_arguments.get("chunked_prefill_size")
         if pool.score == "full_prefill" and not pool.attach and isinstance(size, int) and size > 0:
             raise ConfigError(
                 f"generate.server_args: chunked_prefill_size={size} cuts prefills, and what is behind a cut is rounded "

@@ -123,7 +123,7 @@ def _check_blocks(pool: GenerateConfig, shape: ModelShape) -> None:
     if shape.moe is None or shape.moe.dense_layers:
         cut["rows of an MLP"] = shape.ffn / ranks
     if shape.moe is not None:
-        expert_ranks = int({key.replace("-", "_"): value for key, value in pool.server_args.items()}.get("ep_size", 1))
+        expert_ranks = int(pool.sglang_arguments.get("ep_size", 1))
         cut["rows of an expert"] = shape.moe.ffn * expert_ranks / ranks
     for what, size in cut.items():
         if size % BLOCK:

@@ -113,7 +113,7 @@ def pool_of(config: Config, pool: GenerateConfig, shape: ModelShape, machines: M
 
 def server_args(pool: GenerateConfig, machines: Machines) -> dict[str, Any]:
     """SGLang's arguments of the pool that a plan reads, under Python's names."""
-    given = {**pool.speculation.arguments, **{key.replace("-", "_"): value for key, value in pool.server_args.items()}}
+    given = {**pool.speculation.arguments, **pool.sglang_arguments}
     return given if machines.has_gpus else {**CPU_ARGUMENTS, **given}
 
 

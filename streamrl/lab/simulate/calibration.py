@@ -256,7 +256,7 @@ def _middle(observed: Observed) -> Observed:
 
 
 def _max_running(config: Config) -> int:
-    given = {name.replace("-", "_"): value for name, value in config.generate.server_args.items()}
+    given = config.generate.sglang_arguments
     return int(given.get("max_running_requests", ServerSpeed.__dataclass_fields__["max_running"].default))
 
 
