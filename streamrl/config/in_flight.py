@@ -50,11 +50,6 @@ def most_requests(config: Config, pool: GenerateConfig) -> int:
     return own.requests_in_flight or own.groups_in_flight * own.group_size
 
 
-def most_tickets(config: Config, pool: GenerateConfig) -> int:
-    """Tickets that a worker of the pool holds at the most."""
-    return tickets(most_requests(config, pool)) if pool.by_sample else without_lag(config, pool).groups_in_flight
-
-
 def tickets(requests: int) -> int:
     """Tickets that a worker holds at the most by sample: each place may have the last sample of another group.
 

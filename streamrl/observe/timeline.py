@@ -8,7 +8,6 @@ overlap, the order in the role's `Kind` decides what the instant counts as. What
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -196,11 +195,6 @@ class Track:
         for phase in self.phases(begin, end):
             sums[phase.name] = sums.get(phase.name, 0.0) + phase.seconds
         return sums
-
-    def groups_between(self, begin: float, end: float) -> list[GroupSpan]:
-        """The groups that ended between two instants; the logs of one process are in order of time."""
-        first = bisect.bisect_right(self.groups, begin, key=lambda group: group.end)
-        return [group for group in self.groups[first:] if group.end <= end]
 
     def forget(self, before: float) -> None:
         """Drop what ended before an instant: nobody asks for it any more."""

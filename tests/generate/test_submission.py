@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Config
-from streamrl.config.in_flight import most_requests, most_tickets, tickets, wanted
+from streamrl.config.generate import GenerateConfig
+from streamrl.config.in_flight import most_requests, tickets, wanted, without_lag
 from streamrl.generate.request_places import PlacedPolicy, RequestPlaces, first_credit
 from streamrl.generate.submission import Submission
 from streamrl.observe.events import event_path, read_events
@@ -34,6 +35,11 @@ DEADLINE = 300.0  # seconds; a server's end on busy cores
 def config(**generate: Any) -> Config:
     """P = 8 groups of G = 4."""
     return Config.model_validate({"generate": {"group_size": 4, **generate}, "replay": {"groups_per_step": 8}})
+
+
+def most_tickets(config: Config, pool: GenerateConfig) -> int:
+    """Tickets that a worker of the pool holds at the most."""
+    return tickets(most_requests(config, pool)) if pool.by_sample else without_lag(config, pool).groups_in_flight
 
 
 @pytest.mark.parametrize(

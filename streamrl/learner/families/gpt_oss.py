@@ -17,13 +17,6 @@ if TYPE_CHECKING:
 
     from streamrl.learner.mapping import Cut
 
-_USUAL = (
-    "input_layernorm.weight",
-    "self_attention.linear_qkv.weight",
-    "self_attention.linear_qkv.bias",
-    "self_attention.linear_proj.weight",
-    "pre_mlp_layernorm.weight",
-)
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
