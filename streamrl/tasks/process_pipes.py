@@ -1,8 +1,10 @@
-"""What a process is given on its standard input, and the beginning of what it prints."""
+"""A process in a session of its own: what it is given, the beginning of what it prints, and its end."""
 
 from __future__ import annotations
 
 import asyncio
+
+from streamrl.lifeline import kill_group
 
 CHUNK = 1 << 16  # bytes read at once
 
@@ -16,6 +18,12 @@ async def exchange(process: asyncio.subprocess.Process, given: bytes, most: int)
     assert process.stdout is not None
     _, kept = await asyncio.gather(_give(process.stdin, given), _beginning(process.stdout, most))
     return kept
+
+
+async def kill(process: asyncio.subprocess.Process) -> None:
+    """Kill the session that a process leads, and wait for the process's end."""
+    kill_group(process.pid)
+    await process.wait()
 
 
 async def _give(pipe: asyncio.StreamWriter, given: bytes) -> None:

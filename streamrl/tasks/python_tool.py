@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.tasks.failures import ScorerUnready
-from streamrl.tasks.process_pipes import exchange
+from streamrl.tasks.process_pipes import exchange, kill
 from streamrl.tasks.sandbox import UNWALLED
 
 SANDBOX = Path(__file__).with_name("sandbox.py")
@@ -98,7 +97,7 @@ class PythonTool:
             except TimeoutError:
                 return None, ""
             finally:
-                await _end(process)
+                await kill(process)  # with its first process everything in its PID namespace
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -130,15 +129,6 @@ class PythonTool:
                 "processes": limits.processes,
             }
         )
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left: the session, and with its first process everything in its PID namespace."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    await process.wait()
 
 
 def missing_walls() -> str | None:

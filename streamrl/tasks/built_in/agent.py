@@ -12,7 +12,6 @@ import asyncio
 import json
 import os
 import shlex
-import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ from streamrl.tasks.host_pool import HostPool
 from streamrl.tasks.host_wire import Call, Task
 from streamrl.tasks.openai_server import MODEL, OpenAIServer
 from streamrl.tasks.openai_session import Session
-from streamrl.tasks.process_pipes import exchange
+from streamrl.tasks.process_pipes import exchange, kill
 from streamrl.tasks.starter import BACKWARDS_ARGS, BACKWARDS_FILES, FOLDER, Starter
 from streamrl.tasks.user_reward import check_target
 
@@ -207,7 +206,7 @@ class Agent(Around):
             output = await exchange(process, json.dumps(question).encode(), 4 * OUTPUT)
             await process.wait()
         finally:
-            await _end_group(process)
+            await kill(process)
         if process.returncode != 0:
             raise AgentFailed(f"the agent's command ended with code {process.returncode}")
         return output.decode(errors="replace").strip()[:OUTPUT] or None
@@ -223,14 +222,6 @@ def _endpoint_variables(base_url: str) -> dict[str, str]:
     openai = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none", "OPENAI_MODEL": MODEL}
     root = base_url.removesuffix("/v1")
     return {**openai, "ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": "none", "ANTHROPIC_MODEL": MODEL}
-
-
-async def _end_group(process: asyncio.subprocess.Process) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    await process.wait()
 
 
 def _pool(arguments: AgentArguments, function: str) -> HostPool:
