@@ -17,13 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from streamrl.engine.answers import Answer, Piece, PrefillScores, WeightVersionSpan
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.publish.peft import checksum
-from streamrl.publish.transport import AdapterManifest, PublishError, Sink
+from streamrl.publish.transport import AdapterManifest, PublishError, Sink, read_manifest
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -122,10 +121,7 @@ class AdapterSink(Sink):
         self._timeout = timeout
 
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
-        try:
-            plan = msgspec.convert(manifest, AdapterManifest)
-        except msgspec.ValidationError as error:
-            raise PublishError(f"manifest of version {version}: {error}") from error
+        plan = read_manifest(manifest, AdapterManifest, version)
         await asyncio.to_thread(_check, plan)
         for old in self._adapters.idle():
             await self._unload(old)

@@ -11,11 +11,17 @@ import asyncio
 import logging
 from typing import Any
 
-import msgspec
-
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.load_plan import BucketLayout
-from streamrl.publish.transport import GLOO, BroadcastManifest, PublishError, Sink, Update
+from streamrl.publish.transport import (
+    GLOO,
+    BroadcastManifest,
+    PublishError,
+    Sink,
+    Update,
+    as_publish_errors,
+    read_manifest,
+)
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -44,16 +50,11 @@ class BroadcastSink(Sink):
         return self._stuck
 
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
-        try:
-            plan = msgspec.convert(manifest, BroadcastManifest)
-        except msgspec.ValidationError as error:
-            raise PublishError(f"manifest of version {version}: {error}") from error
-        try:
+        plan = read_manifest(manifest, BroadcastManifest, version)
+        with as_publish_errors():
             if plan.group != self._group:
                 await self._join(plan)
             await self._load(version, plan)
-        except EngineError as error:
-            raise PublishError(str(error)) from error
 
     async def _join(self, plan: BroadcastManifest) -> None:
         """Join the source's group in place of the former one, if any."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import xxhash
 import zmq
@@ -30,6 +29,7 @@ from streamrl.publish.transport import (
     Sink,
     as_publish_errors,
     delta_name,
+    read_manifest,
     whole_name,
 )
 from streamrl.stream.keys import KeysUnusable
@@ -59,10 +59,7 @@ class DeltaSink(Sink):
         return self._loading.whole
 
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
-        try:
-            plan = msgspec.convert(manifest, DeltaManifest)
-        except msgspec.ValidationError as error:
-            raise PublishError(f"manifest of version {version}: {error}") from error
+        plan = read_manifest(manifest, DeltaManifest, version)
         try:
             async with asyncio.timeout(self._timeout):
                 await self._receive(str(version), plan)

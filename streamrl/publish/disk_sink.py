@@ -12,11 +12,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from streamrl.engine.client import EngineClient, EngineError
 from streamrl.publish.model_folder import WEIGHTS, checksum
-from streamrl.publish.transport import DiskManifest, PublishError, Sink, Update
+from streamrl.publish.transport import DiskManifest, PublishError, Sink, Update, as_publish_errors, read_manifest
 from streamrl.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -39,16 +37,11 @@ class DiskSink(Sink):
         return self._update.whole
 
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
-        try:
-            plan = msgspec.convert(manifest, DiskManifest)
-        except msgspec.ValidationError as error:
-            raise PublishError(f"manifest of version {version}: {error}") from error
+        plan = read_manifest(manifest, DiskManifest, version)
         await asyncio.to_thread(_check, plan)
-        try:
+        with as_publish_errors():
             async with self._update.waiting():
                 await self._load(version, plan.folder)
-        except EngineError as error:
-            raise PublishError(str(error)) from error
 
     async def _load(self, version: PolicyVersion, folder: str) -> None:
         was_whole, self._update.whole = self._update.whole, False

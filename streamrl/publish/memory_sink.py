@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from streamrl.engine.kept_memory import Unreadable, check_readable
-from streamrl.publish.transport import Loading, MemoryManifest, PublishError, Sink, as_publish_errors
+from streamrl.publish.transport import Loading, MemoryManifest, PublishError, Sink, as_publish_errors, read_manifest
 from streamrl.types import PolicyVersion
 
 
@@ -22,10 +20,7 @@ class MemorySink(Sink):
         return self._loading.whole
 
     async def apply(self, version: PolicyVersion, manifest: dict[str, Any]) -> None:
-        try:
-            plan = msgspec.convert(manifest, MemoryManifest)
-        except msgspec.ValidationError as error:
-            raise PublishError(f"manifest of version {version}: {error}") from error
+        plan = read_manifest(manifest, MemoryManifest, version)
         try:
             check_readable(plan.place)
         except Unreadable as error:

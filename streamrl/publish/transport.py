@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from streamrl.publish.staging import Staged
 
 GLOO = "gloo"  # the one backend whose broadcast ends, with an error, at either end when the other is lost
+
+Manifest = TypeVar("Manifest", bound=msgspec.Struct)
 
 # Called while a source waits, at least every few milliseconds; raises PublishError when it should stop waiting.
 Check = Callable[[], None]
@@ -91,6 +93,14 @@ class AdapterManifest(msgspec.Struct, frozen=True, kw_only=True, tag_field="tran
 
     folder: str
     checksum: str  # xxh3_64 of its adapter_model.safetensors, hexadecimal
+
+
+def read_manifest(manifest: dict[str, Any], kind: type[Manifest], version: PolicyVersion) -> Manifest:
+    """The manifest of `version` in the form of its transport. Raises PublishError where it has another one."""
+    try:
+        return msgspec.convert(manifest, kind)
+    except msgspec.ValidationError as error:
+        raise PublishError(f"manifest of version {version}: {error}") from error
 
 
 def is_verified(version: PolicyVersion, every: int) -> bool:
