@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import logging
 import pickle
 import types
 from collections.abc import Sequence
@@ -21,10 +20,8 @@ from streamrl.engine.client import EngineClient, EngineError
 from streamrl.engine.kept_memory import Place
 from streamrl.engine.load_plan import LOADER, BucketLayout, LoadPlan, Receipts
 from streamrl.generate.weight_update import WeightUpdate
-from streamrl.publish.transport import PublishError
+from streamrl.publish.transport import PublishError, end_open_update
 from streamrl.types import PolicyVersion
-
-log = logging.getLogger(__name__)
 
 
 class KeptLoading:
@@ -51,7 +48,7 @@ class KeptLoading:
                 try:
                     await self._load(version, plan, receipts)
                 except EngineError:
-                    await self._end_after_failure()
+                    await end_open_update(self._client, self._timeout)
                     raise
 
     async def _check_loader(self) -> None:
@@ -101,13 +98,6 @@ class KeptLoading:
                 faults.append(f"rank {rank}, {receipt.status}: {receipt.reason}")
             touched |= receipt is None or receipt.status in ("loaded", "failed")
         return faults, touched
-
-    async def _end_after_failure(self) -> None:
-        """Leave the server ready for the next try."""
-        try:
-            await self._client.end_weight_update(self._timeout)
-        except EngineError as error:
-            log.info("no update was open: %s", error)
 
 
 def _payload(plan: LoadPlan) -> str:

@@ -24,7 +24,7 @@ from streamrl.generate.gate import GatedPolicy, RequestGate
 from streamrl.generate.inference import ServerPolicy
 from streamrl.generate.pauses import Pauses, Reason
 from streamrl.generate.weight_sinks import make_sink
-from streamrl.publish.transport import PublishError, Sink
+from streamrl.publish.transport import PublishError, Sink, end_open_update
 from streamrl.stream.address import own_host
 from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.stream.messages import ServerState
@@ -319,10 +319,7 @@ async def _reset(client: EngineClient, model: Path, timeout: float, *, has_draft
             f"load {initial} as well; allowed: a server that was started again"
         )
     log.info("%s has version %s: loading %s again", client.address, info.weight_version, initial)
-    try:
-        await client.end_weight_update(timeout)
-    except EngineError:
-        log.info("%s was not in the middle of an update", client.address)
+    await end_open_update(client, timeout)
     await client.update_from_disk(initial, str(INITIAL))
     await client.resume(timeout)
 

@@ -20,6 +20,7 @@ from streamrl.publish.transport import (
     Sink,
     Update,
     as_publish_errors,
+    end_open_update,
     read_manifest,
 )
 from streamrl.types import PolicyVersion
@@ -97,15 +98,8 @@ class BroadcastSink(Sink):
                 await self._client.end_weight_update(self._timeout)
             except EngineError:
                 if not self._stuck:
-                    await self._end_after_failure()
+                    await end_open_update(self._client, self._timeout)
                 raise
-
-    async def _end_after_failure(self) -> None:
-        """Leave the server ready for the next try."""
-        try:
-            await self._client.end_weight_update(self._timeout)
-        except EngineError as error:
-            log.info("no update was open: %s", error)
 
     async def _receive(self, version: PolicyVersion, plan: BroadcastManifest, index: int, bucket: BucketLayout) -> None:
         """One bucket. Until the last one the server's version is no policy version, which nobody accepts."""

@@ -9,6 +9,7 @@ The manifest travels through the replay service, the bytes do not. No torch here
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from streamrl.types import PolicyVersion
 
 if TYPE_CHECKING:
     from streamrl.publish.staging import Staged
+
+log = logging.getLogger(__name__)
 
 GLOO = "gloo"  # the one backend whose broadcast ends, with an error, at either end when the other is lost
 
@@ -210,3 +213,14 @@ def as_publish_errors() -> Iterator[None]:
         yield
     except EngineError as error:
         raise PublishError(str(error)) from error
+
+
+async def end_open_update(client: EngineClient, timeout: float) -> None:
+    """Leave a server ready for its next weight update, where the last one has failed or was broken off.
+
+    timeout: seconds that the call may take.
+    """
+    try:
+        await client.end_weight_update(timeout)
+    except EngineError as error:
+        log.info("%s: no weight update was open: %s", client.address, error)
