@@ -322,7 +322,7 @@ class EngineClient:
         return content
 
     async def _stream(self, body: dict[str, Any], on_piece: Callable[[Piece], None], prompt_tokens: int | None) -> None:
-        """Give every piece of the answers to `take`, until the server says that there are no more."""
+        """Give every piece of the answers to `on_piece`, until the server says that there are no more."""
         async with self._answering("POST", "/generate", _JSON.encode(body), self._timeout) as response:
             if response.status != 200:
                 raise EngineError(self.address, "/generate", response.status, _first_line(await response.read()))

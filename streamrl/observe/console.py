@@ -164,11 +164,11 @@ def who_waits(idle_learner: float, idle_generator: float) -> str:
     return learner if idle_learner > idle_generator else generator
 
 
-def sparkline(values: list[float], width: int = _WIDTH) -> str:
-    """The course of `values`, from 0 (or their least) to 1 (or their largest), in `width` characters at most."""
+def sparkline(values: list[float]) -> str:
+    """The course of `values`, from 0 (or their least) to 1 (or their largest), in `_WIDTH` characters at most."""
     if not values:
         return ""
-    count = min(width, len(values))
+    count = min(_WIDTH, len(values))
     edges = [index * len(values) // count for index in range(count + 1)]
     means = [_mean(values[start:end]) for start, end in itertools.pairwise(edges)]
     low, high = min(0.0, *means), max(1.0, *means)

@@ -10,7 +10,7 @@ from streamrl.config.words import checked
 from streamrl.generate.engines.base import Engine
 
 
-def make_engine(name: str, options: Mapping[str, Any], where: str = "evaluate.engine_options") -> Engine:
+def make_engine(name: str, options: Mapping[str, Any]) -> Engine:
     """The engine of that name or path. Raises ValueError, with a line that begins with a key, for what does not fit."""
     declaration: type[Engine] = ENGINES.load(name)
-    return declaration(checked(declaration.Options, options, where))
+    return declaration(checked(declaration.Options, options, "evaluate.engine_options"))

@@ -38,17 +38,17 @@ def unreadable(reason: str) -> ToolCall:
     return ToolCall("", "", " ".join(reason.split()))
 
 
-def of_json(text: str, arguments: Sequence[str] = ("arguments",)) -> Called:
-    """A call as JSON with a `name` and its arguments, under the first of these keys that is there."""
+def of_json(text: str) -> Called:
+    """A call as JSON with a `name` and its `arguments`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return unreadable(f"the call is no JSON: {type(error).__name__}")
-    return of_value(value, arguments)
+    return of_value(value)
 
 
 def of_value(value: Any, arguments: Sequence[str] = ("arguments",)) -> Called:
-    """The same of JSON that is read."""
+    """A call of a JSON value that is read; its arguments are under the first of these keys that is there."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
         return unreadable('a call is a JSON object with a "name"')
     key = next((key for key in arguments if key in value), None)
