@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from streamrl.choices import Choice, Options
@@ -13,6 +14,7 @@ from streamrl.tasks.tool_calls import FunctionCall, ToolCall
 Called = FunctionCall | ToolCall  # a call, or a `ToolCall` whose `error` says in one line why it cannot be read
 
 _DECODER = json.JSONDecoder()
+_TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 
 
 class ToolParser(Choice, ABC):
@@ -31,6 +33,12 @@ class ToolParser(Choice, ABC):
 
         tools: those that the policy was told of, in OpenAI's form, by which values without a type get theirs.
         """
+
+
+def split_tagged(text: str, read: Callable[[str], Called]) -> tuple[str, list[Called]]:
+    """The text without what is between `<tool_call>` tags, and `read` of each; the last one may lack its end."""
+    calls = [read(match[1]) for match in _TAGGED.finditer(text)]
+    return (_TAGGED.sub("", text).strip() if calls else text), calls
 
 
 def unreadable(reason: str) -> ToolCall:

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrl.tasks.tool_calls import FunctionCall
-from streamrl.tasks.tool_parsers.base import Called, ToolParser, typed, unreadable
+from streamrl.tasks.tool_parsers.base import Called, ToolParser, split_tagged, typed, unreadable
 
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 _FUNCTION = re.compile(r"\s*<function=([\w.-]+)>(.*?)</function>\s*", re.S)
 _INSIDE = r"((?:(?!<parameter=).)*?)"  # ends before the next one, so that a text is read once
 _PARAMETER = re.compile(rf"<parameter=([^>\n]+)>\n?{_INSIDE}\n?</parameter>", re.S)
@@ -28,8 +27,7 @@ class QwenXml(ToolParser):
     """Arguments in tags; a text is written as it is, everything else as JSON."""
 
     def split(self, text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str, list[Called]]:
-        calls = [_call(match[1], tools) for match in _CALL.finditer(text)]
-        return (_CALL.sub("", text).strip() if calls else text), calls
+        return split_tagged(text, lambda body: _call(body, tools))
 
 
 def _call(body: str, tools: Sequence[dict[str, Any]]) -> Called:
