@@ -22,6 +22,7 @@ from streamrl.reward_model.wire import LARGEST_REPLY, PATH, Ask, BadReply, Turn,
 from streamrl.stream.keys import bearer_token, key_folder
 from streamrl.tasks.environment import Prompt, message_text
 from streamrl.tasks.failures import ScorerUnready
+from streamrl.tasks.http_session import HttpSession
 
 # Seconds between two looks for a process that can be asked.
 POLL = 0.05
@@ -43,11 +44,10 @@ class RewardModels:
         self._settings = config.reward_model
         self._start_timeout = config.run.start_timeout
         self._run_folder = run_folder
-        self._headers = {"Authorization": f"Bearer {bearer_token(key_folder(config, run_folder), 'api')}"}
+        self._http = HttpSession({"Authorization": f"Bearer {bearer_token(key_folder(config, run_folder), 'api')}"})
         self._events = events
         self._busy = [0] * self._settings.workers  # calls that each of them has
         self._rests = [0.0] * self._settings.workers  # until when it is not asked, on the monotonic clock
-        self._session: aiohttp.ClientSession | None = None
 
     async def ready(self) -> None:
         """Wait until one of them listens. Raises TimeoutError after `run.start_timeout`."""
@@ -83,9 +83,7 @@ class RewardModels:
 
     async def close(self) -> None:
         """May be called twice."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     def _idlest(self, now: float) -> tuple[int, str] | None:
         """Of those that listen and do not rest the one with the fewest calls, and its address."""
@@ -96,12 +94,12 @@ class RewardModels:
 
     async def _ask(self, index: int, address: str, body: bytes, count: int, timeout: float) -> list[float | str]:
         """Raises Unanswered where another try may be better."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         limit = aiohttp.ClientTimeout(total=timeout)
         self._busy[index] += 1
         try:
-            async with self._session.post(address + PATH, data=body, timeout=limit, allow_redirects=False) as reply:
+            async with self._http.session.post(
+                address + PATH, data=body, timeout=limit, allow_redirects=False
+            ) as reply:
                 status, content = reply.status, await _read(reply.content)
             if status == 400:  # it is the answers': every process would say so
                 return [content.decode(errors="replace")[:300] or "refused"] * count

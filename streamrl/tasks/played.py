@@ -24,6 +24,7 @@ from streamrl.tasks.arguments import ARGUMENTS, OnDisk, TaskArguments
 from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score, check_reward
 from streamrl.tasks.episodes import NotPlayed, begun, unbegun
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised
+from streamrl.tasks.http_session import HttpSession
 from streamrl.tasks.openai_server import OpenAIServer
 from streamrl.tasks.openai_session import Session
 from streamrl.tasks.played_protocol import AboutPlayer, AskPlay
@@ -80,12 +81,12 @@ class Played(Environment):
         self._split: Literal["train", "probe"] = "probe" if split == "probe" else "train"
         self._places = asyncio.Semaphore(arguments.parallel)
         self._server = OpenAIServer(arguments.host, arguments.port)
-        self._session: aiohttp.ClientSession | None = None
         self._url = (arguments.url or "").rstrip("/")
-        self._headers = bearer(arguments.token_file)
+        headers = bearer(arguments.token_file)
+        self._http = HttpSession(headers)
         self._adapter: AdapterProcess | None = None
         if arguments.python is None:
-            about = look_at(f"{self._url}/about", self._headers, "adapter", AboutPlayer)
+            about = look_at(f"{self._url}/about", headers, "adapter", AboutPlayer)
         else:
             words = self._words(arguments, seed)
             self._adapter = AdapterProcess(arguments.python, words, start_timeout=arguments.start_timeout)
@@ -130,9 +131,7 @@ class Played(Environment):
 
     async def close(self) -> None:
         await self._server.close()
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
         if self._adapter is not None:
             await self._adapter.close()
 
@@ -184,10 +183,8 @@ class Played(Environment):
 
     async def _post(self, url: str, body: AskPlay, timeout: float) -> bytes:
         """Raises aiohttp.ClientError, TimeoutError."""
-        if self._session is None:  # without a limit of its own: waiting for a connection would be the episode's time
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         limit = aiohttp.ClientTimeout(total=timeout)
-        async with self._session.post(url, data=msgspec.json.encode(body), timeout=limit) as response:
+        async with self._http.session.post(url, data=msgspec.json.encode(body), timeout=limit) as response:
             content = await response.read()
             if response.status != 200:
                 text = content[:200].decode(errors="replace")

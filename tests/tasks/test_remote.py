@@ -117,6 +117,28 @@ def test_a_call_is_made_again_when_the_server_fails_and_hangs(scripted):
     assert (rollout.reward, len(calls)) == (1.0, 3)
 
 
+def test_no_call_waits_for_the_connection_of_another_one(scripted):
+    calls = 120  # more than aiohttp makes connections, unless it is told otherwise
+    together = asyncio.Barrier(calls)
+
+    async def score(request: web.Request) -> web.Response:
+        await together.wait()
+        return web.json_response({"scores": [{"reward": 1.0}]})
+
+    async def use(address: str) -> list[list[Rollout]]:
+        task = remote(address, task={"name": "copy"}, timeout=20.0, tries=1)
+        groups = (task.rollout_group(scripted([["a"]]), task.prompt(0), 1) for _ in range(calls))
+        try:
+            return await asyncio.gather(*groups)
+        finally:
+            await task.close()
+
+    app = web.Application()
+    app.router.add_post("/score", score)
+    groups = asyncio.run(served(app, use))
+    assert [rollout.reward for group in groups for rollout in group] == [1.0] * calls
+
+
 def test_a_server_that_is_not_there_costs_samples_and_tells_its_address(scripted):
     async def local() -> list[Rollout]:
         task = remote("http://127.0.0.1:1", task={"name": "copy"}, tries=2)

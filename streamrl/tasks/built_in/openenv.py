@@ -29,6 +29,7 @@ from streamrl.tasks.environment import (
 )
 from streamrl.tasks.episodes import begun, together, unbegun
 from streamrl.tasks.failures import INFRASTRUCTURE
+from streamrl.tasks.http_session import HttpSession
 from streamrl.tasks.order import episode_seed
 from streamrl.tasks.reachable import bearer, look_at
 from streamrl.tasks.turns import TURNS
@@ -103,12 +104,12 @@ class OpenEnv(Environment):
         self._seed = seed
         self._split = split
         self._url = arguments.url.rstrip("/")
-        self._headers = bearer(arguments.token_file)
-        schema = look_at(f"{self._url}/schema", self._headers, "OpenEnv server", Schema)
+        headers = bearer(arguments.token_file)
+        self._http = HttpSession(headers)
+        schema = look_at(f"{self._url}/schema", headers, "OpenEnv server", Schema)
         self._action = _action(arguments.action, schema.action)
         self._field = _field(arguments.observation, schema.observation)
         self._places = asyncio.Semaphore(arguments.parallel)
-        self._session: aiohttp.ClientSession | None = None
 
     def prompt(self, index: int) -> Prompt:
         """Its index alone: what is asked is the environment's."""
@@ -120,15 +121,10 @@ class OpenEnv(Environment):
 
     async def rollout_group(self, inference: Inference, prompt: Prompt, n: int) -> list[Rollout]:
         """Raises NotPlayed where the server begins no episode."""
-        if self._session is None:
-            # `parallel` is what limits sessions.
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
-        return begun(await together(self._play(self._session, inference, prompt) for _ in range(n)))
+        return begun(await together(self._play(self._http.session, inference, prompt) for _ in range(n)))
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def _play(self, session: aiohttp.ClientSession, inference: Inference, prompt: Prompt) -> Rollout:
         """One sample. Errors of `inference` propagate, those of the server cost the reward, or the sample."""

@@ -27,6 +27,7 @@ from streamrl.tasks.environment import (
     check_reward,
 )
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised
+from streamrl.tasks.http_session import HttpSession
 from streamrl.tasks.reachable import bearer
 from streamrl.tasks.remote_protocol import (
     About,
@@ -143,8 +144,7 @@ class _Caller:
     def __init__(self, arguments: RemoteArguments) -> None:
         self.url = arguments.url.rstrip("/")
         self._arguments = arguments
-        self._session: aiohttp.ClientSession | None = None
-        self._headers = bearer(arguments.token_file)
+        self._http = HttpSession(bearer(arguments.token_file))
 
     async def call(self, name: str, body: Any, reply: type[Reply]) -> Reply:
         """The typed reply. Raises RemoteFailed after the last try, and at once for what no retry mends."""
@@ -162,18 +162,14 @@ class _Caller:
         raise RemoteFailed(f"{self.url}/{name}: {self._arguments.tries} tries: {failure}")
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await self._http.close()
 
     async def _once(self, name: str, body: Any) -> bytes:
         """One call. Raises RemoteFailed for a status that says that the call itself is wrong."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
         method, data = ("GET", None) if body is None else ("POST", msgspec.json.encode(body))
         async with (
             asyncio.timeout(self._arguments.timeout),
-            self._session.request(method, f"{self.url}/{name}", data=data) as response,
+            self._http.session.request(method, f"{self.url}/{name}", data=data) as response,
         ):
             content = await response.read()
             if 400 <= response.status < 500:
