@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 
 from streamrl.tasks.adapter_process import AdapterProcess
 from streamrl.tasks.arguments import ARGUMENTS, OnDisk, TaskArguments
-from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score, check_reward
+from streamrl.tasks.environment import Completion, Environment, Inference, Prompt, Rollout, Score
 from streamrl.tasks.episodes import NotPlayed, begun, unbegun
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised
 from streamrl.tasks.http_session import HttpSession
@@ -160,11 +160,12 @@ class Played(Environment):
     def _rollout_of(
         self, inference: Inference, prompt: Prompt, session: Session, score: RemoteScore | Exception
     ) -> Rollout:
-        try:
-            judged = _score(score)
-            failure: Exception | None = None
-        except Exception as error:  # the policy for foreign environments: count, log, go on
-            judged, failure = Score(reward=0.0), error
+        judged, failure = Score(reward=0.0), score if isinstance(score, Exception) else None
+        if isinstance(score, RemoteScore):
+            try:
+                judged = score.checked()
+            except (ScorerRaised, ValueError) as error:
+                failure = error
         completion = session.completion
         if completion is None:
             none = unbegun(inference, prompt)
@@ -190,14 +191,3 @@ class Played(Environment):
                 text = content[:200].decode(errors="replace")
                 raise aiohttp.ClientPayloadError(f"status {response.status}: {text}")
             return content
-
-
-def _score(score: RemoteScore | Exception) -> Score:
-    """Raises what went wrong, and ValueError for what is no finite number."""
-    if isinstance(score, Exception):
-        raise score
-    if score.failure is not None:
-        raise ScorerRaised(score.failure, masked=score.masked)
-    checked = Score(reward=score.reward, parts=score.parts)
-    check_reward(checked)
-    return checked

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from streamrl.tasks.environment import Completion, Message, Prompt
+from streamrl.tasks.environment import Completion, Message, Prompt, Score, check_reward
+from streamrl.tasks.failures import ScorerRaised
 
 LARGEST = 64 << 20  # bytes of one request or reply
 
@@ -92,6 +93,14 @@ class RemoteScore(msgspec.Struct, frozen=True):
     parts: dict[str, float] = {}
     failure: str | None = None
     masked: bool = False
+
+    def checked(self) -> Score:
+        """Raises ScorerRaised where the scorer raised, and ValueError where it gave no finite number."""
+        if self.failure is not None:
+            raise ScorerRaised(self.failure, masked=self.masked)
+        score = Score(reward=self.reward, parts=self.parts)
+        check_reward(score)
+        return score
 
 
 class Judged(msgspec.Struct, frozen=True):

@@ -24,7 +24,6 @@ from streamrl.tasks.environment import (
     Prompt,
     Rollout,
     Score,
-    check_reward,
 )
 from streamrl.tasks.failures import INFRASTRUCTURE, ScorerRaised
 from streamrl.tasks.http_session import HttpSession
@@ -104,7 +103,7 @@ class Remote(TurnByTurn, Around):
 
     async def trajectory_reward(self, prompt: Prompt, turns: Sequence[Completion]) -> Score:
         (score,) = await self._judged(prompt, [_turns(turns)])
-        return _score(score)
+        return score.checked()
 
     async def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Rollout]:
         """All answers of a group in one call, so that the server may score them against each other."""
@@ -116,7 +115,7 @@ class Remote(TurnByTurn, Around):
 
     def _rollout_of(self, prompt: Prompt, completion: Completion, score: RemoteScore) -> Rollout:
         try:
-            judged = _score(score)
+            judged = score.checked()
         except (ScorerRaised, ValueError) as error:
             return self.unscored(prompt, completion, error)
         return Rollout(completion=completion, reward=judged.reward, parts=judged.parts)
@@ -182,12 +181,3 @@ class _Caller:
 
 def _turns(completions: Sequence[Completion]) -> tuple[Turn, ...]:
     return tuple(Turn.of(completion) for completion in completions)
-
-
-def _score(score: RemoteScore) -> Score:
-    """Raises ScorerRaised where the server's scorer raised, and ValueError where it gave no finite number."""
-    if score.failure is not None:
-        raise ScorerRaised(score.failure, masked=score.masked)
-    checked = Score(reward=score.reward, parts=score.parts)
-    check_reward(checked)
-    return checked
