@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +96,10 @@ class BatchSource(Protocol):
 
     def exit(self, version: PolicyVersion, reason: str) -> None:
         """Called when the run ends at `version`, which is saved, though it is not complete: everyone ends."""
+        ...
+
+    def gave_up(self, reason: str) -> None:
+        """Called when the run cannot go on: everyone ends with this reason."""
         ...
 
     def close(self) -> None: ...
@@ -256,32 +261,21 @@ class ServiceBatches:
             raise StreamTimeout(f"no message from the replay service in run.silence_timeout={limit:g} seconds")
 
 
-class RecordedBatches:
-    """Batches of a recorded run, in its order."""
+class LocalBatches(ABC):
+    """Batches that the learner has by itself: nobody else keeps account of them, or has to be told of their end."""
 
     published = None
     ledger = None
 
-    def __init__(self, batches: Iterable[Batch]) -> None:
-        self._batches: Iterator[Batch] = iter(batches)
-        self._seen: set[int] = set()  # groups, which later steps may have again
+    @abstractmethod
+    def next(self, step: int, timeout: float) -> Delivery:
+        """As `BatchSource` has it."""
 
     def begun(self, timeout: float) -> bool:
         return True
 
     def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
         return None
-
-    def next(self, step: int, timeout: float) -> Delivery:
-        """The recorded batch of `step`; stops at the end of the record. Raises ValueError for a gap."""
-        batch = next((batch for batch in self._batches if batch.step >= step), None)
-        if batch is None:
-            return Delivery("stop")
-        if batch.step != step:
-            raise ValueError(f"the record has no batch of step {step}, the next is {batch.step}")
-        fresh = [group for group in batch.groups if group.group_id not in self._seen]
-        self._seen |= {group.group_id for group in fresh}
-        return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in fresh)})
 
     def measured(self, step: int, ess: Sequence[float | None]) -> None:
         return None
@@ -298,8 +292,30 @@ class RecordedBatches:
     def exit(self, version: PolicyVersion, reason: str) -> None:
         return None
 
+    def gave_up(self, reason: str) -> None:
+        return None
+
     def close(self) -> None:
         return None
+
+
+class RecordedBatches(LocalBatches):
+    """Batches of a recorded run, in its order."""
+
+    def __init__(self, batches: Iterable[Batch]) -> None:
+        self._batches: Iterator[Batch] = iter(batches)
+        self._seen: set[int] = set()  # groups, which later steps may have again
+
+    def next(self, step: int, timeout: float) -> Delivery:
+        """The recorded batch of `step`; stops at the end of the record. Raises ValueError for a gap."""
+        batch = next((batch for batch in self._batches if batch.step >= step), None)
+        if batch is None:
+            return Delivery("stop")
+        if batch.step != step:
+            raise ValueError(f"the record has no batch of step {step}, the next is {batch.step}")
+        fresh = [group for group in batch.groups if group.group_id not in self._seen]
+        self._seen |= {group.group_id for group in fresh}
+        return Delivery("batch", batch, {"tokens/generated": sum(group.tokens for group in fresh)})
 
 
 def _metrics(stats: dict[str, Any]) -> dict[str, Any]:

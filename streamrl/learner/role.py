@@ -18,7 +18,7 @@ from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.device import UnsupportedAcceleratorError
 from streamrl.learner import mismatch, trained_model
-from streamrl.learner.batches import RecordedBatches, ServiceBatches
+from streamrl.learner.batches import BatchSource, RecordedBatches, ServiceBatches
 from streamrl.learner.checkpoint_saver import CheckpointError
 from streamrl.learner.lead_loop import FOR_GOOD, LeadLoop, StopSignal
 from streamrl.learner.row_batches import RowBatches
@@ -91,7 +91,7 @@ def _lead(config: Config, run_folder: Path, trainer: Trainer, stop: StopSignal, 
         events.emit("checkpoint.damaged", told=line)
     if (peak := trainer.peak) is not None:
         events.emit("learner.peak", tflops=round(peak.tflops, 6), source=peak.source)
-    source: RowBatches | ServiceBatches
+    source: BatchSource
     publisher: Publisher | None = None
     if config.trains_rows:
         source = RowBatches(config, run_folder)

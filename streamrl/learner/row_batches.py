@@ -7,34 +7,27 @@ So a resume at any step trains the rows that an uninterrupted run would have tra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from streamrl.config import Config
-from streamrl.learner.batches import Delivery
+from streamrl.learner.batches import Delivery, LocalBatches
 from streamrl.learner.token_rows import HELD_OUT, ROWS, TRAINED, TokenRows
-from streamrl.stream.messages import Evaluated
 from streamrl.tasks.order import item_at
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 
 TASK = "rows"  # of the groups: each is one row
 
 
-class RowBatches:
+class RowBatches(LocalBatches):
     """Batches from the rows of a run folder."""
-
-    published = None
-    ledger = None
 
     def __init__(self, config: Config, run_folder: Path) -> None:
         self._rows = TokenRows(run_folder / ROWS / TRAINED)
         self._size = config.sft.batch
         self._seed = config.run.seed
-
-    def begun(self, timeout: float) -> bool:
-        return True
 
     def next(self, step: int, timeout: float) -> Delivery:
         """The rows of a step, at once."""
@@ -42,30 +35,6 @@ class RowBatches:
         rows = [item_at(index, len(self._rows), self._seed) for index in indices]
         epochs = (step + 1) * self._size / len(self._rows)
         return Delivery("batch", _batch(self._rows, rows, step, indices[0]), {"rows/epoch": epochs})
-
-    def quarantined(self, step: int, group: tuple[int, int], reason: str) -> None:
-        return None
-
-    def measured(self, step: int, ess: Sequence[float | None]) -> None:
-        return None
-
-    def trained(self, version: PolicyVersion, measured: Mapping[str, float]) -> None:
-        return None
-
-    def saved(self, version: PolicyVersion, oldest: int) -> None:
-        return None
-
-    def end(self, complete: PolicyVersion | None) -> Sequence[Evaluated]:
-        return ()
-
-    def exit(self, version: PolicyVersion, reason: str) -> None:
-        return None
-
-    def gave_up(self, reason: str) -> None:
-        return None
-
-    def close(self) -> None:
-        return None
 
 
 def held_out(run_folder: Path) -> Batch | None:
