@@ -45,7 +45,8 @@ from streamrl.lab.output import output_file
 from streamrl.learner.flops import training_flops, work_of
 from streamrl.learner.logprobs import Targets, token_logprobs
 from streamrl.learner.rows import RowMaker
-from streamrl.learner.step import Share, tokens_of
+from streamrl.learner.shares import Share
+from streamrl.learner.step import tokens_of
 from streamrl.learner.trainer import Trainer
 from streamrl.types import Batch, Group, PolicyVersion, Sample, VersionSpan
 

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,11 +30,9 @@ from streamrl.learner.optimizer import PolicyOptimizer, Update, largest_norm
 from streamrl.learner.packing import MicroBatch
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.shape import ModelShape
+from streamrl.learner.shares import Share
 from streamrl.learner.value_model import ValueModel
 from streamrl.observe.bars import Report, silent
-
-if TYPE_CHECKING:
-    from streamrl.learner.step import Share
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """One learner step as an algorithm: what is scored first, then passes over mini batches with an update each.
 
-    rank 0: batch ──advantages, plan──▶ a share for each data-parallel rank
+    rank 0: batch ──plan_shares──▶ a share for each data-parallel rank (learner/shares.py)
     every rank: share ──scores, teacher, reference, selections──▶ passes x mini batches: forward, loss, backward, update
 
 The loss of a micro batch is divided by the counts of its whole mini batch before its backward pass, so that
@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from streamrl.algo.advantages import group_advantages
 from streamrl.algo.aggregations import aggregation_of
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.diagnostics import before_updates, finish, merge
@@ -30,11 +28,10 @@ from streamrl.algo.families import family_of
 from streamrl.algo.importance import weight_sums
 from streamrl.algo.kl_control import KlControl
 from streamrl.algo.losses import policy_loss
-from streamrl.algo.reward_penalty import Outcomes
 from streamrl.algo.tokens import TokenBatch
 from streamrl.algo.whole_step import needs_scores, needs_selection
 from streamrl.config import Config
-from streamrl.config.algo import AdvantageConfig, AlgoConfig
+from streamrl.config.algo import AlgoConfig
 from streamrl.device import Device
 from streamrl.device_copy import DONE, Copied
 from streamrl.learner.critic import Critic
@@ -42,15 +39,15 @@ from streamrl.learner.critic_estimates import Estimates, estimate
 from streamrl.learner.forward import Passes
 from streamrl.learner.full_kl import ReferenceStates
 from streamrl.learner.gradient_noise import GradientNoise
-from streamrl.learner.group_ess import GroupEss, ends_of
+from streamrl.learner.group_ess import GroupEss
 from streamrl.learner.optimizer import PolicyOptimizer, Update, largest_norm
-from streamrl.learner.packing import MicroBatch, Packing, cut, plan_step
+from streamrl.learner.packing import MicroBatch
 from streamrl.learner.reference import Reference
-from streamrl.learner.reward_penalty import Penalised, outcomes_of, penalise
+from streamrl.learner.reward_penalty import Penalised, penalise
 from streamrl.learner.selection import select
+from streamrl.learner.shares import MiniBatch, Share
 from streamrl.learner.teacher import Teacher
 from streamrl.observe.events import now
-from streamrl.types import Batch
 
 log = logging.getLogger(__name__)
 
@@ -59,28 +56,6 @@ _SEEDS_APART = 1_000_003
 
 # What the loss says of rows of a data set: they are of no policy, and of no age.
 _OF_ROWS = ("loss/total", "loss/entropy", "tokens/trained")
-
-
-@dataclass(frozen=True, slots=True)
-class MiniBatch:
-    """What one data-parallel rank trains before one update."""
-
-    micro_batches: list[MicroBatch]
-    denominators: Denominators  # of all ranks
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one data-parallel rank trains in a step, as rank 0 sends it."""
-
-    step: int
-    mini_batches: list[MiniBatch]
-    outcomes: Outcomes | None = None  # of the whole step, where `algo.kl_reward` changes the advantages
-    ends: np.ndarray | None = None  # of its groups (`group_ess.ends_of`), where `replay.reuse` asks for them
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        return [micro for mini in self.mini_batches for micro in mini.micro_batches]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,45 +71,6 @@ class Signals:
     # What `algo.kl_reward` or a critic puts in place of the micro batch's advantages.
     penalised: Penalised | Estimates | None = None
     mean_weight: float | None = None
-
-
-def plan_shares(batch: Batch, config: Config, packing: Packing, mini_batches: int) -> list[Share]:
-    """The share of every data-parallel rank. Raises SequenceTooLongError and ValueError, naming group and sample."""
-    planned = plan_step(batch, batch_advantages(batch, config.algo.advantage), packing, mini_batches)
-    denominators = [denominators_of(part) for part in cut(batch, mini_batches)]
-    outcomes = outcomes_of(batch) if config.algo.kl_reward and not config.algo.advantage.has_critic else None
-    return [
-        Share(
-            batch.step,
-            [MiniBatch(rows, total) for rows, total in zip(of_rank, denominators, strict=True)],
-            outcomes,
-            ends_of(batch.groups) if config.replay.reuse > 1 else None,
-        )
-        for of_rank in zip(*planned, strict=True)
-    ]
-
-
-def denominators_of(batch: Batch) -> Denominators:
-    """The counts of a batch that is trained in one update."""
-    branches = [count for group in batch.groups for count in group.branches or (1,) * len(group.samples)]
-    return Denominators.of((sample.loss_mask for sample in batch.samples), branches)
-
-
-def batch_advantages(batch: Batch, config: AdvantageConfig) -> list[float]:
-    """The group-relative advantage of every sample of a batch, in its order; 0 for placeholders.
-
-    With a critic, which has advantages of tokens: the reward.
-    """
-    if config.has_critic:
-        samples = (sample for group in batch.groups for sample in group.samples)
-        return [0.0 if sample.is_placeholder else sample.reward for sample in samples]
-    advantages: list[float] = []
-    for group in batch.groups:
-        rewards = torch.tensor([sample.reward for sample in group.samples], dtype=torch.float64)
-        valid = torch.tensor([not sample.is_placeholder for sample in group.samples])
-        lengths = torch.tensor([np.count_nonzero(sample.loss_mask) for sample in group.samples])
-        advantages += group_advantages(rewards, valid, config, lengths, group.branches).tolist()
-    return advantages
 
 
 class LearnerStep:

@@ -41,7 +41,8 @@ from streamrl.learner.resume import newest_whole
 from streamrl.learner.rows import sequence_multiple
 from streamrl.learner.shape import ModelShape, read_shape
 from streamrl.learner.shared_rows import local
-from streamrl.learner.step import LearnerStep, Share, plan_shares
+from streamrl.learner.shares import Share, plan_shares
+from streamrl.learner.step import LearnerStep
 from streamrl.learner.stragglers import Stragglers
 from streamrl.learner.teacher import Teacher
 from streamrl.learner.utilisation import Utilisation

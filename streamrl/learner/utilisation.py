@@ -10,7 +10,7 @@ from streamrl.learner.flops import training_flops, work_of
 from streamrl.learner.parallel import Ranks
 from streamrl.learner.peak import Peak, peak_of
 from streamrl.learner.shape import ModelShape
-from streamrl.learner.step import Share
+from streamrl.learner.shares import Share
 
 log = logging.getLogger(__name__)
 
