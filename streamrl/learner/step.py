@@ -197,22 +197,12 @@ class LearnerStep:
 
     def signals(self, share: Share) -> list[list[Signals]]:
         """What must be known of the whole step before its first update: for each mini batch, of each micro batch."""
-        algo, rows = self._algo, share.micro_batches
-        needed = {"scores": needs_scores(algo), "reference": self._reference is not None}
+        rows = share.micro_batches
         nothing: list[Any] = [None] * len(rows)
-        states: list[Any] = nothing
-        scores = self._passes.score(rows) if needed["scores"] else nothing
+        scores = self._passes.score(rows) if needs_scores(self._algo) else nothing
         taught = self._teacher.score(rows) if self._teacher else nothing
         values = self._critic.score(rows) if self._critic else nothing
-        if needed["reference"]:
-            self._await_copy()
-        with self._reference.swapped() if self._reference else nullcontext():
-            reference = nothing
-            if needed["reference"] and algo.kl > 0 and algo.chosen("kl_estimator").of_vocabulary:
-                reference, states = self._passes.score_with_states(rows)
-                states = self._of_the_reference(states)
-            elif needed["reference"]:
-                reference = self._passes.score(rows)
+        reference, states = self._reference_scores(rows) if self._reference else (nothing, nothing)
         known = [Signals() for _ in rows]
         if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
             known = self._known(share, scores, reference, taught, values)
@@ -220,6 +210,16 @@ class LearnerStep:
         self.taken_off = self._over_stages(self.taken_off) if share.outcomes is not None else []
         left = iter(known)
         return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
+
+    def _reference_scores(self, rows: Sequence[MicroBatch]) -> tuple[list[Any], list[Any]]:
+        """Of each micro batch the reference's log-probs, and its states where the KL is over the whole vocabulary."""
+        assert self._reference is not None
+        self._await_copy()
+        with self._reference.swapped():
+            if self._algo.kl > 0 and self._algo.chosen("kl_estimator").of_vocabulary:
+                scores, states = self._passes.score_with_states(rows)
+                return scores, self._of_the_reference(states)
+            return self._passes.score(rows), [None] * len(rows)
 
     def _train_critic(self, share: Share, signals: list[list[Signals]], clock: _Clock) -> dict[str, float]:
         """The critic's updates of the step, by the estimates that the policy's advantages come from; its metrics."""
@@ -245,22 +245,24 @@ class LearnerStep:
             else:
                 penalised = estimate(rows, values, old, reference, algo)
         seed = self._config.run.seed * _SEEDS_APART + share.step
-        picked = nothing
+        selected = nothing
         if needs_selection(algo):
-            advantages = [made.advantages for made in penalised] if penalised is not nothing else None
-            picked = select(rows, scores, taught, advantages, seed=seed, config=algo)
+            changed = [made.advantages for made in penalised] if penalised is not nothing else None
+            selected = select(rows, scores, taught, changed, seed=seed, config=algo)
         mean_weight = _mean_weight(rows, proximal, algo) if algo.weight_normalise else None
         return [
             Signals(
-                proximal=score,
-                reference=other,
-                teacher=word,
-                outliers=choice and choice.outliers,
-                covariant=choice and choice.covariant,
-                penalised=made,
+                proximal=of_proximal,
+                reference=of_reference,
+                teacher=of_teacher,
+                outliers=selection and selection.outliers,
+                covariant=selection and selection.covariant,
+                penalised=advantages,
                 mean_weight=mean_weight,
             )
-            for score, other, word, choice, made in zip(proximal, reference, taught, picked, penalised, strict=True)
+            for of_proximal, of_reference, of_teacher, selection, advantages in zip(
+                proximal, reference, taught, selected, penalised, strict=True
+            )
         ]
 
     def _loss(
