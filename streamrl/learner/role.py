@@ -25,7 +25,7 @@ from streamrl.learner.row_batches import RowBatches
 from streamrl.learner.trainer import Trainer
 from streamrl.observe import ending
 from streamrl.observe.descriptors import raise_limit
-from streamrl.observe.events import EventLog, Events, event_path, read_events
+from streamrl.observe.events import EventLog, Events, event_path, role_events
 from streamrl.observe.metrics import MetricsWriter
 from streamrl.observe.sinks import open_sinks
 from streamrl.observe.starting import begin_part, loading
@@ -129,11 +129,10 @@ def _was_restarted() -> bool:
 
 def _former_end(run_folder: Path) -> str | None:
     """Why the learner before this one gave the run up, where it is started again all the same."""
-    path = event_path(run_folder, "learner")
-    if not _was_restarted() or not path.exists():
+    if not _was_restarted():
         return None
     reason: str | None = None
-    for event in read_events(path):
+    for event in role_events(run_folder, "learner"):
         if event["event"] in ("process.start", "gave_up"):
             reason = event.get("reason")
     return reason

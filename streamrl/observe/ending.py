@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from streamrl.observe.events import event_path, read_events
+from streamrl.observe.events import event_path, read_events, role_events
 from streamrl.types import PolicyVersion
 
 MODEL = "model"  # in the run folder, once the run is complete: the trained model as a Hugging Face folder
@@ -49,15 +49,13 @@ def is_over(run_folder: Path, steps: int) -> bool:
     path = event_path(run_folder, "replay")
     if path.exists():
         return _is_over(read_events(path), steps)
-    path = event_path(run_folder, "learner")
-    return path.exists() and _has_finished(read_events(path), steps)
+    return _has_finished(role_events(run_folder, "learner"), steps)
 
 
 def has_exited(run_folder: Path) -> bool:
     """Has the replay service recorded, since its start, that the learner ended before its last step, in good order?"""
-    path = event_path(run_folder, "replay")
     exited = False
-    for event in read_events(path) if path.exists() else ():
+    for event in role_events(run_folder, "replay"):
         exited = event["event"] == "learner.exited" or (exited and event["event"] != "process.start")
     return exited
 

@@ -138,6 +138,13 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def role_events(run_folder: Path, role: str) -> Iterator[dict[str, Any]]:
+    """The records of a role's first process, as `read_events`; none where it has written none."""
+    path = event_path(run_folder, role)
+    if path.exists():
+        yield from read_events(path)
+
+
 def event_files(run_folder: Path) -> list[Path]:
     """The files of all processes of a run, by name."""
     return sorted((run_folder / "events").glob("*.jsonl"))

@@ -10,7 +10,7 @@ from rich.console import Console as Terminal
 from rich.markup import escape
 from rich.table import Table
 
-from streamrl.observe.events import event_path, read_events
+from streamrl.observe.events import role_events
 from streamrl.observe.hints import Hint, hints_of
 
 
@@ -29,8 +29,7 @@ def print_remarks(run_folder: Path, rows: Sequence[dict[str, Any]], terminal: Te
 
 def places(run_folder: Path) -> dict[str, str]:
     """Sink: where it shows what it was given, as the last start of the learner said."""
-    path = event_path(run_folder, "learner")
-    records = read_events(path) if path.exists() else ()
+    records = role_events(run_folder, "learner")
     return {record["name"]: record["where"] for record in records if record["event"] == "sink"}
 
 

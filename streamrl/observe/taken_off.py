@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl.observe.events import event_path, read_events
+from streamrl.observe.events import role_events
 
 TAKEN_OFF = "learner.taken_off"
 
@@ -18,9 +18,8 @@ def taken_off(run_folder: Path) -> TakenOff:
 
     Example: `{(3, 17): [0.02, 0.0]}`: step 3 trained group 17, whose first sample lost 0.02.
     """
-    path = event_path(run_folder, "learner")
     found: dict[tuple[int, int], list[float]] = {}
-    for record in read_events(path) if path.exists() else ():
+    for record in role_events(run_folder, "learner"):
         if record["event"] == TAKEN_OFF:
             found |= {(record["step"], group): values for group, values in record["groups"]}
     return found

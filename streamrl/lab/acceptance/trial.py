@@ -23,7 +23,7 @@ from streamrl.config.file import ConfigError
 from streamrl.device_map import DeviceMap, device_map
 from streamrl.lab.acceptance.check import Bench, Failed, Skipped
 from streamrl.lifeline import die_with, end_tree
-from streamrl.observe.events import event_path, read_events
+from streamrl.observe.events import role_events
 from streamrl.observe.metrics import read_metrics
 
 POLL = 0.1  # seconds between two looks at a run
@@ -159,8 +159,7 @@ class Trial:
 
     def events(self, role: str, name: str) -> Iterator[dict[str, Any]]:
         """The events of one name of the first process of a role, spans by their ends."""
-        path = event_path(self.folder, role)
-        for event in read_events(path) if path.exists() else ():
+        for event in role_events(self.folder, role):
             if event["event"] == name and event.get("phase") != "begin":
                 yield event
 
