@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from streamrl.learner.families.base import IN_A_LAYER, Entry, ModelFamily
+from streamrl.learner.families.base import IN_A_LAYER, Entry, ModelFamily, need_values
 from streamrl.learner.shape import MoeShape, UnsupportedModelError, need
 
 IN_A_SIGMOID_LAYER: Mapping[str, Entry] = {
@@ -36,9 +36,7 @@ class SigmoidExperts(ModelFamily):
         if not 2 <= top_k <= experts:
             problem = f"num_experts_per_tok={top_k} is not supported; allowed: 2 to {experts}"
             raise UnsupportedModelError(f"{path}: {problem}")
-        for key, value in BUILT.items():
-            if config.get(key, value) != value:
-                raise UnsupportedModelError(f"{path}: {key}={config[key]!r} is not supported; allowed: {value!r}")
+        need_values(path, config, BUILT)
         layers = config["num_hidden_layers"]
         dense = min(config.get("first_k_dense_replace", 0), layers)
         if dense == layers:

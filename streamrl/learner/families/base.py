@@ -58,6 +58,13 @@ IN_AN_EXPERT: Mapping[str, Entry] = {
 _SIZES = ("num_attention_heads", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
 
 
+def need_values(path: Path, config: dict[str, Any], built: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModelError where one of these keys has another value than the one that is built."""
+    for key, value in built.items():
+        if config.get(key, value) != value:
+            raise UnsupportedModelError(f"{path}: {key}={config[key]!r} is not supported; allowed: {value!r}")
+
+
 class ModelFamily(Choice):
     """A decoder with RMS norms, rotary embeddings, grouped queries and gated MLPs, dense or of experts."""
 

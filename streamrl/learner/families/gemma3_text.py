@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamrl.learner.families._windows import windowed_layers
-from streamrl.learner.families.base import IN_A_LAYER, Entry, ModelFamily
+from streamrl.learner.families.base import IN_A_LAYER, Entry, ModelFamily, need_values
 from streamrl.learner.rope import Rope, UnknownRopeError, read_rope
 from streamrl.learner.shape import AttentionShape, ModelShape, UnsupportedModelError, need
 
@@ -74,9 +74,7 @@ class Gemma3Text(ModelFamily):
         super().refuse(path, config)
         if config.get("use_bidirectional_attention"):
             raise UnsupportedModelError(f"{path}: use_bidirectional_attention=True is not supported; allowed: False")
-        for key, value in _BUILT.items():
-            if config.get(key, value) != value:
-                raise UnsupportedModelError(f"{path}: {key}={config[key]!r} is not supported; allowed: {value!r}")
+        need_values(path, config, _BUILT)
 
     @classmethod
     def edit(cls, layer: ModuleSpec, config: TransformerConfig) -> None:

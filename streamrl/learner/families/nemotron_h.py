@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from streamrl.learner.families._sigmoid_experts import SigmoidExperts
-from streamrl.learner.families.base import EMBEDDING, OUTPUT, OUTSIDE_LAYERS, Entry
+from streamrl.learner.families.base import EMBEDDING, OUTPUT, OUTSIDE_LAYERS, Entry, need_values
 from streamrl.learner.mamba_shape import ATTENTION, EXPERTS, KINDS, MAMBA, MLP, MambaShape
 from streamrl.learner.shape import ModelShape, MoeShape, UnsupportedModelError, need
 
@@ -148,9 +148,7 @@ class NemotronH(SigmoidExperts):
     @classmethod
     def refuse(cls, path: Path, config: dict[str, Any]) -> None:
         super().refuse(path, config)
-        for key, value in _BUILT.items():
-            if config.get(key, value) != value:
-                raise UnsupportedModelError(f"{path}: {key}={config[key]!r} is not supported; allowed: {value!r}")
+        need_values(path, config, _BUILT)
         limit = config.get("time_step_limit")
         if limit not in (None, [0, math.inf], [0, {"__float__": "Infinity"}]):
             raise UnsupportedModelError(f"{path}: time_step_limit={limit} is not supported; allowed: [0.0, Infinity]")
