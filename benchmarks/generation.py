@@ -30,6 +30,7 @@ import aiohttp
 import orjson
 import uvloop
 
+from benchmarks.repeats import spread
 from launch import tiny_model
 from streamrl.config import Config
 from streamrl.engine.client import EngineClient
@@ -163,10 +164,6 @@ async def measure(paths: dict[str, Answered], in_flight: int, groups: int, repea
         cpu = statistics.median(one.cpu for one in each)
         row[name] = {"tokens_per_s": statistics.median(rates), "spread": spread(rates), "cpu": cpu}
     return row | {"ratio": statistics.median(ratios), "ratio_spread": spread(ratios)}
-
-
-def spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def show(row: dict[str, Any]) -> None:

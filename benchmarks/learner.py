@@ -37,6 +37,7 @@ from torch import Tensor
 
 from benchmarks.peak_memory import peak_bytes
 from benchmarks.random_models import write_model
+from benchmarks.repeats import spread
 from streamrl.algo.aggregations.base import Denominators
 from streamrl.algo.losses import policy_loss
 from streamrl.config import Config
@@ -313,8 +314,7 @@ def measure_peaks(name: str) -> dict[str, int]:
 
 
 def figures(values: Sequence[float]) -> dict[str, float]:
-    middle = statistics.median(values)
-    return {"median": middle, "spread": (max(values) - min(values)) / middle}
+    return {"median": statistics.median(values), "spread": spread(values)}
 
 
 def show(row: dict[str, Any]) -> None:

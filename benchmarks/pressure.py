@@ -30,7 +30,8 @@ from typing import Any
 from benchmarks.fault_roles import make_group
 from benchmarks.pressure_roles import Load, Trained
 from benchmarks.pressure_run import Run
-from benchmarks.pressure_submission import Submitted, forms, show_forms, spread
+from benchmarks.pressure_submission import Submitted, forms, show_forms
+from benchmarks.repeats import spread
 from streamrl.config import Config
 from streamrl.lab.output import output_file
 from streamrl.replay.orders import make_order

@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.pressure_roles import Load, Slots, slots_path
 from benchmarks.pressure_run import WORKERS, Run, read
+from benchmarks.repeats import spread
 from streamrl.config import Config
 from streamrl.replay.orders import make_order
 
@@ -131,10 +132,6 @@ def forms(folder: Path, repeats: int, steps: int) -> list[Submitted]:
         )
         rows.append(Submitted(name, order.capacity, order.worst_staleness, tuple(shares[name]), ratios))
     return rows
-
-
-def spread(values: Sequence[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def show_forms(rows: Sequence[Submitted]) -> None:

@@ -41,6 +41,7 @@ import numpy as np
 import torch
 
 from benchmarks.publish_receiver import DEADLINE, Order, Shapes, checksum_of, receive
+from benchmarks.repeats import spread
 from streamrl.config.replay import StreamConfig
 from streamrl.device import Device
 from streamrl.engine.kept_memory import DoubleMemory
@@ -220,10 +221,6 @@ def measure(count: int, weights: Weights, shapes: Shapes, repeats: int) -> dict[
     over = [memory.ratio / gloo.ratio for memory, gloo in zip(runs["at once"], runs["broadcast"], strict=True)]
     result["memory_over_broadcast"] = statistics.median(over)
     return result
-
-
-def spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def show(row: dict[str, Any]) -> None:

@@ -34,7 +34,8 @@ from msgspec.structs import replace
 
 from benchmarks.pressure_roles import Load, Slots, Trained, slots_path
 from benchmarks.pressure_run import WORKERS, Run, read
-from benchmarks.pressure_submission import grown, spread
+from benchmarks.pressure_submission import grown
+from benchmarks.repeats import spread
 from streamrl.lab.output import output_file
 from streamrl.replay.orders import make_order
 

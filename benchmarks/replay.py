@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
+from benchmarks.repeats import spread
 from benchmarks.rollout_path import make_group
 from streamrl.config import Config
 from streamrl.config.replay import JournalConfig
@@ -123,7 +124,7 @@ class Bookkeeping:
             self._micros.append((time.process_time() - began) / BOOKED * 1e6)
 
     def row(self) -> dict[str, float]:
-        return {"us": statistics.median(self._micros), "spread": _spread(self._micros)}
+        return {"us": statistics.median(self._micros), "spread": spread(self._micros)}
 
 
 class Writing:
@@ -155,9 +156,9 @@ class Writing:
         ratios = [[journal / other for journal, other in zip(rates[0], way, strict=True)] for way in rates[1:]]
         row: dict[str, float] = {"tokens": self._tokens, "bytes": self._group_bytes}
         for name, values in zip(("journal", "plain", "synced"), rates, strict=True):
-            row |= {f"{name}_mb_per_s": statistics.median(values), f"{name}_spread": _spread(values)}
+            row |= {f"{name}_mb_per_s": statistics.median(values), f"{name}_spread": spread(values)}
         for name, values in zip(("plain", "synced"), ratios, strict=True):
-            row |= {f"ratio_{name}": statistics.median(values), f"ratio_{name}_spread": _spread(values)}
+            row |= {f"ratio_{name}": statistics.median(values), f"ratio_{name}_spread": spread(values)}
         return row
 
 
@@ -223,10 +224,6 @@ def load(folder: Path, seconds: float) -> dict[str, float]:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.journal"))
-
-
-def _spread(values: Sequence[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def main() -> int:

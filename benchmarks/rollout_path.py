@@ -44,6 +44,7 @@ import orjson
 import zmq
 from msgspec.structs import replace
 
+from benchmarks.repeats import spread
 from streamrl.config.replay import StreamConfig
 from streamrl.lab.output import output_file
 from streamrl.stream.codec import decode_group, encode_group
@@ -299,10 +300,6 @@ def measure(tokens: int, repeats: int, share: float, orders: Connection, keys: P
             "cpu_over_stream": statistics.median(each[path].cpu / each["stream"].cpu for each in runs),
         }
     return row
-
-
-def spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / statistics.median(values)
 
 
 def show(row: dict[str, Any]) -> None:
