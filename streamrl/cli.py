@@ -75,79 +75,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
 
+    _add_train(subparsers)
+    sft.add_command(subparsers, _command, _add_config)
+    for add in (
+        _add_roles, _add_evaluation, _add_audit, _add_retrain, _add_sweep, _add_trace, _add_top, _add_report,
+        _add_records, _add_simulate, _add_tune, _add_plan, _add_convert, _add_doctor,
+    ):  # fmt: skip
+        add(subparsers)
+    starter.add_commands(subparsers, _command)
+    return parser
+
+
+def _add_train(subparsers: argparse._SubParsersAction) -> None:
     train = _command(subparsers, "train", commands.train, "start a run on this machine, or resume it")
     _add_config(train, optional=False)
     train.add_argument("--fresh", action="store_true", help="keep an existing run folder as NAME.1 and start a new one")
     train.add_argument("--dry-run", action="store_true", help="check everything, print what would start, start nothing")
     train.add_argument("--gpus", type=flags.index, metavar="N", help="with --dry-run: as on a machine with N GPUs")
-
-    sft.add_command(subparsers, _command, _add_config)
-
-    _add_roles(subparsers)
-    evaluation = _command(
-        subparsers, "eval", commands.evaluate, "measure weights on held-out prompts: pass@k, greedy, length"
-    )
-    _add_config(evaluation, optional=True, read=str)  # with --run-folder it is an override
-    evaluation.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
-    evaluation.add_argument("--version", help="kept version of the run, STEP.INCARNATION (default: the newest)")
-    evaluation.add_argument("--model", type=Path, help="model folder whose weights are measured instead")
-    evaluation.add_argument("--output", type=Path, help="new folder (default: evaluations/NAME in the run folder)")
-
-    _add_audit(subparsers)
-
-    retrain = _command(subparsers, "retrain", commands.retrain, "train the learner again from a run's recorded groups")
-    retrain.add_argument("run", type=Path, help="run folder")
-    retrain.add_argument("--output", type=Path, required=True, help="new folder for metrics and checkpoints")
-    retrain.add_argument("--steps", type=flags.count, help="learner steps (default: all that are recorded)")
-
-    retrain.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="key=value",
-        help="keys of algo and learner that differ from the run's: the same data, trained otherwise",
-    )  # fmt: skip
-
-    sweep = _command(subparsers, "sweep", commands.sweep, "run many settings with several seeds, and compare them")
-    sweep.add_argument("file", type=config_path, help="YAML: base, set, grid, points, seeds (docs/sweep.md)")
-    sweep.add_argument("override", nargs="*", metavar="key=value", help="keys of the configuration, for every point")
-    sweep.add_argument("--fresh", action="store_true", help="keep a former sweep as NAME.1 and start a new one")
-    part = sweep.add_mutually_exclusive_group()
-    for flag, text in (
-        ("jobs", "print one command line a run, for separate machines, and start nothing"),
-        ("results", "table and plots of what is there; start nothing"),
-    ):
-        part.add_argument(
-            "--print-jobs" if flag == "jobs" else "--results", dest="part", action="store_const", const=flag, help=text
-        )
-    sweep.set_defaults(part="all")
-
-    trace = _command(subparsers, "trace", commands.trace, "write what every process did: a trace, or a line a second")
-    trace.add_argument("run", type=Path, help="run folder")
-    trace.add_argument(
-        "-o", "--output", type=Path, help="FILE.json for Perfetto (default: trace.json in the run folder), or FILE.csv"
-    )
-
-    top = _command(subparsers, "top", commands.top, "show a run as it goes on: what each role does and who holds it up")
-    top.add_argument("run", type=Path, nargs="?", help="run folder; also of a run on other hosts, or one that is over")
-    top.add_argument("--url", metavar="URL", help="http://HOST:PORT of a run's Prometheus endpoint, instead of RUN")
-    top.add_argument("--once", action="store_true", help="show it as it is now, and end")
-    top.add_argument("--every", type=flags.seconds, default=1.0, metavar="SECONDS", help="time between two looks")
-    top.add_argument(
-        "--port", type=flags.port, help="serve the Prometheus endpoint on this port of 127.0.0.1 meanwhile"
-    )
-
-    report = _command(subparsers, "report", commands.report, "write one HTML page about one or several runs")
-    report.add_argument("run", type=Path, nargs="+", help="run folder")
-    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
-    report.add_argument(
-        "--ratios",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
-    )
-
-    for add in (_add_records, _add_simulate, _add_tune, _add_plan, _add_convert, _add_doctor):
-        add(subparsers)
-    starter.add_commands(subparsers, _command)
-    return parser
 
 
 def _add_roles(subparsers: argparse._SubParsersAction) -> None:
@@ -163,7 +107,7 @@ def _add_roles(subparsers: argparse._SubParsersAction) -> None:
         role.add_argument(
             "--lifeline", type=flags.count, action="append", metavar="PID", help="end when this process ends"
         )
-        if function in (commands.generator, commands.reward_model):
+        if name in ("generator", "reward-model"):
             role.add_argument("--index", type=flags.index, default=0, help="number of the worker")
         if name == "generator":
             role.add_argument(
@@ -171,14 +115,15 @@ def _add_roles(subparsers: argparse._SubParsersAction) -> None:
             )
 
 
-def _add_doctor(subparsers: argparse._SubParsersAction) -> None:
-    text = "say what is installed, which accelerators there are, which paths are taken"
-    doctor = _command(subparsers, "doctor", commands.doctor, text)
-    doctor.add_argument("--gpu", action="store_true", help="try everything that a GPU machine has to show, in a table")
-    doctor.add_argument("--quick", action="store_true", help="with --gpu: smaller batches")
-    doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="with --gpu: these checks, or groups")
-    doctor.add_argument("--model", type=Path, metavar="FOLDER", help="with --gpu: measured in a tiny one's place")
-    doctor.add_argument("--json", type=Path, metavar="PATH", help="with --gpu: write the table here")
+def _add_evaluation(subparsers: argparse._SubParsersAction) -> None:
+    evaluation = _command(
+        subparsers, "eval", commands.evaluate, "measure weights on held-out prompts: pass@k, greedy, length"
+    )
+    _add_config(evaluation, optional=True, read=str)  # with --run-folder it is an override
+    evaluation.add_argument("--run-folder", type=Path, help="an existing run, instead of CONFIG")
+    evaluation.add_argument("--version", help="kept version of the run, STEP.INCARNATION (default: the newest)")
+    evaluation.add_argument("--model", type=Path, help="model folder whose weights are measured instead")
+    evaluation.add_argument("--output", type=Path, help="new folder (default: evaluations/NAME in the run folder)")
 
 
 def _add_audit(subparsers: argparse._SubParsersAction) -> None:
@@ -189,6 +134,76 @@ def _add_audit(subparsers: argparse._SubParsersAction) -> None:
         type=flags.limit,
         help="largest log-prob difference of a token (default: 1e-4 in float32, 3 times its own rounding in bfloat16)",
     )
+
+
+def _add_retrain(subparsers: argparse._SubParsersAction) -> None:
+    retrain = _command(subparsers, "retrain", commands.retrain, "train the learner again from a run's recorded groups")
+    retrain.add_argument("run", type=Path, help="run folder")
+    retrain.add_argument("--output", type=Path, required=True, help="new folder for metrics and checkpoints")
+    retrain.add_argument("--steps", type=flags.count, help="learner steps (default: all that are recorded)")
+    retrain.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="key=value",
+        help="keys of algo and learner that differ from the run's: the same data, trained otherwise",
+    )  # fmt: skip
+
+
+def _add_sweep(subparsers: argparse._SubParsersAction) -> None:
+    sweep = _command(subparsers, "sweep", commands.sweep, "run many settings with several seeds, and compare them")
+    sweep.add_argument("file", type=config_path, help="YAML: base, set, grid, points, seeds (docs/sweep.md)")
+    sweep.add_argument("override", nargs="*", metavar="key=value", help="keys of the configuration, for every point")
+    sweep.add_argument("--fresh", action="store_true", help="keep a former sweep as NAME.1 and start a new one")
+    part = sweep.add_mutually_exclusive_group()
+    text = "print one command line a run, for separate machines, and start nothing"
+    part.add_argument("--print-jobs", dest="part", action="store_const", const="jobs", help=text)
+    text = "table and plots of what is there; start nothing"
+    part.add_argument("--results", dest="part", action="store_const", const="results", help=text)
+    sweep.set_defaults(part="all")
+
+
+def _add_trace(subparsers: argparse._SubParsersAction) -> None:
+    trace = _command(subparsers, "trace", commands.trace, "write what every process did: a trace, or a line a second")
+    trace.add_argument("run", type=Path, help="run folder")
+    trace.add_argument(
+        "-o", "--output", type=Path, help="FILE.json for Perfetto (default: trace.json in the run folder), or FILE.csv"
+    )
+
+
+def _add_top(subparsers: argparse._SubParsersAction) -> None:
+    top = _command(subparsers, "top", commands.top, "show a run as it goes on: what each role does and who holds it up")
+    top.add_argument("run", type=Path, nargs="?", help="run folder; also of a run on other hosts, or one that is over")
+    top.add_argument("--url", metavar="URL", help="http://HOST:PORT of a run's Prometheus endpoint, instead of RUN")
+    top.add_argument("--once", action="store_true", help="show it as it is now, and end")
+    top.add_argument("--every", type=flags.seconds, default=1.0, metavar="SECONDS", help="time between two looks")
+    top.add_argument(
+        "--port", type=flags.port, help="serve the Prometheus endpoint on this port of 127.0.0.1 meanwhile"
+    )
+
+
+def _add_report(subparsers: argparse._SubParsersAction) -> None:
+    report = _command(subparsers, "report", commands.report, "write one HTML page about one or several runs")
+    report.add_argument("run", type=Path, nargs="+", help="run folder")
+    report.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    report.add_argument(
+        "--ratios",
+        choices=("auto", "yes", "no"),
+        default="auto",
+        help="compute log-prob ratios of the shown tokens from kept weights (auto: of up to 1 GiB a version)",
+    )
+
+
+def _add_records(subparsers: argparse._SubParsersAction) -> None:
+    """The commands that show what a run has recorded."""
+    journal = _command(subparsers, "journal", commands.journal, "show, verify or export what a run's journal holds")
+    journal.add_argument("run", type=Path, help="run folder")
+    journal.add_argument("--verify", action="store_true", help="read every byte; exit code 1 for anything damaged")
+    journal.add_argument("--export", type=Path, metavar="FILE", help="write all samples to FILE.jsonl or FILE.parquet")
+
+    group = _command(
+        subparsers, "group", commands.group, "print the life of one group: tickets, workers, refusals, step, checkpoint"
+    )
+    group.add_argument("run", type=Path, help="run folder")
+    group.add_argument("id", type=int, help="the group's id")
+    group.add_argument("--json", action="store_true", help="as one line of JSON")
 
 
 def _add_simulate(subparsers: argparse._SubParsersAction) -> None:
@@ -273,19 +288,14 @@ def _add_convert(subparsers: argparse._SubParsersAction) -> None:
     convert.add_argument("--timeout", type=flags.seconds, default=3600.0, metavar="SECONDS", help="(default: 3600)")
 
 
-def _add_records(subparsers: argparse._SubParsersAction) -> None:
-    """The commands that show what a run has recorded."""
-    journal = _command(subparsers, "journal", commands.journal, "show, verify or export what a run's journal holds")
-    journal.add_argument("run", type=Path, help="run folder")
-    journal.add_argument("--verify", action="store_true", help="read every byte; exit code 1 for anything damaged")
-    journal.add_argument("--export", type=Path, metavar="FILE", help="write all samples to FILE.jsonl or FILE.parquet")
-
-    group = _command(
-        subparsers, "group", commands.group, "print the life of one group: tickets, workers, refusals, step, checkpoint"
-    )
-    group.add_argument("run", type=Path, help="run folder")
-    group.add_argument("id", type=int, help="the group's id")
-    group.add_argument("--json", action="store_true", help="as one line of JSON")
+def _add_doctor(subparsers: argparse._SubParsersAction) -> None:
+    text = "say what is installed, which accelerators there are, which paths are taken"
+    doctor = _command(subparsers, "doctor", commands.doctor, text)
+    doctor.add_argument("--gpu", action="store_true", help="try everything that a GPU machine has to show, in a table")
+    doctor.add_argument("--quick", action="store_true", help="with --gpu: smaller batches")
+    doctor.add_argument("--only", nargs="+", default=[], metavar="CHECK", help="with --gpu: these checks, or groups")
+    doctor.add_argument("--model", type=Path, metavar="FOLDER", help="with --gpu: measured in a tiny one's place")
+    doctor.add_argument("--json", type=Path, metavar="PATH", help="with --gpu: write the table here")
 
 
 def _command(subparsers: argparse._SubParsersAction, name: str, function: object, text: str) -> _Parser:
