@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from streamrl import sampling_columns
 from streamrl.engine.client import EngineError
@@ -68,7 +70,7 @@ async def run_group(
     ScorerBroken where the scorer has failed too often.
     """
     fields = {"group_id": ticket.group_id, "attempt": ticket.attempt, "prompt_index": ticket.prompt_index}
-    with events.span("group", **fields) as outcome:
+    with events.span("group", **fields) as end:
         started = now()
         given = await _outcome(ticket, task, inference, group_size, rewards or Weighted())
         rollouts = [overlong.penalised(each) for each in given.rollouts]
@@ -93,26 +95,34 @@ async def run_group(
             worker=events.role,
             temperature=temperature,
         )
-        failed = Counter(sample.failure for sample in samples if sample.is_placeholder)
-        unscored = [rollout.failure for rollout in rollouts if rollout.failure is not None]
-        outcome |= {"tokens": group.tokens, "failed": failed.total(), "unscored": len(unscored)}
-        if inference.decoded is not None:
-            outcome["decoded"] = inference.decoded
-        if failed or unscored:
-            outcome["failures"] = dict(failed)
-            outcome["reasons"] = sorted({*inference.failures, *unscored})[:3]
-        if failed:
-            outcome["reached"] = [
-                len(rollout.completion.output_ids)
-                for rollout, of_rollout in zip(rollouts, made, strict=True)
-                if of_rollout[0].is_placeholder
-            ]
+        end.update(_end_of(group, rollouts, made, inference))
     if scoring is not None:
         judged = inference.failures[-1:] if given.failure in ("task", "scorer") else judgements(rollouts)
         for failure in scoring.new(each for each in judged if each is not None):
             events.emit("scorer.failed", task=ticket.task, group_id=ticket.group_id, reason=failure)
         scoring.count(ticket.task, judged)
     return group
+
+
+def _end_of(
+    group: Group, rollouts: Sequence[Rollout], made: Sequence[Sequence[Sample]], inference: EngineInference
+) -> dict[str, Any]:
+    """The fields of a group's event at its end. `made`: the samples of each rollout."""
+    failed = Counter(sample.failure for sample in group.samples if sample.is_placeholder)
+    unscored = [rollout.failure for rollout in rollouts if rollout.failure is not None]
+    fields: dict[str, Any] = {"tokens": group.tokens, "failed": failed.total(), "unscored": len(unscored)}
+    if inference.decoded is not None:
+        fields["decoded"] = inference.decoded
+    if failed or unscored:
+        fields["failures"] = dict(failed)
+        fields["reasons"] = sorted({*inference.failures, *unscored})[:3]
+    if failed:
+        fields["reached"] = [
+            len(rollout.completion.output_ids)
+            for rollout, of_rollout in zip(rollouts, made, strict=True)
+            if of_rollout[0].is_placeholder
+        ]
+    return fields
 
 
 async def _outcome(
