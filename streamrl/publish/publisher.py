@@ -26,7 +26,7 @@ import torch
 from streamrl.config import Config
 from streamrl.device_copy import Copied
 from streamrl.observe.events import EventLog
-from streamrl.publish.kept import keep
+from streamrl.publish.kept_versions import keep
 from streamrl.publish.server_weights import Servers, ServerWeights, State
 from streamrl.publish.sources import make_source, make_staging
 from streamrl.publish.staging import Staged

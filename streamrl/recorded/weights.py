@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
-from streamrl.publish.kept import kept_root
+from streamrl.publish.kept_versions import kept_root
 from streamrl.publish.peft import is_adapter, merge_adapter
 from streamrl.types import PolicyVersion
 
