@@ -102,7 +102,7 @@ def learner(options: argparse.Namespace) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Of a configuration, or of an existing run with its own, which `key=value` may change as well."""
+    """Measure the weights of a configuration, or those of an existing run by its own; `key=value` changes either."""
     if options.config is not None and options.run_folder is not None:
         options.override.insert(0, options.config)  # what comes after --run-folder is no file
         options.config = None
@@ -181,7 +181,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def simulate(options: argparse.Namespace) -> int:
-    """Of a recorded run, or of a fleet that a file describes: then what is in RUN's place is an override."""
+    """Simulate a recorded run, or a fleet that a file describes: then what is in RUN's place is an override."""
     given = {"--fleet": options.fleet, "--validate": options.validate, "--vary": options.vary, "--also": options.also}
     first, *others = [flag for flag, value in given.items() if value] or [""]
     if others and first in ("--fleet", "--validate"):
@@ -204,7 +204,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def tune(options: argparse.Namespace) -> int:
-    """Of a configuration, which is calibrated first, or of a finished run."""
+    """Choose settings for a configuration, which is calibrated first, or for a finished run."""
     if options.cores is not None and options.gpus is not None:
         raise ConfigError(f"--gpus: {options.gpus} beside --cores {options.cores}; allowed: one of the two")
     from streamrl.lab.tune import command

@@ -54,7 +54,7 @@ class Copied(ABC):
 
 
 class DeviceCopy(ABC):
-    """Of one process. `out` and `mark` are one thread's, `sending` and `into` may be another one's."""
+    """The copies of one process. One thread calls `out` and `mark`; `sending` and `into` may be another one's."""
 
     @abstractmethod
     def pin(self, memory: np.ndarray, *, read_only: bool = False) -> None:

@@ -25,7 +25,7 @@ Gpu = TypeVar("Gpu")
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Of a run on one host."""
+    """The GPUs of a run on one host, by their indices."""
 
     ranks: tuple[int, ...]  # the GPU of each learner rank
     workers: tuple[tuple[tuple[int, ...], ...], ...]  # by worker and server; () for a worker that starts no servers

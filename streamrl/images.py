@@ -27,7 +27,7 @@ def kind_of(file: bytes) -> str:
 
 
 def digest(file: bytes) -> str:
-    """Of the content: the first 32 hexadecimal digits of its SHA-256."""
+    """The name of a content: the first 32 hexadecimal digits of its SHA-256."""
     return hashlib.sha256(file).hexdigest()[:32]
 
 

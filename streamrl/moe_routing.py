@@ -37,7 +37,7 @@ def routed_alike(sample: Sample) -> Alike:
 
 
 def fold(experts: np.ndarray, prompt: int, output: int) -> dict[str, np.ndarray]:
-    """Both columns, of experts int16 [P + T - 1, layers * top_k]: the last output token is never read.
+    """Both columns of a sample, from experts int16 [P + T - 1, layers * top_k]: the last output token is never read.
 
     Example: a prompt of 4 tokens and an output of 3 make columns of [3, width] and [3, 2, width].
     """

@@ -57,7 +57,7 @@ class Role:
 
     @property
     def pid(self) -> int:
-        """Of a role that was started."""
+        """The id of its process; it was started."""
         assert self.process is not None
         return self.process.pid
 

@@ -42,7 +42,7 @@ class KeptSets:
 
     @classmethod
     def whole(cls, tokens: int) -> KeptSets:
-        """Of tokens that were drawn from the whole vocabulary."""
+        """The sets of tokens that were drawn from the whole vocabulary."""
         return cls(np.zeros(tokens, np.int64), np.zeros(0, np.int64))
 
     @classmethod
@@ -84,7 +84,7 @@ def temperature_column(tokens: int, temperature: float) -> dict[str, np.ndarray]
 
 
 def kept_sets(sample: Sample) -> KeptSets | None:
-    """Of each output token; None where all were drawn from the whole vocabulary. Of a sample without a `problem`."""
+    """The kept sets of a sample without a `problem`; None where all tokens were drawn from the whole vocabulary."""
     return _unfolded(sample.extras) if COUNTS in sample.extras else None
 
 

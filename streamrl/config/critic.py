@@ -25,7 +25,7 @@ class CriticOptimizer(Section):
     clip_grad: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
 
     def settings(self, policy: OptimizerSettings) -> OptimizerSettings:
-        """Of the whole optimizer, beside that of the policy."""
+        """All settings of the critic's optimizer: its own, and else those of the policy's."""
         return policy.model_copy(update=dict(self))
 
     @rule

@@ -51,5 +51,5 @@ class ModelConfig(Section):
         return self.builder(self.family)
 
     def builder(self, family: str | None) -> str | None:
-        """The same of a model beside it, for which its own key says `family`."""
+        """What builds a model beside the policy, whose own key says `family`; see `built_by`."""
         return TRANSFORMERS if self.implementation == "transformers" else family

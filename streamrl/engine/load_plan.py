@@ -72,7 +72,7 @@ class Receipts:
         self.path = str(Path("/proc") / str(os.getpid()) / "fd" / str(self._file))
 
     def read(self) -> Iterator[Receipt | None]:
-        """Of each rank; None where it has written none."""
+        """The receipt of each rank, in order; None for a rank that has written none."""
         for rank in range(self._ranks):
             text = os.pread(self._file, RECEIPT_BYTES, rank * RECEIPT_BYTES).rstrip(b"\0")
             yield msgspec.json.decode(text, type=Receipt) if text else None

@@ -93,7 +93,7 @@ def convolve(
 def convolve_next(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, *_: Any, conv_state_indices: Tensor
 ) -> Tensor:
-    """The same of one token x [n, c] of each sequence."""
+    """`convolve` for one further token x [n, c] of each sequence."""
     import torch
 
     row = torch.cat([conv_state[conv_state_indices].to(x.dtype), x[:, :, None]], 2)
@@ -117,8 +117,8 @@ def scan(
     state_dtype: Any,
     **_: Any,
 ) -> tuple[None, Tensor, None]:
-    """Of sequences x [1, t, h, p] behind one another, dt [1, t, h], B and C [1, t, g, s]: outputs into `out`, and the
-    states [n, h, p, s] behind their last tokens.
+    """Scan sequences x [1, t, h, p] behind one another, dt [1, t, h], B and C [1, t, g, s]. Outputs go into `out`; the
+    states [n, h, p, s] are those behind their last tokens.
     """
     import torch
 
@@ -146,7 +146,7 @@ def scan_next(  # noqa: PLR0917 (as SGLang calls it)
     out: Tensor,
     **_: Any,
 ) -> None:
-    """The same of one token x [n, h, p] of each sequence; what is of a head is repeated over its width."""
+    """`scan` for one further token x [n, h, p] of each sequence; values of a head are repeated over its width."""
     after, output = _step(state[state_batch_indices].float(), x, dt[..., 0], A[:, 0, 0], B, C, D[:, 0], dt_bias[:, 0])
     state[state_batch_indices] = after.to(state.dtype)
     out.copy_(output.reshape(out.shape))
@@ -180,7 +180,7 @@ def _with_squared_relu(others: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def squared_relu_experts(x: Tensor, weights: Tensor, chosen: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """Of tokens x [t, h], which have experts `chosen` [t, k] with `weights` [t, k]; up [e, f, h], down [e, h, f]."""
+    """Outputs [t, h] for tokens x [t, h] with experts `chosen`, `weights` [t, k]; up [e, f, h], down [e, h, f]."""
     import torch
 
     output = torch.zeros_like(x, dtype=torch.float32)

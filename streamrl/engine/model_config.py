@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read(model: Path) -> dict[str, Any]:
-    """Of a Hugging Face folder; empty where it cannot be read."""
+    """The `config.json` of a Hugging Face folder; empty where it cannot be read."""
     try:
         config = json.loads((model / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -35,7 +35,7 @@ FURTHER_PORTS = 6
 
 
 class State(Enum):
-    """Of a further node."""
+    """Where a further node is in its life."""
 
     WAITING = auto()  # for the first start of its server
     JOINED = auto()  # its ranks are part of a start

@@ -107,7 +107,7 @@ def decode(  # noqa: PLR0917 (as SGLang calls it)
     *others: Any,
     **named: Any,
 ) -> None:
-    """The same of one token of each sequence."""
+    """`extend` for one further token of each sequence."""
     one = seq_lens.new_ones(len(seq_lens))
     extend(
         self,

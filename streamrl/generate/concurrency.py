@@ -116,7 +116,7 @@ class Concurrency:
 
 
 def adapting(config: Config) -> Concurrency | None:
-    """That of a worker, whose own `config` this is; None where its number is set."""
+    """The concurrency that a worker adapts, `config` as it sees it; None where its number is set."""
     generate = config.generate
     if generate.requests_in_flight == "auto":
         group = generate.group_size

@@ -81,7 +81,7 @@ class Continuation:
 
     @property
     def version(self) -> PolicyVersion | None:
-        """That of the last token: only a server of this version or a newer one may go on. None without a token.
+        """The version of the last token, None without one: only a server of this version or a newer one may go on.
 
         Raises ValueError where the server calls its weights by no version of a policy.
         """

@@ -66,7 +66,7 @@ class Fleet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them, up or not."""
+        """The names of all servers, up or not."""
         return tuple(served.name for served in self._lives)
 
     @property

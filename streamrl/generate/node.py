@@ -46,7 +46,7 @@ def main(config: Config, run_folder: Path, index: int, rank: int) -> int:
 
 
 async def run_node(config: Config, run_folder: Path, index: int, rank: int) -> int:
-    """The same on an event loop; `config` as worker `index` sees it."""
+    """`main` on an event loop; `config` as worker `index` sees it."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)

@@ -107,7 +107,7 @@ async def want_tickets(places: RequestPlaces, limit: Callable[[int], Awaitable[N
 
 
 def submission(config: Config) -> Submission | None:
-    """That of a worker, whose own `config` this is; None where its capacity is counted in groups.
+    """The submission of a worker, `config` as it sees it; None where its capacity is counted in groups.
 
     With `generate.requests_in_flight: auto` it begins with the requests of one group.
     """

@@ -95,5 +95,5 @@ class Submission:
         self._running -= self._requests.pop(number, False)
 
     def resize(self, places: int) -> None:
-        """So many places from now on; what runs is not ended."""
+        """Set the number of places; a request that runs is not ended."""
         self._places = places

@@ -42,7 +42,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, config: Config) -> Tokenizer:
-        """That of a run. Raises as it does."""
+        """The tokenizer of a run. Raises as `Tokenizer` does."""
         task = config.task
         images = PromptImages.of(config.model.path, task.max_image_bytes)
         return cls(config.model.path, task.chat_template_kwargs, keeps_marks=Parsers.of(task).marks, images=images)
@@ -84,7 +84,7 @@ class Tokenizer:
 
     @property
     def largest_id(self) -> int:
-        """Of the tokens that a text can have: special ones are left out."""
+        """The largest id of a token that a text can have: special ones are left out."""
         special = {place for place, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
         return max(set(self._tokenizer.get_vocab().values()) - special, default=-1)
 

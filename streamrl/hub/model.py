@@ -55,12 +55,12 @@ def with_local_model(config: Config, part: Part = "whole") -> Config:
 
 
 def with_local_models(config: Config, part: Part = "whole") -> Config:
-    """The same with the teacher as well: for who trains, or checks what will be trained."""
+    """`with_local_model` and `with_local_teacher`: for what trains, or checks what will be trained."""
     return with_local_teacher(with_local_model(config, part), part)
 
 
 def with_local_teacher(config: Config, part: Part = "whole") -> Config:
-    """The same for `algo.distillation.teacher` alone."""
+    """The same configuration with a folder as `algo.distillation.teacher`, where that is a name of the hub."""
     given = config.algo.distillation
     if given.teacher is None:
         return config

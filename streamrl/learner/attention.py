@@ -169,7 +169,7 @@ def describe_row(
 
 
 def describe_row_for_engine(segments: np.ndarray, device: torch.device, part: Slice = WHOLE) -> PackedRow:
-    """The same for Transformer Engine's layers, which know sequences and no shared prefixes.
+    """`describe_row` for Transformer Engine's layers, which know sequences and no shared prefixes.
 
     Of a slice they are told the whole sequences, of which this rank has what `Slice.tokens_of` says. Raises
     ValueError for a sequence that cannot be cut so.

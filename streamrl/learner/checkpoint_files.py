@@ -44,7 +44,7 @@ class SummedWriting(_StorageWriterTransforms):
 
     @property
     def sum(self) -> FileSum:
-        """Of what has been written so far."""
+        """Size and checksum of what has been written so far."""
         return FileSum(self._size, self._hash.hexdigest())
 
     def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[IO[bytes], list[str]]:
@@ -71,7 +71,7 @@ class _Noting:
 
 
 def sum_of(path: Path) -> FileSum:
-    """Of a file as it is on the disk. Raises OSError."""
+    """Size and checksum of a file as it is on the disk. Raises OSError."""
     checksum, size = xxhash.xxh3_64(), 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE):

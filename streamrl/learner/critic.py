@@ -84,7 +84,7 @@ class Critic:
 
     @property
     def model(self) -> PolicyModel:
-        """Its first chunk."""
+        """The first chunk of its model."""
         return self._passes.model
 
     @property

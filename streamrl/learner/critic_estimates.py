@@ -21,7 +21,7 @@ from streamrl.learner.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimates:
-    """Of the tokens of one micro batch, by the weights that the step starts from."""
+    """What the tokens of one micro batch are worth by the weights that the step starts from."""
 
     advantages: Tensor  # float32 [N], whitened if `algo.advantage.whiten`
     values: Tensor  # float32 [N]
@@ -36,7 +36,7 @@ def estimate(
     reference: Sequence[Tensor],
     config: AlgoConfig,
 ) -> list[Estimates]:
-    """Of each micro batch, whose `advantages` are the rewards of its answers.
+    """The estimates of each micro batch; its own `advantages` are the rewards of its answers.
 
     micro_batches: all of this rank and step; values, old, reference: float32 [N] of each, V, log pi_old and log pi_ref,
     the last two of no use without `algo.kl_reward`, which takes the divergence off the reward of each token. Collective

@@ -22,7 +22,7 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return 2 * self.keys * self.key + self.values * self.value
 
     @property

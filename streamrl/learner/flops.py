@@ -38,12 +38,12 @@ class Work:
 
 
 def work_of(micro_batches: Iterable[MicroBatch], image_token: int | None = None) -> Work:
-    """Of packed rows; one without a trained token only keeps a rank company."""
+    """The work in packed rows; one without a trained token only keeps a rank company, and counts nothing."""
     return sum((_of_row(micro, image_token) for micro in micro_batches if len(micro.targets)), Work())
 
 
 def training_flops(shape: ModelShape, lora: LoraConfig, work: Work, *, freeze_vision: bool = False) -> float:
-    """Of one forward and backward pass over all ranks."""
+    """FLOPs of one forward and backward pass over all ranks."""
     return _of_text(shape, lora, work) + _of_images(shape, work, frozen=freeze_vision or lora.rank > 0)
 
 

@@ -29,7 +29,7 @@ SIGNAL, NOISE = "gradient/signal", "gradient/noise"
 
 
 def signal_and_noise(whole: float, parts: float, part: float) -> tuple[float, float]:
-    """Of |G|^2, the sum of |g_m|^2, and q < 1. Either may be negative; together they are |G|^2.
+    """(signal, noise) from |G|^2, the sum of |g_m|^2, and q < 1. Either may be negative; together they are |G|^2.
 
     >>> signal_and_noise(whole=4.0, parts=1.0, part=0.25)
     (4.0, 0.0)
@@ -38,7 +38,7 @@ def signal_and_noise(whole: float, parts: float, part: float) -> tuple[float, fl
 
 
 class GradientNoise:
-    """Of one model. Collective: every rank calls `observing` and `metrics`.
+    """Measures the gradient noise of one model. Collective: every rank calls `observing` and `metrics`.
 
     Usage:
         with noise.observing(shares):
@@ -80,7 +80,7 @@ class GradientNoise:
         self._parts = []
 
     def metrics(self) -> dict[str, float]:
-        """Of the last mini batch that was observed; nothing where it had one part alone, or no trained norm."""
+        """Signal and noise of the last mini batch that was observed; none where it had one part, or no trained norm."""
         total, squares, of_shares, shares = self._sums.tolist()
         part = of_shares / shares**2 if shares else 1.0
         if part >= 1.0 or squares == 0.0:

@@ -51,7 +51,7 @@ class GroupEss:
         self._sums.index_add_(1, group[usable], values[:, usable])
 
     def finish(self) -> list[float | None]:
-        """Of each group, 0..1; None where nothing was learned from it, or a log-prob is not finite.
+        """The effective sample size of each group, 0..1; None where it taught nothing, or a log-prob is not finite.
 
         Collective; the same on every rank.
         """

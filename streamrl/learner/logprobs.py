@@ -97,8 +97,8 @@ class _Shard:
         return tensor
 
     def logits(self, hidden: Tensor, weight: Tensor, temperature: float | Tensor) -> Tensor:
-        """Of this rank's rows, [n, rows]. Their pads are multiplied as well, as servers do: where there are fewer than
-        16 rows, the product takes its sums in another order on a CPU."""
+        """The logits of this rank's rows, [n, rows]. Their pads are multiplied as well, as servers do: where there are
+        fewer than 16 rows, the product takes its sums in another order on a CPU."""
         return _logits(hidden, weight, temperature)[:, : self.rows]
 
     def dropped(self, targets: Targets, part: slice) -> Tensor | None:

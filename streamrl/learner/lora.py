@@ -132,7 +132,7 @@ class Adapted(ABC):
 
 
 class ColumnAdapter(Adapted):
-    """Of a layer whose outputs are cut over ranks: A whole, B cut by rows."""
+    """The adapter of a layer whose outputs are cut over ranks: A whole, B cut by rows."""
 
     @property
     def cut(self) -> Literal["lora_a", "lora_b"]:
@@ -185,7 +185,7 @@ class ColumnAdapter(Adapted):
 
 
 class RowAdapter(Adapted):
-    """Of a layer whose inputs are cut over ranks: A cut by columns, B whole."""
+    """The adapter of a layer whose inputs are cut over ranks: A cut by columns, B whole."""
 
     @property
     def cut(self) -> Literal["lora_a", "lora_b"]:

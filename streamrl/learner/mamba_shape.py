@@ -40,7 +40,7 @@ class MambaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution."""
+        """Channels of the convolution."""
         return sum(self.mixed)
 
     @property
@@ -50,5 +50,5 @@ class MambaShape:
 
     @property
     def projected(self) -> int:
-        """All of them."""
+        """Outputs of the input projection, all `parts` together."""
         return sum(self.parts)

@@ -78,7 +78,7 @@ class MismatchAnswers:
 
 
 def choose(batch: Batch, answers: int, budget: int) -> Batch | None:
-    """So many answers of a batch, evenly spread, each in a group of its own; None where it has none.
+    """`answers` samples of a batch, evenly spread, each in a group of its own; None where it has none.
 
     The first of them always, the others while all sequences have `budget` tokens together at most.
     """

@@ -26,7 +26,7 @@ def pads(shape: ModelShape, tensor_parallel: int) -> int:
 
 
 class ParamsMetrics:
-    """Of one optimizer. Every method is collective, and a pass over what this rank trains."""
+    """The metrics of one optimizer. Every method is collective, and a pass over what this rank trains."""
 
     def __init__(self, optimizer: MegatronOptimizer, pads: int, device: torch.device) -> None:
         """`pads`: of the trained parameters, whose gradients are zero and do not count."""
@@ -36,7 +36,7 @@ class ParamsMetrics:
         self._zeros = math.nan
 
     def observe_gradients(self) -> None:
-        """Of an update, when they are ready."""
+        """Count the zeros among the gradients of an update, when they are ready."""
         nonzero, entries = self._summed(_nonzero).tolist()
         self._zeros = 1.0 - nonzero / max(1.0, entries - self._pads)
 

@@ -51,7 +51,7 @@ class Peak:
 
 
 def peak_of(config: Config, device: Device) -> Peak | None:
-    """Of one rank in the model's dtype; None for a GPU that the table does not have."""
+    """The peak of one rank's device in the model's dtype; None for a GPU that the table does not have."""
     if (given := config.learner.peak_tflops) is not None:
         return Peak(given, "configured")
     if device.kind == "cpu":

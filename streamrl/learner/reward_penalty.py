@@ -29,7 +29,7 @@ class Penalised:
 
 
 def outcomes_of(batch: Batch) -> Outcomes:
-    """Of all samples of a batch, in its order."""
+    """The outcomes of all samples of a batch, in its order."""
     samples = [sample for group in batch.groups for sample in group.samples]
     trained = np.array([np.count_nonzero(sample.loss_mask) for sample in samples], np.int64)
     return Outcomes(

@@ -37,7 +37,7 @@ class Row:
 
 
 def sequence_multiple(context: int, layers: LayerChoice) -> int:
-    """Of tokens in each sequence of a row: Transformer Engine cuts each by itself over context-parallel ranks."""
+    """What a sequence's tokens are a multiple of: Transformer Engine cuts each over the context-parallel ranks."""
     return 2 * context if context > 1 and layers.kind == "transformer_engine" else 1
 
 

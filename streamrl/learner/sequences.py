@@ -30,7 +30,7 @@ class SequenceBlock:
 
 
 def sequences_of(row: PackedSegments, device: torch.device) -> tuple[SequenceBlock, ...]:
-    """Of a row that `describe_row` has described; worked out once for all layers."""
+    """The sequences of a row that `describe_row` has described, made once for all layers."""
     if row.sequences is None:
         assert row.segments is not None, "a row that `describe_row` has not described"
         row.sequences = sequence_blocks(block_segments(row.segments), device)
@@ -39,7 +39,7 @@ def sequences_of(row: PackedSegments, device: torch.device) -> tuple[SequenceBlo
 
 
 def sequence_blocks(blocks: Sequence[np.ndarray], device: torch.device) -> tuple[SequenceBlock, ...]:
-    """Of segments in blocks, int64 [n, 5] each (`attention.block_segments`): those without a prefix are first.
+    """The sequences in blocks of segments, int64 [n, 5] each (`attention.block_segments`), those without prefix first.
 
     A prefix is a whole segment without a prefix of its own.
     """

@@ -119,7 +119,7 @@ PLAIN = AttentionShape()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
-    """Of a model that no family's tables describe. Example: `Counts(parameters=494_032_768, met=357_826_560)`."""
+    """Sizes of a model that no family's tables describe. Example: `Counts(parameters=494_032_768, met=357_826_560)`."""
 
     parameters: int
     met: int  # weights of matrices that one token meets, without embedding and output layer
@@ -179,7 +179,7 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.turned
 
     def frequencies(self) -> Tensor:
-        """Of the rotary embeddings of all kinds of layers, side by side: float32 [kinds * turned / 2], on the CPU."""
+        """Rotary frequencies of all kinds of layers, side by side: float32 [kinds * turned / 2], on the CPU."""
         import torch
 
         ropes = [self.rope] if self.attention.window_rope is None else [self.rope, self.attention.window_rope]
@@ -228,7 +228,7 @@ class ModelShape:
 
     @property
     def mlp_matrices(self) -> int:
-        """Of an MLP or an expert: gate, up and down projection."""
+        """Matrices of an MLP or an expert: gate, up and down projection."""
         return 3 if self.gated else 2
 
     def mixer_weights(self, layer: int, tensor: int = 1) -> int:
@@ -248,7 +248,7 @@ class ModelShape:
 
 
 def adapter_sizes(shape: ModelShape) -> dict[LoraTarget, tuple[int, int, int]]:
-    """Of each target of adapters in one layer: its projections, their inputs, all their outputs (learner/lora.py)."""
+    """For each target of adapters in a layer: its projections, their inputs, all their outputs (learner/lora.py)."""
     heads, groups = shape.heads * shape.head_dim, shape.groups * shape.head_dim
     values = shape.heads * shape.value_dim
     return {

@@ -20,7 +20,7 @@ from streamrl.learner.shape import MoeShape
 
 
 def fields(moe: MoeShape) -> dict[str, Any]:
-    """Of Megatron's TransformerConfig; none for a softmax."""
+    """Fields of Megatron's TransformerConfig; none for a softmax."""
     if not moe.sigmoid:
         return {}
     groups = {"moe_router_num_groups": moe.groups, "moe_router_group_topk": moe.group_top_k} if moe.groups > 1 else {}

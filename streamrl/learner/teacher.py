@@ -75,7 +75,7 @@ class Teacher:
 
     @property
     def model(self) -> PolicyModel:
-        """Its first chunk."""
+        """The first chunk of its model."""
         return self._passes.model
 
     @property

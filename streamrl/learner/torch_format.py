@@ -124,7 +124,7 @@ def _experts(args: object) -> int:
 
 
 def dtypes(checkpoint: Path) -> Iterator[torch.dtype]:
-    """Of the weights in the first file."""
+    """The dtypes of the weights in the first file."""
     content = read_file(min(checkpoint.glob(f"{FOLDERS}/{FILE}")))
     yield from (value.dtype for value in _tensors(content["model"]).values())
 

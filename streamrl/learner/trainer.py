@@ -127,7 +127,7 @@ class Trainer:
 
     @property
     def peak(self) -> Peak | None:
-        """Of a rank, for `learner/mfu`; only rank 0 knows."""
+        """The peak of a rank's device, for `learner/mfu`; only rank 0 knows it."""
         return self._utilisation.peak if self._utilisation else None
 
     @property

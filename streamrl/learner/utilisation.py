@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Utilisation:
-    """Of rank 0, which has the shares of all ranks."""
+    """How well all ranks use their devices; on rank 0, which has the shares of all."""
 
     def __init__(self, shape: ModelShape, config: Config, ranks: Ranks) -> None:
         """Find the peak of a rank; on a CPU that takes 0.1 to 0.5 s, and every start measures again: its machine may be

@@ -96,16 +96,16 @@ class Bar:
             self._view.close()
 
     def advance(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Count `amount` more as done."""
         self.reach(self.done + amount)
 
     def found(self, amount: float = 1) -> None:
-        """So much was done before, and has taken no time of now."""
+        """Count `amount` as done before now: it has taken no time."""
         self.before += amount
         self.advance(amount)
 
     def reach(self, done: float, total: float | None = None) -> None:
-        """So much is done by now, of `total` where that is given."""
+        """Set what is done by now, of `total` where that is given."""
         if done != self.done:
             self._reached = time.monotonic()
         self.done = done

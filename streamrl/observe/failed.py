@@ -9,7 +9,7 @@ from streamrl.types import FAILURES
 
 
 def failed_samples(rows: Sequence[dict[str, Any]]) -> str | None:
-    """Of these rows of `metrics.jsonl`; None where nothing failed.
+    """What failed in these rows of `metrics.jsonl`, in words; None where nothing did.
 
     >>> failed_samples([{"samples/all": 64, "samples/failed": 3, "samples/failed_too_long": 3, "reward/failed": 1}])
     '3 of 64 samples not trained: too_long 3; the scorer raised on 1'

@@ -101,11 +101,11 @@ class Past:
                 values.append(value)
 
     def mean(self, *names: str) -> float | None:
-        """Of the sum of these metrics over the last WINDOW rows; None where half of them do not have it."""
+        """The mean of the metrics' sum over the last WINDOW rows; None where half of the rows do not have it."""
         return _mean(list(self._rows)[-WINDOW:], names)
 
     def former(self, *names: str) -> float | None:
-        """The same of the WINDOW rows before those."""
+        """`mean` over the WINDOW rows before those."""
         return _mean(list(self._rows)[:-WINDOW], names)
 
     @property

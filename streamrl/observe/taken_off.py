@@ -14,7 +14,9 @@ TakenOff = Mapping[tuple[int, int], list[float]]
 
 
 def taken_off(run_folder: Path) -> TakenOff:
-    """Of all trained groups; empty where the reward is trained as it is. A step that came again counts as it did last.
+    """What each trained group lost; empty where the reward is trained as it is.
+
+    Of a step that was trained again, the last time counts.
 
     Example: `{(3, 17): [0.02, 0.0]}`: step 3 trained group 17, whose first sample lost 0.02.
     """

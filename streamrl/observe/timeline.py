@@ -260,7 +260,7 @@ class Timeline:
 
     @classmethod
     def read(cls, run_folder: Path) -> Timeline:
-        """Of everything that the run has recorded."""
+        """The timeline of everything that a run has recorded."""
         timeline = cls()
         for path in event_files(run_folder):
             for record in read_events(path):

@@ -61,8 +61,9 @@ def tokenizer_of(
     variables: Mapping[str, Any] | None = None,
     images: PromptImages | None = None,
 ) -> Tokenizer:
-    """That of a model; `key`: of the configuration that names it. `variables`: further ones of its chat template.
-    `images`: those of its prompts.
+    """The tokenizer of a model.
+
+    `key`: of the configuration that names it. `variables`: further ones of its chat template. `images`: of its prompts.
 
     Raises ConfigError where the folder has none.
     """
@@ -146,7 +147,7 @@ class _Lengths:
             self.short = self._most_bytes()
 
     def longest(self) -> Longest:
-        """Of those that fit; of all where none does."""
+        """The longest prompt of those that fit; of all where none does."""
         for index, prompt in self._most_bytes():
             self._tokenise(index, prompt)
         self.short = []

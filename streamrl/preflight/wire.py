@@ -34,7 +34,7 @@ class GroupBytes:
 
 
 def group_bytes(config: Config, shape: ModelShape, prompt: int, images: int = 0) -> GroupBytes:
-    """Of a group whose answers are all cut, to a prompt of so many tokens; its header is what the codec makes.
+    """Bytes of a group whose answers are all cut, to a prompt of so many tokens; its header is what the codec makes.
 
     `images`: bytes of the prompt's.
     """

@@ -81,7 +81,7 @@ class Memory(Protocol):
 
 
 class OwnMemory:
-    """Of this process alone, each bucket's kept for the next version."""
+    """Memory of this process alone; each bucket's is kept for the next version."""
 
     def __init__(self) -> None:
         self._buckets: list[np.ndarray] = []

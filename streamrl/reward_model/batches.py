@@ -39,7 +39,7 @@ class Batches:
     waiting: list[Waiting] = field(default_factory=list)  # oldest first
 
     def add(self, items: Iterable[Waiting]) -> bool:
-        """All of them, or none where they would be too many."""
+        """Add all items, or none where they would be too many. True where they were added."""
         items = list(items)
         if self.waiting and len(self.waiting) + len(items) > self.most:
             return False

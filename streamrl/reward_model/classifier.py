@@ -66,13 +66,13 @@ class Classifier:
         return 1 if self._pad is None else None
 
     def ids(self, ask: Ask) -> list[list[int]]:
-        """Of each answer the token ids with its prompt's. Raises ValueError where the chat template refuses them."""
+        """The token ids of each answer behind its prompt. Raises ValueError where the chat template refuses them."""
         texts = [self._text(ask, answer) for answer in ask.answers]
         return [list(ids) for ids in self._tokenizer(texts, add_special_tokens=not self._chat)["input_ids"]]
 
     @torch.inference_mode()
     def scores(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        """Of each sequence the logit of the label, as the model gives it alone: padded on the right, and masked."""
+        """For each sequence the logit of the label, as the model gives it alone: padded on the right, and masked."""
         longest, device = max(map(len, batch)), next(self._model.parameters()).device
         ids = torch.full((len(batch), longest), 0 if self._pad is None else self._pad)
         mask = torch.zeros_like(ids)

@@ -35,20 +35,20 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Score(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one answer: a number, or why there is none."""
+    """The score of one answer: a number, or why there is none."""
 
     score: float | None = None
     error: str = ""
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """Of all answers of a call, in their order."""
+    """The scores of all answers of a call, in their order."""
 
     scores: list[Score]
 
 
 def scores_of(body: bytes, count: int) -> list[float | str]:
-    """Of each of `count` answers its score, finite, or why it has none. Raises BadReply for anything else."""
+    """For each of `count` answers its score, finite, or why it has none. Raises BadReply for anything else."""
     try:
         found = msgspec.json.decode(body, type=Scores).scores
     except msgspec.MsgspecError as error:

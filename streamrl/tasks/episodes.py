@@ -33,7 +33,7 @@ async def together(samples: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def unbegun(inference: Inference, prompt: Prompt) -> Completion:
-    """Of an episode that has asked the policy nothing."""
+    """The completion of an episode that has asked the policy nothing."""
     return Completion.failed(inference.prompt_ids(prompt.content), "task")
 
 

@@ -67,13 +67,13 @@ class OfTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """Of every task of a run, by its label: those that are trained, and the held-out splits that are evaluated."""
+    """What every task of a run leaves out, by its label: of what is trained, and of the splits that are evaluated."""
 
     trained: dict[str, OfTask] = {}
     evaluated: dict[str, OfTask] = {}
 
     def lines(self) -> Iterator[str]:
-        """One for each task of which prompts are left out."""
+        """A line for each task that leaves prompts out."""
         for name, found in self.trained.items():
             if found.too_long:
                 yield found.line(name)

@@ -86,7 +86,7 @@ class QuestionsArguments(RowsArguments):
 
     @property
     def lowest_reward(self) -> float:
-        """Of an answer on which the scorer raises."""
+        """The reward of an answer on which the scorer raises."""
         return min(self.reward_wrong, self.reward_unparsed) if self.reward_failed is None else self.reward_failed
 
     @property

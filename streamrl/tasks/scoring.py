@@ -54,7 +54,7 @@ class Scoring:
 
 
 def judgements(rollouts: Sequence[Rollout]) -> list[str | None]:
-    """Of each answer that was to be judged, why it was not; None for a judged one."""
+    """For each answer that was to be judged why it was not; None for a judged one."""
     return [rollout.failure for rollout in rollouts if rollout.is_answered]
 
 

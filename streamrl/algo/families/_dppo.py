@@ -26,7 +26,7 @@ class Dppo(Family):
 
     @abstractmethod
     def distance(self, logprobs: Tensor, old: Tensor) -> Tensor:
-        """Of a token, >= 0 and finite: float [n]. logprobs, old: float [n], <= 0, log pi and log pi_old."""
+        """How far apart the policies are: float [n], >= 0, finite. logprobs, old: float [n], log pi and log pi_old."""
 
     def surrogate(self, tokens: TokenBatch, log_r: Tensor, config: AlgoConfig) -> tuple[Tensor, dict[str, Tensor]]:
         import torch

@@ -47,7 +47,7 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]:
-        """Of the weights: what is trained in on such a machine."""
+        """The dtype of the weights: what is trained in on such a machine."""
         return "bfloat16" if self.gpus else "float32"
 
     def needs_cuda(self, what: str) -> None:

@@ -33,7 +33,7 @@ MEASURED: dict[str, Any] = {"run.steps": 3, "replay.max_staleness": 0, "publish.
 
 
 def steps_of(bench: Bench) -> int:
-    """Of each run."""
+    """Learner steps of each run."""
     return GPU_STEPS if bench.gpus else STEPS
 
 

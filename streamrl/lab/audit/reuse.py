@@ -44,7 +44,7 @@ class Uses:
             yield f"attempt {group.attempt} of {name}, which was trained as attempt {attempt} before"
 
     def add(self, group: Group) -> None:
-        """It is trained."""
+        """Count that a group is trained."""
         _, uses = self._uses.get(group.group_id, (0, 0))
         self._uses[group.group_id] = group.attempt, uses + 1
 

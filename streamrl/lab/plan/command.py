@@ -53,7 +53,7 @@ def main(
 
 
 def model_shape(config: Config, given: Path | None) -> ModelShape:
-    """Of `given`, a model's config.json under any name, of the folder model.path, or of model.shape.
+    """The shape by `given`, a config.json under any name, else by model.shape or the folder model.path.
 
     Raises ConfigError.
     """

@@ -16,7 +16,7 @@ from streamrl.learner.shape import ModelShape, adapter_sizes, stage_layers
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Of one rank. Example: `Parameters(dense=4_100_000_000)` is a rank of Qwen2.5-32B with tensor=8."""
+    """Parameters on one rank. Example: `Parameters(dense=4_100_000_000)` is a rank of Qwen2.5-32B with tensor=8."""
 
     dense: int = 0  # their copies are on all data-parallel and context ranks
     expert: int = 0  # their copies are on the ranks with the same experts

@@ -19,7 +19,7 @@ def weight_bytes(config: Config) -> int | None:
 
 
 def host_bytes(config: Config, machines: Machines) -> int:
-    """Of all processes on the first host, where they run on cores."""
+    """Bytes of all reward models in the first host's memory, where they run on cores; else 0."""
     on_cores = not machines.has_gpus or config.reward_model.gpus == 0
     return config.reward_model.processes * (weight_bytes(config) or 0) if on_cores else 0
 

@@ -114,6 +114,6 @@ def _copies(learner: LearnerConfig) -> tuple[int, int]:
 
 
 def exported_bytes(config: Config, shape: ModelShape) -> int:
-    """Of the Hugging Face folder, adapters merged in, and PEFT's folder beside it."""
+    """Bytes of the exported Hugging Face folder, adapters merged in, and of PEFT's folder beside it."""
     adapters = whole_adapters(shape, config.learner.lora) if config.learner.lora.rank else 0
     return (whole_model(shape) + adapters) * ITEM[config.model.dtype]

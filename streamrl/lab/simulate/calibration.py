@@ -222,7 +222,7 @@ def _error(speed: ServerSpeed, window: Observed) -> float:
 
 
 def replayed(speed: ServerSpeed, window: Observed) -> list[tuple[float, float]]:
-    """Of each group, when a server of this speed ends it, given the begins, and the mean version of its tokens."""
+    """For each group when a server of this speed would end it, given its begin, and the mean version of its tokens."""
     served, updates = window.served, window.updates
     server = make_server(speed, window.places, updates[0].version - 1 if updates else 0)
     first, outcome = served[0].begin, dict[int, tuple[float, float]]()

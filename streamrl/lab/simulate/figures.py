@@ -17,7 +17,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of a run's steps after the warm-up."""
+    """The figures of a run's steps after the warm-up."""
 
     trained: float  # tokens/s, over wall-clock time
     generated: float  # tokens/s
@@ -37,7 +37,7 @@ class Figures:
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
-    """Of rows of metrics.jsonl, or of a simulation. Raises ValueError for a run that is no longer than the warm-up."""
+    """From rows of metrics.jsonl, or of a simulation. Raises ValueError for a run no longer than the warm-up."""
     if len(rows) <= WARM_UP + 1:
         raise ValueError(f"{len(rows)} steps, of which the first {WARM_UP} are not counted: too few")
     counted = rows[WARM_UP:]
@@ -56,7 +56,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Figures:
 
 
 def mean(several: Sequence[Figures]) -> Figures:
-    """Of runs that differ by chance alone; the oldest token is that of all of them."""
+    """The mean figures of runs that differ by chance alone; `staleness_max` is that of all of them."""
     means = Figures(*(fmean(getattr(each, field.name) for each in several) for field in fields(Figures)))
     return replace(means, staleness_max=max(each.staleness_max for each in several))
 

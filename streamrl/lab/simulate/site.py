@@ -36,7 +36,7 @@ class Site:
 
     @property
     def identity(self) -> bytes:
-        """Of its socket."""
+        """The identity of its socket."""
         return self.name.encode()
 
 

@@ -50,7 +50,7 @@ class Difference:
 
 
 def difference(values: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Of one figure, by seed; None without a seed that both have.
+    """The difference of one figure from the baseline's, seed by seed; None without a seed that both have.
 
     >>> found = difference({1: 0.5, 2: 0.9, 3: 0.7}, {1: 0.3, 2: 0.6, 3: 0.6, 4: 0.1})
     >>> str(found.estimate), found.student, found.bootstrap
@@ -83,7 +83,7 @@ class Ratio:
 
 
 def ratio(values: Mapping[int, float], baseline: Mapping[int, float]) -> Ratio | None:
-    """Of one figure, by seed; None without a seed with which both have one above 0.
+    """The ratio of one figure to the baseline's, seed by seed; None without a seed in which both are above 0.
 
     >>> ratio({1: 50.0, 2: 80.0, 3: 60.0}, {1: 100.0, 2: 100.0, 4: 100.0}).cells()
     ['0.63', '0.03 .. 12.53', '0.50 .. 0.80']

@@ -62,7 +62,7 @@ def _outcome(jobs: Sequence[Job], target: float | None) -> Outcome:
 
 
 def estimates(runs: Runs, target: float | None = None) -> dict[str, Estimate]:
-    """Of every figure, over the seeds of a point that have it; `runs`: figures by seed."""
+    """The estimate of every figure, over the seeds of a point that have it. `runs`: figures by seed."""
     return {
         figure.name: found
         for figure in figures_of(target)
@@ -71,7 +71,7 @@ def estimates(runs: Runs, target: float | None = None) -> dict[str, Estimate]:
 
 
 def differences(runs: Runs, baseline: Runs) -> dict[str, Difference]:
-    """Of each figure in COMPARED, from a baseline point; both: figures by seed."""
+    """The difference of each figure in COMPARED from a baseline point. Both arguments: figures by seed."""
     return {
         name: found
         for name in COMPARED

@@ -137,7 +137,7 @@ def front(known: Mapping[Point, Figures]) -> list[Found]:
 
 
 def choose(found: Sequence[Found], rule: Rule) -> Found:
-    """One of a front, which is not empty. Raises ValueError with one line where all are too old for the rule."""
+    """Choose a setting of a front, which is not empty. Raises ValueError where all are too old for the rule."""
     young = [each for each in found if rule.mean_age is None or each.figures.staleness_mean <= rule.mean_age]
     if not young:
         freshest = found[0].figures.staleness_mean

@@ -71,7 +71,7 @@ def own_devices(config: Config, unit: str) -> Devices:
 
 
 def groups_in_flight(config: Config) -> int:
-    """Of one worker; requests are counted as whole groups."""
+    """Groups that one worker has in flight; requests are counted as whole groups."""
     own = without_lag(config, config.generate)
     return math.ceil(most_requests(config, own) / own.group_size) if own.by_sample else own.groups_in_flight
 
@@ -169,7 +169,7 @@ class Space:
         return tuple(override(key, value) for key, value in keys.items() if value_at(self.config, key) != value)
 
     def loaded(self, setting: Setting, further: Sequence[str] = ()) -> Config | None:
-        """Its configuration; None for one that cannot run, or is another one's double."""
+        """The configuration of a setting; None for one that cannot run, or is another one's double."""
         values = self._axes["in_flight"]
         below = [value for value in values if value < setting.in_flight]
         try:

@@ -69,7 +69,7 @@ class LearnerSpeeds:
 
 
 def seconds_of_a_token(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Of learner steps, without their waits and publishes. Raises ValueError without a token."""
+    """Seconds of the steps for each trained token, without waits and publishes. Raises ValueError without a token."""
     tokens = sum(row["tokens/trained"] for row in rows)
     if not tokens:
         raise ValueError("no token was trained")

@@ -131,7 +131,7 @@ class DeltaNets(ModelFamily):
 
 
 def delta_of(shape: ModelShape) -> DeltaShape:
-    """Of a model with delta nets."""
+    """The delta nets' sizes, of a model that has them."""
     assert shape.delta is not None
     return shape.delta
 

@@ -252,7 +252,7 @@ class ModelFamily(Choice):
 
     @classmethod
     def has_in_layer(cls, shape: ModelShape, layer: int, name: str, mixture: bool) -> bool:
-        """The same where it depends on the layer, from 0."""
+        """Whether layer number `layer`, from 0, has the parameter `name`; `has`, unless layers of one kind differ."""
         return cls.has(shape, name, mixture)
 
     @classmethod
@@ -261,7 +261,7 @@ class ModelFamily(Choice):
 
     @classmethod
     def edit_in_layer(cls, layer: ModuleSpec, config: TransformerConfig, shape: ModelShape, number: int) -> None:
-        """The same where it depends on the layer: its number in the model, from 0."""
+        """Change what layer `number` of the model, from 0, is made of; `edit`, unless layers of one kind differ."""
         cls.edit(layer, config)
 
     @classmethod
@@ -271,7 +271,7 @@ class ModelFamily(Choice):
 
     @classmethod
     def arguments(cls, shape: ModelShape) -> Mapping[str, Any]:
-        """Of Megatron-LM's arguments those that differ from other families'."""
+        """Megatron-LM's arguments that differ from those of other families."""
         return {}
 
     @classmethod

@@ -61,7 +61,7 @@ class VisionShape:
 
     @property
     def axes(self) -> list[int]:
-        """Of each frequency which position its angle is by: 0 time, 1 row, 2 column.
+        """For each frequency the position that its angle follows: 0 time, 1 row, 2 column.
 
         Example: sections (2, 1, 1) are [0, 0, 1, 2], and interleaved [0, 1, 2, 0].
         """

@@ -159,14 +159,14 @@ class WholeModel(MegatronModule):
         return sharded
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Of what `sharded_state_dict` describes; a tied tensor comes by one of its names."""
+        """Load what `sharded_state_dict` describes; a tied tensor comes by one of its names."""
         own = self.state_dict(keep_vars=True)
         by_tensor = {id(own[name]): name for name in state_dict if name in own}
         tied = {name: state_dict[by_tensor[id(own[name])]] for name in own if id(own[name]) in by_tensor}
         return super().load_state_dict({**tied, **state_dict}, strict=strict, assign=assign)
 
     def names(self) -> list[str]:
-        """Of every parameter and buffer that is kept, each once."""
+        """The name of every parameter and buffer that is kept; one name for a tied tensor."""
         first: dict[int, str] = {}
         for name, tensor in self.state_dict(keep_vars=True).items():
             first.setdefault(id(tensor), name)

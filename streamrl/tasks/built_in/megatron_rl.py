@@ -103,7 +103,7 @@ class MegatronRLArguments(TaskArguments, AgentArguments):
 
     @property
     def wrong_reward(self) -> float:
-        """Of an answer in the right form that earns no more."""
+        """The reward of an answer in the right form that earns no more."""
         return (0.1 if self.has_equations else 0.0) if self.format_reward is None else self.format_reward
 
     @property

@@ -143,7 +143,7 @@ class Episode:
         return [Message(role="tool", content=answer) for answer in answers]
 
     async def reward(self) -> float:
-        """Of the steps, and of `get_reward`. Raises UserCodeFailed."""
+        """The reward of all steps, and of `get_reward`. Raises UserCodeFailed."""
         if self.environment is None or not hasattr(self.environment, "get_reward"):
             return self._reward
         with _of_user():

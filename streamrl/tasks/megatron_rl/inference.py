@@ -22,7 +22,7 @@ class TypeLookupable(BaseModel, extra="allow"):
     type_name: str = Field("Null", frozen=True)
 
     def unwrap(self) -> Any:
-        """The same as an instance of its own class. Raises ValueError for a class that was not registered."""
+        """What was wrapped, as an instance of its own class. Raises ValueError for a class that was not registered."""
         known = _REGISTERED[type(self)]
         if self.type_name not in known:
             raise ValueError(f"type_name: {self.type_name} is not allowed; allowed: one of {', '.join(known)}")

@@ -56,7 +56,7 @@ class Asked:
         return "\n".join(found)
 
     def token_ids(self) -> list[list[int]]:
-        """Of each answer the conversation before it and the answer."""
+        """For each answer the conversation before it and itself."""
         return [[*turn.prompt_ids.tolist(), *turn.output_ids.tolist()] for turn in self.conversation.turns]
 
 

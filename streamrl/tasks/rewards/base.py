@@ -14,7 +14,7 @@ class Judge(Protocol):
     """The reward model that is served beside."""
 
     async def scores(self, prompt: Prompt, answers: Sequence[str]) -> list[float | str]:
-        """Of each answer its score, a finite number, or in one line why it has none.
+        """For each answer its score, a finite number, or in one line why it has none.
 
         Raises ScorerUnready where no process has answered in `reward_model.patience`.
         """
@@ -35,7 +35,7 @@ class Reward(Choice, ABC):
     async def scores(
         self, prompt: Prompt, rollouts: Sequence[Rollout], answers: Sequence[str], judge: Judge | None
     ) -> list[float | str]:
-        """Of each rollout its score, or in one line why it has none: such a sample is masked, and counted.
+        """For each rollout its score, or in one line why it has none: such a sample is masked, and counted.
 
         answers: their texts, without the reasoning where the run parses that. judge: None where no `reward_model` is
         configured. Raises what `Environment.infrastructure` names.
