@@ -110,7 +110,8 @@ async def look_at(
 
 
 def _check_size(name: str, task: Environment, recorded: OfTask | None) -> None:
-    if recorded is not None and recorded.size != task.size:
+    # None: recorded when a task around another one did not know how many prompts that has.
+    if recorded is not None and recorded.size not in (None, task.size):
         raise ConfigError(
             f"task.args: {name} has {task.size} prompts, and had {recorded.size} when the run began; allowed: the same "
             "data, --fresh, or another run.name"

@@ -287,6 +287,19 @@ class Around(Environment):
     Built as `Class(arguments, task, seed, split)`, with the environment of the other one; None where none is given.
     """
 
+    _task: Environment
+
+    def _follow(self, task: Environment) -> None:
+        """Ask the prompts of the other one; an answer on which its scorer raises counts as it does there."""
+        self._task = task
+        self.size, self.lowest_reward, self.infrastructure = task.size, task.lowest_reward, task.infrastructure
+
+    def prompt(self, index: int) -> Prompt:
+        return self._task.prompt(index)
+
+    async def fetch(self, index: int) -> Prompt:
+        return await self._task.fetch(index)
+
 
 def message_text(message: Message) -> str:
     """The text of a message, without what is no text."""

@@ -105,19 +105,12 @@ class Agent(Around):
     def __init__(self, arguments: AgentArguments, task: Environment, seed: int, split: str) -> None:
         """Raises ValueError for a function that cannot be loaded, which is tried in a process of its own."""
         self._arguments = arguments
-        self._task = task
-        self.lowest_reward, self.infrastructure = task.lowest_reward, task.infrastructure
+        self._follow(task)
         self._run: AgentFunction = self._command if arguments.function is None else self._function
         self._pool = None if arguments.function is None else _pool(arguments, arguments.function)
         self._places = asyncio.Semaphore(arguments.parallel)
         self._server: OpenAIServer | None = None
         self._starting = asyncio.Lock()
-
-    def prompt(self, index: int) -> Prompt:
-        return self._task.prompt(index)
-
-    async def fetch(self, index: int) -> Prompt:
-        return await self._task.fetch(index)
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         return await self._task.score(prompt, completion)

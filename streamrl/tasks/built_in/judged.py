@@ -40,18 +40,11 @@ class Judged(Around):
         if task.has_turns:
             name = arguments.task.name
             raise ValueError(f"{ARGUMENTS}.task.name: {name} has turns of its own; allowed: a task of one turn")
-        self._task = task
+        self._follow(task)
         self._judge = ModelJudge(arguments)
         self._weight = arguments.weight
-        self.size = task.size
         self.lowest_reward = min(0.0, task.lowest_reward)
         self.infrastructure = (*task.infrastructure, ScorerUnready)
-
-    def prompt(self, index: int) -> Prompt:
-        return self._task.prompt(index)
-
-    async def fetch(self, index: int) -> Prompt:
-        return await self._task.fetch(index)
 
     async def score(self, prompt: Prompt, completion: Completion) -> Score:
         """The task's scorer first: an answer on which it raises is not judged."""

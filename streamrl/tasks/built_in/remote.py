@@ -68,9 +68,9 @@ class Remote(TurnByTurn, Around):
     def __init__(self, arguments: RemoteArguments, local: Environment | None, seed: int, split: str) -> None:
         """`local` gives the prompts where the server is a reward model."""
         self._local = local
-        self.infrastructure = (*INFRASTRUCTURE, RemoteFailed)
         if local is not None:
-            self.lowest_reward = local.lowest_reward
+            self._follow(local)
+        self.infrastructure = (*INFRASTRUCTURE, RemoteFailed)
         self._split = split
         self._caller = _Caller(arguments)
         self._about: About | None = About() if local is not None else None

@@ -57,8 +57,7 @@ class Tools(TurnByTurn, Around):
         if task.has_turns:
             name = arguments.task.name
             raise ValueError(f"{ARGUMENTS}.task.name: {name} has turns of its own; allowed: a task of one turn")
-        self._task = task
-        self.lowest_reward, self.infrastructure = task.lowest_reward, task.infrastructure
+        self._follow(task)
         self._role = arguments.role
         self.max_turns = arguments.max_turns
         self._tools = {path.rpartition(":")[2]: _built(path, arguments) for path in arguments.tools}
