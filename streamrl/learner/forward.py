@@ -32,7 +32,7 @@ from streamrl.learner.fully_sharded import FullySharded, is_fully_sharded
 from streamrl.learner.megatron_fields import values_of
 from streamrl.learner.model import PolicyModel, policy_of
 from streamrl.learner.packing import MicroBatch
-from streamrl.learner.parallel import Ranks
+from streamrl.learner.parallel import Ranks, from_last_stage
 from streamrl.learner.rows import RowMaker
 from streamrl.learner.stopwatch import Stopwatch
 
@@ -261,12 +261,10 @@ class Passes:
         """The sums of the last stage over data-parallel ranks, and then on every stage."""
         if sums:
             sums = _over_data_parallel(sums)
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() == 1:
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return sums
-        box = [{key: value.cpu() for key, value in sums.items()}]
-        dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return {key: value.to(self._ranks.device.torch_device) for key, value in box[0].items()}
+        on_host = from_last_stage({key: value.cpu() for key, value in sums.items()})
+        return {key: value.to(self._ranks.device.torch_device) for key, value in on_host.items()}
 
 
 def _logprobs(output: Tensor, index: int, non_loss_data: bool) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from streamrl.config import Config
 from streamrl.learner.model import policy_of
+from streamrl.learner.parallel import fill_from_last_stage
 
 SIGNAL, NOISE = "gradient/signal", "gradient/noise"
 
@@ -115,7 +116,5 @@ class GradientNoise:
             dist.all_reduce(whole, group=group)
             dist.all_reduce(sums, group=group)
             sums[0] = whole.square().sum()
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        if stages.size() > 1:
-            dist.broadcast(sums, parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
+        fill_from_last_stage(sums)
         return sums

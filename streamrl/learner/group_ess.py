@@ -18,6 +18,7 @@ from torch import Tensor
 
 from streamrl.algo.ratios import bounded, log_ratio
 from streamrl.algo.tokens import TokenBatch
+from streamrl.learner.parallel import fill_from_last_stage
 from streamrl.types import Group
 
 
@@ -57,9 +58,7 @@ class GroupEss:
         """
         if parallel_state.is_pipeline_last_stage():
             dist.all_reduce(self._sums, group=parallel_state.get_data_parallel_group())
-        stages = parallel_state.get_pipeline_model_parallel_group()
-        if stages.size() > 1:
-            dist.broadcast(self._sums, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
+        fill_from_last_stage(self._sums)
         return of_sums(self._sums)
 
 

@@ -6,10 +6,11 @@ import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
 
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
@@ -17,6 +18,8 @@ from streamrl.config.learner import LayoutConfig
 from streamrl.device import Device, detect
 from streamrl.engine.hardware import nccl_environment
 from streamrl.learner import cpu_adapter
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,23 @@ class Ranks:
         """Leave the process groups. Safe to call when a peer is gone."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def from_last_stage(value: Value) -> Value:
+    """A small object of the last pipeline stage, on every stage. Collective over the stages."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+    return box[0]
+
+
+def fill_from_last_stage(tensor: Tensor) -> None:
+    """Set a tensor to what it is on the last pipeline stage. Collective over the stages."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
 
 
 def _cut(layout: LayoutConfig, timeout: timedelta) -> None:

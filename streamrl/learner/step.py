@@ -42,6 +42,7 @@ from streamrl.learner.gradient_noise import GradientNoise
 from streamrl.learner.group_ess import GroupEss
 from streamrl.learner.optimizer import PolicyOptimizer, Update, largest_norm
 from streamrl.learner.packing import MicroBatch
+from streamrl.learner.parallel import from_last_stage
 from streamrl.learner.reference import Reference
 from streamrl.learner.reward_penalty import Penalised, penalise
 from streamrl.learner.selection import select
@@ -207,7 +208,7 @@ class LearnerStep:
         if parallel_state.is_pipeline_last_stage():  # the others have no log-probs, and no loss
             known = self._known(share, scores, reference, taught, values)
             known = [replace(each, states=state) for each, state in zip(known, states, strict=True)]
-        self.taken_off = self._over_stages(self.taken_off) if share.outcomes is not None else []
+        self.taken_off = from_last_stage(self.taken_off) if share.outcomes is not None else []
         left = iter(known)
         return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
 
@@ -287,15 +288,6 @@ class LearnerStep:
         if self._output is None:
             self._output = states[0].weight.clone()
         return [replace(each, weight=self._output) for each in states]
-
-    def _over_stages(self, values: list[float]) -> list[float]:
-        """What the last pipeline stage knows, on every stage."""
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() == 1:
-            return values
-        box = [values]
-        dist.broadcast_object_list(box, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return box[0]
 
 
 def _states(known: Sequence[Signals]) -> list[ReferenceStates | None]:
