@@ -223,7 +223,7 @@ def test_a_chat_template_counts_and_only_what_may_be_too_long_is_tokenised(model
 
     monkeypatch.setattr(prompts, "TOKENISED", 8)
     tokenizer = Counting(model_folders[0])
-    seen = asyncio.run(prompts.look_at({"chat": Chat(2000)}, tokenizer, 950, {}))
+    seen = asyncio.run(prompts.measure_prompts({"chat": Chat(2000)}, tokenizer, 950, {}))
     found = seen.of_tasks["chat"]
     assert found.left_out == tuple(index for index in range(2000) if index % 1000 + 1 > 950)
     assert (seen.longest.tokens, found.longest, found.looked) == (950, 1000, 2000)

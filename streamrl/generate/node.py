@@ -67,7 +67,7 @@ async def run_node(config: Config, run_folder: Path, index: int, rank: int) -> i
                 server = _joined(config, run_folder, index, rank, meeting)
                 node.joined(meeting, now)
             elif server is not None and node.state is State.JOINED:
-                _look_after(server, node, now)
+                _check_server(server, node, now)
             node.beat(now)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), POLL)
@@ -87,7 +87,7 @@ def _joined(config: Config, run_folder: Path, index: int, rank: int, meeting: Me
     return Server(config, run_folder, index, engine_keys(config, run_folder), label=label, gpus=gpus, node=node)
 
 
-def _look_after(server: Server, node: NodeRole, now: float) -> None:
+def _check_server(server: Server, node: NodeRole, now: float) -> None:
     try:
         server.check()
     except ServerFailed as failure:

@@ -84,7 +84,7 @@ class Bar:
         self._begun = self._reached = time.monotonic()
         self._view = _view_of(sys.stderr)
         if self._view is not None:
-            self._thread = threading.Thread(target=self._look, args=(self._view,), name="bar", daemon=True)
+            self._thread = threading.Thread(target=self._show, args=(self._view,), name="bar", daemon=True)
             self._thread.start()
         return self
 
@@ -118,7 +118,7 @@ class Bar:
             yield item
             self.advance()
 
-    def _look(self, view: _View) -> None:
+    def _show(self, view: _View) -> None:
         """The thread: show what is done until the work is over."""
         wait = view.first
         while not self._over.wait(wait):

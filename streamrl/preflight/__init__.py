@@ -27,7 +27,7 @@ from streamrl.preflight.drafts import check_drafts
 from streamrl.preflight.lengths import check_evaluated, check_lengths, evaluated_limit, prompt_limit
 from streamrl.preflight.machine import check_machine
 from streamrl.preflight.model import check_folder, check_images, check_model
-from streamrl.preflight.prompts import Seen, look_at, tokenizer_of, unread_variables
+from streamrl.preflight.prompts import Seen, measure_prompts, tokenizer_of, unread_variables
 from streamrl.preflight.teacher import check_critic, check_teacher, check_teacher_length
 from streamrl.preflight.tokenizer import check_tokenizer
 from streamrl.preflight.wire import check_wire, group_bytes
@@ -146,7 +146,7 @@ async def _check_sizes(
             f"task.long_prompts: {cut} has nothing to leave of a prompt: an answer of generate.sampling.max_new_tokens "
             "takes the whole context; allowed: a longer context, or shorter answers"
         )
-    trained = await look_at(tasks, sizes.tokenizer, limit, recorded.trained, cut)
+    trained = await measure_prompts(tasks, sizes.tokenizer, limit, recorded.trained, cut)
     _check_key(config, trained)
     held_out: Seen | None = None
     with refusals:
@@ -154,7 +154,7 @@ async def _check_sizes(
     with refusals:
         check_teacher_length(config, shape, trained.longest)
     if evaluated:
-        held_out = await look_at(evaluated, sizes.tokenizer, max(1, evaluated_limit(config, shape)), {}, cut)
+        held_out = await measure_prompts(evaluated, sizes.tokenizer, max(1, evaluated_limit(config, shape)), {}, cut)
         _check_key(config, held_out)
         with refusals:
             check_evaluated(config, shape, held_out.longest)

@@ -82,14 +82,14 @@ def unread_variables(tokenizer: Tokenizer) -> list[str]:
     ]
 
 
-async def look_at(
+async def measure_prompts(
     tasks: Mapping[str, Environment],
     tokenizer: Tokenizer,
     limit: int,
     recorded: Mapping[str, OfTask],
     cut: str | None = None,
 ) -> Seen:
-    """Look at the prompts of all tasks, of which those with more than `limit` tokens are too long.
+    """Count the tokens of all tasks' prompts, of which those with more than `limit` are too long.
 
     `recorded`: what the run that goes on leaves out, which stays as it is. `cut`: the side at which those that are too
     long are cut to the limit, so that they fit; None: they are not. Raises ConfigError for a prompt that a task or the
@@ -101,7 +101,7 @@ async def look_at(
     for name, task in tasks.items():
         before = recorded.get(name)
         _check_size(name, task, before)
-        lengths = await _look(name, task, tokenizer, limit if before is None else before.limit, cut)
+        lengths = await _measure(name, task, tokenizer, limit if before is None else before.limit, cut)
         found = lengths.longest()
         longest = max(longest, found, key=lambda each: each.tokens)
         of_tasks[name] = before or lengths.of_task(task)
@@ -204,7 +204,7 @@ class _Lengths:
         return self.around[messages]
 
 
-async def _look(name: str, task: Environment, tokenizer: Tokenizer, limit: int, cut: str | None) -> _Lengths:
+async def _measure(name: str, task: Environment, tokenizer: Tokenizer, limit: int, cut: str | None) -> _Lengths:
     """The first prompt, and further ones as long as there is time."""
     count = ENDLESS if task.size is None else task.size
     if count < 1:

@@ -28,7 +28,7 @@ from streamrl.tasks.http_session import HttpSession
 from streamrl.tasks.openai_server import OpenAIServer
 from streamrl.tasks.openai_session import Session
 from streamrl.tasks.played_protocol import AboutPlayer, AskPlay
-from streamrl.tasks.reachable import bearer, look_at
+from streamrl.tasks.reachable import bearer, server_reply
 from streamrl.tasks.remote_protocol import Judged, RemoteScore
 
 # Seconds beyond an episode's own deadline after which an adapter that says nothing is given up.
@@ -86,7 +86,7 @@ class Played(Environment):
         self._http = HttpSession(headers)
         self._adapter: AdapterProcess | None = None
         if arguments.python is None:
-            about = look_at(f"{self._url}/about", headers, "adapter", AboutPlayer)
+            about = server_reply(f"{self._url}/about", headers, "adapter", AboutPlayer)
         else:
             words = self._words(arguments, seed)
             self._adapter = AdapterProcess(arguments.python, words, start_timeout=arguments.start_timeout)

@@ -1,4 +1,4 @@
-"""A look at a server before the run starts: one call that must be answered, or one line that says why it was not."""
+"""Whether a server is there before the run starts: one call that must be answered, or one line that says why not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOOK_TIMEOUT = 15.0  # seconds, on a busy machine
 Reply = TypeVar("Reply")
 
 
-def look_at(url: str, headers: Mapping[str, str], kind: str, reply: type[Reply]) -> Reply:
-    """What the server answers. kind: of server, for the message. Raises ValueError, with one line."""
+def server_reply(url: str, headers: Mapping[str, str], kind: str, reply: type[Reply]) -> Reply:
+    """The server's reply to one GET. kind: of server, for the message. Raises ValueError, with one line."""
     request = urllib.request.Request(url, headers=dict(headers))
     try:
         with urllib.request.urlopen(request, timeout=LOOK_TIMEOUT) as answer:

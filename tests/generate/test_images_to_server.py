@@ -28,7 +28,7 @@ from streamrl.generate.inference import EngineInference, Load
 from streamrl.generate.prompt_images import PromptImages
 from streamrl.generate.tokenizer import Tokenizer
 from streamrl.images import data_url
-from streamrl.preflight.prompts import look_at, tokenizer_of
+from streamrl.preflight.prompts import measure_prompts, tokenizer_of
 from streamrl.tasks.registry import build_task
 from tests.generate import tiny_vision
 
@@ -123,14 +123,16 @@ def test_a_request_has_the_files_and_its_answers_all_tokens_of_the_images(vision
 def test_lengths_count_all_tokens_of_an_image_and_groups_its_bytes(vision_model, task_of, tmp_path):
     task, known = task_of(tmp_path), PromptImages.of(vision_model, limit=1 << 20)
     seen, blind = (
-        asyncio.run(look_at({"geo3k": task}, tokenizer_of(vision_model, images=images), 1000, {}))
+        asyncio.run(measure_prompts({"geo3k": task}, tokenizer_of(vision_model, images=images), 1000, {}))
         for images in (known, None)
     )
     assert seen.longest.tokens == blind.longest.tokens + 3
     files = [Path(task.prompt(index).images[0]) for index in range(task.size)]
     assert (seen.image_bytes, blind.image_bytes) == (max(file.stat().st_size for file in files), 0)
     with pytest.raises(ConfigError, match=r"^task\.name: prompt 0 of geo3k: image .*task\.max_image_bytes=9$"):
-        asyncio.run(look_at({"geo3k": task}, tokenizer_of(vision_model, images=PromptImages(known.counter, 9)), 9, {}))
+        asyncio.run(
+            measure_prompts({"geo3k": task}, tokenizer_of(vision_model, images=PromptImages(known.counter, 9)), 9, {})
+        )
 
 
 def test_a_model_without_a_place_for_images_refuses_them_before_any_request(tmp_path):

@@ -41,7 +41,7 @@ def check_versions(
             if version in tokens:
                 scorer.check(version, model, bar)
             for neighbour, where in beside[version]:
-                scorer.look_at(neighbour, model, where)
+                scorer.check_neighbour(neighbour, model, where)
             if version in tokens and rounds(config):
                 scorer.round(version, model)
     for version in sorted(tokens.keys() - kept.keys()):
@@ -76,7 +76,7 @@ class _Scorer:
         self._others: defaultdict[PolicyVersion, dict[str, list[np.ndarray]]] = defaultdict(dict)
 
     def check(self, version: PolicyVersion, model: PreTrainedModel, bar: Bar) -> None:
-        """All of a version's tokens, by its own weights."""
+        """Check all of a version's tokens, by its own weights."""
         findings = self._findings
         for span, recorded, computed in scored(model, self._tokens[version], self._base):
             difference = np.nan_to_num(np.abs(computed - recorded), nan=np.inf)
@@ -89,13 +89,13 @@ class _Scorer:
         self._own[version] = self._few(version, model)
         self._compare(version)
 
-    def look_at(self, version: PolicyVersion, model: PreTrainedModel, where: str) -> None:
-        """A few of a version's tokens, by the weights `where` it: before, or behind."""
+    def check_neighbour(self, version: PolicyVersion, model: PreTrainedModel, where: str) -> None:
+        """Check a few of a version's tokens, by the weights `where` it: before, or behind."""
         self._others[version][where] = self._few(version, model)
         self._compare(version)
 
     def round(self, version: PolicyVersion, model: PreTrainedModel) -> None:
-        """How far bfloat16 takes a version's few tokens from what float32 computes. Leaves the model in bfloat16."""
+        """Measure how far bfloat16 takes a few of them from what float32 computes. Leaves the model in bfloat16."""
         if sum(map(len, self._findings.rounded)) < ROUNDED:
             half = nn.Module.to(model, torch.bfloat16)
             rounded = self._few(version, half)

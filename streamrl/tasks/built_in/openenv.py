@@ -31,7 +31,7 @@ from streamrl.tasks.episodes import begun, together, unbegun
 from streamrl.tasks.failures import INFRASTRUCTURE
 from streamrl.tasks.http_session import HttpSession
 from streamrl.tasks.order import episode_seed
-from streamrl.tasks.reachable import bearer, look_at
+from streamrl.tasks.reachable import bearer, server_reply
 from streamrl.tasks.turns import TURNS
 
 LARGEST = 16 << 20  # bytes of an observation
@@ -106,7 +106,7 @@ class OpenEnv(Environment):
         self._url = arguments.url.rstrip("/")
         headers = bearer(arguments.token_file)
         self._http = HttpSession(headers)
-        schema = look_at(f"{self._url}/schema", headers, "OpenEnv server", Schema)
+        schema = server_reply(f"{self._url}/schema", headers, "OpenEnv server", Schema)
         self._action = _action(arguments.action, schema.action)
         self._field = _field(arguments.observation, schema.observation)
         self._places = asyncio.Semaphore(arguments.parallel)
