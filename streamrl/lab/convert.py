@@ -32,11 +32,11 @@ from streamrl.hub.model import with_local_model
 from streamrl.lab.output import check_new_folder
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner import torch_format
+from streamrl.learner.layout_fit import check_fit
 from streamrl.learner.shape import (
     BY_TRANSFORMERS,
     FLOAT32,
     ModelShape,
-    check_fit,
     open_weights,
     read_shape,
     weight_files,

@@ -43,9 +43,10 @@ from streamrl.learner import lora, megatron_fields, router_replay, sigmoid_route
 from streamrl.learner.attention import PackedAttention, PackedSegments
 from streamrl.learner.full_kl import ReferenceStates, full_kl
 from streamrl.learner.host_memory import host_copy
+from streamrl.learner.layout_fit import check_fit
 from streamrl.learner.logprobs import Targets, over_context, token_logprobs
 from streamrl.learner.norm import RMSNorm
-from streamrl.learner.shape import ModelShape, check_adapters, check_fit
+from streamrl.learner.shape import ModelShape, check_adapters
 from streamrl.learner.te import start_overlap, te_problem
 from streamrl.learner.vision import tower
 from streamrl.learner.vision.positions import angles as multimodal_angles

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of a model: its shape, how it is cut, and which files hold its weights.
+"""What a Hugging Face folder says of a model: its shape, and which files hold its weights.
 
 What would be computed otherwise than Hugging Face does is refused.
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from streamrl.choices import FAMILIES
 from streamrl.config.file import ConfigError
-from streamrl.config.learner import LORA_PROJECTIONS, LayoutConfig, LoraTarget
+from streamrl.config.learner import LORA_PROJECTIONS, LoraTarget
 from streamrl.learner.delta_shape import DeltaShape
 from streamrl.learner.families._missing import MISSING
 from streamrl.learner.mamba_shape import ATTENTION, EXPERTS, MAMBA, MLP, MambaShape
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from streamrl.learner.families.base import ModelFamily
 
 # The embedding is padded to a multiple of this many rows for each tensor-parallel rank: what GPU kernels like.
-# The pads are on no machine part of a softmax.
+# No softmax covers the pads.
 VOCABULARY_MULTIPLE = 64
 
 # Ends of the names, Megatron's and Hugging Face's, of weights that stay float32 whatever the model's dtype is.
@@ -357,95 +357,3 @@ def open_weights(path: Path, key: str = "model.path") -> Any:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
         raise WeightsMismatchError(f"{key}: {path} is no whole safetensors file: {error}") from error
-
-
-def check_fit(shape: ModelShape, layout: LayoutConfig) -> None:
-    """Refuse a layout that this model cannot be cut into.
-
-    Raises ConfigError: which key, what is given, what is allowed.
-
-    Example: a model of 14 heads is not cut with `learner.layout.tensor: 4`.
-    """
-    shape.family.check_layout(shape, layout)
-    if not shape.family.by_megatron:
-        return
-    whole = {"attention heads": shape.heads, "key and value heads": shape.groups, "MLP columns": shape.ffn}
-    for what, count in whole.items():
-        _must_divide("tensor", layout.tensor, count, what)
-    first = stage_layers(shape.layers, layout)[0] // layout.virtual
-    if shape.vision is not None and first < shape.vision.levels:
-        raise ConfigError(
-            f"learner.layout.pipeline: {layout.pipeline} stages leave {first} layers to the first chunk, and features "
-            f"of images enter the first {shape.vision.levels}; allowed: fewer stages, or first_stage"
-        )
-    if layout.fully_sharded and shape.vision is not None:
-        raise ConfigError(
-            f"learner.layout.sharding: full was never tried with a vision tower, and {shape.architecture} has one; "
-            "allowed: optimizer"
-        )
-    if layout.fully_sharded and shape.moe is not None and layout.tensor > 1:
-        raise ConfigError(
-            f"learner.layout.sharding: full with experts and learner.layout.tensor={layout.tensor}, over whose ranks "
-            "gradients of experts are summed as well; allowed: optimizer, or tensor=1"
-        )
-    if shape.delta is not None:
-        _must_divide("tensor", layout.tensor, shape.delta.keys, "key heads of delta-net layers")
-        _no_context(shape, layout, "delta-net")
-        if layout.tensor > 1 and not layout.sequence:
-            raise ConfigError("learner.layout.sequence: false with delta-net layers and tensor above 1; allowed: true")
-    if shape.mamba is not None:
-        _must_divide("tensor", layout.tensor, shape.mamba.groups, "groups of heads of Mamba-2 layers")
-        _no_context(shape, layout, "Mamba-2")
-    if shape.attention.bias and layout.expert_tensor > 1:
-        raise ConfigError(
-            f"learner.layout.expert_tensor: {layout.expert_tensor} ranks would each add the biases of "
-            f"{shape.architecture}'s experts; allowed: 1, with learner.layout.expert above 1"
-        )
-    if shape.moe is None:
-        if layout.expert > 1 or layout.expert_tensor > 1:
-            raise ConfigError(
-                f"learner.layout.expert: {max(layout.expert, layout.expert_tensor)} ranks cannot share experts, "
-                f"{shape.architecture} has none; allowed: expert=1, expert_tensor=1"
-            )
-        return
-    _must_divide("expert", layout.expert, shape.moe.experts, "experts")
-    _must_divide("expert_tensor", layout.expert_tensor, shape.moe.ffn, "columns of an expert")
-    _must_divide("tensor", layout.tensor, shape.moe.shared_ffn, "columns of the shared experts")
-    if layout.tensor > 1 and not layout.sequence:
-        raise ConfigError("learner.layout.sequence: false with experts and tensor above 1; allowed: true")
-
-
-def stage_layers(layers: int, layout: LayoutConfig) -> tuple[int, ...]:
-    """How many of a model's layers each pipeline stage has.
-
-    Raises ConfigError where the stages between the first and the last do not share theirs evenly.
-
-    >>> stage_layers(94, LayoutConfig(pipeline=8, first_stage=11, last_stage=11))
-    (11, 12, 12, 12, 12, 12, 12, 11)
-    """
-    given = {0: layout.first_stage, layout.pipeline - 1: layout.last_stage}
-    own = {stage: count for stage, count in given.items() if count is not None}
-    left, stages = layers - sum(own.values()), layout.pipeline - len(own)
-    share = left // stages if stages else 0
-    if share * stages != left or (stages and (not share or share % layout.virtual)):
-        ends = "".join(
-            f", {name} {count}" for name, count in zip(("first", "last"), given.values(), strict=False) if count
-        )
-        raise ConfigError(
-            f"learner.layout.pipeline: {layout.pipeline} stages of {layout.virtual} chunks{ends} do not share {layers} "
-            "layers evenly; allowed: pipeline x virtual that divides them, or first_stage and last_stage beside it"
-        )
-    return tuple(own.get(stage, share) for stage in range(layout.pipeline))
-
-
-def _no_context(shape: ModelShape, layout: LayoutConfig, layers: str) -> None:
-    if layout.context > 1:
-        raise ConfigError(
-            f"learner.layout.context: {layout.context} ranks would each need the state that the one before leaves "
-            f"in {shape.architecture}'s {layers} layers; allowed: 1"
-        )
-
-
-def _must_divide(key: str, size: int, count: int, what: str) -> None:
-    if count % size:
-        raise ConfigError(f"learner.layout.{key}: {size} does not divide {count} {what}; allowed: a divisor of {count}")

@@ -10,7 +10,8 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig
-from streamrl.learner.shape import ModelShape, check_fit, read_shape
+from streamrl.learner.layout_fit import check_fit
+from streamrl.learner.shape import ModelShape, read_shape
 
 KEY = "algo.distillation.teacher"
 

@@ -12,7 +12,8 @@ from streamrl.engine.block_fp8 import BLOCK
 from streamrl.engine.image_decoding import reads_images
 from streamrl.learner import megatron_fields
 from streamrl.learner.critic_shape import critic_shape
-from streamrl.learner.shape import ModelShape, check_adapters, check_fit
+from streamrl.learner.layout_fit import check_fit
+from streamrl.learner.shape import ModelShape, check_adapters
 from streamrl.learner.teacher_shape import teacher_shape
 
 # Where transformers and SGLang find how images are read.

@@ -15,7 +15,8 @@ from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig
 from streamrl.lab.plan.parameters import whole_model
 from streamrl.learner.attention import describe_row
-from streamrl.learner.shape import UnsupportedModelError, check_adapters, check_fit, read_shape
+from streamrl.learner.layout_fit import check_fit
+from streamrl.learner.shape import UnsupportedModelError, check_adapters, read_shape
 from streamrl.learner.sink_attention import SinkAttention
 from streamrl.publish.staging import Staging
 from streamrl.testing.families import SIZES

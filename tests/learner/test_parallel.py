@@ -12,7 +12,8 @@ from benchmarks.parity_ranks import Case, Gradient, run_ranks
 from benchmarks.random_models import largest_difference, write_model
 from streamrl.config.file import ConfigError
 from streamrl.config.learner import LayoutConfig, LearnerConfig
-from streamrl.learner.shape import MoeShape, check_fit, read_shape, stage_layers
+from streamrl.learner.layout_fit import check_fit, stage_layers
+from streamrl.learner.shape import MoeShape, read_shape
 
 DENSE = (
     Layout("tensor parallel", 2, {"tensor": 2, "sequence": False}),

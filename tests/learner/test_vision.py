@@ -19,8 +19,9 @@ from streamrl.config.learner import LayoutConfig, LoraConfig
 from streamrl.lab.plan.parameters import of_stage, whole_model
 from streamrl.learner.blame import MicroBatchFailed
 from streamrl.learner.huggingface import export_folder
+from streamrl.learner.layout_fit import check_fit
 from streamrl.learner.packing import Packing, plan_batch
-from streamrl.learner.shape import check_fit, read_shape
+from streamrl.learner.shape import read_shape
 from streamrl.learner.teacher_shape import shape_beside
 from streamrl.learner.vision.pixels import ImageReader
 from streamrl.learner.vision.positions import place_images

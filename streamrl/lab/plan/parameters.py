@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from streamrl.config.learner import LayoutConfig, LoraConfig
-from streamrl.learner.shape import ModelShape, adapter_sizes, stage_layers
+from streamrl.learner.layout_fit import stage_layers
+from streamrl.learner.shape import ModelShape, adapter_sizes
 
 
 @dataclass(frozen=True, slots=True)
