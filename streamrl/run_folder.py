@@ -130,7 +130,7 @@ def _check_resumable(recorded: Config, config: Config) -> None:
 
 
 def _fixed_of_pools(config: Config) -> list[dict[str, Any]]:
-    """Of each pool, what may not change when a run is resumed."""
+    """For each pool what may not change when a run is resumed."""
     return [
         {key: value for key, value in pool.items() if not f"generate.{key}".startswith(RESUMABLE)}
         for pool in config.generate.pools

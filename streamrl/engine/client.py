@@ -396,7 +396,7 @@ def _request(
 
 
 def _prompt_tokens(input_ids: Sequence[int], images: Sequence[SentImage]) -> int | None:
-    """Of a prompt with images; None where there are none, or their tokens are not known."""
+    """The tokens of a prompt with images; None where there are none, or their tokens are not known."""
     counts = [image.tokens for image in images if image.tokens is not None]
     return len(input_ids) - len(counts) + sum(counts) if images and len(counts) == len(images) else None
 

@@ -210,7 +210,7 @@ class _Part:
 
 
 def _kept(meta: AnswerMeta | PieceMeta, tokens: int) -> Kept | None:
-    """Of the last tokens of an answer, or of a piece. Raises ValueError where the server gave fewer."""
+    """The kept sets of the last tokens of an answer, or of a piece. Raises ValueError where the server gave fewer."""
     sets, logprobs = meta.output_token_sampling_mask, meta.output_token_sampling_logprobs
     if sets is None or logprobs is None:
         return None

@@ -164,7 +164,7 @@ class _Request:
 
     @property
     def _name(self) -> str | None:
-        """Of the present part: a server that is only cut off may still know the former one."""
+        """The request id of the present part: a server that is only cut off may still know the former one."""
         return self._id if self._parts <= 1 or self._id is None else f"{self._id}-{self._parts}"
 
     def end(self) -> None:

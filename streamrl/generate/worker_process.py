@@ -128,7 +128,7 @@ async def _run_worker(
 
 
 async def _address(config: Config, run_folder: Path, stop: asyncio.Event) -> str:
-    """Of the replay service."""
+    """The address of the replay service."""
     return await asyncio.to_thread(replay_address, config, run_folder, stop.is_set)
 
 

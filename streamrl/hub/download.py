@@ -58,7 +58,7 @@ def _answer_of(process: subprocess.Popen[str], folder: Path, timeout: float) -> 
 
 
 def _bytes(folder: Path) -> int:
-    """Of the files in a repository's cache, whole ones and those that are on their way."""
+    """Bytes of the files in a repository's cache, whole ones and those that are on their way."""
     total = 0
     for path in folder.glob("blobs/*"):
         try:

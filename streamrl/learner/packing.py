@@ -215,7 +215,7 @@ def _by_prompt(answers: Sequence[_Answer]) -> list[_Answer]:
 
 
 def _prompt_experts(group: Group) -> dict[Alike, np.ndarray]:
-    """Of each prompt of a group. One of the samples routed alike has them, a row for each of its output tokens."""
+    """The experts of each prompt. One of the samples routed alike has them, a row for each of its output tokens."""
     found = {}
     for sample in group.samples:
         experts = unfold(sample)

@@ -71,5 +71,5 @@ def whole(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def _rows(weight: DTensor) -> int:
-    """Of each rank but the last ones, as torch.chunk cuts."""
+    """Rows of each rank but the last ones, as torch.chunk cuts."""
     return -(-weight.size(0) // weight.device_mesh.size())

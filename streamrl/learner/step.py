@@ -213,7 +213,7 @@ class LearnerStep:
         return [[next(left) for _ in mini.micro_batches] for mini in share.mini_batches]
 
     def _reference_scores(self, rows: Sequence[MicroBatch]) -> tuple[list[Any], list[Any]]:
-        """Of each micro batch the reference's log-probs, and its states where the KL is over the whole vocabulary."""
+        """For each micro batch the reference's log-probs, and its states where the KL is over the whole vocabulary."""
         assert self._reference is not None
         self._await_copy()
         with self._reference.swapped():
@@ -234,7 +234,11 @@ class LearnerStep:
     def _known(
         self, share: Share, scores: list[Any], reference: list[Any], taught: list[Any], values: list[Any]
     ) -> list[Signals]:
-        """Of each micro batch, from its log-probs under policy, reference and teacher, and values; None: not scored."""
+        """The signals of each micro batch.
+
+        scores, reference, taught: its log-probs under policy, reference and teacher; values: the critic's. None in
+        place of what was not scored.
+        """
         algo, rows = self._algo, share.micro_batches
         nothing: list[Any] = [None] * len(rows)
         proximal = scores if algo.chosen("proximal").scored else nothing
@@ -291,7 +295,7 @@ class LearnerStep:
 
 
 def _states(known: Sequence[Signals]) -> list[ReferenceStates | None]:
-    """Of each micro batch; none where the loss needs none."""
+    """The reference's states of each micro batch; none where the loss needs none."""
     states = [each.states for each in known]
     return states if any(each is not None for each in states) else []
 

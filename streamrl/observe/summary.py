@@ -96,7 +96,7 @@ def _figures(rows: list[dict[str, Any]]) -> Table:
 
 
 def _figures_of_rows(rows: list[dict[str, Any]]) -> Table:
-    """Of a run of `streamrl sft`."""
+    """The figures of a run of `streamrl sft`."""
     seconds, trained = _total(rows, "time/step"), _total(rows, "tokens/trained")
     table = Table(title="Figures", title_justify="left", show_header=False)
     table.add_column(style="dim")

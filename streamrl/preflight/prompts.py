@@ -120,7 +120,7 @@ def _check_size(name: str, task: Environment, recorded: OfTask | None) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class _Lengths:
-    """Of one task's prompts: tokens of those that may be too long, bytes of the others until they are the most."""
+    """Lengths of a task's prompts: tokens of those that may be too long, bytes of the others until these are most."""
 
     name: str
     tokenizer: Tokenizer
@@ -234,6 +234,6 @@ async def _images(whose: str, prompt: Prompt, tokenizer: Tokenizer) -> Sequence[
 
 
 def _bytes(prompt: Prompt) -> int:
-    """Of the text, without what a chat template writes around it."""
+    """Bytes of the text, without what a chat template writes around it."""
     texts = [prompt.text] if prompt.text is not None else [message_text(message) for message in prompt.messages or ()]
     return sum(len(text.encode()) for text in texts)

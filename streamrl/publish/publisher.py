@@ -401,6 +401,6 @@ class Publisher:
 
 
 def _run(publishes: list[Iterator[None]]) -> None:
-    """All of them to their ends, in turns."""
+    """Run all publishes to their ends, in turns."""
     while publishes:
         publishes = [publish for publish in publishes if next(publish, _END) is not _END]

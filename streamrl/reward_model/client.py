@@ -86,7 +86,7 @@ class RewardModels:
         await self._http.close()
 
     def _idlest(self, now: float) -> tuple[int, str] | None:
-        """Of those that listen and do not rest the one with the fewest calls, and its address."""
+        """The one with the fewest calls of those that listen and do not rest, and its address."""
         for index in sorted(range(len(self._busy)), key=self._busy.__getitem__):
             if self._rests[index] <= now and (address := read_address(self._run_folder, index)) is not None:
                 return index, address

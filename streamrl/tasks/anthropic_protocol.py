@@ -236,7 +236,7 @@ def _usage(prompt: int, output: int) -> dict[str, int]:
 
 
 def _events(reply: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of a stream with the content of `reply`, each block in one piece."""
+    """The events of a stream with the content of `reply`, each block in one piece."""
     ended = {key: reply[key] for key in ("stop_reason", "stop_sequence")}
     usage = reply["usage"]
     begun = {**reply, **dict.fromkeys(ended), "content": [], "usage": {**usage, "output_tokens": 0}}

@@ -188,7 +188,7 @@ def _copied(folder: Path, rest: str, workdir: str) -> list[tuple[Path, str]]:
 
 
 def _variables(rest: str) -> dict[str, str]:
-    """Of an ENV, in either form: `A=1 B=2`, or `A 1`. Raises NeedsDocker."""
+    """The variables of an ENV, in either form: `A=1 B=2`, or `A 1`. Raises NeedsDocker."""
     words = shlex.split(rest)
     if words and "=" not in words[0]:
         return _plain({words[0]: " ".join(words[1:])}, "ENV")

@@ -104,7 +104,7 @@ class Played(Environment):
 
     @classmethod
     def _words(cls, arguments: PlayedArguments, seed: int) -> list[str]:
-        """Of the adapter's command line."""
+        """The words of the adapter's command line."""
         options, settings = json.dumps(arguments.options), json.dumps(cls.settings(arguments))
         chosen = ["--options", options, "--settings", settings, "--seed", str(seed)]
         return [cls.library, arguments.environment, *chosen, "--held-out", str(arguments.held_out)]
@@ -136,7 +136,7 @@ class Played(Environment):
             await self._adapter.close()
 
     async def _scores(self, index: int, urls: Sequence[str]) -> list[RemoteScore | Exception]:
-        """Of each episode its score, or why there is none."""
+        """For each episode its score, or why there is none."""
         try:
             address = await self._address()
             calls = [urls] if self._grouped else [[url] for url in urls]

@@ -189,7 +189,7 @@ def _speed_limits(plan: Plan, config: Config) -> list[str]:
 
 
 def _host_memory(config: Config, rank: RankMemory, host: Host, weights: int, save: Save) -> int:
-    """Of a host while a checkpoint is written: the ranks' own, their copies for it, and those of its servers."""
+    """Bytes on a host while a checkpoint is written: the ranks' own, their copies for it, and its servers'."""
     return transport_of(config).server_copies * weights * host.servers + host.learner_ranks * rank.host + save.held
 
 

@@ -92,7 +92,7 @@ def _rank_bytes(config: Config, shape: ModelShape, machines: Machines, stage: in
 
 
 def _whole_bytes(config: Config, machines: Machines, counted: Parameters) -> int:
-    """Of a model all of which is trained."""
+    """Bytes of a model all of which is trained."""
     each = ITEM[config.model.dtype] + _state(config, machines)
     copies, expert_copies = _copies(config.learner)
     return math.ceil(each * counted.dense / copies) + math.ceil(each * counted.expert / expert_copies)

@@ -182,7 +182,7 @@ def pieces(ids: Sequence[int], tokenizer: Tokenizer | None) -> list[str]:
 
 
 def _tokenizer(run: Run) -> Tokenizer | None:
-    """Of the model folder, or of a kept version, which has a copy."""
+    """The tokenizer of the model folder, or of a kept version, which has a copy."""
     folders = [run.config.model.path, *(folder for _, folder in sorted(kept_versions(run.folder).items()))]
     for folder in folders:
         if (file := Path(folder) / "tokenizer.json").exists():

@@ -310,7 +310,7 @@ def _ess_decay(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def _growth(rows: Sequence[dict[str, Any]], name: str) -> float:
-    """Of a share, a step of mean staleness."""
+    """By how much a share grows with each step of mean staleness."""
     pairs = [(row[name], row["staleness/mean"]) for row in rows if row.get(name) is not None]
     ages = sum(age for _, age in pairs)
     return sum(share for share, _ in pairs) / ages if ages > 0 else 0.0

@@ -114,7 +114,7 @@ def _windows(shape: ModelShape) -> Mapping[str, Any]:
 
 
 def _ropes(path: Path, config: dict[str, Any]) -> tuple[Rope, Rope]:
-    """Of layers that see all, and of layers with a window: by kind in `rope_parameters` (transformers 5), or before."""
+    """The ropes of layers that see all, and with a window: by kind in `rope_parameters` (transformers 5), or before."""
     nested = config.get("rope_parameters") or {}
     everywhere = nested.get("full_attention") or config.get("rope_scaling") or {}
     local = nested.get("sliding_attention") or {}

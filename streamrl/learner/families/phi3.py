@@ -75,7 +75,7 @@ class Phi3(ModelFamily):
 
 
 def _heads(shape: ModelShape) -> tuple[int, int, int]:
-    """Of queries, keys and values."""
+    """Heads of queries, keys and values."""
     return shape.heads, shape.groups, shape.groups
 
 

@@ -253,7 +253,7 @@ def _action(chosen: str | dict[str, Any] | None, schema: dict[str, Any]) -> dict
 
 
 def _field(chosen: str | None, schema: dict[str, Any]) -> str | None:
-    """Of an observation what is shown. Raises ValueError, with one line, for what no observation has."""
+    """The field of an observation that is shown. Raises ValueError, with one line, for what no observation has."""
     fields = schema.get("properties", {})
     if chosen is not None and fields and chosen.partition(".")[0] not in fields:
         raise ValueError(f"{ARGUMENTS}.observation: {chosen} is not allowed; allowed: one of {', '.join(fields)}")

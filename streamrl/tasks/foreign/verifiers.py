@@ -119,7 +119,7 @@ class Rows:
 
 
 def _splits(environment: Any, held_out: float) -> dict[str, tuple[Any, Sequence[int]]]:
-    """Of both splits the data set, and the places in it: the evaluation data set has the probes where there is one."""
+    """For both splits the data set, and the places in it: the evaluation data set has the probes where there is one."""
     data = environment.get_dataset() if _has(environment, "dataset") else []
     if _has(environment, "eval_dataset"):
         probes = environment.get_eval_dataset()

@@ -142,7 +142,7 @@ async def _passes(agent: Any, interfaces: Sequence[InferenceInterface], wanted: 
 
 
 def _rollouts(results: Sequence[Any]) -> list[AnyRollout]:
-    """Of results with one answer or several."""
+    """The rollouts of results with one answer or several."""
     found: list[AnyRollout] = []
     for result in results:
         answers = result.response if isinstance(result.response, list) else [result.response]
