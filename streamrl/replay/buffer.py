@@ -316,9 +316,12 @@ class Buffer:
         """The tickets whose lease is over are to be issued again."""
         return self._give_back(self._leases.expired(now), "its lease is over", event="ticket.expired")
 
-    def fail(self, holder: str, group_id: int, attempt: int, reason: str) -> None:
-        """This attempt came to nothing. Raises GroupRefused as `complete` does."""
-        self._give_back([self._open(holder, group_id, attempt)], reason)
+    def fail(self, holder: str, group_id: int, attempt: int, reason: str, *, excused: bool = False) -> None:
+        """This attempt came to nothing; `excused`: it does not count towards `replay.max_attempts`.
+
+        Raises GroupRefused as `complete` does.
+        """
+        self._give_back([self._open(holder, group_id, attempt)], reason, excused=excused)
 
     def complete(self, holder: str, group: Group, frames: Sequence[Any], size: int) -> Completed | None:
         """Take a group. None: a filter dropped it, its place gets another prompt, and the worker may forget it.

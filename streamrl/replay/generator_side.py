@@ -62,7 +62,7 @@ class GeneratorSide:
         run.buffer.adopt(hello.name, hello.tickets, now)
         if replaced:
             gone = set(run.buffer.tickets(hello.name)) - set(hello.tickets)
-            self._return_tickets(hello.name, gone)
+            self._return_tickets(hello.name, gone, "its worker does not have it")
             run.events.emit("worker.replaced", worker=hello.name, tickets=len(gone))
         for server in hello.servers:
             run.acknowledge(server.version)
@@ -171,7 +171,7 @@ class GeneratorSide:
             keys = [(ticket.group_id, ticket.attempt) for ticket in tickets]
             run.events.emit("tickets", worker=name, tickets=keys)
             if not run.send_worker(by_name[name], Tickets(tickets=tuple(tickets))):
-                self._return_tickets(name, keys)
+                self._return_tickets(name, keys, "its worker cannot be reached", excused=True)
 
     def send_order(self) -> None:
         """Sleep, or Wake, to every worker that has not been sent the newest one."""
@@ -182,7 +182,7 @@ class GeneratorSide:
             if worker.ordered != sharing.number and self._run.send_worker(worker, sharing.word):
                 worker.ordered = sharing.number
 
-    def _return_tickets(self, worker: str, tickets: Iterable[TicketKey]) -> None:
-        """The worker does not have these: they are issued again at once."""
+    def _return_tickets(self, worker: str, tickets: Iterable[TicketKey], reason: str, *, excused: bool = False) -> None:
+        """The worker does not have these: they are issued again at once. `excused`: it never had them."""
         for group_id, attempt in sorted(tickets):
-            self._run.buffer.fail(worker, group_id, attempt, "its worker does not have it")
+            self._run.buffer.fail(worker, group_id, attempt, reason, excused=excused)

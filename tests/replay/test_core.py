@@ -91,6 +91,31 @@ def test_leases_and_silence_pass_in_simulated_time(driven: Driven) -> None:
     assert [(ticket.group_id, ticket.attempt) for ticket in again] == [(t.group_id, t.attempt + 1) for t in before]
 
 
+def test_a_ticket_that_could_not_be_sent_is_no_attempt(
+    driven: Driven, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driven.send(WORKER, Bye())
+    driven.got(WORKER)
+    sent = driven.core._run._send
+
+    def deaf(peer: bytes, message: Message, frames: Sequence[Buffer]) -> bool:
+        return not isinstance(message, Tickets) and sent(peer, message, frames)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driven.core._run, "_send", deaf)
+        driven.send(WORKER, Hello(run=RUN, role="generator", name="w", servers=(SERVER,)), Credit(capacity=99))
+        for _ in range(5):  # replay.max_attempts is 3
+            driven.send(WORKER, Heartbeat())
+            driven.tick()
+    driven.send(WORKER, Heartbeat())
+    tickets = issued(driven)
+    assert [ticket.group_id for ticket in tickets] == [0, 1, 2, 3]
+    assert driven.events_of("group.placeholders") == []
+    assert {event["reason"] for event in driven.events_of("ticket.lost")[4:]} == {"its worker cannot be reached"}
+    answer(driven, make_group, tickets)
+    assert len([message for message in driven.got(WORKER) if isinstance(message, Accepted)]) == 4
+
+
 def test_a_last_version_that_does_not_arrive_is_waited_for_until_publish_timeout(driven: Driven) -> None:
     driven.send(LEARNER, Finished(version=PolicyVersion(3)))
     for seconds in range(5):
