@@ -203,6 +203,7 @@ class State:
         self.lives.move(life, ISSUE)
         if life.completed is not None:  # its frames were lost, which the journal does not say
             self._empty(life)
+            life.issues = 0
         life.task, life.prompt_index, life.out = ticket.task, ticket.prompt_index, ticket
         life.attempt, life.required = ticket.attempt, ticket.issued_version.step
         life.issues += 1
@@ -238,10 +239,11 @@ class State:
             self.cursors[life.task] += 1
 
     def _regenerate(self, life: Life) -> None:
-        """Its frames are nowhere."""
+        """Its frames are nowhere; the tickets for them do not count towards `replay.max_attempts`."""
         self.lives.move(life, REGENERATE)
         self.lives.emit(REGENERATE, group_id=life.group_id, attempt=life.attempt)
         self._empty(life)
+        life.issues = 0
 
     def _empty(self, life: Life) -> None:
         """What is kept of its answer is not needed any more."""
@@ -391,7 +393,6 @@ class State:
             self.lives.emit(RETURN, step=step, group_ids=[life.group_id for life in lives])
         for life in [life for life in lives if life.group_id in lost]:
             self._regenerate(life)
-            life.issues = 0
         for known, count in self.reusable.counts.items():
             if known > step:
                 self.floors[known] = max(count, self.floors.get(known, 0))

@@ -293,6 +293,22 @@ def test_the_time_of_a_prompt_adds_up_over_its_workers() -> None:
     assert len(buffer.exhausted()) == 1
 
 
+def test_a_group_whose_frames_a_crash_has_spoilt_is_generated_again_whatever_it_took_before() -> None:
+    buffer = buffer_of(max_attempts=1)
+    tickets = issue_all(buffer)
+    complete(buffer, tickets[:1])
+    journal = [record[0] if isinstance(record, tuple) else record for record in written(buffer)]
+    recovered = buffer_of(max_attempts=1)
+    recovered.restore(None, journal)
+    assert recovered.exhausted() == []
+    again = recovered.issue("a", NEW, 0.0)
+    assert again is not None
+    assert (again.group_id, again.attempt) == (0, 1)
+    third = buffer_of(max_attempts=1)
+    third.restore(None, [*journal, *recovered.drain()])
+    assert third._lives[0].issues == recovered._lives[0].issues == 1
+
+
 def test_time_without_any_worker_does_not_count_against_a_prompt() -> None:
     buffer = buffer_of(lease=10.0, group_timeout=50.0)
     buffer.issue("a", NEW, 0.0)
